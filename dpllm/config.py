@@ -1,0 +1,389 @@
+"""The recipe: frozen, typed, and closed to keys that nobody reads.
+
+Comes in: a YAML file and command-line overrides. Goes out: one ``RunConfig``. What is in the config is public; this
+module must never see data.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+
+from dpllm.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A part of the recipe: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The base model. Its pretraining data are not covered by any guarantee of the run."""
+
+    name_or_path: str
+    """Hub id, local directory, or builtin:tiny."""
+    revision: str | None = None
+    """Commit, tag or branch of the Hub repository; the resolved commit is recorded in run.json."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the frozen base; auto is the checkpoint's on a GPU and float32 on a CPU. What trains is float32."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Load the frozen base through bitsandbytes (extra: quant)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass (reentrant): less memory, more time."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021) made and saved by peft."""
+
+    method: Literal["lora"] = "lora"
+    r: PositiveInt = 16
+    """Rank. Servers such as vLLM accept up to 16 by default."""
+    alpha: float = Field(default=32, gt=0)
+    """The adapter's output is scaled by alpha / r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input, in training only."""
+    target_modules: Literal["auto"] | list[str] | str = "auto"
+    """auto: every linear layer of the decoder blocks. Otherwise names as peft takes them."""
+
+
+class FrozenConfig(Section):
+    """Frozen-layer fine-tuning: the last blocks train, everything below them does not."""
+
+    method: Literal["frozen"]
+    last_blocks: int = Field(default=2, ge=0)
+    """How many of the last decoder blocks train."""
+    lm_head: bool = False
+    """Train the output head too; refused where it is tied to the input embedding."""
+    final_norm: bool = True
+    """Train the norm before the head too."""
+
+
+class DataConfig(Section):
+    """Where the text lies, what its rows look like, and whose they are."""
+
+    train: str
+    """jsonl, csv or parquet file, directory of datasets, Hub id, or builtin:clinic."""
+    eval: str | None = None
+    """Held-out data in the same format; null: no evaluation."""
+    train_split: str = "train"
+    """Split to read where data.train is a directory of datasets or a Hub id."""
+    eval_split: str = "validation"
+    """Split to read where data.eval is a directory of datasets or a Hub id."""
+    revision: str | None = None
+    """Commit, tag or branch, where the data come from the Hub."""
+    public: bool = False
+    """The training data are public. Required for a run without differential privacy."""
+    eval_public: bool = False
+    """The evaluation data are public, so that figures computed from them may be published."""
+    public_size: PositiveInt | None = None
+    """Declared number of privacy units, not read from the data (the relation is then add/remove-one). null: counted,
+    and the count is published (the relation is then zero-out)."""
+    format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
+    """How a row reads; auto looks at the column names."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Other names of the columns, as {prompt: meaning_representation, ...}; used where such a column exists."""
+    unit: str = "example"
+    """The privacy unit: example, or the name of a column that says whose row it is."""
+    max_examples_per_unit: PositiveInt | None = None
+    """With a unit column: at most so many rows of one unit train, chosen by a rule that reads that unit's rows only."""
+    max_length: int = Field(default=512, ge=2)
+    """Tokens in one sequence."""
+    long_examples: Literal["chunk", "truncate", "refuse"] = "truncate"
+    """What happens to a row longer than max_length; chunks stay one privacy unit with their row."""
+    packing: bool = False
+    """Only false is possible; the key exists to say why."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _builtin_is_public(cls, values: Any) -> Any:
+        """The embedded data are generated, so what is computed from them may be published."""
+        if isinstance(values, dict):
+            values = dict(values)
+            for source, flag in (("train", "public"), ("eval", "eval_public")):
+                if str(values.get(source)).startswith("builtin:"):
+                    values[flag] = True
+        return values
+
+    @field_validator("packing")
+    @classmethod
+    def _no_packing(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "packing puts several people's text in one row, so clipping would bound rows and not people; "
+                "set data.packing: false"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _unit(self) -> DataConfig:
+        if self.unit == "example" and self.max_examples_per_unit is not None:
+            raise ValueError("max_examples_per_unit needs data.unit: <column>; with unit: example remove it")
+        if self.unit != "example" and self.max_examples_per_unit is None:
+            raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the rows that one unit may bring")
+        return self
+
+
+class PrivacyConfig(Section):
+    """The promise, and where it is booked."""
+
+    enabled: bool = True
+    """false: no differential privacy at all; only for data declared public."""
+    epsilon: float = Field(default=8.0, gt=0)
+    """Target; the stated epsilon is at most this."""
+    delta: Literal["auto"] | float = "auto"
+    """auto: 1/(10 N) rounded down to one digit. 1/N or more is refused."""
+    noise_multiplier: float | None = Field(default=None, gt=0)
+    """Noise standard deviation over max_grad_norm; null: calibrated to epsilon. If set, the epsilon it gives is stated,
+    and refused above the target."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """C: the L2 norm to which each privacy unit's gradient is clipped."""
+    clipping: Literal["flat"] = "flat"
+    """The clipping function: part of the Plan."""
+    grad_sample_mode: Literal["auto", "per_sample", "opacus_ghost"] = "auto"
+    """How the clipped sum is computed: not part of the Plan. opacus_ghost is the two-backward mode of Opacus."""
+    ledger: str | None = None
+    """Path of the ledger; null: one file in the user's data directory."""
+    dataset: str | None = None
+    """Name of the dataset in the ledger; null: made from data.train."""
+    insecure_seed: int | None = None
+    """For tests only: seeds noise and sampling, so that the run says guarantee: false."""
+
+    @field_validator("delta")
+    @classmethod
+    def _delta(cls, value: str | float) -> str | float:
+        if isinstance(value, float) and not 0 < value < 1:
+            raise ValueError("delta must lie strictly between 0 and 1, and well below 1/N; or type auto")
+        return value
+
+
+class TrainConfig(Section):
+    """The loop. Nothing here is read from private data while it runs."""
+
+    batch_size: PositiveInt = 256
+    """Expected logical batch size B, in privacy units; the sampling rate is B / N and the divisor of the sum is B."""
+    physical_batch_size: PositiveInt = 16
+    """Sequences in one forward pass: memory and speed, never the promise."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Expected passes over the data; give epochs or steps."""
+    steps: PositiveInt | None = None
+    """Number of logical steps; give epochs or steps."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape after the warm-up; depends on the step alone."""
+    warmup: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the steps over which the learning rate rises from zero."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast of the forward pass; auto is bf16 on a GPU that has it and fp32 elsewhere. fp16 uses a constant scale."""
+    seed: int = 0
+    """Initialisation and dropout only. Noise and sampling are seeded by the operating system."""
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations; null: only before the first and after the last step."""
+    checkpoint_every: PositiveInt | None = None
+    """Steps between checkpoints; null: only when interrupted."""
+
+    @model_validator(mode="after")
+    def _length(self) -> TrainConfig:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give train.epochs or train.steps, one of the two")
+        return self
+
+
+class CanaryConfig(Section):
+    """Random digit strings behind carrier sentences, each inserted or not by its own fair coin."""
+
+    groups: dict[PositiveInt, PositiveInt] = Field(default_factory=lambda: {1: 200, 4: 20, 16: 20}, min_length=1)
+    """Repetitions -> number of candidates. Every candidate holds its slots in N whatever its coin says."""
+    digits: int = Field(default=8, ge=4, le=16)
+    """Length of the secret; it is one of 10^digits."""
+    references: int = Field(default=1000, ge=100)
+    """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number + 1)."""
+
+
+class AuditConfig(Section):
+    """What is planted before training and measured afterwards."""
+
+    canaries: CanaryConfig | None = None
+    """null: no canaries, so the audit has nothing to measure."""
+    alpha: float = Field(default=0.05, gt=0, lt=0.5)
+    """Probability that the epsilon lower bound exceeds the truth."""
+    guesses: list[PositiveInt] = Field(default_factory=lambda: [10, 20, 50, 100, 200], min_length=1)
+    """Numbers of guesses tried by the one-run bound, fixed before training; alpha is divided by how many there are."""
+
+
+class CardConfig(Section):
+    """What the model card says beside the numbers."""
+
+    title: str | None = None
+    """Heading of the card; null: the name of the run directory."""
+    license: str | None = None
+    """Licence identifier of the Hub, for the adapter."""
+    language: str | list[str] | None = None
+    tags: list[str] = Field(default_factory=list)
+    description: str | None = None
+    """One paragraph on what the model is for."""
+    contact: str | None = None
+    """Whom to ask about the privacy statement."""
+
+
+class RunConfig(Section):
+    """One run, fully described by public values."""
+
+    model: ModelConfig
+    adapter: Annotated[LoraConfig | FrozenConfig, Field(discriminator="method")] = LoraConfig()
+    data: DataConfig
+    privacy: PrivacyConfig = PrivacyConfig()
+    train: TrainConfig
+    audit: AuditConfig = AuditConfig()
+    card: CardConfig = CardConfig()
+    output_dir: str
+    """The run directory; one that already holds a run is refused unless resumed or overwritten."""
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Turns ``--a.b value`` and ``--a.b=value`` into {"a.b": value}; values are read as YAML.
+
+    Raises:
+        ConfigError: An argument is not of that form.
+    """
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise ConfigError(f"{word!r} is no override: type --section.key value, as in --privacy.epsilon 3")
+        key, separator, text = word[2:].partition("=")
+        if not separator:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key} needs a value: type --{key} VALUE")
+            text = rest.pop(0)
+        try:
+            overrides[key.replace("-", "_")] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            overrides[key.replace("-", "_")] = text
+    return overrides
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Reads a recipe and applies overrides.
+
+    Args:
+        path: YAML file.
+        overrides: Dotted key -> value, as ``parse_overrides`` returns them.
+
+    Returns:
+        The validated, frozen recipe.
+
+    Raises:
+        ConfigError: Missing file, broken YAML, unknown key, wrong type or impossible value; one line for each.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a recipe ({type(error).__name__}).") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}: is not valid YAML{where}.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections (model, adapter, data, privacy, train, ...).")
+    for key, value in (overrides or {}).items():
+        _set(raw, key, value)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(error))) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved recipe as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def describe_keys() -> str:
+    """Every key of a recipe with its default and meaning, for ``--help``."""
+    lines: list[str] = []
+    for name, field in RunConfig.model_fields.items():
+        sections = [s for s in _sections(field.annotation)]
+        if not sections:
+            lines.append(f"  --{name}\n      {field.description or ''}")
+        for section in sections:
+            lines.extend(_describe_section(section, name))
+    return "\n".join(lines)
+
+
+def _describe_section(section: type[Section], prefix: str) -> list[str]:
+    lines = []
+    for key, field in section.model_fields.items():
+        nested = _sections(field.annotation)
+        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)}"
+        text = " ".join((field.description or "").split())
+        lines.append(f"  --{prefix}.{key} ({default})" + (f"\n      {text}" if text else ""))
+        for inner in nested:
+            lines.extend(_describe_section(inner, f"{prefix}.{key}"))
+    return lines
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    """The recipe sections inside a type, through Optional, unions and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in _sections(inner)]
+
+
+def _set(raw: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    here = raw
+    for parent in parents:
+        if not isinstance(here.get(parent), dict):
+            here[parent] = {}
+        here = here[parent]
+    here[last] = value
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """One line for each problem: key, what is wrong, the nearest right spelling."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        sections, shown = [RunConfig], []
+        *parents, last = [str(part) for part in problem["loc"]] or ["recipe"]
+        for part in parents:
+            # pydantic puts the chosen branch of a union into the path, which users never typed.
+            branch = [s for s in sections if "method" in s.model_fields and part in get_args(s.model_fields["method"].annotation)]
+            if branch:
+                sections = branch
+            elif part in _fields(sections):
+                sections = _sections(_fields(sections)[part].annotation)
+                shown.append(part)
+        if last in _fields(sections) or problem["type"] in ("extra_forbidden", "missing"):
+            shown.append(last)
+        key = ".".join(shown) or "recipe"
+        if problem["type"] == "extra_forbidden":
+            known = list(_fields(sections))
+            near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
+            lines.append(f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"))
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: required, and missing")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message[0].lower()}{message[1:]} (got {_short(problem.get('input'))})")
+    return list(dict.fromkeys(lines))
+
+
+def _short(value: Any) -> str:
+    text = "a section" if isinstance(value, (dict, Section)) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _fields(sections: Sequence[type[Section]]) -> dict[str, Any]:
+    return {key: field for section in sections for key, field in section.model_fields.items()}

@@ -1,0 +1,38 @@
+"""The refusals of dpllm: every one says what, why it matters, and what to type instead.
+
+Comes in: nothing. Goes out: exceptions with the exit code that the command line returns for them.
+"""
+
+
+class DpllmError(Exception):
+    """Any error that a user can meet and mend; its message is shown as it is, without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(DpllmError):
+    """The command or the recipe is wrong."""
+
+    exit_code = 2
+
+
+class DataError(DpllmError):
+    """The data cannot be used as declared; names files, rows and columns, never the text of a row."""
+
+    exit_code = 2
+
+
+class Refused(DpllmError):
+    """Running would break the promise of the Plan."""
+
+    exit_code = 3
+
+
+class BudgetExceeded(Refused):
+    """The run would spend more of a dataset's privacy budget than remains."""
+
+
+class AuditContradiction(DpllmError):
+    """An audit or a verification contradicts the stated guarantee."""
+
+    exit_code = 4

@@ -1,0 +1,260 @@
+"""Base model and tokenizer, and what of it trains: LoRA adapters or the last blocks.
+
+Comes in: the recipe. Goes out: a model whose trainable parameters have requires_grad and are float32, and what is needed
+to score it beside its base. This module must not see data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from dpllm import builtin
+from dpllm.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig
+from dpllm.errors import ConfigError, Refused
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ScoringModels:
+    """A tuned model beside its base, both in eval mode."""
+
+    tokenizer: Any
+    tuned: nn.Module
+    _config: RunConfig
+    _device: torch.device
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[nn.Module]:
+        """The base model: the adapter switched off, or the base checkpoint for frozen-layer runs."""
+        if isinstance(self.tuned, PeftModel):
+            with self.tuned.disable_adapter():
+                yield self.tuned
+        else:
+            yield load_base(self._config.model, self._device).eval()
+
+
+def source(name_or_path: str) -> str:
+    """Where transformers finds a model: builtin names become directories of the package.
+
+    Raises:
+        ConfigError: An unknown builtin name.
+    """
+    if not builtin.is_builtin(name_or_path):
+        return name_or_path
+    try:
+        return str(builtin.path(name_or_path))
+    except KeyError as error:
+        raise ConfigError(f"model.name_or_path: {error.args[0]}") from None
+
+
+def public_name(name_or_path: str) -> str:
+    """A model's name as it may be published: the Hub id or builtin name, and of a local path the last part only."""
+    return Path(name_or_path).name if Path(name_or_path).exists() else name_or_path
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The base model's tokenizer.
+
+    Raises:
+        ConfigError: It cannot be found, or it is not a fast tokenizer.
+    """
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source(model.name_or_path), revision=model.revision)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and Hub errors here
+        raise _not_found(model, "tokenizer", error) from None
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{model.name_or_path}: has no fast tokenizer, whose offsets tell which tokens are learned. "
+            "Use a model with a tokenizer.json."
+        )
+    return tokenizer
+
+
+def load_base(model: ModelConfig, device: torch.device, *, force_float32: bool = False) -> Any:
+    """The base model on its device, with nothing trainable.
+
+    Raises:
+        ConfigError: It cannot be found or is no causal language model, or quantization has no library.
+    """
+    if model.dtype != "auto":
+        dtype: Any = DTYPES[model.dtype]
+    else:
+        dtype = torch.float32 if device.type == "cpu" else "auto"
+    arguments: dict[str, Any] = {"revision": model.revision, "dtype": torch.float32 if force_float32 else dtype}
+    if model.quantization is not None:
+        arguments["quantization_config"] = _quantization(model.quantization, dtype)
+        arguments["device_map"] = {"": device}
+    try:
+        base: Any = transformers.AutoModelForCausalLM.from_pretrained(source(model.name_or_path), **arguments)
+    except Exception as error:
+        raise _not_found(model, "causal language model", error) from None
+    base.requires_grad_(False)
+    return base if model.quantization else base.to(device)
+
+
+def build(config: RunConfig, device: torch.device) -> Any:
+    """The model as it trains.
+
+    Args:
+        config: Names the base and the adapter; ``train.seed`` seeds the adapter's initialisation.
+        device: Where it lives.
+
+    Returns:
+        A PeftModel or a transformers model, in training mode; what trains is float32.
+
+    Raises:
+        ConfigError: The adapter matches nothing.
+        Refused: What would train is tied to the input embedding, or is a router or expert.
+    """
+    torch.manual_seed(config.train.seed)
+    adapter = config.adapter
+    # Autocast lets float32 blocks read a low-precision base; without it both must be float32.
+    frozen_float32 = isinstance(adapter, FrozenConfig) and config.train.precision in {"auto", "fp32"}
+    model = load_base(config.model, device, force_float32=frozen_float32)
+    model = _add_lora(model, adapter, config) if isinstance(adapter, LoraConfig) else _unfreeze(model, adapter)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if config.model.gradient_checkpointing:
+        # Opacus' hooks fire twice under non-reentrant checkpointing, the default of transformers 5.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
+    """What trains: (kind of layer, number of tensors, number of parameters), e.g. ("q_proj.lora_A", 5, 5120)."""
+    kinds: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts = [part for part in name.split(".") if not part.isdigit() and part not in {"default", "base_model", "model"}]
+            kind = ".".join(parts[-3:])
+            tensors, size = kinds.get(kind, (0, 0))
+            kinds[kind] = (tensors + 1, size + parameter.numel())
+    return [(kind, tensors, size) for kind, (tensors, size) in kinds.items()]
+
+
+def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> ScoringModels:
+    """Loads what a run exported, as a stranger would, beside its base.
+
+    Raises:
+        ConfigError: The export directory holds no weights.
+    """
+    if not any(export.glob("*.safetensors")):
+        raise ConfigError(f"{export}: holds no weights; the run did not finish. Run dpllm train again, or resume it.")
+    tokenizer = load_tokenizer(config.model)
+    if isinstance(config.adapter, LoraConfig):
+        tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
+    else:
+        tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export)).to(device)
+    return ScoringModels(tokenizer, tuned.eval(), config, device)
+
+
+def blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The decoder blocks: the longest list of modules of one class, with its name.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+    ]
+    if not lists:
+        raise ConfigError("the base model has no list of decoder blocks; adapter.method frozen cannot tell the last ones.")
+    return max(lists, key=lambda item: len(item[1]))
+
+
+def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
+    linear = _linear_names(model)
+    targets: Any = adapter.target_modules
+    if targets == "auto":
+        targets = sorted(linear)
+    conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    try:
+        peft_config = PeftLoraConfig(
+            task_type="CAUSAL_LM",
+            r=adapter.r,
+            lora_alpha=adapter.alpha,  # type: ignore[arg-type]
+            lora_dropout=adapter.dropout,
+            target_modules=targets,
+            fan_in_fan_out=conv1d,
+        )
+        peft_model = get_peft_model(model, peft_config)
+    except ValueError:
+        raise ConfigError(
+            f"adapter.target_modules {adapter.target_modules!r} matches no layer that LoRA knows in {config.model.name_or_path}. "
+            f"Its linear layers are {', '.join(sorted(linear))}; or set adapter.target_modules: auto."
+        ) from None
+    # The user's path means nothing to a stranger, and may tell him more than it should.
+    peft_model.peft_config["default"].base_model_name_or_path = public_name(config.model.name_or_path)
+    return peft_model
+
+
+def _linear_names(model: Any) -> set[str]:
+    """Last name parts of the linear layers in the decoder blocks, without routers and experts."""
+    prefix, layers = blocks(model)
+    names = set()
+    for name, module in layers.named_modules(prefix=prefix):
+        sparse = any(part in {"experts", "router", "gate"} for part in name.split("."))
+        if isinstance(module, (nn.Linear, Conv1D)) and not sparse:
+            names.add(name.rsplit(".", 1)[-1])
+    return names
+
+
+def _unfreeze(model: Any, adapter: FrozenConfig) -> Any:
+    name, layers = blocks(model)
+    if adapter.last_blocks > len(layers):
+        raise ConfigError(f"adapter.last_blocks is {adapter.last_blocks}, but the base model has {len(layers)} blocks.")
+    chosen: list[nn.Module] = list(layers)[len(layers) - adapter.last_blocks :]
+    if adapter.final_norm:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        siblings = list(parent.named_children())
+        after = siblings[[child for child, _ in siblings].index(name.rpartition(".")[2]) + 1 :]
+        chosen += [module for _, module in after if "norm" in type(module).__name__.lower()]
+    if adapter.lm_head:
+        head = model.get_output_embeddings()
+        if head is None or head.weight is model.get_input_embeddings().weight:
+            raise Refused(
+                "adapter.lm_head: true, but this model's head is tied to its input embedding: its gradient has two parts, "
+                "and clipping would see one. Set adapter.lm_head: false."
+            )
+        chosen.append(head)
+    for module in chosen:
+        module.requires_grad_(True)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("nothing trains: set adapter.last_blocks to 1 or more, or adapter.final_norm: true.")
+    return model
+
+
+def _quantization(bits: str, dtype: Any) -> Any:
+    try:
+        import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            f"model.quantization {bits} needs bitsandbytes, which is not installed. Type: pip install 'dpllm[quant]'"
+        ) from None
+    if bits == "8bit":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def _not_found(model: ModelConfig, kind: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model.name_or_path {model.name_or_path!r}: no {kind} could be loaded ({type(error).__name__}). Check the spelling "
+        "and the network, or name a local directory, or builtin:tiny."
+    )

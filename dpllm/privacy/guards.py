@@ -1,0 +1,84 @@
+"""Refusals: what would break the promise, found before anything runs.
+
+Comes in: the recipe, the model, the run directory. Goes out: nothing, or ``Refused``. A guard costs a user one clear
+line; a guard that is missing costs somebody their privacy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dpllm.config import RunConfig
+from dpllm.errors import Refused
+
+if TYPE_CHECKING:
+    from torch import nn  # `dpllm plan` guards recipes without importing torch
+
+
+def check_config(config: RunConfig) -> None:
+    """What the recipe alone shows.
+
+    Raises:
+        Refused: A run without differential privacy on data not declared public, or a mode that cannot hold the unit.
+    """
+    if not config.privacy.enabled and not config.data.public:
+        raise Refused(
+            "privacy.enabled: false trains without differential privacy, and data.train is not declared public: whatever it "
+            "holds could be read out of the adapter. Set data.public: true if it is public, or privacy.enabled: true."
+        )
+    several = config.data.unit != "example" or config.data.long_examples == "chunk"
+    if config.privacy.enabled and config.privacy.grad_sample_mode == "opacus_ghost" and several:
+        raise Refused(
+            "privacy.grad_sample_mode opacus_ghost bounds sequences, and here one unit may bring several "
+            "(data.unit or data.long_examples: chunk). Set privacy.grad_sample_mode: auto."
+        )
+
+
+def deviations(config: RunConfig) -> tuple[str | None, list[str]]:
+    """Why a run has no guarantee (None: it has one), and what else the card must name.
+
+    Returns:
+        The reason, and the deviations that leave the guarantee standing.
+    """
+    if not config.privacy.enabled:
+        return "it was trained without differential privacy", []
+    if config.privacy.insecure_seed is not None:
+        return "its noise and sampling were seeded by the user (privacy.insecure_seed), so they can be regenerated", []
+    if config.privacy.grad_sample_mode == "opacus_ghost":
+        return "it ran in the cross-check mode opacus_ghost, whose clipping bound is not proven in floating point", []
+    notes = []
+    if config.data.eval is not None and not config.data.eval_public:
+        notes.append("held-out loss was computed on private evaluation data; it is kept private and nothing was chosen by it")
+    return None, notes
+
+
+def check_model(model: nn.Module) -> None:
+    """What the model shows.
+
+    Raises:
+        Refused: A layer couples the rows of a batch, a router or expert trains, or a tied weight trains.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise Refused(f"{name} is a batch norm: every row's output depends on its neighbours. Use another base model.")
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parameter.requires_grad and ({"experts", "router", "gate"} & set(parts)):
+            raise Refused(
+                f"{name} belongs to a router or an expert, which sees other rows' tokens. Exclude it from "
+                "adapter.target_modules; LoRA on attention layers is possible."
+            )
+        if parameter.requires_grad and any("magnitude_vector" in part for part in parts):
+            raise Refused(f"{name} is a DoRA magnitude, whose layer is called twice. Use LoRA without DoRA.")
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in owners:
+            raise Refused(
+                f"{owners[id(parameter)]} and {name} are one tied weight: its gradient has two parts, and clipping would see "
+                "one. Do not train it."
+            )
+        owners[id(parameter)] = name

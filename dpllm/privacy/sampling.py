@@ -1,0 +1,130 @@
+"""Poisson sampling over privacy units, and how a logical batch is cut into physical ones.
+
+Comes in: the Schedule and secret entropy. Goes out: which units join a step, and tensors that fit in memory. Every rank
+draws the same logical batch from the same secret stream and takes its own share.
+
+Shape suffixes: R sequences of a physical batch, T tokens, U units of a physical batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpllm.data import Unit
+from dpllm.privacy.plan import Schedule
+
+
+@dataclass(frozen=True)
+class PhysicalBatch:
+    """What one forward pass reads.
+
+    Attributes:
+        input_ids_RT: Token ids, right-padded.
+        attention_mask_RT: 1 for tokens, 0 for padding.
+        loss_mask_RT: True for target tokens.
+        denominator_R: Target tokens of the sequence's whole example.
+        unit_R: Index in 0..num_units-1 of the unit that the sequence belongs to.
+        num_units: How many units this batch holds, each of them whole.
+    """
+
+    input_ids_RT: Tensor
+    attention_mask_RT: Tensor
+    loss_mask_RT: Tensor
+    denominator_R: Tensor
+    unit_R: Tensor
+    num_units: int
+
+    def to(self, device: torch.device) -> PhysicalBatch:
+        """The same batch on a device."""
+        return PhysicalBatch(
+            self.input_ids_RT.to(device),
+            self.attention_mask_RT.to(device),
+            self.loss_mask_RT.to(device),
+            self.denominator_R.to(device),
+            self.unit_R.to(device),
+            self.num_units,
+        )
+
+
+class PoissonSampler:
+    """Draws logical batches.
+
+    Guarantee:
+        In each draw every one of ``num_slots`` slots joins independently with probability ``schedule.sampling_rate``,
+        up to the 53-bit resolution of the uniform variates. The stream is numpy's Philox4x64 keyed with ``entropy``;
+        Philox passes the usual statistical batteries but is not proven to be cryptographic.
+
+    References:
+        Abadi et al. 2016, Deep Learning with Differential Privacy, section 3; Zhu and Wang 2019, Poisson Subsampled
+        Renyi Differential Privacy.
+    """
+
+    def __init__(self, schedule: Schedule, num_slots: int, entropy: int) -> None:
+        """Keys the stream; ``entropy`` is a secret 128-bit integer, the same on every rank."""
+        self._rate = schedule.sampling_rate
+        self._num_slots = num_slots
+        self._generator = np.random.Generator(np.random.Philox(key=entropy))
+
+    def draw(self) -> list[int]:
+        """Indices of the slots that join the next logical batch; possibly none."""
+        joins = self._generator.random(self._num_slots) < self._rate
+        return [int(index) for index in np.flatnonzero(joins)]
+
+
+def physical_batches(
+    drawn: Sequence[int], units: Sequence[Unit | None], size: int, pad_id: int, rank: int = 0, world: int = 1
+) -> list[PhysicalBatch]:
+    """Cuts this rank's share of a logical batch into physical batches.
+
+    A unit is never split, because its sequences are summed before they are clipped; a unit with more than ``size``
+    sequences makes a larger batch of its own. Units are sorted by length to save padding: the order within a logical
+    batch changes nothing but the rounding of a sum.
+
+    Args:
+        drawn: Slots of the logical batch, the same on every rank.
+        units: Slot -> unit; None for a slot that holds no data (a canary whose coin said out).
+        size: Sequences in one physical batch.
+        pad_id: Token id for padding; never attended to.
+        rank: This process.
+        world: Number of processes.
+    """
+    share = [unit for index in drawn[rank::world] if (unit := units[index]) is not None and unit.sequences]
+    share.sort(key=lambda unit: max(len(sequence.input_ids) for sequence in unit.sequences))
+    batches, waiting, rows = [], [], 0
+    for unit in share:
+        if waiting and rows + len(unit.sequences) > size:
+            batches.append(collate(waiting, pad_id))
+            waiting, rows = [], 0
+        waiting.append(unit)
+        rows += len(unit.sequences)
+    if waiting:
+        batches.append(collate(waiting, pad_id))
+    return batches
+
+
+def collate(units: Sequence[Unit], pad_id: int) -> PhysicalBatch:
+    """Right-pads the sequences of whole units into one physical batch."""
+    owners = [index for index, unit in enumerate(units) for _ in unit.sequences]
+    sequences = [sequence for unit in units for sequence in unit.sequences]
+    length = max(len(sequence.input_ids) for sequence in sequences)
+    input_ids_RT = torch.full((len(sequences), length), pad_id, dtype=torch.long)
+    attention_mask_RT = torch.zeros((len(sequences), length), dtype=torch.long)
+    loss_mask_RT = torch.zeros((len(sequences), length), dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        tokens = len(sequence.input_ids)
+        input_ids_RT[row, :tokens] = torch.tensor(sequence.input_ids)
+        attention_mask_RT[row, :tokens] = 1
+        loss_mask_RT[row, :tokens] = torch.tensor(sequence.loss_mask)
+    return PhysicalBatch(
+        input_ids_RT,
+        attention_mask_RT,
+        loss_mask_RT,
+        torch.tensor([sequence.denominator for sequence in sequences], dtype=torch.float32),
+        torch.tensor(owners, dtype=torch.long),
+        len(units),
+    )

@@ -1,0 +1,122 @@
+"""A run directory: where each value of a run is written, and the only way it is written.
+
+Comes in: a path. Goes out: paths and JSON values. ``export/`` is the only part that may ever be uploaded; ``private/``
+is readable by its owner alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpllm.config import RunConfig, load_config
+from dpllm.errors import ConfigError
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe."""
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The promise."""
+        return self.root / "plan.json"
+
+    @property
+    def run(self) -> Path:
+        """What happened."""
+        return self.root / "run.json"
+
+    @property
+    def export(self) -> Path:
+        """The only directory that is ever uploaded."""
+        return self.root / "export"
+
+    @property
+    def private(self) -> Path:
+        """Mode 0700; never leaves."""
+        return self.root / "private"
+
+    @property
+    def canaries(self) -> Path:
+        """Canary texts, coins and references: secret."""
+        return self.private / "canaries.json"
+
+    @property
+    def resume(self) -> Path:
+        """The checkpoint that a resumed run starts from: secret."""
+        return self.private / "resume"
+
+    @property
+    def metrics(self) -> Path:
+        """Un-noised diagnostics, one JSON value a line: private."""
+        return self.private / "metrics.jsonl"
+
+    def audit_dir(self, private_enabled: bool) -> Path:
+        """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""
+        return self.export / "audit" if private_enabled else self.private / "audit"
+
+    def make(self) -> None:
+        """Creates the directories; private/ for its owner alone."""
+        self.export.mkdir(parents=True, exist_ok=True)
+        self.private.mkdir(parents=True, exist_ok=True)
+        self.private.chmod(0o700)
+
+    def clear(self) -> None:
+        """Removes what a run writes and nothing else: the ledger, say, may lie in the same directory."""
+        for path in (self.config, self.plan, self.run):
+            path.unlink(missing_ok=True)
+        for directory in (self.export, self.private):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def load_config(self) -> RunConfig:
+        """The resolved recipe of an existing run.
+
+        Raises:
+            ConfigError: The directory holds no run.
+        """
+        if not self.config.exists():
+            raise ConfigError(f"{self.root}: holds no run (no config.yaml). Type the output_dir of a run.")
+        return load_config(self.config)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes JSON atomically (temporary file, fsync, rename), keys sorted, with a schema version."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, sort_keys=True, allow_nan=False)
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ConfigError: Missing or damaged file.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing; the run did not get that far, or this is no run directory.") from None
+    except (OSError, ValueError):
+        raise ConfigError(f"{path}: is not readable as JSON; the file is damaged.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds no JSON object; the file is damaged.")
+    return value

@@ -1,0 +1,199 @@
+"""An audit of a whole run directory: what was memorised is found, what was not is not, and no text gets out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import stat
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from dpllm.audit import canaries, summary
+from dpllm.audit.run import audit
+from dpllm.audit.table import read_table
+from dpllm.config import RunConfig, dump_config
+from dpllm.data import encode
+from dpllm.errors import ConfigError
+from dpllm.rundir import RunDir, write_json
+
+CANARIES = {"groups": {1: 120, 8: 10}, "digits": 16, "references": 150}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A directory with a tiny untrained model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<|eos|>"], initial_alphabet=alphabet)
+    plan = canaries.plan_canaries(canaries.CanaryConfig(groups={1: 500}))
+    inner.train_from_iterator([canary.carrier for canary in plan.canaries], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|eos|>").save_pretrained(folder)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(inner.get_vocab()), n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_run(base, root, *, adapter, private=True, epsilon=8.0, planted=True):
+    """A run directory as training leaves it, without weights."""
+    (root / "rows.jsonl").write_text(json.dumps({"text": "Nothing to see."}) + "\n")
+    config = RunConfig.model_validate(
+        {
+            "model": {"name_or_path": str(base)},
+            "adapter": {"method": adapter},
+            "data": {"train": str(root / "rows.jsonl"), "public": not private, "max_length": 64},
+            "privacy": {"enabled": private},
+            "train": {"steps": 1},
+            "audit": {"canaries": CANARIES if planted else None},
+            "output_dir": str(root / "run"),
+        }
+    )
+    run = RunDir(root / "run")
+    run.make()
+    run.config.write_text(dump_config(config))
+    plan = canaries.plan_canaries(canaries.CanaryConfig(**CANARIES))
+    canaries.save(plan, run.canaries)
+    if private:
+        promise = {"epsilon": epsilon, "delta": 1e-5, "unit": "example", "canary_commitment": plan.commitment}
+        write_json(run.plan, promise)
+    return run, plan
+
+
+def memorise(base, plan, tokenizer):
+    """Trains without any privacy on the inserted canaries alone."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel.from_pretrained(base)
+    rows = [encode(slot.example("text"), "text", tokenizer, 64, "refuse")[0] for slot in canaries.slots(plan) if slot]
+    width = max(len(row.input_ids) for row in rows)
+    ids = torch.tensor([[*row.input_ids, *[0] * (width - len(row.input_ids))] for row in rows])
+    labels = torch.tensor([[*row.input_ids, *[-100] * (width - len(row.input_ids))] for row in rows])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    model.train()
+    for _ in range(70):
+        for batch in torch.randperm(len(rows)).split(64):
+            optimizer.zero_grad()
+            model(input_ids=ids[batch], labels=labels[batch]).loss.backward()
+            optimizer.step()
+    return model
+
+
+@pytest.fixture(scope="module")
+def memorised(base, tmp_path_factory):
+    """A run that claims much and kept nothing of it."""
+    run, plan = make_run(base, tmp_path_factory.mktemp("memorised"), adapter="frozen", epsilon=1.0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    memorise(base, plan, tokenizer).save_pretrained(run.export)
+    return run, plan, audit(run)
+
+
+def test_a_broken_promise_is_falsified(memorised):
+    _, _, report = memorised
+    assert report["verdict"] == "falsified"
+    assert report["epsilon_lower_bound"]["value"] > 2.0
+    assert report["attacks"]["ratio"]["auc"] > 0.95
+    low, high = report["attacks"]["ratio"]["base_control_auc_interval"]
+    assert high - low < 0.5
+    assert report["exposure"]["8"]["p_value"] < 1e-3
+    assert report["extraction"]["8"]["base"] == report["extraction"]["8"]["held_out_tuned"] == 0
+    assert report["extraction"]["8"]["tuned"] > 0 or report["canaries"]["groups"]["8"]["inserted"] == 0
+
+
+def test_the_report_names_what_it_is_about(memorised):
+    run, plan, report = memorised
+    assert report["canaries"]["commitment"] == plan.commitment
+    assert report["canaries"]["groups"]["1"]["candidates"] == 120
+    assert report["canaries"]["groups"]["1"]["inserted"] == sum(c.inserted for c in plan.canaries if c.group == 1)
+    weights = run.export / "model.safetensors"
+    assert report["weights"] == {"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    written = json.loads((run.export / "audit" / "audit.json").read_text())
+    assert written == {"schema_version": written["schema_version"], **report}
+
+
+def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
+    run, _, report = memorised
+    scores = read_table(run.export / "audit" / "scores.csv")
+    assert len(scores) == 280
+    claim = summary.Claim(**report["claim"])
+    again = summary.summarise(scores, claim, alpha=0.05, guesses=run.load_config().audit.guesses)
+    assert json.loads(json.dumps(again)) == {key: report[key] for key in again}
+
+
+def test_no_canary_text_leaves_the_private_directory(memorised):
+    run, plan, _ = memorised
+    published = b"".join(
+        path.read_bytes() for path in run.root.rglob("*") if path.is_file() and run.private not in path.parents
+    )
+    assert b"scores" in b"".join(str(path).encode() for path in run.export.rglob("*"))
+    for canary in (*plan.canaries, *plan.references):
+        assert canary.secret.encode() not in published
+        assert canary.carrier.encode() not in published
+    assert plan.salt.encode() not in published
+    assert stat.S_IMODE(run.canaries.stat().st_mode) == 0o600
+
+
+def test_the_picture_and_the_terminal_table_can_be_shown(memorised):
+    run, _, report = memorised
+    assert (run.export / "audit" / "exposure.png").read_bytes().startswith(b"\x89PNG")
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(summary.table(report))
+    text = console.export_text()
+    assert "falsified" in text
+    assert "mean exposure, 8x" in text
+
+
+def test_every_audit_is_counted(memorised):
+    run, _, report = memorised
+    assert audit(run)["audits_run"] == report["audits_run"] + 1
+
+
+def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
+    run, _ = make_run(base, tmp_path, adapter="lora", epsilon=4.0)
+    adapter = get_peft_model(
+        GPT2LMHeadModel.from_pretrained(base), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    adapter.save_pretrained(run.export)
+    report = audit(run)
+    assert report["verdict"] == "consistent"
+    assert report["epsilon_lower_bound"]["value"] < 1.0
+    assert report["attacks"]["loss"]["auc"] == report["attacks"]["loss"]["base_control_auc"]
+    assert all(
+        math.isclose(row.tuned_log_prob, row.base_log_prob) for row in read_table(run.export / "audit" / "scores.csv")
+    )
+
+
+def test_a_run_without_privacy_keeps_its_audit_to_itself(base, tmp_path):
+    run, _ = make_run(base, tmp_path, adapter="frozen", private=False)
+    GPT2LMHeadModel.from_pretrained(base).save_pretrained(run.export)
+    report = audit(run)
+    assert (report["claim"], report["verdict"]) == (None, "no_claim")
+    assert not (run.export / "audit").exists()
+    assert {path.name for path in (run.private / "audit").iterdir()} == {"audit.json", "scores.csv", "exposure.png"}
+
+
+def test_what_cannot_be_audited_is_refused(base, tmp_path):
+    run, plan = make_run(base, tmp_path, adapter="frozen")
+    with pytest.raises(ConfigError, match="holds no weights"):
+        audit(run)
+    GPT2LMHeadModel.from_pretrained(base).save_pretrained(run.export)
+    canaries.save(canaries.plan_canaries(canaries.CanaryConfig(**CANARIES)), run.canaries)
+    with pytest.raises(ConfigError, match="committed to before training"):
+        audit(run)
+    canaries.save(plan, run.canaries)
+    write_json(run.plan, {"canary_commitment": plan.commitment})
+    with pytest.raises(ConfigError, match="states no epsilon"):
+        audit(run)
+    (tmp_path / "other").mkdir()
+    unplanted, _ = make_run(base, tmp_path / "other", adapter="frozen", planted=False)
+    with pytest.raises(ConfigError, match=r"audit: \{canaries: \{\}\}"):
+        audit(unplanted)

@@ -1,0 +1,493 @@
+"""What a model card must and must not say."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.config import RunConfig, dump_config
+from dpllm.errors import ConfigError
+from dpllm.report import words
+from dpllm.report.card import render_card, write_card
+from dpllm.rundir import RunDir, write_json
+
+Json = dict[str, Any]
+HASH = "9f2c" * 16
+SECRET_SEED = 918273645
+HELD_OUT = 7.654321
+EPSILON = 2.9973841290312
+HOME = "/home/alice/secret-project"
+
+
+def config(**sections: Json) -> RunConfig:
+    """A recipe for notes of patients; each section is laid over the default one."""
+    base: Json = {
+        "model": {"name_or_path": "openai-community/gpt2", "revision": "main"},
+        "data": {
+            "train": f"{HOME}/notes.jsonl",
+            "eval": f"{HOME}/eval.jsonl",
+            "unit": "patient_id",
+            "max_examples_per_unit": 6,
+        },
+        "privacy": {"epsilon": 3.0, "ledger": f"{HOME}/ledger.sqlite", "dataset": "ward-7-notes"},
+        "train": {"steps": 100, "batch_size": 64},
+        "card": {"license": "mit", "language": "en", "tags": ["clinical"], "contact": "dpo@hospital.example"},
+        "output_dir": f"{HOME}/runs/notes-lora",
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
+    return RunConfig.model_validate(base)
+
+
+def plan(**changes: Any) -> Json:
+    gaussian = {"type": "gaussian", "noise_multiplier": 0.9184}
+    event = {"type": "poisson_sampled", "probability": 0.0720720720720720, "event": gaussian}
+    return {
+        "unit": "patient_id",
+        "max_examples_per_unit": 6,
+        "neighbouring_relation": "zero_out",
+        "dataset_size": 888,
+        "canary_slots": 248,
+        "sampling_rate": 0.0720720720720720,
+        "num_steps": 100,
+        "noise_multiplier": 0.9184,
+        "clipping": "flat",
+        "max_grad_norm": 1.0,
+        "delta": 1e-05,
+        "epsilon": EPSILON,
+        "target_epsilon": 3.0,
+        "expected_batch_size": 64,
+        "accountant": {"name": "dp-accounting", "version": "0.6.0", "interval": 1e-4},
+        "cross_check": {"name": "opacus-prv", "version": "1.6.0", "epsilon": 3.0101},
+        "event": {"type": "self_composed", "count": 100, "event": event},
+        "canary_commitment": "c0" * 32,
+        **changes,
+    }
+
+
+def record(**changes: Any) -> Json:
+    return {
+        "status": "completed",
+        "guarantee": {"holds": True, "reason": None},
+        "deviations": [],
+        "steps_planned": 100,
+        "steps_taken": 100,
+        "epsilon_spent": EPSILON,
+        "delta": 1e-05,
+        "ledger": {
+            "dataset": "ward-7-notes",
+            "entry": 3,
+            "head": {"hash": "ab12" * 16, "count": 4},
+            "budget": {"epsilon": 10.0, "delta": 1e-5},
+            "spent_epsilon": 4.25,
+        },
+        "versions": {"dpllm": "0.1.0", "torch": "2.9.1", "opacus": "1.6.0"},
+        "hardware": {"device": "NVIDIA H200", "processes": 1, "cache": f"{HOME}/cache"},
+        "model": {
+            "name_or_path": "openai-community/gpt2",
+            "commit": "607a30d783dfa663caf39e06633721c8d4cfcd7e",
+            "architecture": "GPT2LMHeadModel",
+            "trainable_parameters": 2359296,
+            "total_parameters": 126799104,
+        },
+        "artifacts": {"adapter_model.safetensors": HASH, "tokenizer.json": "00" * 32},
+        "metrics": {"public": {}, "released": {}},
+        "started_at": "2026-11-21T02:30:11+00:00",
+        "finished_at": "2026-11-21T02:51:40+00:00",
+        "duration_seconds": 1289.123,
+        **changes,
+    }
+
+
+def audit(**changes: Any) -> Json:
+    attack = {
+        "group": 1,
+        "auc": 0.531,
+        "auc_interval": [0.45, 0.612],
+        "confidence": 0.95,
+        "tpr_at_1_percent_fpr": 0.02,
+        "tpr_interval": [0.002, 0.07],
+        "positives": 99,
+        "negatives": 101,
+    }
+    seen = {"mean": 1.61, "null_mean": 1.44, "p_value": 0.21, "maximum": 6.9, "base_mean": 1.41, "inserted": 99}
+    got = {"inserted": 99, "tuned": 0, "base": 0, "held_out": 101, "held_out_tuned": 0}
+    return {
+        "claim": {"epsilon": EPSILON, "delta": 1e-05},
+        "canaries": {
+            "digits": 8,
+            "groups": {"1": {"candidates": 200, "inserted": 99}, "16": {"candidates": 20, "inserted": 9}},
+            "references": 1000,
+            "commitment": "c0" * 32,
+        },
+        "attacks": {"ratio": attack, "loss": {**attack, "auc": 0.52}},
+        "exposure": {"16": {**seen, "mean": 2.9, "p_value": 0.00002, "inserted": 9}, "1": seen},
+        "extraction": {"16": {**got, "inserted": 9, "held_out": 11, "tuned": 1}, "1": got},
+        "epsilon_lower_bound": {
+            "value": 0.12,
+            "alpha": 0.05,
+            "delta": 1e-05,
+            "method": "one-run",
+            "guesses": [10, 20, 50, 100, 200],
+            "best_guesses": 50,
+            "correct": 34,
+            "num_canaries": 200,
+            "ceiling": 2.756,
+        },
+        "attacker_limits": {},
+        "verdict": "consistent",
+        "verdict_reason": "the lower bound 0.12 does not exceed the stated epsilon 2.997",
+        "audits_run": 1,
+        "weights": {"adapter_model.safetensors": HASH},
+        **changes,
+    }
+
+
+def front_matter(text: str) -> Json:
+    """The YAML between the first two rules, read as any YAML reader would."""
+    parsed: Json = yaml.safe_load(text.split("---\n")[1])
+    return parsed
+
+
+def body(text: str) -> str:
+    return text.split("---\n", 2)[2]
+
+
+def first_line(text: str) -> str:
+    return body(text).strip().splitlines()[0]
+
+
+def baseline(**sections: Json) -> RunConfig:
+    base: Json = {"privacy": {"enabled": False, "ledger": None}, "data": {"public": True}}
+    return config(**{**base, **sections})
+
+
+def baseline_record(**changes: Any) -> Json:
+    return record(
+        **{
+            "guarantee": {"holds": False, "reason": "privacy.enabled is false"},
+            "epsilon_spent": None,
+            "delta": None,
+            "ledger": None,
+            **changes,
+        }
+    )
+
+
+def broken(reason: str = "the noise was seeded (privacy.insecure_seed)") -> Json:
+    return record(guarantee={"holds": False, "reason": reason})
+
+
+def make_run(root: Path, recipe: RunConfig, the_plan: Json | None, the_record: Json, the_audit: Json | None) -> RunDir:
+    run = RunDir(root)
+    run.make()
+    run.config.write_text(dump_config(recipe), encoding="utf-8")
+    write_json(run.run, the_record)
+    if the_plan is not None:
+        write_json(run.plan, the_plan)
+    if the_audit is not None:
+        write_json(run.audit_dir(recipe.privacy.enabled) / "audit.json", the_audit)
+    return run
+
+
+def export_text(run: RunDir) -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(run.export.rglob("*")) if path.is_file())
+
+
+# What is said
+
+
+def test_front_matter_carries_the_same_numbers_as_plan_and_record() -> None:
+    text, block = render_card(config(), plan(), record(), audit())
+    matter = front_matter(text)
+    assert matter["privacy"] == block
+    for key in ("epsilon", "delta", "noise_multiplier", "max_grad_norm", "event", "unit", "clipping", "accountant"):
+        assert block[key] == plan()[key]
+    assert block["sampling"]["sampling_rate"] == plan()["sampling_rate"]
+    assert block["composed"]["spent_epsilon"] == 4.25
+    assert block["guarantee"] is True
+    assert block["base_model_covered"] is False
+    assert matter["base_model"] == "openai-community/gpt2"
+    assert matter["library_name"] == "peft"
+    assert matter["tags"] == ["differential-privacy", "dp-sgd", "dpllm", "lora", "clinical"]
+
+
+positive = st.floats(min_value=1e-12, max_value=1e6, allow_nan=False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(delta=st.floats(min_value=1e-12, max_value=1e-3), sigma=positive, rate=positive)
+def test_every_number_survives_yaml(delta: float, sigma: float, rate: float) -> None:
+    text, block = render_card(
+        config(),
+        plan(delta=delta, noise_multiplier=sigma, sampling_rate=rate),
+        record(epsilon_spent=None, delta=None),
+        None,
+    )
+    read = front_matter(text)["privacy"]
+    assert read == block
+    assert (read["delta"], read["noise_multiplier"], read["sampling"]["sampling_rate"]) == (delta, sigma, rate)
+
+
+@given(positive)
+def test_a_bound_is_never_rounded_down(value: float) -> None:
+    shown = float(words.bound(value))
+    assert value <= shown <= value * 1.0011
+
+
+@given(st.floats(min_value=0, max_value=1))
+def test_a_limit_on_a_share_is_never_rounded_down(value: float) -> None:
+    assert value <= float(words.percent_bound(value).rstrip("%")) / 100 + 1e-11
+
+
+def test_text_states_the_epsilon_of_the_plan() -> None:
+    text, _ = render_card(config(), plan(), record(), audit())
+    claim = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
+    assert first_line(text).startswith(claim)
+    assert f"| Privacy loss ε | {EPSILON!r} " in text
+    assert "Pr[M(D) in S] <= e^2.998 * Pr[M(D') in S] + 1e-05" in text
+    limit = min(math.exp(EPSILON) * 0.01 + 1e-5, 1 - math.exp(-EPSILON) * (1 - 1e-5 - 0.01))
+    assert f"{math.ceil(limit * 1000) / 10:g}% of those that were" in text
+
+
+@pytest.mark.parametrize(
+    ("relation", "says"), [("zero_out", "replaced by nothing (zero-out)"), ("add_or_remove_one", "a declared number")]
+)
+def test_the_neighbouring_relation_is_named_in_words(relation: str, says: str) -> None:
+    text, block = render_card(config(), plan(neighbouring_relation=relation), record(), None)
+    assert says in text
+    assert ("the number of units, which is published" in block["not_covered"]) == (relation == "zero_out")
+
+
+def test_interrupted_run_states_the_whole_plan() -> None:
+    text, block = render_card(
+        config(), plan(), record(status="interrupted", steps_taken=40, epsilon_spent=1.5), audit()
+    )
+    assert block["epsilon"] == EPSILON
+    assert block["steps"] == {"planned": 100, "taken": 40}
+    assert "40 taken of 100 planned; interrupted" in text
+    assert any("when to stop" in line for line in block["not_covered"])
+
+
+def test_more_spent_than_planned_is_stated() -> None:
+    _, block = render_card(config(), plan(), record(epsilon_spent=3.4), None)
+    assert block["epsilon"] == 3.4
+
+
+def test_spent_at_another_delta_is_refused() -> None:
+    with pytest.raises(ConfigError, match="delta"):
+        render_card(config(), plan(), record(delta=1e-6), None)
+
+
+def test_budget_is_stated_or_its_absence() -> None:
+    ledger = record()["ledger"]
+    text, _ = render_card(config(), plan(), record(), None)
+    assert "ε = 4.25 at δ = 1e-05. The budget set for the dataset is ε = 10" in text
+    text, block = render_card(config(), plan(), record(ledger={**ledger, "budget": None}), None)
+    assert "No budget was set for this dataset: it is charged without limit." in text
+    assert block["composed"]["budget"] is None
+
+
+def test_no_card_calls_a_model_private_or_free_of_memorisation() -> None:
+    for the_audit in (None, audit(), audit(verdict="inconclusive")):
+        text = render_card(config(), plan(), record(), the_audit)[0].lower()
+        for wrong in ("is private", "fully private", "anonym", "no memoris", "cannot be extracted", "probability 1 -"):
+            assert wrong not in text
+
+
+def test_rendering_is_deterministic_and_leaves_its_arguments_alone() -> None:
+    arguments = (plan(), record(), audit())
+    before = copy.deepcopy(arguments)
+    shuffled = {key: arguments[1][key] for key in reversed(arguments[1])}
+    assert render_card(config(), *arguments) == render_card(config(), before[0], shuffled, before[2])
+    assert arguments == before
+
+
+# No guarantee
+
+
+def test_baseline_says_so_first_and_gives_no_audit_numbers(tmp_path: Path) -> None:
+    measured = audit(audits_run=31337)
+    run = make_run(tmp_path, baseline(), plan(), baseline_record(), measured)
+    text = write_card(run).read_text(encoding="utf-8")
+    assert first_line(text).startswith("> **No differential privacy guarantee: ")
+    assert "without differential privacy" in first_line(text)
+    block = front_matter(text)["privacy"]
+    assert block["guarantee"] is False
+    assert block["audit"] is None
+    assert not {"epsilon", "delta", "attempted", "noise_multiplier"} & set(block)
+    assert "31337" not in export_text(run)
+    assert "## Audit" not in text
+    assert not {"differential-privacy", "dp-sgd"} & set(front_matter(text)["tags"])
+
+
+def test_broken_assumption_is_the_first_line_and_epsilon_is_no_guarantee() -> None:
+    text, block = render_card(config(privacy={"insecure_seed": SECRET_SEED}), plan(), broken(), audit())
+    assert first_line(text) == "> **No differential privacy guarantee: the noise was seeded (privacy.insecure_seed).**"
+    assert "epsilon" not in block
+    assert block["attempted"]["epsilon"] == EPSILON
+    before, _, attempted = body(text).partition("## What was attempted")
+    assert "2.99" not in before
+    assert "They are no guarantee" in attempted
+    assert "## The guarantee in full" not in text
+    assert str(SECRET_SEED) not in text  # who knows it can take the noise off
+
+
+def test_tags_of_the_recipe_cannot_claim_what_the_run_lacks() -> None:
+    recipe = config(card={"tags": ["differential-privacy", "clinical"]})
+    assert front_matter(render_card(recipe, plan(), broken(), None)[0])["tags"] == ["dpllm", "lora", "clinical"]
+
+
+@pytest.mark.parametrize("changes", [{"verdict": "falsified", "verdict_reason": "above the claim"}, {"lower": 3.2}])
+def test_an_audit_that_contradicts_the_claim_takes_the_guarantee_away(changes: Json) -> None:
+    the_audit = audit(**{key: value for key, value in changes.items() if key != "lower"})
+    if "lower" in changes:
+        the_audit["epsilon_lower_bound"]["value"] = changes["lower"]
+    text, block = render_card(config(), plan(), record(), the_audit)
+    assert block["guarantee"] is False
+    assert "audit of these weights contradicts it" in first_line(text)
+    if the_audit["verdict"] == "falsified":
+        assert "Audit verdict: falsified." in "\n".join(body(text).strip().splitlines()[:4])
+
+
+# Audit
+
+
+def test_audit_stands_beside_its_controls_and_limits() -> None:
+    text, block = render_card(config(), plan(), record(), audit(audits_run=3))
+    assert "**Verdict: consistent.**" in text
+    assert "no proof" in text
+    assert "audited 3 times" in text
+    assert "0.12 with 95% confidence" in text
+    assert "What the audit could have shown at most:** 2.76" in text
+    assert "| ratio | 1 | 0.53 (0.45 to 0.61) | 0.9525 |" in text
+    assert "| 1 | 99 | 1.61 | 1.44 | 1.41 | 0.21 | 6.90 | 0 of 99 | 0 of 99 | 0 of 101 |" in text
+    assert text.index("| 1 | 99 |") < text.index("| 16 | 9 |")
+    assert block["audit"]["verdict"] == "consistent"
+
+
+def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
+    the_audit = audit()
+    the_audit["attacks"] = {"ratio": {**the_audit["attacks"]["ratio"], "group": 4}}
+    text, _ = render_card(config(), plan(epsilon=0.5, delta=1e-3), record(epsilon_spent=None), the_audit)
+    delta = 1e-3 * math.expm1(2.0) / math.expm1(0.5)
+    assert f"| {words.bound(1 - (1 - delta) ** 2 / (1 + math.exp(2.0)))} |" in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights": {"adapter_model.safetensors": "ee" * 32}},
+        {"weights": {"model.safetensors": HASH}},
+        {"weights": {}},
+        {"canaries": {**audit()["canaries"], "commitment": "d1" * 32}},
+    ],
+)
+def test_audit_of_other_weights_or_canaries_is_refused(changes: Json) -> None:
+    with pytest.raises(ConfigError, match="dpllm audit again"):
+        render_card(config(), plan(), record(), audit(**changes))
+
+
+# Nothing private
+
+
+def test_nothing_private_is_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", config(), plan(), record(), audit())
+    for name in ("summary.json", "canaries.json", "metrics.jsonl", "audit/audit.json"):
+        path = run.private / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"eval_loss_after": HELD_OUT, "text": "SENTINEL"}))
+    write_card(run)
+    other = make_run(tmp_path / "b", config(), plan(), record(), audit())
+    other.private.rmdir()
+    write_card(other)
+    assert export_text(run) == export_text(other)
+    assert "SENTINEL" not in export_text(run)
+    assert str(HELD_OUT) not in export_text(run)
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_held_out_loss_only_of_public_evaluation_data(tmp_path: Path, public: bool) -> None:
+    metrics = {"public": {"eval_loss_before": 8.5, "eval_loss_after": HELD_OUT}, "released": {}}
+    for root, recipe, the_record in (
+        (tmp_path / "dp", config(data={"eval_public": public}), record(metrics=metrics)),
+        (tmp_path / "base", baseline(data={"public": True, "eval_public": public}), baseline_record(metrics=metrics)),
+    ):
+        run = make_run(root, recipe, plan(), the_record, None)
+        write_card(run)
+        assert ("7.6543" in export_text(run)) == public
+
+
+def test_no_local_path_and_no_exact_time(tmp_path: Path) -> None:
+    ledger = {**record()["ledger"], "dataset": f"{HOME}/notes"}
+    reason = f"seeded by '{HOME}/private/seed.json'"
+    for recipe, the_record, the_audit in (
+        (config(), record(ledger=ledger, deviations=[f"resumed from {HOME}/runs/x/private/resume"]), audit()),
+        (config(model={"name_or_path": f"{HOME}/base"}), broken(reason), audit(verdict_reason=f"see {HOME}/a.png")),
+        (config(model={"name_or_path": "./base"}, data={"train": "../notes.jsonl"}), record(ledger=None), None),
+    ):
+        run = make_run(tmp_path, recipe, plan(), the_record, None)
+        (run.export / "audit").mkdir(exist_ok=True)
+        write_card(run)
+        text, block = render_card(recipe, plan(), the_record, the_audit)
+        for written in (text, json.dumps(block), export_text(run)):
+            assert "alice" not in written
+            assert "secret-project" not in written
+            assert not re.search(r"(?<![\w:/])/home|\.\./|\./base", written)
+            assert "1289" not in written  # how long a run took depends on the private draws
+
+
+def test_local_and_builtin_models_are_not_linked_to_the_hub() -> None:
+    for name in ("builtin:tiny", "models/tiny"):
+        the_record = record()
+        the_record["model"] = {**the_record["model"], "name_or_path": name, "commit": None}
+        text, _ = render_card(config(model={"name_or_path": name}), plan(), the_record, None)
+        assert "base_model" not in front_matter(text)
+        assert "https://huggingface.co" not in text
+
+
+@pytest.mark.parametrize(
+    ("train", "public", "listed"),
+    [("org/notes", True, ["org/notes"]), ("org/notes", False, None), ("dir/notes.jsonl", True, None)],
+)
+def test_datasets_lists_public_hub_data_only(train: str, public: bool, listed: list[str] | None) -> None:
+    recipe = config(data={"train": train, "public": public})
+    assert front_matter(render_card(recipe, plan(), record(), None)[0]).get("datasets") == listed
+
+
+# Files
+
+
+def test_written_block_equals_front_matter(tmp_path: Path) -> None:
+    run = make_run(tmp_path, config(), plan(), record(), audit())
+    path = write_card(run)
+    assert path == run.export / "README.md"
+    written = json.loads((run.export / "privacy.json").read_text())
+    assert written.pop("schema_version") == 1
+    assert written == front_matter(path.read_text(encoding="utf-8"))["privacy"]
+    assert sorted(p.name for p in run.export.iterdir()) == ["README.md", "audit", "privacy.json"]
+
+
+def test_a_run_with_dp_needs_its_plan_and_a_refused_one_has_no_card(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.json"):
+        write_card(make_run(tmp_path / "a", config(), None, record(), None))
+    with pytest.raises(ConfigError, match="refused"):
+        write_card(make_run(tmp_path / "b", config(), plan(), record(status="refused"), None))
+
+
+def test_tables_of_the_card_are_whole() -> None:
+    for the_audit in (None, audit()):
+        lines = body(render_card(config(), plan(), record(), the_audit)[0]).splitlines()
+        for above, line in itertools.pairwise(lines):
+            if above.startswith("|") and line.startswith("|"):
+                assert above.count("|") == line.count("|"), line
