@@ -34,10 +34,12 @@ def export(model: Any, tokenizer: Any, run: RunDir) -> dict[str, str]:
     """
     temporary = run.root / f".export.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(str(temporary), safe_serialization=True)
-    tokenizer.save_pretrained(str(temporary))
     if isinstance(model, PeftModel):
+        model.save_pretrained(str(temporary), save_embedding_layers=False)
         (temporary / "README.md").unlink(missing_ok=True)  # peft's template; the card is written by report/card.py
+    else:
+        model.save_pretrained(str(temporary))
+    tokenizer.save_pretrained(str(temporary))
     shutil.rmtree(run.export, ignore_errors=True)
     os.replace(temporary, run.export)
     return weight_hashes(run.export)

@@ -7,6 +7,7 @@ to score it beside its base. This module must not see data.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,10 @@ from transformers.pytorch_utils import Conv1D
 from dpllm import builtin
 from dpllm.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig
 from dpllm.errors import ConfigError, Refused
+
+transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+# peft 0.21 asks transformers 5 for an attribute that is being renamed; gone when peft asks for the new name.
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -30,9 +30,7 @@ def pick(entries: Sequence[str], rng: Random) -> str:
     return entries[int(rng.random() * len(entries))]
 
 
-def expand(
-    template: str, slots: Mapping[str, Slot], rng: Random, bound: Mapping[str, str] | None = None
-) -> str:
+def expand(template: str, slots: Mapping[str, Slot], rng: Random, bound: Mapping[str, str] | None = None) -> str:
     """Returns one text of the template.
 
     Args:

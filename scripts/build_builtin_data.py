@@ -91,9 +91,7 @@ def make_patients(count: int, fake: faker.Faker, rng: Random) -> list[Patient]:
         "allergy": entries(ALLERGIES),
         "pet": entries(PETS),
     }
-    clinicians = [
-        (f"Dr {short(fake.last_name, 10)}", rng.sample(SIGN_OFFS, 3)) for _ in range(CLINICIANS)
-    ]
+    clinicians = [(f"Dr {short(fake.last_name, 10)}", rng.sample(SIGN_OFFS, 3)) for _ in range(CLINICIANS)]
     patients: list[Patient] = []
     taken: set[str] = set()
     while len(patients) < count:

@@ -175,9 +175,7 @@ def extraction(rows: Sequence[CanaryScores]) -> dict[str, int]:
 
 def _pairs_interval(value: float, pairs: int, miss: float) -> tuple[float, float]:
     """Interval for an AUC that needs no variance, from the number of disjoint (member, non-member) pairs."""
-    if value in (0.0, 1.0):
-        # All pairs in the same order has probability at most AUC^pairs (or (1 - AUC)^pairs).
-        reach = 1 - (miss / 2) ** (1 / pairs)
-    else:
-        reach = math.sqrt(math.log(2 / miss) / (2 * pairs))
+    # All pairs in the same order has probability at most AUC^pairs (or (1 - AUC)^pairs).
+    exact, hoeffding = 1 - (miss / 2) ** (1 / pairs), math.sqrt(math.log(2 / miss) / (2 * pairs))
+    reach = exact if value in (0.0, 1.0) else hoeffding
     return max(0.0, value - reach), min(1.0, value + reach)

@@ -1,7 +1,7 @@
 """The numbers of an audit, recomputable by anyone from the published score table.
 
 Comes in: the score table, the claim, and what was fixed before training (alpha, the grid of guesses). Goes out: a JSON
-value with a verdict, and the same as a table for the terminal. Torch is not imported; no model, no text and no file is read.
+value with a verdict, and the same as a table for the terminal. Torch is not imported; no model, text or file is read.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def table(report: dict[str, Any]) -> Table:
         result.add_row(f"TPR at 1 % FPR, {name}, {attack['group']}x", rate, "0.01 if nothing is learned")
     for group, seen in report["exposure"].items():
         if seen["inserted"]:
-            against = f"{seen['null_mean']:.2f} if nothing is learned (p = {seen['p_value']:.2g}); base {seen['base_mean']:.2f}"
+            null = f"{seen['null_mean']:.2f} if nothing is learned (p = {seen['p_value']:.2g})"
+            against = f"{null}; base model {seen['base_mean']:.2f}"
             result.add_row(f"mean exposure, {group}x", f"{seen['mean']:.2f} bits", against)
     for group, count in report["extraction"].items():
         found = f"{count['tuned']} of {count['inserted']}"

@@ -33,7 +33,6 @@ def path(name: str) -> Path:
     """
     if name not in NAMES:
         raise KeyError(
-            f"{name!r} is not embedded in dpllm, so there is nothing to load."
-            f" Use one of: {', '.join(NAMES)}."
+            f"{name!r} is not embedded in dpllm, so there is nothing to load. Use one of: {', '.join(NAMES)}."
         )
     return NAMES[name]

@@ -8,6 +8,7 @@ Shape suffixes: R sequences of a physical batch, U units, P coordinates of a par
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from dpllm.errors import Refused
 from dpllm.privacy.sampling import PhysicalBatch
+
+# Opacus hooks modules whose inputs need no gradient (the first trainable layer), which torch mentions once.
+warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 
 GradSampler = Callable[[nn.Module, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
 

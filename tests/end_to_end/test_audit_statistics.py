@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import stat
 
 import pytest
@@ -16,13 +17,22 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dpllm.audit import canaries, summary
 from dpllm.audit.run import audit
+from dpllm.audit.scores import encode_secret
 from dpllm.audit.table import read_table
 from dpllm.config import RunConfig, dump_config
-from dpllm.data import encode
 from dpllm.errors import ConfigError
 from dpllm.rundir import RunDir, write_json
 
-CANARIES = {"groups": {1: 120, 8: 10}, "digits": 16, "references": 150}
+CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Models this small are slower on several threads, above all where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +44,12 @@ def base(tmp_path_factory):
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<|eos|>"], initial_alphabet=alphabet)
-    plan = canaries.plan_canaries(canaries.CanaryConfig(groups={1: 500}))
+    plan = canaries.plan_canaries(canaries.CanaryConfig(groups={1: 500}), generator=random.Random(1))
     inner.train_from_iterator([canary.carrier for canary in plan.canaries], trainer)
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|eos|>").save_pretrained(folder)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=len(inner.get_vocab()), n_embd=64, n_layer=2, n_head=4, n_positions=64)
+        GPT2Config(vocab_size=len(inner.get_vocab()), n_embd=64, n_layer=1, n_head=4, n_positions=64)
     )
     model.save_pretrained(folder)
     return folder
@@ -62,7 +72,7 @@ def make_run(base, root, *, adapter, private=True, epsilon=8.0, planted=True):
     run = RunDir(root / "run")
     run.make()
     run.config.write_text(dump_config(config))
-    plan = canaries.plan_canaries(canaries.CanaryConfig(**CANARIES))
+    plan = canaries.plan_canaries(canaries.CanaryConfig(**CANARIES), generator=random.Random(0))
     canaries.save(plan, run.canaries)
     if private:
         promise = {"epsilon": epsilon, "delta": 1e-5, "unit": "example", "canary_commitment": plan.commitment}
@@ -71,19 +81,21 @@ def make_run(base, root, *, adapter, private=True, epsilon=8.0, planted=True):
 
 
 def memorise(base, plan, tokenizer):
-    """Trains without any privacy on the inserted canaries alone."""
+    """Trains without any privacy on the secrets of the inserted canaries alone."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel.from_pretrained(base)
-    rows = [encode(slot.example("text"), "text", tokenizer, 64, "refuse")[0] for slot in canaries.slots(plan) if slot]
-    width = max(len(row.input_ids) for row in rows)
-    ids = torch.tensor([[*row.input_ids, *[0] * (width - len(row.input_ids))] for row in rows])
-    labels = torch.tensor([[*row.input_ids, *[-100] * (width - len(row.input_ids))] for row in rows])
+    rows = [encode_secret(slot, "text", tokenizer, 64, "refuse") for slot in canaries.slots(plan) if slot]
+    ids = torch.zeros(len(rows), 64, dtype=torch.long)
+    labels = torch.full((len(rows), 64), -100)
+    for place, (sequence, mask) in enumerate(rows):
+        ids[place, : len(mask)] = torch.tensor(sequence.input_ids)
+        labels[place, : len(mask)] = torch.where(torch.tensor(mask), ids[place, : len(mask)], -100)
+    width = max(len(mask) for _, mask in rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    model.train()
-    for _ in range(70):
-        for batch in torch.randperm(len(rows)).split(64):
+    for _ in range(80):
+        for batch in torch.randperm(len(rows)).split(16):
             optimizer.zero_grad()
-            model(input_ids=ids[batch], labels=labels[batch]).loss.backward()
+            model(input_ids=ids[batch, :width], labels=labels[batch, :width]).loss.backward()
             optimizer.step()
     return model
 
@@ -104,9 +116,10 @@ def test_a_broken_promise_is_falsified(memorised):
     assert report["attacks"]["ratio"]["auc"] > 0.95
     low, high = report["attacks"]["ratio"]["base_control_auc_interval"]
     assert high - low < 0.5
-    assert report["exposure"]["8"]["p_value"] < 1e-3
-    assert report["extraction"]["8"]["base"] == report["extraction"]["8"]["held_out_tuned"] == 0
-    assert report["extraction"]["8"]["tuned"] > 0 or report["canaries"]["groups"]["8"]["inserted"] == 0
+    assert report["exposure"]["1"]["p_value"] < 1e-9
+    count = report["extraction"]["1"]
+    assert count["tuned"] > count["inserted"] / 2
+    assert count["base"] == count["held_out_tuned"] == 0
 
 
 def test_the_report_names_what_it_is_about(memorised):

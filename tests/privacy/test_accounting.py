@@ -54,13 +54,12 @@ DP_SGD = [
 ]
 
 
-@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove_one"])
 @pytest.mark.parametrize(("mu", "delta", "exact"), EXACT_GAUSSIAN)
-def test_gaussian_matches_the_closed_form(mu, delta, exact, relation):
+def test_gaussian_matches_the_closed_form(mu, delta, exact):
     once = {"type": "gaussian", "noise_multiplier": 1 / mu}
     hundred = {"type": "self_composed", "count": 100, "event": {"type": "gaussian", "noise_multiplier": 10 / mu}}
     for event in (once, hundred, dp_sgd_event(1.0, 1 / mu, 1)):
-        assert exact - 1e-9 <= epsilon(event, delta, relation) <= exact + 2e-3
+        assert exact - 1e-9 <= epsilon(event, delta, "add_or_remove_one") <= exact + 2e-3
 
 
 @pytest.mark.parametrize(("q", "sigma", "delta", "exact"), EXACT_ONE_STEP)

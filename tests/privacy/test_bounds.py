@@ -18,8 +18,7 @@ from dpllm.audit.bounds import OneRunBound, epsilon_from_guesses, epsilon_lower_
 ALPHA = 0.05
 GRID = (10, 20, 50, 100, 200)
 SPREAD_GRID = (10, 15, 22, 33, 50, 80, 130, 220, 400)
-# How often one simulation may alarm falsely; there are fewer than fifty, so the suite does once in a million runs.
-SIGNIFICANCE = 1e-6 / 50
+SIGNIFICANCE = 1e-8  # how often one simulation may alarm falsely
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]

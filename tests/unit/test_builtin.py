@@ -183,10 +183,7 @@ def test_public_text_shares_no_sentence_with_the_clinic() -> None:
 
 def test_public_text_shares_no_name_with_the_clinic() -> None:
     names = real_names()
-    public, clinic = (
-        set(re.findall(r"\b[A-Z][a-z]+", " ".join(texts)))
-        for texts in (public_texts(), clinic_texts())
-    )
+    public, clinic = (set(re.findall(r"\b[A-Z][a-z]+", " ".join(texts))) for texts in (public_texts(), clinic_texts()))
     assert len(clinic & names) > 500
     assert not public & names
 

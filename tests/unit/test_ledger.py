@@ -273,7 +273,6 @@ def test_a_rival_that_reserves_during_the_composition_is_seen(ledger: Ledger, pa
 def test_processes_that_reserve_at_once_get_exactly_what_fits(path: Path):
     budget = room_for(7)
     code = """
-sys.stdin.read()
 accepted = 0
 for _ in range(5):
     with Ledger(path) as ledger:

@@ -30,6 +30,15 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Models this small are slower on several threads, above all where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     """A byte-level BPE tokenizer that merges some digits, so that secrets have unequal numbers of tokens."""
@@ -91,9 +100,9 @@ def test_scores_equal_the_definition(model):
 
 @pytest.mark.parametrize("budget", [1, 64, 333, 10**6])
 def test_scores_do_not_depend_on_batch_or_padding_or_order(model, budget):
-    sequences, masks = random_sequences(40)
+    sequences, masks = random_sequences(24)
     alone = [score(model, [s], [m], 1)[0] for s, m in zip(sequences, masks, strict=True)]
-    order = random.Random(budget).sample(range(40), 40)
+    order = random.Random(budget).sample(range(24), 24)
     together = score(model, [sequences[i] for i in order], [masks[i] for i in order], budget)
     for index, found in zip(order, together, strict=True):
         assert np.abs(found.log_prob - alone[index].log_prob).max(initial=0) < 1e-4
@@ -203,7 +212,7 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     table = score_canaries(Pair(tokenizer, model, base), plan, "text", 128, "truncate")
     everyone = {canary.canary_id: canary for canary in (*plan.canaries, *plan.references)}
     assert sorted(row.canary_id for row in table) == sorted(everyone)
-    for row in table[::13]:
+    for row in table[::17]:
         canary = everyone[row.canary_id]
         sequence, mask = encode_secret(canary, "text", tokenizer, 128, "truncate")
         assert row.tuned_log_prob == pytest.approx(sum(naive(model, sequence, mask)[0]), abs=1e-3)

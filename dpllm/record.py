@@ -1,0 +1,84 @@
+"""run.json: what happened, in public and released values only.
+
+Comes in: a prepared run and how it ended. Goes out: the record, and beside it, under private/, the figures that may not
+leave.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from dpllm import checkpoint, environment, model
+from dpllm.prepare import Prepared, ledger_name
+from dpllm.privacy import guards
+from dpllm.rundir import write_json
+
+
+@dataclass
+class Summary:
+    """Held-out losses in nats per target token: private unless the evaluation data are public."""
+
+    before: float | None = None
+    after: float | None = None
+    tokens: int = 0
+
+
+def write_record(
+    p: Prepared, step: int | None, status: str, started: float, summary: Summary, unfinished: str | None = None
+) -> None:
+    """Writes run.json and private/summary.json; ``unfinished`` says why the run did not reach its end."""
+    reason, notes = guards.deviations(p.config)
+    if status == "interrupted" and p.plan and unfinished is None:
+        notes.append(
+            "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised "
+            "metrics is outside the guarantee"
+        )
+    public: dict[str, Any] = {}
+    if p.config.data.eval_public and summary.after is not None:
+        public = {"eval_loss_before": summary.before, "eval_loss_after": summary.after, "eval_tokens": summary.tokens}
+    record = {
+        "status": status,
+        "guarantee": {"holds": reason is None and unfinished is None, "reason": reason or unfinished},
+        "deviations": notes + p.notes,
+        "steps_planned": p.schedule.num_steps,
+        "steps_taken": step,
+        "epsilon_spent": p.plan.epsilon if p.plan else None,
+        "delta": p.plan.delta if p.plan else None,
+        "ledger": _ledger_record(p),
+        "versions": environment.versions(),
+        "hardware": environment.hardware(),
+        "model": {
+            "name_or_path": model.public_name(p.config.model.name_or_path),
+            "commit": getattr(p.model.config, "_commit_hash", None),
+            "architecture": (p.model.config.architectures or [type(p.model).__name__])[0],
+            "trainable_parameters": sum(t.numel() for t in p.engine.parameters.values()),
+            "total_parameters": sum(t.numel() for t in p.model.parameters()),
+        },
+        "artifacts": checkpoint.weight_hashes(p.run.export) if unfinished is None else {},
+        "metrics": {"public": public, "released": {}},
+        "started_at": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None,
+        "duration_seconds": round(time.time() - started, 1),
+    }
+    write_json(p.run.run, record)
+    write_json(
+        p.run.private / "summary.json",
+        {"eval_loss_before": summary.before, "eval_loss_after": summary.after, "eval_tokens": summary.tokens},
+    )
+
+
+def _ledger_record(p: Prepared) -> dict[str, Any] | None:
+    if not (p.ledger and p.entry and p.plan):
+        return None
+    name = ledger_name(p.config)
+    budget = p.ledger.budget(name)
+    return {
+        "dataset": name,
+        "entry": p.entry,
+        "head": p.ledger.head(),
+        "budget": {"epsilon": budget.epsilon, "delta": budget.delta} if budget else None,
+        "spent_epsilon": p.ledger.spent(name, None if budget else p.plan.delta),
+    }

@@ -1,0 +1,45 @@
+"""What all tests share: seeds that are fixed unless asked otherwise, and the counts of --full.
+
+Statistical tests draw from fixed seeds, so that a passing suite stays passing; ``--seed N`` draws others. Each of them
+has a false alarm probability of at most 1e-8, so that the whole suite's is below 1e-6.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the counts that the promises state, and the slow tests")
+    parser.addoption("--seed", type=int, default=0, help="other random draws (default: 0, the ones of CI)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    for item in items:
+        if "full" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow: runs under --full"))
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def seed(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--seed"))
+
+
+@pytest.fixture(autouse=True)
+def _own_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test touches the user's ledger."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data_home"))
