@@ -109,7 +109,7 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
     if config.train.steps is not None:
         steps = config.train.steps
     else:
-        # Exact: int(epochs / q) in floating point is off by one for one pair in twenty (Opacus).
+        # Exact: int(epochs / q) in floating point is often off by one.
         steps = math.ceil(Fraction(str(config.train.epochs)) * size / batch)
     return Schedule(
         dataset_size=size,

@@ -1,0 +1,50 @@
+"""The main job on the embedded model and data: train with and without differential privacy, audit, compare, card.
+
+Started by scripts/quickstart. Prints the command that does the same before each part, so that it can be typed alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+RECIPE = "recipes/smoke/clinic.yaml"
+
+
+def main(output: Path) -> None:
+    start = time.time()
+    from rich.console import Console
+
+    from dpllm.audit.run import audit
+    from dpllm.config import load_config
+    from dpllm.report.card import write_card
+    from dpllm.report.compare import compare
+    from dpllm.rundir import RunDir
+    from dpllm.train import train
+
+    console = Console()
+    ledger = {"privacy.ledger": str(output / "ledger.sqlite")}
+    runs = {
+        "baseline": {"privacy.enabled": False, **ledger, "output_dir": str(output / "baseline")},
+        "dp": {**ledger, "output_dir": str(output / "dp")},
+    }
+    for name, overrides in runs.items():
+        typed = " ".join(f"--{key} {str(value).lower() if value is False else value}" for key, value in overrides.items())
+        console.rule(f"dpllm train {RECIPE} --overwrite {typed}", align="left")
+        train(load_config(RECIPE, overrides), overwrite=True, console=console)
+        console.rule(f"dpllm audit {output / name}", align="left")
+        report = audit(RunDir(output / name))
+        console.print(f"verdict: {report['verdict']} ({report['verdict_reason']})")
+    baseline, private = RunDir(output / "baseline"), RunDir(output / "dp")
+    console.rule(f"dpllm card {private.root}; dpllm compare {baseline.root} {private.root}", align="left")
+    card = write_card(private)
+    write_card(baseline)
+    comparison = compare(baseline, private)
+    console.print(comparison.table())
+    console.print(f"card    {card}\nfigure  {comparison.output / 'comparison.png'}\nledger  {output / 'ledger.sqlite'}")
+    console.print(f"{time.time() - start:.0f} s after installation. Look at the card, then read recipes/lora/e2e.yaml.")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "quickstart"))
