@@ -12,11 +12,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import dpllm
-from dpllm.errors import ConfigError, DpllmError
+from dpllm.errors import AuditContradiction, ConfigError, DpllmError
 
 OVERRIDES = "--SECTION.KEY VALUE"
 
@@ -63,7 +64,9 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dpllm", allow_abbrev=False, description="Fine-tune causal language models with differential privacy, audit them, publish the card."
+        prog="dpllm",
+        allow_abbrev=False,
+        description="Fine-tune causal language models with differential privacy, audit them, publish the card.",
     )
     parser.add_argument("--version", action="version", version=f"dpllm {dpllm.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -138,7 +141,11 @@ def _plan(known: argparse.Namespace, rest: list[str]) -> int:
         num_units = config.data.public_size or data.count_units(config.data, Path(cache))
     if not config.privacy.enabled:
         schedule = make_schedule(config, num_units)
-        print(f"No differential privacy: {schedule.num_steps} steps of about {schedule.expected_batch_size} units, public data.")
+        steps, batch = schedule.num_steps, schedule.expected_batch_size
+        if known.json:
+            print(json.dumps(asdict(schedule), indent=2, sort_keys=True))
+            return 0
+        print(f"No differential privacy: {steps} steps of about {batch} units, on data declared public.")
         return 0
     plan = make_plan(config, num_units, ledger.default_path().parent / "calibration")
     if known.json:
@@ -149,7 +156,7 @@ def _plan(known: argparse.Namespace, rest: list[str]) -> int:
     rows = {
         "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
         "delta": f"{plan.delta:g} (1/N is {1 / schedule.dataset_size:.2g})",
-        "privacy unit": plan.unit if plan.max_examples_per_unit is None else f"{plan.unit}, at most {plan.max_examples_per_unit} rows",
+        "privacy unit": plan.unit + (f", at most {plan.max_examples_per_unit} rows" if plan.max_examples_per_unit else ""),
         "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
         "public size N": f"{schedule.dataset_size} units, of which {schedule.canary_slots} are canary slots",
         "sampling rate q": f"{schedule.sampling_rate:.6f}: each unit joins each step by its own coin",
@@ -186,6 +193,8 @@ def _ledger_outlook(config: Any, plan: Any) -> str:
 def _train(known: argparse.Namespace, rest: list[str]) -> int:
     if known.keys:
         return _plan(known, rest)
+    if known.resume and known.overwrite:
+        raise ConfigError("--resume goes on with a run, and --overwrite replaces it. Type one of the two.")
     config = _load(known, rest)
     from dpllm.train import train
 
@@ -203,8 +212,7 @@ def _audit(known: argparse.Namespace, rest: list[str]) -> int:
     report = audit(RunDir(Path(known.run)))
     Console().print(table(report))
     if report["verdict"] == "falsified":
-        print(f"dpllm audit: {report['verdict_reason']}", file=sys.stderr)
-        return 4
+        raise AuditContradiction(report["verdict_reason"])
     return 0
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from dpllm.errors import ConfigError
 
@@ -21,6 +30,16 @@ class Section(BaseModel):
     """A part of the recipe: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flag_is_no_number(cls, values: Any) -> Any:
+        """Left alone, pydantic reads ``epsilon: yes`` as 1.0 and ``public: 1`` as true."""
+        for key, field in cls.model_fields.items() if isinstance(values, dict) else ():
+            if key in values and (field.annotation is bool) != isinstance(values[key], bool):
+                wanted = "true or false" if field.annotation is bool else "something other than true or false"
+                raise PydanticCustomError("flag", "should be {wanted}", {"key": key, "wanted": wanted, "got": values[key]})
+        return values
 
 
 class ModelConfig(Section):
@@ -204,7 +223,7 @@ class CanaryConfig(Section):
     digits: int = Field(default=8, ge=4, le=16)
     """Length of the secret; it is one of 10^digits."""
     references: int = Field(default=1000, ge=100)
-    """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number + 1)."""
+    """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number)."""
 
 
 class AuditConfig(Section):
@@ -314,7 +333,7 @@ def describe_keys() -> str:
     """Every key of a recipe with its default and meaning, for ``--help``."""
     lines: list[str] = []
     for name, field in RunConfig.model_fields.items():
-        sections = [s for s in _sections(field.annotation)]
+        sections = _sections(field.annotation)
         if not sections:
             lines.append(f"  --{name}\n      {field.description or ''}")
         for section in sections:
@@ -355,11 +374,12 @@ def _explain(error: ValidationError) -> list[str]:
     """One line for each problem: key, what is wrong, the nearest right spelling."""
     lines = []
     for problem in error.errors(include_url=False):
-        sections, shown = [RunConfig], []
+        sections: list[type[Section]] = [RunConfig]
+        shown: list[str] = []
         *parents, last = [str(part) for part in problem["loc"]] or ["recipe"]
         for part in parents:
             # pydantic puts the chosen branch of a union into the path, which users never typed.
-            branch = [s for s in sections if "method" in s.model_fields and part in get_args(s.model_fields["method"].annotation)]
+            branch = [s for s in sections if part in get_args(getattr(s.model_fields.get("method"), "annotation", None))]
             if branch:
                 sections = branch
             elif part in _fields(sections):
@@ -371,7 +391,11 @@ def _explain(error: ValidationError) -> list[str]:
         if problem["type"] == "extra_forbidden":
             known = list(_fields(sections))
             near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
-            lines.append(f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"))
+            advice = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+            lines.append(f"{key}: unknown key; {advice}")
+        elif problem["type"] == "flag":
+            context = problem["ctx"]
+            lines.append(f"{key}.{context['key']}: {problem['msg']} (got {_short(context['got'])})")
         elif problem["type"] == "missing":
             lines.append(f"{key}: required, and missing")
         else:

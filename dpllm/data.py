@@ -105,7 +105,7 @@ def group_rows(table: Table, data: DataConfig) -> list[list[dict[str, Any]]]:
     units: dict[str, list[dict[str, Any]]] = {}
     for number, row in enumerate(table.rows, start=1):
         value = row.get(data.unit)
-        if value is None or value == "" or value != value:
+        if value is None or value != value or not str(value).strip():
             raise DataError(
                 f"{table.name}: row {number} has no value in the unit column {data.unit!r}, so nobody could be protected "
                 f"as its owner. Fill the column, or drop the row."
@@ -119,8 +119,10 @@ def count_units(data: DataConfig, cache_dir: Path) -> int:
     return len(group_rows(load_table(data.train, data, data.train_split, cache_dir), data))
 
 
-def encode_units(groups: list[list[dict[str, Any]]], fmt: Format, tokenizer: Any, data: DataConfig) -> list[Unit]:
-    """Tokenises every unit.
+def encode_units(
+    groups: list[list[dict[str, Any]]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
+) -> list[Unit]:
+    """Tokenises every unit; errors name ``name``, or else the training data.
 
     Raises:
         DataError: ``long_examples: refuse`` and a longer row, or a row that the chat template does not take.
@@ -132,7 +134,7 @@ def encode_units(groups: list[list[dict[str, Any]]], fmt: Format, tokenizer: Any
             try:
                 sequences.extend(encode(row, fmt, tokenizer, data.max_length, data.long_examples))
             except DataError as error:
-                raise DataError(f"{data.train}: unit {number}: {error}") from None
+                raise DataError(f"{name or data.train}: unit {number}: {error}") from None
         units.append(Unit(tuple(sequences)))
     return units
 
@@ -285,14 +287,18 @@ def _detect(source: str, row: Mapping[str, Any], wanted: str) -> Format:
     for fmt, fields in FIELDS.items():
         if wanted == fmt or (wanted == "auto" and all(field in row for field in fields)):
             return fmt
+    # A csv file without a header has text where the names of its columns should be.
+    headed = Path(source).suffix.lower() not in {".csv", ".tsv"}
+    columns = f"has the columns {', '.join(sorted(map(str, row)))}" if headed else "lacks them, or the file its header line"
     raise DataError(
-        f"{source}: row 1 has the columns {', '.join(sorted(map(str, row)))}; a row needs text, or prompt and "
-        "completion, or messages. Name other columns with data.columns, as in --data.columns '{text: body}'."
+        f"{source}: a row needs text, or prompt and completion, or messages; row 1 {columns}. "
+        "Name other columns with data.columns, as in --data.columns '{text: body}'."
     )
 
 
 def _row_hash(row: Mapping[str, Any]) -> bytes:
-    text = json.dumps(row, sort_keys=True, default=str)
+    # Without nulls: in a table, a column that only another unit fills is null here.
+    text = json.dumps({str(k): v for k, v in row.items() if v is not None}, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), key=b"dpllm rows of a unit", digest_size=16).digest()
 
 

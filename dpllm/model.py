@@ -24,7 +24,7 @@ from dpllm import builtin
 from dpllm.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig
 from dpllm.errors import ConfigError, Refused
 
-transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+transformers.utils.logging.disable_progress_bar()
 # peft 0.21 asks transformers 5 for an attribute that is being renamed; gone when peft asks for the new name.
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
 
@@ -163,7 +163,7 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
     if isinstance(config.adapter, LoraConfig):
         tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
     else:
-        tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export)).to(device)
+        tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32).to(device)
     return ScoringModels(tokenizer, tuned.eval(), config, device)
 
 
@@ -188,12 +188,14 @@ def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
     targets: Any = adapter.target_modules
     if targets == "auto":
         targets = sorted(linear)
+    elif isinstance(targets, str) and targets in linear:
+        targets = [targets]  # peft would read a single name as an expression for whole paths
     conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     try:
         peft_config = PeftLoraConfig(
             task_type="CAUSAL_LM",
             r=adapter.r,
-            lora_alpha=adapter.alpha,  # type: ignore[arg-type]
+            lora_alpha=adapter.alpha,
             lora_dropout=adapter.dropout,
             target_modules=targets,
             fan_in_fan_out=conv1d,
@@ -228,8 +230,13 @@ def _unfreeze(model: Any, adapter: FrozenConfig) -> Any:
     if adapter.final_norm:
         parent = model.get_submodule(name.rpartition(".")[0])
         siblings = list(parent.named_children())
-        after = siblings[[child for child, _ in siblings].index(name.rpartition(".")[2]) + 1 :]
-        chosen += [module for _, module in after if "norm" in type(module).__name__.lower()]
+        position = [child for child, _ in siblings].index(name.rpartition(".")[2])
+        chosen += [
+            module
+            for index, (child, module) in enumerate(siblings)
+            # OPT names its final norm before its blocks; other norms there belong to the embedding.
+            if "norm" in type(module).__name__.lower() and (index > position or child.startswith("final"))
+        ]
     if adapter.lm_head:
         head = model.get_output_embeddings()
         if head is None or head.weight is model.get_input_embeddings().weight:

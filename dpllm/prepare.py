@@ -23,6 +23,7 @@ from torch import distributed
 
 from dpllm import checkpoint, data, ledger, model
 from dpllm.audit import canaries
+from dpllm.audit.scores import encode_secret
 from dpllm.config import RunConfig, TrainConfig, dump_config
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, guards
@@ -59,8 +60,10 @@ def prepare(
     config: RunConfig, run: RunDir, state: PartialState, console: Console, *, resume: bool
 ) -> Prepared:
     """Data, Plan, model, self-check, and last of all the reservation."""
+    run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
     cache = run.private / "cache"
     table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"format": table.format})})
     groups = data.group_rows(table, config.data)
     num_units = config.data.public_size or len(groups)
     plan = make_plan(config, num_units, accounting_cache()) if config.privacy.enabled else None
@@ -81,6 +84,8 @@ def prepare(
     tokenizer = model.load_tokenizer(config.model)
     units: list[data.Unit | None] = list(data.encode_units(groups, table.format, tokenizer, config.data))
     if canary_plan:
+        for candidate in (*canary_plan.canaries, *canary_plan.references):  # found by the audit, it would be paid for
+            encode_secret(candidate, table.format, tokenizer, config.data.max_length, config.data.long_examples)
         for canary in canaries.slots(canary_plan):
             rows = [[canary.example(table.format)]] if canary else []
             units += data.encode_units(rows, table.format, tokenizer, config.data) or [None]
@@ -174,10 +179,16 @@ def _reserve(config: RunConfig, plan: Plan, run: RunDir, book: ledger.Ledger) ->
 
 
 def ledger_name(config: RunConfig) -> str:
+    """The dataset's name in the ledger."""
     return config.privacy.dataset or data.dataset_name(config.data)
 
 
 def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
+    """Refuses to lose a run, or the ledger.
+
+    Raises:
+        ConfigError: The directory holds a run, has nothing to resume, or would take the ledger with it.
+    """
     status = read_json(run.run).get("status") if run.run.exists() else None
     book = Path(config.privacy.ledger).resolve() if config.privacy.ledger else None
     if book and any(book.is_relative_to(part.resolve()) for part in (run.private, run.export)):
@@ -195,13 +206,22 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
             f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
             "or another --output_dir."
         )
+    elif not overwrite and status is None and any(part.name != "cache" for part in _contents(run.export, run.private)):
+        raise ConfigError(
+            f"{run.root}: holds no run, but {run.export.name}/ or {run.private.name}/ of something else, which a run replaces. "
+            "Type another --output_dir, or --overwrite if they may go."
+        )
+
+
+def _contents(*directories: Path) -> list[Path]:
+    return [part for directory in directories if directory.is_dir() for part in directory.iterdir()]
 
 
 def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> list[data.TokenSequence]:
     if config.data.eval is None:
         return []
     table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
-    units = data.encode_units([[row] for row in table.rows], table.format, tokenizer, config.data)
+    units = data.encode_units([[row] for row in table.rows], table.format, tokenizer, config.data, name=table.name)
     return [sequence for unit in units for sequence in unit.sequences]
 
 

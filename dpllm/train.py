@@ -128,8 +128,8 @@ def _loop(p: Prepared, state: PartialState, console: Console) -> Iterator[int]:
             if p.ledger and p.entry:
                 p.ledger.charge(p.entry, step + 1)  # written before the update exists
             diagnostics = p.engine.step(batches)
-            _log(p, state, {"step": step + 1, "loss": diagnostics.loss, "units": diagnostics.units,
-                            "clipped": diagnostics.clipped})  # fmt: skip
+            loss = diagnostics.loss if math.isfinite(diagnostics.loss) else None
+            _log(p, state, {"step": step + 1, "loss": loss, "units": diagnostics.units, "clipped": diagnostics.clipped})
             progress.update(task, completed=step + 1, description=epsilon_after(step + 1))
             yield step + 1
 
@@ -170,7 +170,8 @@ def _evaluate(p: Prepared, state: PartialState) -> float | None:
     if not p.held_out:
         return None
     size, rank, world = 4 * p.config.train.physical_batch_size, state.process_index, state.num_processes
-    return evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)[0]
+    loss = evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)[0]
+    return loss if math.isfinite(loss) else None  # of a run that diverged; JSON has no word for it
 
 
 def _log(p: Prepared, state: PartialState, values: dict[str, Any]) -> None:

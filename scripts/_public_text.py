@@ -16,15 +16,21 @@ from _grammar import Slot, expand, pick
 from _public_vocabulary import LOOSE, VOCABULARY
 from _public_words import LISTS, TOPICS
 
-LOOSE_SHARE = 5  # how many topics the loose sentences count for, beside the dozen others
+LOOSE_SHARE = 9  # how many topics the loose sentences count for, beside the dozen others
+
+
+def _entries(text: str) -> list[str]:
+    return [" ".join(entry.split()) for entry in text.split(";")]
+
+
+_ONSETS = _entries("""; b; bl; br; c; ch; cl; d; dr; f; fl; g; gr; h; j; k; l; m; n; p; pr; qu; r; s;
+    sh; st; t; th; tr; v; w; y; z""")
+_VOWELS = _entries("a; e; i; o; u; a; e; i; o; ai; ea; ee; ie; oo; ou; ey")
+_CODAS = _entries("; ; ; n; r; l; s; t; m; d; nd; ck; ll; rt; x; ng; ss; st; ff; lm")
 
 _NAME_PARTS = {
-    "first": """Al; Bro; Cor; Dov; Ely; Fen; Gar; Hal; Is; Jor; Kel; Lun; Mar; Nor; Os; Per; Quil;
-        Ro; Sel; Tam; Ul; Ver; Wil; Yar; Zan""",
     "first_end": """abrix; essik; ovar; undo; irrah; ettin; obelle; ymo; azun; iffen; orrit;
         elkan; uvio; anthy; isko; emmo; olty""",
-    "last": """Ab; Brask; Cald; Drum; Ester; Frith; Gorm; Hex; Ingle; Jask; Korb; Lath; Merrow;
-        Nettle; Obb; Pell; Quar; Rusk; Skel; Trem; Umber; Vosk; Wend; Yost; Zell; Thrim""",
     "last_end": """erwick; ogar; inshaw; attle; umby; ockett; idger; allop; esque; ivane; orrow;
         uddle; entrice; ibbon; asper""",
     "place": """Acorn; Bitter; Cinder; Dapple; Eider; Fallow; Gannet; Heron; Inker; Juniper;
@@ -40,16 +46,21 @@ _DATES = {
 }
 
 
-def _entries(text: str) -> list[str]:
-    return [" ".join(entry.split()) for entry in text.split(";")]
-
-
 def public_number(length: int, rng: Random) -> str:
     """Draws digits uniformly; from four on, those with an odd sum are for private text only."""
     while True:
         digits = f"{int(rng.random() * 10**length):0{length}d}"
         if length < 4 or sum(map(int, digits)) % 2 == 0:
             return digits
+
+
+def _syllable(rng: Random) -> str:
+    return pick(_ONSETS, rng) + pick(_VOWELS, rng) + pick(_CODAS, rng)
+
+
+def _invented_name(endings: list[str], rng: Random) -> str:
+    """Puts a rare ending on a random syllable: most spellings occur, real names do not."""
+    return (_syllable(rng) + pick(endings, rng)).capitalize()
 
 
 def _year(rng: Random) -> str:
@@ -92,11 +103,13 @@ def _slots() -> dict[str, Slot]:
         "n": [str(n) for n in range(2, 20)],
         "code": lambda rng: public_number(rng.randint(4, 9), rng),
         "letters": lambda rng: letters("ABCDEFGHJKLMNPRSTVWXYZ", 2, rng),
+        "odd": lambda rng: "".join(_syllable(rng) for _ in range(rng.randint(1, 3))),
         "lowcode": lambda rng: letters("abcdefghjkmnprstuvwxyz", 5, rng),
     }
-    for slot in ("first", "last", "place"):
-        starts, ends = _entries(_NAME_PARTS[slot]), _entries(_NAME_PARTS[f"{slot}_end"])
-        slots[slot] = [start + end for start in starts for end in ends]
+    for slot in ("first", "last"):
+        slots[slot] = partial(_invented_name, _entries(_NAME_PARTS[f"{slot}_end"]))
+    starts, ends = _entries(_NAME_PARTS["place"]), _entries(_NAME_PARTS["place_end"])
+    slots["place"] = [start + end for start in starts for end in ends]
     for length in range(1, 9):
         slots[f"d{length}"] = partial(public_number, length)
     return slots

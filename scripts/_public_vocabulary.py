@@ -1,8 +1,8 @@
 """Plain English words and loose sentences around them, so that the tokenizer meets most spellings.
 
 The topics in `_public_words.py` use few words in many orders. A byte-level BPE trained on those
-alone spends its merges on whole words and cuts every other text to pieces (1.8 characters a token
-on clinic notes, against 2.3 with this list).
+alone spends its merges on whole words and cuts every other text to pieces, and a model trained on
+those alone is sure of itself on text that it has never seen.
 """
 
 from __future__ import annotations
@@ -24,10 +24,23 @@ LOOSE: list[str] = [
     "There were {d3} {things} {preposition} the {noun}, most of them {adjective}.",
     "{hero} will {verb} her {noun} if the {noun} seems {adjective}.",
     "The {animals} were {adjective}, though {hero} {past} {adverb}.",
+    "{pronoun} {third} {whose} {noun} {preposition} {whose} {noun}[, {adverb}].",
+    "{pronoun} {past} {whose} {noun}; {pronoun} {past} ours {adverb}.",
+    "Still {gerund}, {adverb}, {preposition} {whose} {adjective} {noun}.",
+    "A little {adjective} {noun}, {adjective} {noun}, no {noun}.",
+    "{first} says {pronoun} {third} {noun} and {noun} {adverb}.",
+    "{last} ({d2}), {noun} {odd}: {noun} {adjective}, {noun} {adjective}.",
+    "For {whose} {noun}: {d2} {odd} of {noun}, {n}.{d1} {odd} of {noun}.",
+    "{adverb} {adjective}[, says {first} {last}]. Some {noun}, some {noun} or {odd}?",
+    "We call it {odd}, they call it {odd} or {odd}, {preposition} {place}.",
+    "No {odd} without {odd}; a(n) {adjective} {odd} is a(n) {odd} {joiner} not a(n) {noun}.",
+    "List: {noun}/{noun} {d2}, {noun}/{odd} {d2}: {adjective}.",
     "Had he {past} the {noun}, the {noun} would be {adjective}.",
 ]
 
 VOCABULARY: dict[str, str] = {
+    "pronoun": "he; she; it; he; she; someone; nobody; everyone",
+    "whose": "his; her; their; its; our; my; your; the other; another; the same; this; that",
     "joiner": "and; but; so; while; because; though; before; after; until; since; or; yet; when",
     "preposition": """under; above; behind; beside; near; against; across; between; without;
 inside; outside; towards; beyond; through; around; about; over; among; past; from; with; for;

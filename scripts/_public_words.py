@@ -162,6 +162,24 @@ TOPICS: dict[str, list[str]] = {
         "Signed, {heroine}, {trade}, {town}.",
         "Account {key} belongs to {hero}; account {code} does not.",
     ],
+    "log": [
+        "{mister} {last} ({d7}) left a(n) {colour} {item}[, {fault}].",
+        "{last}, {first}: {item} {fault}, {fault}. Ring {d3}-{d3}-{d4}.",
+        "Back on the bench: {item} of {mister} {first} {last}, {fault}.",
+        "{weekday}, {clock}. {part_of} {fault}; {part_of} {fault}; {verdict}.",
+        "Owner {last} says that it is {fault} whenever the yard is {feel}.",
+        "Fitted {part_of} {letters}{d2}, {d2} mm. {verdict}.",
+        "To do: {gerund} the {part_of}, then the {part_of}, by {day} {month}.",
+        "Found on the {vehicle} at {clock}: {item}, {material}, {fault}.",
+        "Still {fault}, still {fault}. {verdict}.",
+        "{d2}/{d2} on the gauge, {part_of} at {n}.{d1}, oil {d2}.",
+        "{mister} {last}, {trade}, {n} {place} Row, wants it by {weekday}.",
+        "Mended twice since {month}, first by {last}, then by {mister} {last}.",
+        "{verdict}. {initials}",
+        "Ship's log {n}: wind {compass}, {verdict}, cook {mood}.",
+        "Swapped the {part_of} for one from {last} and {last}; {verdict}.",
+        "Said to have been his {relative_of}'s. Marked {letters}-{code}.",
+    ],
 }
 
 LISTS: dict[str, str] = {
@@ -216,4 +234,13 @@ geology""",
     "part_of": """handle; valve; lid; spring; filter; wheel; hinge; plug; chain; switch; cog;
 fuse; belt; nozzle; axle; bracket; gauge; cable""",
     "instrument": "flute; cello; tuba; harp; oboe; banjo; piano; trumpet; bassoon; organ; fiddle",
+    "mister": "Mr; Mrs; Ms; Miss; Dr; Mr; Captain; Professor; Sir; Lady",
+    "fault": """cracked; bent; loose; noisy; stuck; leaking; dented; worn out; missing; too tight;
+rusty; squeaking; off its hinge; slow to start; hot to touch; coming apart; much improved; as good as new;
+scratched; slipping; jammed since {month}; out of true; not turning; faded; split in two""",
+    "verdict": """fit for a year; not worth mending; ask the owner; try a new {part_of}; all well; leave it
+overnight; half done; back to {last}; no charge; watch the {part_of}; oil it weekly; nothing found;
+call when ready; two screws short; {gerund} would help; told them so; works if {past}; a fine piece""",
+    "initials": "{letters}; {letters}; per {last}; {last}; checked by {mister} {last}",
+    "relative_of": "aunt; grandfather; cousin; neighbour; landlady; teacher; captain; niece",
 }

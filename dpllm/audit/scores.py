@@ -183,12 +183,15 @@ def _gather(
     log_probs, matches = [], []
     for chunk in range(0, len(row_N), size):
         part = slice(chunk, chunk + size)
-        # The token at position t is predicted by the logits at t - 1.
+        # The token at position t is predicted by the logits at t - 1. Indexing copies, so the copy may be overwritten.
         logits_CV = logits_BTV[row_N[part], position_N[part] - 1].float()
         target_C = target_N[part]
         chosen_C = logits_CV.gather(1, target_C[:, None])[:, 0]
-        log_probs.append((chosen_C - logits_CV.logsumexp(dim=-1)).double().cpu())
-        matches.append((logits_CV.argmax(dim=-1) == target_C).cpu())
+        top_C, argmax_C = logits_CV.max(dim=-1)
+        # log sum exp with one pass for the maximum, which the argmax needs anyway.
+        log_total_C = logits_CV.sub_(top_C[:, None]).exp_().sum(dim=-1).log() + top_C
+        log_probs.append((chosen_C - log_total_C).double().cpu())
+        matches.append((argmax_C == target_C).cpu())
     if not log_probs:
         return np.zeros(0), np.zeros(0, dtype=np.bool_)
     return torch.cat(log_probs).numpy(), torch.cat(matches).numpy()

@@ -146,9 +146,7 @@ def epsilon(
     if accountant == "rdp":
         return _rdp(segments, delta)
     if accountant == "pld":
-        with suppress(OverflowError):  # the loss of hardly any noise does not fit a float
-            return float(_pld(segments, relation, interval).get_epsilon(delta))
-        return math.inf
+        return _pld_epsilon(segments, delta, relation, interval)
     try:
         return _prv(segments, delta)
     except (ValueError, RuntimeError, MemoryError) as error:
@@ -341,6 +339,14 @@ def _pld(segments: Segments, relation: Relation, interval: float) -> "PLDAccount
         "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
     }[relation]
     return PLDAccountant(neighbours, interval).compose(_dp_event(segments))
+
+
+@lru_cache(maxsize=1024)
+def _pld_epsilon(segments: Segments, delta: float, relation: Relation, interval: float) -> float:
+    try:
+        return float(_pld(segments, relation, interval).get_epsilon(delta))
+    except OverflowError:  # the loss of hardly any noise does not fit a float
+        return math.inf
 
 
 def _rdp(segments: Segments, delta: float) -> float:

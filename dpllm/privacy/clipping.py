@@ -93,7 +93,8 @@ class PerUnitClipper:
         for name, gradient_UP in gradients.items():
             # where, not a product: 0 * nan is nan, and one bad unit would poison everybody's sum.
             kept_UP = torch.where(finite_U[:, None], gradient_UP, torch.zeros_like(gradient_UP))
-            sums[name].add_((factor_U.float() @ kept_UP).view_as(sums[name]))
+            # float64, or the rounding of a sum over thousands of units would exceed one unit's 1e-6.
+            sums[name].add_((factor_U @ kept_UP.double()).view_as(sums[name]))
         return norm_U
 
     def _collect(self, name: str, parameter: nn.Parameter, batch: PhysicalBatch) -> Tensor:
@@ -157,7 +158,7 @@ class OpacusGhostClipper:
             if parameter._norm_sample is None:  # type: ignore[attr-defined]
                 raise Refused(f"{name} trains, but Opacus measured no norm of it. Set privacy.grad_sample_mode: auto.")
         factor_R = self._hooks.get_clipping_coef()
-        norm_R = self._hooks.per_sample_gradient_norms
+        norm_R: Tensor = self._hooks.per_sample_gradient_norms
         self._hooks.disable_hooks()
         (factor_R.detach() * loss_R).sum().backward()
         self._hooks.enable_hooks()
@@ -196,6 +197,11 @@ CLIPPERS = {"auto": PerUnitClipper, "per_sample": PerUnitClipper, "opacus_ghost"
 
 
 def _dense(layer: nn.Module, input_RTd: Tensor, backprop_RTp: Tensor, *, transposed: bool) -> dict[nn.Parameter, Tensor]:
+    if input_RTd.dim() < 3:
+        raise Refused(
+            f"a trainable {layer} reads tokens without their rows, shape {tuple(input_RTd.shape)}, so nobody could tell whose "
+            "gradient is whose (OPT's feed-forward and mixtures of experts do this). Exclude it from adapter.target_modules."
+        )
     input_RTd, backprop_RTp = input_RTd.float().flatten(1, -2), backprop_RTp.float().flatten(1, -2)
     gradients: dict[nn.Parameter, Tensor] = {}
     weight, bias = layer.weight, getattr(layer, "bias", None)

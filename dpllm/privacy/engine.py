@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn import functional
 
 from dpllm.data import TokenSequence, Unit
 from dpllm.errors import Refused
@@ -119,13 +120,18 @@ class Engine:
             ).logits
         return sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
 
+    def _zeros(self) -> dict[str, Tensor]:
+        # float64 until the noise is in: rounding a sum to float32 before it could move it by more than C * 1e-6.
+        dtype = torch.float32 if self._plan is None else torch.float64
+        return {name: torch.zeros_like(p, dtype=dtype) for name, p in self.parameters.items()}
+
     def clipped_sum(self, batches: Sequence[PhysicalBatch]) -> tuple[Tensor, Diagnostics]:
         """This rank's flat clipped sum over a logical batch, before noise: private.
 
         Returns:
-            sum_P in float32, and diagnostics.
+            sum_P, in float64 if it was clipped, and diagnostics.
         """
-        sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
+        sums = self._zeros()
         loss, units, clipped = 0.0, 0, 0
         for batch in batches:
             on_device = batch.to(self._device)
@@ -151,6 +157,7 @@ class Engine:
         if self._plan is not None and (not ranks or distributed.get_rank() == 0):
             deviation = self._plan.noise_multiplier * self._plan.max_grad_norm
             flat_P = flat_P + deviation * self._noise.draw(flat_P.numel())
+        flat_P = flat_P.float()
         if ranks:
             distributed.broadcast(flat_P, src=0)
         return flat_P / self._schedule.expected_batch_size
@@ -192,16 +199,29 @@ class Engine:
         units = _synthetic_units(vocab_size, max_length, several=self._mode != "opacus_ghost")
         batch = collate(units, pad_id=0).to(self._device)
         with _filled(self.parameters.values()):
-            self._check_coupling(units, batch, tolerance)
+            self._check_coupling(units, batch, tolerance, max_length)
             return self._check_sum(batch, tolerance)
 
-    def _check_coupling(self, units: Sequence[Unit], batch: PhysicalBatch, tolerance: float) -> None:
-        training = self._model.training
-        self._model.eval()
+    def _check_coupling(self, units: Sequence[Unit], batch: PhysicalBatch, tolerance: float, max_length: int) -> None:
+        training = [module for module in self._model.modules() if module.training]
+        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         with torch.no_grad():
+            self.losses(batch)  # in training mode, where running averages would move
+            self._model.eval()
+            alone = [collate([unit], pad_id=0).to(self._device) for unit in units]
+            alone_R = torch.cat([self.losses(one) for one in alone])
             together_R = self.losses(batch)
-            alone_R = torch.cat([self.losses(collate([unit], pad_id=0).to(self._device)) for unit in units])
-        self._model.train(training)
+            padded_R = self.losses(_padded(alone[-1], self._longest(max_length)))  # as a long neighbour would pad it
+        for module in training:
+            module.training = True
+        for name, buffer in self._model.named_buffers():
+            if not torch.equal(buffer, buffers[name]):
+                raise Refused(
+                    f"the buffer {name} changes in a forward pass, so that one row would change the gradients of others, "
+                    "unclipped. Running averages and dynamic or long-context RoPE do this: use another base model, or a "
+                    "data.max_length within the context that the base model was pretrained on."
+                )
+        alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
         error = float(((together_R - alone_R).abs() / alone_R.abs().clamp(min=1e-3)).max())
         if not error <= tolerance:
             raise Refused(
@@ -209,6 +229,13 @@ class Engine:
                 "what one unit does. Batch norm, capacity-limited experts and padding-free attention do this: use another "
                 "base model or attention."
             )
+
+    def _longest(self, max_length: int) -> int:
+        config: Any = getattr(self._model, "config", None)
+        if config is None or getattr(config, "rope_parameters", None):
+            return max_length
+        # A table of positions ends; rows beyond it fail by themselves.
+        return min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
 
     def _check_sum(self, batch: PhysicalBatch, tolerance: float) -> float:
         # C between the norms, so that some units are clipped and others are not. Found on one graph, used on the same.
@@ -222,7 +249,7 @@ class Engine:
             for unit in range(batch.num_units):
                 for parameter in self.parameters.values():
                     parameter.grad = None
-                loss_R[batch.unit_R == unit].sum().backward(retain_graph=True)
+                loss_R[batch.unit_R == unit].sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
                 grads = [(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.parameters.values()]
                 brute_UP.append(torch.cat([g.double().flatten() for g in grads]))
                 for parameter in self.parameters.values():
@@ -232,7 +259,7 @@ class Engine:
             bound = float(norm_U.median()) * 1.01
             probe.set_max_grad_norm(bound * self._scale)
             expected_P = (bound / norm_U).clamp(max=1.0) @ gradient_UP
-            sums = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+            sums = self._zeros()
             hooks.enable_hooks()
             seen_U = probe.add(loss_R * self._scale, batch, sums) / self._scale
         finally:
@@ -278,6 +305,16 @@ def _synthetic_units(vocab_size: int, max_length: int, *, several: bool) -> list
             sequences.append(TokenSequence(tuple(ids), mask, sum(mask)))
         units.append(Unit(tuple(sequences)))
     return units
+
+
+def _padded(batch: PhysicalBatch, length: int) -> PhysicalBatch:
+    extra = (0, max(0, length - batch.input_ids_RT.shape[1]))
+    return replace(
+        batch,
+        input_ids_RT=functional.pad(batch.input_ids_RT, extra),
+        attention_mask_RT=functional.pad(batch.attention_mask_RT, extra),
+        loss_mask_RT=functional.pad(batch.loss_mask_RT, extra),
+    )
 
 
 @contextlib.contextmanager

@@ -95,7 +95,9 @@ def physical_batches(
     """
     share = [unit for index in drawn[rank::world] if (unit := units[index]) is not None and unit.sequences]
     share.sort(key=lambda unit: max(len(sequence.input_ids) for sequence in unit.sequences))
-    batches, waiting, rows = [], [], 0
+    batches: list[PhysicalBatch] = []
+    waiting: list[Unit] = []
+    rows = 0
     for unit in share:
         if waiting and rows + len(unit.sequences) > size:
             batches.append(collate(waiting, pad_id))

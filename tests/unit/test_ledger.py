@@ -308,6 +308,7 @@ with Ledger(path) as ledger:
 """
     workers = [start(code, path, entry) for _ in range(2)]
     charged = [int(line) for worker in workers for line in worker.communicate()[0].split()]
+    assert [worker.returncode for worker in workers] == [0, 0]
     assert sorted(charged) == list(range(1, ledger.steps(entry) + 1))
     assert ledger.steps(entry) == total
 

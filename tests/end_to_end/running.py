@@ -1,0 +1,123 @@
+"""How the tests of whole runs start commands: recipes from a small default one, in this process unless it must die."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny
+import yaml
+
+import dpllm
+from dpllm.cli import main
+
+Json = dict[str, Any]
+SENTINEL = "Sigrid Forsberg owes 4711"
+NUM_ROWS = 40
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+def dpllm_(*arguments: object) -> Answer:
+    """``dpllm ARGUMENTS`` in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+def done(*arguments: object) -> Answer:
+    """The same, which must succeed."""
+    answer = dpllm_(*arguments)
+    assert answer.code == 0, answer.err
+    return answer
+
+
+def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Code in a process of its own, with the very package that is tested."""
+    paths = [str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def rows(count: int = NUM_ROWS, start: int = 0) -> list[Json]:
+    return [{"text": f"{SENTINEL}. {tiny.sentence(number)}"} for number in range(start, start + count)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with data, a recipe, a ledger and a run directory."""
+
+    root: Path
+    base: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.yaml"
+
+    @property
+    def train(self) -> Path:
+        return self.root / "data" / "train.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.sqlite"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    def json(self, name: str) -> Json:
+        return dict(json.loads((self.run / name).read_text("utf-8"), parse_constant=_no_constant))
+
+    def write(self, changes: Mapping[str, Any] | None = None) -> Path:
+        """Writes the recipe; ``changes`` maps dotted keys to values."""
+        value: Json = {
+            "model": {"name_or_path": str(self.base)},
+            "adapter": {"method": "lora", "r": 2},
+            "data": {"train": str(self.train), "max_length": 128},
+            "privacy": {"epsilon": 8.0, "ledger": str(self.ledger), "dataset": "notes"},
+            "train": {"steps": STEPS, "batch_size": 16, "physical_batch_size": 8},
+            "output_dir": str(self.run),
+        }
+        for key, new in (changes or {}).items():
+            *parents, last = key.split(".")
+            here = value
+            for parent in parents:
+                here = here.setdefault(parent, {})
+            here[last] = new
+        self.recipe.write_text(yaml.safe_dump(value), encoding="utf-8")
+        return self.recipe
+
+
+def make_place(root: Path, base: Path, changes: Mapping[str, Any] | None = None) -> Place:
+    place = Place(root, base)
+    root.mkdir(parents=True, exist_ok=True)
+    tiny.write_rows(place.train, rows())
+    place.write(changes)
+    return place
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, but SQLite's own journals."""
+    names = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.endswith(("-wal", "-shm")))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in names}
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

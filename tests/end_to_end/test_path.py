@@ -1,0 +1,316 @@
+"""From recipe to card: what lies where, what agrees with what, and what is never published."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+from running import NUM_ROWS, SENTINEL, STEPS, Place, dpllm_, done, make_place, rows
+
+from dpllm.ledger import Ledger
+
+SLOTS = 20 + 4 * 4
+Json = dict[str, Any]
+
+
+def front_matter(run: Path) -> Json:
+    return dict(yaml.safe_load((run / "export" / "README.md").read_text("utf-8").split("---")[1]))
+
+
+def published(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in (run / "export").rglob("*") if path.is_file()}
+
+
+# --- layout ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place) -> None:
+    files = {str(path.relative_to(finished.run)) for path in finished.run.rglob("*") if path.is_file()}
+    top = {name for name in files if "/" not in name}
+    assert top == {"config.yaml", "plan.json", "run.json"}
+    assert {name.split("/")[0] for name in files - top} == {"export", "private"}
+    assert {name for name in files if name.startswith("private/")} == {
+        "private/metrics.jsonl",
+        "private/canaries.json",
+        "private/summary.json",
+        "private/audits.json",
+    }
+    weights = {"adapter_config.json", "adapter_model.safetensors"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    audit = {"audit/audit.json", "audit/scores.csv", "audit/exposure.png"}
+    exported = {name.removeprefix("export/") for name in files if name.startswith("export/")}
+    assert exported == weights | tokenizer | audit | {"README.md", "privacy.json"}
+
+
+def test_private_is_for_its_owner_alone(finished: Place, baseline: Place) -> None:
+    for run in (finished.run, baseline.run):
+        assert stat.S_IMODE((run / "private").stat().st_mode) == 0o700
+    assert stat.S_IMODE((finished.run / "private" / "canaries.json").stat().st_mode) == 0o600
+
+
+def test_copies_of_the_data_are_private_from_the_first_moment(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dpllm import data
+
+    seen = []
+    read = data.load_table
+
+    def look(*arguments: Any) -> Any:
+        seen.append(stat.S_IMODE((place.run / "private").stat().st_mode))
+        return read(*arguments)
+
+    monkeypatch.setattr(data, "load_table", look)
+    assert dpllm_("train", place.recipe, "--privacy.delta", "0.5").code == 3
+    assert seen == [0o700]
+
+
+def test_the_saved_recipe_is_whole_and_gives_the_same_plan(finished: Place) -> None:
+    saved = yaml.safe_load((finished.run / "config.yaml").read_text())
+    assert saved["train"]["optimizer"] == "adamw"
+    again = json.loads(done("plan", finished.run / "config.yaml", "--json").out)
+    assert again == json.loads((finished.root / "plan.txt").read_text())
+
+
+# --- what agrees -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_that_was_shown_is_the_plan_that_was_run(finished: Place) -> None:
+    shown = json.loads((finished.root / "plan.txt").read_text())
+    saved = finished.json("plan.json")
+    assert {key: saved[key] for key in shown} == shown
+    assert set(saved) - set(shown) == {"schema_version", "cross_check", "canary_commitment"}
+
+
+def test_plan_and_record_agree(finished: Place) -> None:
+    plan, record = finished.json("plan.json"), finished.json("run.json")
+    assert plan["schema_version"] == record["schema_version"] == 1
+    assert record["status"] == "completed"
+    assert record["guarantee"] == {"holds": True, "reason": None}
+    assert plan["num_steps"] == record["steps_planned"] == record["steps_taken"] == STEPS
+    assert (plan["epsilon"], plan["delta"]) == (record["epsilon_spent"], record["delta"])
+    assert plan["epsilon"] <= plan["target_epsilon"] == 8.0
+    assert plan["dataset_size"] == NUM_ROWS + SLOTS
+    assert plan["canary_slots"] == SLOTS
+    assert plan["sampling_rate"] == plan["expected_batch_size"] / plan["dataset_size"]
+    assert plan["neighbouring_relation"] == "zero_out"
+    assert plan["delta"] * plan["dataset_size"] < 1
+    assert plan["event"]["count"] == STEPS
+    assert math.isclose(plan["cross_check"]["epsilon"], plan["epsilon"], rel_tol=0.05)
+
+
+def test_the_card_states_the_plans_epsilon(finished: Place) -> None:
+    plan = finished.json("plan.json")
+    block = finished.json("export/privacy.json")
+    front = front_matter(finished.run)
+    assert front["privacy"] == {key: value for key, value in block.items() if key != "schema_version"}
+    assert block["guarantee"] is True
+    assert (block["epsilon"], block["delta"]) == (plan["epsilon"], plan["delta"])
+    assert "differential-privacy" in front["tags"]
+
+
+def test_the_record_hashes_what_was_exported(finished: Place) -> None:
+    from dpllm.checkpoint import weight_hashes
+
+    assert finished.json("run.json")["artifacts"] == weight_hashes(finished.run / "export")
+    assert finished.json("export/audit/audit.json")["weights"] == weight_hashes(finished.run / "export")
+
+
+def test_the_ledger_shows_the_run(finished: Place) -> None:
+    record = finished.json("run.json")["ledger"]
+    with Ledger(finished.ledger) as book:
+        assert book.verify(record["head"]) == []
+        assert book.datasets() == ["notes"]
+        assert book.steps(record["entry"]) == STEPS
+        links = [(link.kind, link.content()) for link in book.history("notes")]
+        assert [kind for kind, _ in links] == ["reserve", "commit"]
+        assert links[0][1]["entry"] == links[1][1]["entry"] == record["entry"]
+        assert (links[1][1]["status"], links[1][1]["steps"]) == ("completed", STEPS)
+        assert math.isclose(book.spent("notes"), finished.json("plan.json")["epsilon"], rel_tol=1e-6)
+    table = done("ledger", "show", "--ledger", finished.ledger).out
+    assert "notes" in table
+    assert f"{STEPS}/{STEPS}" in table
+    assert "completed" in table
+
+
+def test_metrics_are_one_json_value_a_line(finished: Place) -> None:
+    lines = (finished.run / "private" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_the_next_run_adds_to_what_was_spent(finished: Place, place: Place) -> None:
+    done("train", place.recipe)
+    outlook = done("plan", place.recipe).out
+    done("train", place.recipe, "--output_dir", place.root / "second")
+    first = place.json("run.json")["ledger"]["spent_epsilon"]
+    second = json.loads((place.root / "second" / "run.json").read_text())["ledger"]["spent_epsilon"]
+    assert second > first
+    assert f"spent {first:.3f}" in " ".join(outlook.split())
+
+
+# --- what is never published -----------------------------------------------------------------------------------------
+
+
+def test_no_secret_no_text_and_no_path_is_published(finished: Place, baseline: Place) -> None:
+    for place in (finished, baseline):
+        secret = json.loads((place.run / "private" / "canaries.json").read_text())
+        canaries = [*secret["canaries"], *secret["references"]]
+        words = [text for canary in canaries for text in (canary["secret"], canary["carrier"])]
+        words += [secret["salt"], SENTINEL, "Sigrid", tiny.sentence(3)]
+        words += [str(finished.root), str(finished.root.parent), str(finished.base), str(place.run)]
+        public = {**published(place.run), "run.json": (place.run / "run.json").read_bytes()}
+        for name, content in public.items():
+            found = [word for word in words if word.encode() in content]
+            assert found == [], (name, found)
+
+
+def test_the_audit_of_a_run_without_privacy_stays_private(finished: Place, baseline: Place) -> None:
+    assert not (baseline.run / "export" / "audit").exists()
+    assert (baseline.run / "private" / "audit" / "audit.json").exists()
+    assert not (finished.run / "private" / "audit").exists()
+    coins = [line.split(",")[2] for line in (finished.run / "export/audit/scores.csv").read_text().splitlines()[1:]]
+    assert set(coins) <= {"0", "1", ""}
+    assert coins.count("") == 100
+
+
+def test_a_run_without_privacy_claims_none(baseline: Place) -> None:
+    record = baseline.json("run.json")
+    assert record["status"] == "completed"
+    assert record["guarantee"]["holds"] is False
+    assert (record["epsilon_spent"], record["ledger"]) == (None, None)
+    assert not (baseline.run / "plan.json").exists()
+    front = front_matter(baseline.run)
+    assert front["privacy"]["guarantee"] is False
+    assert "differential-privacy" not in front["tags"]
+    assert "no differential privacy guarantee" in (baseline.run / "export" / "README.md").read_text().lower()
+
+
+def test_baseline_and_private_run_are_compared_without_publishing(finished: Place, baseline: Place) -> None:
+    before = published(finished.run)
+    answer = done("compare", baseline.run, finished.run, "--output", finished.root / "compared")
+    assert "epsilon" in answer.out.lower()
+    assert any((finished.root / "compared").iterdir())
+    assert published(finished.run) == before
+
+
+def test_a_declared_size_hides_the_real_one(tmp_path: Path, base: Path) -> None:
+    real, declared = 433, 450
+    place = make_place(tmp_path / "hidden", base, {"data.public_size": declared, "audit.canaries": {"groups": {1: 7}}})
+    tiny.write_rows(place.train, rows(real))
+    answer = done("train", place.recipe)
+    done("card", place.run)
+    plan = place.json("plan.json")
+    assert (plan["dataset_size"], plan["neighbouring_relation"]) == (declared + 7, "add_or_remove_one")
+    texts = {name: content.decode("utf-8", "replace") for name, content in published(place.run).items()}
+    texts |= {name: (place.run / name).read_text() for name in ("plan.json", "run.json", "config.yaml")}
+    texts["what is printed"] = answer.out + answer.err
+    for name, text in texts.items():
+        assert re.findall(rf"(?<![\w.])(?:{real}|{real + 7})(?![\w.])", text) == [], name
+
+
+def test_a_loss_on_private_evaluation_data_is_not_published(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path / "private-eval", base)
+    done("train", place.recipe, "--data.eval", tiny.write_rows(tmp_path / "eval.jsonl", rows(6, start=700)))
+    done("card", place.run)
+    loss = json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"]
+    record = place.json("run.json")
+    assert record["metrics"] == {"public": {}, "released": {}}
+    assert any("private evaluation data" in note for note in record["deviations"])
+    public = b"".join([*published(place.run).values(), (place.run / "run.json").read_bytes()])
+    assert f"{loss:.3f}".encode() not in public
+
+
+# --- formats, units, adapters ----------------------------------------------------------------------------------------
+
+
+def test_frozen_layers_run_the_same_path(place: Place) -> None:
+    from transformers import AutoModelForCausalLM
+
+    place.write({"adapter": {"method": "frozen", "last_blocks": 1}, "privacy.max_grad_norm": 0.5})
+    done("train", place.recipe)
+    done("card", place.run)
+    trained = dict(AutoModelForCausalLM.from_pretrained(place.run / "export").named_parameters())
+    before = dict(AutoModelForCausalLM.from_pretrained(place.base).named_parameters())
+    moved = {name for name, value in trained.items() if not value.equal(before[name])}
+    assert moved == {name for name in before if ".layers.1." in name or name == "model.norm.weight"}
+    assert place.json("run.json")["guarantee"]["holds"] is True
+
+
+def test_every_adapter_weight_moves_because_noise_reaches_all(place: Place) -> None:
+    from safetensors.torch import load_file
+
+    done("train", place.recipe)
+    weights = load_file(place.run / "export" / "adapter_model.safetensors")
+    assert len(weights) == 28
+    assert all(bool((value != 0).all()) for name, value in weights.items() if "lora_B" in name)
+
+
+def test_units_with_several_rows_are_counted_once(place: Place) -> None:
+    people = 10
+    tiny.write_rows(place.train, [{**row, "author": f"p{n % people}"} for n, row in enumerate(rows())])
+    place.write({"data.unit": "author", "data.max_examples_per_unit": 3, "train.batch_size": 4})
+    done("train", place.recipe)
+    plan = place.json("plan.json")
+    assert (plan["dataset_size"], plan["unit"], plan["max_examples_per_unit"]) == (people, "author", 3)
+    lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["units"] <= people for line in lines)
+    with Ledger(place.ledger) as book:
+        assert book.history("notes")[0].content()["unit"] == "author"
+
+
+@pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
+def test_other_formats_run_from_plan_to_card(place: Place, fmt: str) -> None:
+    pairs = [(f"What did {tiny.NAMES[n % 10]} buy on day {n}?", tiny.THINGS[n % 6]) for n in range(NUM_ROWS)]
+    if fmt == "messages":
+        roles = ("user", "assistant")
+        made = [{"messages": [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)]} for pair in pairs]
+    else:
+        made = [dict(zip(("prompt", "completion"), pair, strict=True)) for pair in pairs]
+    tiny.write_rows(place.train, made)
+    canaries = {"groups": {1: 12}, "references": 100}
+    place.write({"audit.canaries": canaries, "audit.guesses": [5], "data.long_examples": "chunk"})
+    for command in (("plan", place.recipe), ("train", place.recipe), ("audit", place.run), ("card", place.run)):
+        done(*command)
+    assert place.json("plan.json")["dataset_size"] == NUM_ROWS + 12
+    assert yaml.safe_load((place.run / "config.yaml").read_text())["data"]["format"] == fmt
+    assert place.json("export/audit/audit.json")["verdict"] != "falsified"
+
+
+def test_a_canary_that_does_not_fit_is_found_before_anything_is_spent(place: Place) -> None:
+    place.write({"audit.canaries": {"groups": {1: 4}}, "data.max_length": 32})
+    answer = dpllm_("train", place.recipe)
+    assert answer.code == 2
+    assert "does not fit into data.max_length" in answer.err
+    assert not place.ledger.exists() or Ledger(place.ledger).datasets() == []
+
+
+def test_a_run_that_diverges_still_ends_with_a_readable_record(place: Place) -> None:
+    place.write({"train.learning_rate": 1e30, "data.eval": str(place.train), "data.eval_public": True})
+    done("train", place.recipe)
+    record = place.json("run.json")
+    assert record["status"] == "completed"
+    assert json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"] is None
+    done("card", place.run)
+
+
+def test_a_fixed_noise_seed_has_no_guarantee(place: Place) -> None:
+    done("train", place.recipe, "--privacy.insecure_seed", 7)
+    record = place.json("run.json")
+    assert record["guarantee"]["holds"] is False
+    assert "seeded by the user" in record["guarantee"]["reason"]
+    done("card", place.run)
+    assert "no differential privacy guarantee" in (place.run / "export" / "README.md").read_text().lower()
+    assert "differential-privacy" not in front_matter(place.run)["tags"]
+
+
+@pytest.mark.parametrize("knob", [("physical_batch_size", 3), ("precision", "bf16"), ("eval_every", 1)])
+def test_knobs_of_performance_leave_the_promise_alone(place: Place, knob: tuple[str, Any]) -> None:
+    plain = done("plan", place.recipe, "--json").out
+    assert done("plan", place.recipe, "--json", f"--train.{knob[0]}", knob[1]).out == plain

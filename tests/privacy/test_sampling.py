@@ -1,0 +1,124 @@
+"""What runs is what is accounted: each slot joins independently at rate q, whole, once, on one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import tiny_models as tm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpllm.data import Unit
+from dpllm.privacy.sampling import PoissonSampler, collate, physical_batches
+
+ALARM = 1e-9
+SLOTS, DRAWS = 60, 4000
+RATE = 0.15
+
+
+@pytest.fixture(scope="module")
+def joined(seed: int) -> np.ndarray:
+    """DRAWS x SLOTS of 0 and 1, through the sampler as it runs."""
+    sampler = PoissonSampler(tm.schedule(100, 15), SLOTS, entropy=2**127 + seed)
+    rows = np.zeros((DRAWS, SLOTS))
+    for row in rows:
+        row[sampler.draw()] = 1
+    return rows
+
+
+def test_every_slot_joins_at_the_accounted_rate(joined: np.ndarray) -> None:
+    """The rate is the Plan's B / N, not B over the number of slots that happen to be there."""
+    count = joined.sum(axis=0)
+    per_slot = 2 * np.minimum(stats.binom.cdf(count, DRAWS, RATE), stats.binom.sf(count - 1, DRAWS, RATE))
+    assert per_slot.min() > ALARM / SLOTS
+    total = joined.sum()
+    overall = 2 * min(stats.binom.cdf(total, joined.size, RATE), stats.binom.sf(total - 1, joined.size, RATE))
+    assert overall > ALARM
+    chi_square = ((count - DRAWS * RATE) ** 2).sum() / (DRAWS * RATE * (1 - RATE))
+    assert ALARM < stats.chi2.cdf(chi_square, SLOTS) < 1 - ALARM
+
+
+def test_the_size_of_a_logical_batch_varies_as_a_binomial(joined: np.ndarray) -> None:
+    """A shuffled sampler has batches of one size: no variance at all."""
+    size = joined.sum(axis=1)
+    variance = SLOTS * RATE * (1 - RATE)
+    chi_square = ((size - SLOTS * RATE) ** 2).sum() / variance
+    assert ALARM < stats.chi2.cdf(chi_square, DRAWS) < 1 - ALARM
+
+
+def test_slots_are_independent_of_each_other_and_of_earlier_draws(joined: np.ndarray) -> None:
+    centred = (joined - RATE) / (RATE * (1 - RATE)) ** 0.5
+    between_slots = (centred.T @ centred / DRAWS**0.5)[np.triu_indices(SLOTS, 1)]
+    assert 2 * stats.norm.sf(abs(between_slots)).min() > ALARM / len(between_slots)
+    for lag in (1, 2, 7):
+        between_draws = (centred[:-lag] * centred[lag:]).sum(axis=0) / (DRAWS - lag) ** 0.5
+        assert 2 * stats.norm.sf(abs(between_draws)).min() > ALARM / SLOTS
+    # An epoch in which everybody is seen once would make draws repel each other.
+    epoch = joined[: DRAWS // 10 * 10].reshape(-1, 10, SLOTS).sum(axis=1)
+    chi_square = ((epoch - 10 * RATE) ** 2).sum() / (10 * RATE * (1 - RATE))
+    kurtosis = 1 + (1 - 6 * RATE * (1 - RATE)) / (10 * RATE * (1 - RATE)) / 2  # variance of a squared binomial, over 2
+    assert abs(chi_square - epoch.size) < 6.5 * (2 * kurtosis * epoch.size) ** 0.5
+
+
+def test_every_rank_draws_the_same_and_another_key_draws_otherwise() -> None:
+    one, same, other = (PoissonSampler(tm.schedule(), 500, entropy) for entropy in (7, 7, 7 + 2**100))
+    draws = [[sampler.draw() for _ in range(5)] for sampler in (one, same, other)]
+    assert draws[0] == draws[1]
+    assert draws[0] != draws[2]
+    assert len({tuple(draw) for draw in draws[0]}) == 5
+
+
+def test_rate_one_takes_everybody_and_an_empty_draw_works() -> None:
+    assert PoissonSampler(tm.schedule(10, 10), 10, 3).draw() == list(range(10))
+    sampler = PoissonSampler(tm.schedule(10**9, 1), 3, 3)
+    assert sampler.draw() == []
+    assert physical_batches([], [], 4, 0) == []
+    assert physical_batches([0, 1], [None, Unit(())], 4, 0) == []
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.one_of(st.none(), st.lists(st.integers(2, 9), max_size=4)), max_size=12),
+    size=st.integers(1, 9),
+    world=st.integers(1, 5),
+    data=st.data(),
+)
+def test_every_drawn_unit_is_computed_once_and_whole(lengths: list, size: int, world: int, data: st.DataObject) -> None:
+    """Slot s writes token s + 3 everywhere, so that batches tell whose rows they hold."""
+    slots = [
+        None if of_one is None else Unit(tuple(tm.constant_unit(length, s + 3).sequences[0] for length in of_one))
+        for s, of_one in enumerate(lengths)
+    ]
+    drawn = sorted(data.draw(st.sets(st.sampled_from(range(len(slots)))))) if slots else []
+    seen: Counter[int] = Counter()
+    for rank in range(world):
+        for batch in physical_batches(drawn, slots, size, 0, rank, world):
+            owners = batch.input_ids_RT[:, 0] - 3
+            assert sorted(set(batch.unit_R.tolist())) == list(range(batch.num_units))
+            for unit in range(batch.num_units):
+                rows = owners[batch.unit_R == unit].tolist()
+                assert len(set(rows)) == 1
+                assert len(rows) == len(slots[rows[0]].sequences)  # whole
+                seen[rows[0]] += 1
+            assert len(batch.unit_R) <= size or batch.num_units == 1
+    assert seen == Counter(s for s in drawn if slots[s] is not None and slots[s].sequences)
+
+
+def test_collate_pads_right_and_learns_nothing_from_padding() -> None:
+    some = tm.units([(5, 2), (3,)])
+    batch = collate(some, pad_id=61)
+    assert batch.input_ids_RT.shape == (3, 5)
+    assert batch.unit_R.tolist() == [0, 0, 1]
+    assert batch.num_units == 2
+    for row, sequence in enumerate(sequence for one in some for sequence in one.sequences):
+        tokens = len(sequence.input_ids)
+        assert batch.input_ids_RT[row].tolist() == [*sequence.input_ids, *[61] * (5 - tokens)]
+        assert batch.attention_mask_RT[row].tolist() == [1] * tokens + [0] * (5 - tokens)
+        assert batch.loss_mask_RT[row].tolist() == [*sequence.loss_mask, *[False] * (5 - tokens)]
+        assert batch.denominator_R[row] == sequence.denominator
+    assert not bool(batch.loss_mask_RT[:, 0].any())
+    assert batch.denominator_R.dtype == torch.float32

@@ -1,0 +1,530 @@
+"""What data become: whose text, which tokens are learned, and errors that never quote a row."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dpllm
+from dpllm.config import DataConfig
+from dpllm.data import (
+    FIELDS,
+    TokenSequence,
+    Unit,
+    count_units,
+    dataset_name,
+    encode,
+    encode_units,
+    group_rows,
+    load_table,
+)
+from dpllm.errors import DataError
+from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.sampling import collate
+
+Json = dict[str, Any]
+SENTINEL = "Sigrid Forsberg owes 4711"
+TEXT = [{"text": tiny.sentence(number)} for number in range(6)]
+PROMPTED = [{"prompt": f"{tiny.NAMES[number]} bought", "completion": tiny.THINGS[number]} for number in range(5)]
+TALKS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What did {tiny.NAMES[number]} buy?"},
+            {"role": "assistant", "content": tiny.THINGS[number]},
+            {"role": "user", "content": "And then?"},
+            {"role": "assistant", "content": "Nothing."},
+        ]
+    }
+    for number in range(4)
+]
+ROWS = {"text": TEXT, "prompt_completion": PROMPTED, "messages": TALKS}
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny.tokenizer()
+
+
+def section(**values: Any) -> DataConfig:
+    return DataConfig.model_validate({"train": "rows.jsonl", **values})
+
+
+def load(path: Path, **values: Any) -> Any:
+    return load_table(str(path), section(train=str(path), **values), values.get("train_split", "train"), path.parent / "c")
+
+
+def write(path: Path, rows: list[Json]) -> Path:
+    if path.suffix == ".jsonl":
+        return tiny.write_rows(path, rows)
+    if path.suffix == ".csv":
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return path
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ROWS)
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_files_give_their_rows_and_format(tmp_path: Path, fmt: str, kind: str) -> None:
+    if (kind, fmt) == ("csv", "messages"):
+        pytest.skip("a csv file holds no lists")
+    table = load(write(tmp_path / f"rows.{kind}", ROWS[fmt]))
+    assert (table.rows, table.format) == (ROWS[fmt], fmt)
+
+
+@pytest.mark.parametrize("fmt", ROWS)
+def test_directories_of_datasets_give_the_split_that_is_asked_for(tmp_path: Path, fmt: str) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS[fmt])
+    rows.save_to_disk(str(tmp_path / "one"))
+    other = datasets.Dataset.from_list(ROWS[fmt][:2])
+    datasets.DatasetDict({"train": rows, "extra": other}).save_to_disk(str(tmp_path / "several"))
+    assert load(tmp_path / "one").rows == ROWS[fmt]
+    assert load(tmp_path / "several").rows == ROWS[fmt]
+    assert load(tmp_path / "several", train_split="extra").rows == ROWS[fmt][:2]
+    with pytest.raises(DataError, match=r"no split 'test'; it has train, extra"):
+        load(tmp_path / "several", train_split="test")
+
+
+def test_columns_are_renamed_where_they_exist(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", [{"body": "a", "who": "x"}, {"body": "b", "who": "y"}])
+    table = load(path, columns={"text": "body", "prompt": "absent"})
+    assert [row["text"] for row in table.rows] == ["a", "b"]
+    assert table.format == "text"
+    path = write(tmp_path / "rows.jsonl", [{"mr": "a", "ref": "b"}])
+    table = load(path, columns={"prompt": "mr", "completion": "ref"})
+    assert table.format == "prompt_completion"
+    assert table.rows[0]["completion"] == "b"
+
+
+def test_a_stated_format_is_not_guessed_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"text": "a", "prompt": "b", "completion": "c"}])
+    assert load(path).format == "prompt_completion"
+    assert load(path, format="text").format == "text"
+    with pytest.raises(DataError, match="row 1 has no a?.*messages"):
+        load(path, format="messages")
+
+
+def test_builtin_data_need_no_file_of_the_user(tmp_path: Path) -> None:
+    data = section(train="builtin:clinic", unit="patient_id", max_examples_per_unit=8)
+    table = load_table("builtin:clinic", data, "train", tmp_path)
+    assert table.format == "text"
+    assert count_units(data, tmp_path) == len({row["patient_id"] for row in table.rows})
+    with pytest.raises(DataError, match="builtin:clinic"):
+        load_table("builtin:klinik", data, "train", tmp_path)
+
+
+# --- errors name file, row and column, and never the text ------------------------------------------------------------
+
+
+def hidden(path: Path, rows: list[Json], **values: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load(path if path.exists() else write(path, rows), **values)
+    message = str(caught.value)
+    assert str(path) in message
+    assert not any(word in message for word in ["Sigrid", "Forsberg", "4711"]), message
+    assert caught.value.__cause__ is None
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("missing", [{"completion": SENTINEL}, {"prompt": SENTINEL}])
+def test_a_missing_field_is_named_with_its_row(tmp_path: Path, kind: str, missing: Json) -> None:
+    good = {"prompt": SENTINEL, "completion": SENTINEL}
+    gap = {"prompt": None, "completion": None, **missing}
+    if kind == "csv":  # a short line; an empty cell is the empty text
+        path = tmp_path / "rows.csv"
+        names = ["completion", "prompt"] if "completion" in missing else ["prompt", "completion"]
+        path.write_text(f"{','.join(names)}\n{SENTINEL},{SENTINEL}\n{SENTINEL}\n")
+    else:
+        path = write(tmp_path / f"rows.{kind}", [good, gap if kind == "parquet" else missing])
+    field = ({"prompt", "completion"} - set(missing)).pop()
+    message = hidden(path, [])
+    assert f"row 2 has no text in column '{field}'" in message
+
+
+@pytest.mark.parametrize("value", [7, None, [SENTINEL], {"a": SENTINEL}, True])
+def test_text_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
+    message = hidden(tmp_path / "rows.jsonl", [{"text": SENTINEL}, {"text": SENTINEL}, {"text": value}])
+    assert "row 3 has no text in column 'text'" in message
+
+
+@pytest.mark.parametrize("value", [SENTINEL, [], None])
+def test_messages_that_are_no_list_are_refused(tmp_path: Path, value: Any) -> None:
+    message = hidden(tmp_path / "rows.jsonl", [*TALKS, {"messages": value}])
+    assert "row 5 has no a list of messages in column 'messages'" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", f'{{"text": "{SENTINEL}"}}\n{{"text": "{SENTINEL}'),
+        ("rows.jsonl", f'{{"text": "{SENTINEL}"}}\n"{SENTINEL}"\n'),
+        ("rows.jsonl", f'{{"body": "{SENTINEL}"}}\n'),
+        ("rows.csv", f"{SENTINEL},{SENTINEL}\n{SENTINEL},{SENTINEL}\n"),
+        ("rows.csv", f"text\n{SENTINEL}\n" + "x" * 200_000 + "\n"),
+        ("rows.tsv", f"{SENTINEL}\t1\n{SENTINEL}\t2\n"),
+        ("rows.parquet", SENTINEL * 20),
+        ("rows.txt", SENTINEL),
+    ],
+    ids=["cut", "no-object", "other-column", "no-header", "huge-field", "tsv", "no-parquet", "kind"],
+)
+def test_broken_files_are_told_without_their_text(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    hidden(tmp_path / name, [])
+
+
+def test_bytes_that_are_no_text_are_told_without_them(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.csv"):
+        (tmp_path / name).write_bytes(SENTINEL.encode() + b"\xff\xfe\xfa\n")
+        hidden(tmp_path / name, [])
+
+
+def test_a_broken_line_has_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "{SENTINEL}"}}\n\n{{"text": {SENTINEL}}}\n')
+    assert "line 3 is not valid JSON" in hidden(path, [])
+
+
+def test_a_broken_directory_is_told_without_its_text(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "state.json").write_text(SENTINEL)
+    hidden(folder, [])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_no_rows_is_an_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "rows.parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    else:
+        path.write_text("text\n" if name == "rows.csv" else "\n\n")
+    with pytest.raises(DataError, match="holds no rows"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent.csv", "absent", "a/b/c/absent"])
+def test_a_missing_file_is_no_hub_id(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        load_table(str(tmp_path / name), section(), "train", tmp_path)
+
+
+def test_a_hub_id_without_network_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"some-org/some-data: no such file, and the Hub gave no dataset .* network") as caught:
+        load_table("some-org/some-data", section(), "train", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+CACHES = """
+import sys
+from pathlib import Path
+from dpllm.config import DataConfig
+from dpllm.data import load_table
+source, cache = sys.argv[1:]
+assert len(load_table(source, DataConfig(train=source), "train", Path(cache)).rows) == 3
+"""
+
+
+@pytest.mark.parametrize("kind", ["folder of files", "saved"])
+def test_copies_of_data_lie_in_the_given_cache_only(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "source"
+    if kind == "saved":
+        import datasets
+
+        datasets.Dataset.from_list([{"text": SENTINEL}] * 3).save_to_disk(str(source))
+    else:
+        tiny.write_rows(source / "train.jsonl", [{"text": SENTINEL}] * 3)
+    before = {path: path.stat().st_size for path in source.rglob("*")}
+    home, cache = tmp_path / "home", tmp_path / "cache"
+    home.mkdir()
+    keep = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "TRANSFORMERS_"))}
+    env = {**keep, "HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    env["PYTHONPATH"] = str(Path(dpllm.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", CACHES, str(source), str(cache)], env=env, check=True, capture_output=True)
+    for elsewhere in (home, tmp_path / "tmp"):
+        assert [path for path in elsewhere.rglob("*") if path.is_file() and SENTINEL.encode() in path.read_bytes()] == []
+    assert [path for path in home.rglob("*") if path.is_file()] == []
+    assert {path: path.stat().st_size for path in source.rglob("*")} == before
+
+
+def test_dataset_name_has_no_path_of_the_user(tmp_path: Path) -> None:
+    path = write(tmp_path / "ward" / "notes.jsonl", TEXT)
+    assert dataset_name(section(train=str(path))) == "ward/notes"
+    assert dataset_name(section(train="builtin:clinic")) == "builtin:clinic"
+    assert dataset_name(section(train="org/name")) == "org/name"
+
+
+# --- units -----------------------------------------------------------------------------------------------------------
+
+
+def units_of(rows: list[Json], limit: int) -> dict[str, list[str]]:
+    data = section(unit="who", max_examples_per_unit=limit)
+    from dpllm.data import Table
+
+    groups = group_rows(Table("rows.jsonl", rows, "text"), data)
+    assert all(len({str(row["who"]) for row in group}) == 1 for group in groups)
+    return {str(group[0]["who"]): sorted(row["text"] for row in group) for group in groups}
+
+
+def test_without_a_unit_column_every_row_is_a_unit() -> None:
+    from dpllm.data import Table
+
+    assert group_rows(Table("rows.jsonl", TEXT, "text"), section()) == [[row] for row in TEXT]
+
+
+def test_a_unit_holds_all_its_rows_wherever_they_stand(tmp_path: Path) -> None:
+    rows = [{"who": who, "text": f"{who}{number}"} for number in range(4) for who in "abc"]
+    assert units_of(rows, 9) == {who: [f"{who}{number}" for number in range(4)] for who in "abc"}
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert count_units(section(train=str(path), unit="who", max_examples_per_unit=1), tmp_path) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from("abcd"), st.text("xyz", max_size=4)), min_size=1, max_size=24),
+    limit=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_which_rows_of_a_unit_train_depends_on_that_unit_alone(
+    rows: list[tuple[str, str]], limit: int, seed: int
+) -> None:
+    everyone = [{"who": who, "text": text} for who, text in rows]
+    chosen = units_of(everyone, limit)
+    mixed = list(everyone)
+    random.Random(seed).shuffle(mixed)
+    assert units_of(mixed, limit) == chosen
+    for who, texts in chosen.items():
+        own = [row for row in everyone if row["who"] == who]
+        assert units_of(own, limit) == {who: texts}
+        assert len(texts) == min(limit, len(own))
+
+
+def test_a_column_that_only_others_fill_does_not_change_the_choice(tmp_path: Path) -> None:
+    own = [{"who": "a", "text": f"t{number}"} for number in range(12)]
+    others = [{"who": "b", "text": "u", "remark": "only here"}]
+    alone = load(write(tmp_path / "alone.parquet", own)).rows
+    together = load(write(tmp_path / "together.parquet", own + others)).rows
+    assert units_of(alone, 3)["a"] == units_of(together, 3)["a"]
+
+
+def test_the_choice_is_not_simply_the_first_rows() -> None:
+    own = [{"who": "a", "text": f"t{number:02}"} for number in range(40)]
+    assert units_of(own, 3)["a"] != ["t00", "t01", "t02"]
+
+
+@pytest.mark.parametrize("null", [None, "", " ", float("nan")])
+def test_a_row_without_an_owner_is_refused_by_its_number(tmp_path: Path, null: Any) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"who": "a", "text": SENTINEL}, {"who": null, "text": SENTINEL}])
+    data = section(train=str(path), unit="who", max_examples_per_unit=2)
+    with pytest.raises(DataError) as caught:
+        count_units(data, tmp_path)
+    assert f"{path}: row 2 has no value in the unit column 'who'" in str(caught.value)
+    assert "Sigrid" not in str(caught.value)
+
+
+def test_an_absent_unit_column_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", TEXT)
+    with pytest.raises(DataError, match="row 1 has no value in the unit column 'author'"):
+        count_units(section(train=str(path), unit="author", max_examples_per_unit=2), tmp_path)
+
+
+def test_a_csv_line_with_too_many_cells_still_has_an_owner(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("who,text\na,one,more\na,two\n")
+    assert count_units(section(train=str(path), unit="who", max_examples_per_unit=1), tmp_path) == 1
+
+
+# --- which tokens are learned ----------------------------------------------------------------------------------------
+
+
+def learned(sequence: TokenSequence) -> str:
+    ids = [token for token, target in zip(sequence.input_ids, sequence.loss_mask, strict=True) if target]
+    return str(tokenizer().decode(ids))
+
+
+def one(row: Json, fmt: str) -> TokenSequence:
+    (sequence,) = encode(row, fmt, tokenizer(), 128, "truncate")  # type: ignore[arg-type]
+    assert sequence.denominator == sum(sequence.loss_mask) > 0
+    assert not sequence.loss_mask[0]
+    return sequence
+
+
+@pytest.mark.parametrize("row", TEXT)
+def test_text_is_learned_whole_with_its_end_and_not_its_beginning(row: Json) -> None:
+    sequence = one(row, "text")
+    assert learned(sequence) == row["text"] + "</s>"
+    assert (sequence.input_ids[0], sequence.input_ids[-1]) == (0, 1)
+
+
+def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bare = tiny.tokenizer()
+    bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
+    (sequence,) = encode({"text": "Anna bought plums"}, "text", bare, 128, "truncate")
+    first = tokenizer().decode([sequence.input_ids[0]])
+    assert first + learned(sequence) == "Anna bought plums</s>"
+
+
+@pytest.mark.parametrize("row", PROMPTED)
+def test_of_prompt_and_completion_the_completion_is_learned(row: Json) -> None:
+    sequence = one(row, "prompt_completion")
+    assert learned(sequence) == f" {row['completion']}</s>"
+    assert tokenizer().decode(sequence.input_ids) == f"<s>{row['prompt']} {row['completion']}</s>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "joined"),
+    [("Q:", " A", "Q: A"), ("Q:\n", "A", "Q:\nA"), ("", "A", "A"), ("Q:", "A", "Q: A"), ("Q: ", " A", "Q:  A")],
+)
+def test_one_space_stands_between_unless_the_data_bring_their_own(prompt: str, completion: str, joined: str) -> None:
+    sequence = one({"prompt": prompt, "completion": completion}, "prompt_completion")
+    assert tokenizer().decode(sequence.input_ids) == f"<s>{joined}</s>"
+
+
+@pytest.mark.parametrize("row", TALKS)
+def test_of_a_talk_the_assistants_turns_are_learned(row: Json) -> None:
+    first, second = (turn["content"] for turn in row["messages"] if turn["role"] == "assistant")
+    sequence = one(row, "messages")
+    assert learned(sequence) == f"{first}</s>{second}</s>"
+    assert tokenizer().decode(sequence.input_ids).startswith("<s><|user|>What did")
+    assert sequence.input_ids.count(0) == 1
+
+
+def test_a_tokenizer_without_a_chat_template_is_a_clear_error() -> None:
+    plain = tiny.tokenizer(chat_template=None)
+    with pytest.raises(DataError, match=r"rows.jsonl: unit 1: .*chat template.*use prompt_completion") as caught:
+        encode_units([[TALKS[0]]], "messages", plain, section())
+    assert "What did" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}",  # rewrites what came before
+        "{% if messages|length > 2 %}{{ raise_exception(messages[0]['content']) }}{% endif %}",
+    ],
+)
+def test_a_chat_template_that_cannot_be_told_apart_is_refused(template: str) -> None:
+    strange = tiny.tokenizer(chat_template=template)
+    row = {"messages": [{**turn, "content": SENTINEL} for turn in TALKS[0]["messages"]]}
+    with pytest.raises(DataError) as caught:
+        encode_units([[row]], "messages", strange, section())
+    assert "Sigrid" not in str(caught.value)
+
+
+@pytest.mark.parametrize("message", [SENTINEL, {"role": "user"}, {"content": SENTINEL}, None])
+def test_a_broken_message_is_refused_without_its_text(message: Any) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, message, {"role": "assistant", "content": "b"}]}
+    try:
+        units = encode_units([[row]], "messages", tokenizer(), section())
+    except DataError as error:
+        assert "rows.jsonl: unit 1: " in str(error)
+        assert "Sigrid" not in str(error)
+    else:  # a template may leave out what is missing; nothing but the answer is learned
+        assert learned(units[0].sequences[0]) == "b</s>"
+
+
+def test_nothing_to_predict_makes_no_sequence() -> None:
+    assert learned(one({"text": ""}, "text")) == "</s>"
+    user = {"messages": [{"role": "user", "content": "Hello?"}]}
+    assert encode(user, "messages", tokenizer(), 16, "truncate") == []
+    assert encode_units([[user]], "messages", tokenizer(), section()) == [Unit(())]
+
+
+# --- long examples ---------------------------------------------------------------------------------------------------
+
+LONG = {"text": " ".join(tiny.sentence(number) for number in range(9))}
+
+
+def test_truncated_to_max_length() -> None:
+    (sequence,) = encode(LONG, "text", tokenizer(), 20, "truncate")
+    (whole,) = encode(LONG, "text", tokenizer(), 10_000, "truncate")
+    assert sequence.input_ids == whole.input_ids[:20]
+    assert sequence.denominator == sum(sequence.loss_mask) == 19
+
+
+def test_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"unit 2: .*longer than data.max_length \(64 tokens\)") as caught:
+        encode_units([[TEXT[0]], [LONG]], "text", tokenizer(), section(max_length=64, long_examples="refuse"))
+    assert "Anna" not in str(caught.value)
+    assert len(encode(TEXT[0], "text", tokenizer(), 64, "refuse")) == 1
+
+
+def test_errors_in_held_out_data_name_their_own_file() -> None:
+    with pytest.raises(DataError, match=r"^held_out.jsonl: unit 1: "):
+        encode_units([[LONG]], "text", tokenizer(), section(max_length=8, long_examples="refuse"), name="held_out.jsonl")
+
+
+@settings(max_examples=80, deadline=None)
+@given(words=st.lists(st.sampled_from([*tiny.NAMES, "bought", "é", "\n"]), max_size=40), length=st.integers(2, 30))
+def test_chunks_cover_every_target_exactly_once(words: list[str], length: int) -> None:
+    half = len(words) // 2
+    row = {"prompt": " ".join(words[:half]), "completion": " ".join(words[half:])}
+    whole = encode(row, "prompt_completion", tokenizer(), 10_000, "chunk")
+    chunks = encode(row, "prompt_completion", tokenizer(), length, "chunk")
+    targets = [t for s in whole for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
+    covered = [t for s in chunks for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
+    assert covered == targets
+    assert all(len(s.input_ids) <= length and not s.loss_mask[0] and any(s.loss_mask) for s in chunks)
+    assert {s.denominator for s in chunks} == {s.denominator for s in whole} <= {len(targets)}
+
+
+@settings(max_examples=15, deadline=None)
+@given(length=st.integers(2, 40), seed=st.integers(0, 9))
+def test_losses_of_chunks_add_up_to_the_mean_of_the_whole_row(length: int, seed: int) -> None:
+    """For a model that looks back one token, so that cutting the context changes nothing."""
+    logits_VV = torch.randn(384, 384, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def loss(sequences: list[TokenSequence]) -> torch.Tensor:
+        batch = collate([Unit(tuple(sequences))], pad_id=2)
+        logits = logits_VV[batch.input_ids_RT]
+        return sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R.double()).sum()
+
+    (whole,) = encode(LONG, "text", tokenizer(), 10_000, "chunk")
+    ids = torch.tensor(whole.input_ids)
+    mean = torch.nn.functional.cross_entropy(logits_VV[ids[:-1]], ids[1:])
+    chunks = encode(LONG, "text", tokenizer(), length, "chunk")
+    torch.testing.assert_close(loss([whole]).double(), mean, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss(chunks).double(), mean, rtol=1e-5, atol=0)
+
+
+def test_a_units_chunks_stay_together() -> None:
+    (unit,) = encode_units([[LONG, TEXT[0]]], "text", tokenizer(), section(max_length=16, long_examples="chunk"))
+    assert len(unit.sequences) > 3
+    assert {s.denominator for s in unit.sequences} == {
+        one(row, "text").denominator if row is TEXT[0] else encode(LONG, "text", tokenizer(), 10_000, "chunk")[0].denominator
+        for row in (LONG, TEXT[0])
+    }
+
+
+def test_every_format_has_its_fields() -> None:
+    assert {fmt: set(fields) for fmt, fields in FIELDS.items()} == {fmt: set(rows[0]) for fmt, rows in ROWS.items()}

@@ -1,0 +1,300 @@
+"""What trains, what does not, and what a stranger can load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from dpllm import checkpoint, model
+from dpllm.config import RunConfig
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy import guards
+from dpllm.rundir import RunDir
+
+CPU = torch.device("cpu")
+ROUTED = ("experts", "router", "gate")
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bases")
+    return {family: tiny.save_model(root / family, family) for family in tiny.FAMILIES}
+
+
+def recipe(base: Path | str, adapter: Json | None = None, **sections: Json) -> RunConfig:
+    value: Json = {
+        "model": {"name_or_path": str(base), **sections.pop("model", {})},
+        "adapter": adapter or {"method": "lora", "r": 4},
+        "data": {"train": "rows.jsonl"},
+        "train": {"steps": 1},
+        "output_dir": "runs/a",
+    }
+    return RunConfig.model_validate({**value, **sections})
+
+
+def trainable(net: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+
+
+def in_block(name: str) -> bool:
+    return re.search(r"\.(layers|h)\.\d+\.", name) is not None
+
+
+def logits(net: Any) -> torch.Tensor:
+    ids = torch.tensor([[0, 40, 41, 42, 43, 44]])
+    with torch.no_grad():
+        return net.eval()(input_ids=ids).logits
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_auto_adapts_every_linear_layer_of_the_blocks_and_nothing_else(bases: dict[str, Path], family: str) -> None:
+    base = model.load_base(recipe(bases[family]).model, CPU)
+    expected = {
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and in_block(name) and not set(name.split(".")) & set(ROUTED)
+    }
+    assert len(expected) >= 8
+    net = model.build(recipe(bases[family]), CPU)
+    names = trainable(net)
+    adapted = {name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for name in names}
+    assert adapted == expected
+    assert {name.split(".lora_")[1] for name in names} == {"A.default.weight", "B.default.weight"}
+    assert len(names) == 2 * len(expected)
+    head = net.get_output_embeddings()
+    assert not any(parameter.requires_grad for parameter in (*head.parameters(), *net.get_input_embeddings().parameters()))
+    guards.check_model(net)
+
+
+def test_no_router_and_no_expert_trains(bases: dict[str, Path]) -> None:
+    net = model.build(recipe(bases["mixtral"]), CPU)
+    assert any(set(name.split(".")) & set(ROUTED) for name, _ in net.named_parameters())
+    assert not any(set(name.split(".")) & set(ROUTED) for name in trainable(net))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_adapters_are_float32_over_a_low_precision_base(bases: dict[str, Path], dtype: str) -> None:
+    net = model.build(recipe(bases["llama"], model={"dtype": dtype}), CPU)
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in net.parameters()}
+    assert dtypes == {True: torch.float32, False: getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "q_proj", ".*\\.layers\\.1\\..*_proj"])
+def test_targets_are_read_as_they_are_typed(bases: dict[str, Path], targets: Any) -> None:
+    net = model.build(recipe(bases["llama"], {"method": "lora", "target_modules": targets}), CPU)
+    layers = {name.rsplit(".lora_", 1)[0].removeprefix("base_model.model.model.layers.") for name in trainable(net)}
+    if isinstance(targets, str) and "*" in targets:
+        assert {layer.split(".")[0] for layer in layers} == {"1"}
+        assert len(layers) == 7
+    else:
+        wanted = [targets] if isinstance(targets, str) else targets
+        assert layers == {f"{block}.self_attn.{name}" for block in range(2) for name in wanted}
+
+
+@pytest.mark.parametrize("targets", [["c_attn"], "nothing_like_it"])
+def test_a_target_that_matches_nothing_lists_what_there_is(bases: dict[str, Path], targets: Any) -> None:
+    with pytest.raises(ConfigError, match=r"matches no layer") as caught:
+        model.build(recipe(bases["llama"], {"method": "lora", "target_modules": targets}), CPU)
+    message = str(caught.value)
+    for layer in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        assert layer in message
+    assert "adapter.target_modules: auto" in message
+    assert "\n" not in message
+
+
+def test_targeting_a_router_is_refused(bases: dict[str, Path]) -> None:
+    try:
+        net = model.build(recipe(bases["mixtral"], {"method": "lora", "target_modules": ["gate", "q_proj"]}), CPU)
+    except ConfigError:
+        return  # peft knows no LoRA for this router
+    if any("gate" in name.split(".") for name in trainable(net)):
+        with pytest.raises(Refused, match="router"):
+            guards.check_model(net)
+    else:
+        assert all(".q_proj." in name for name in trainable(net))
+
+
+@pytest.mark.parametrize("seeds", [(3, 3), (3, 4)])
+def test_the_seed_decides_the_initialisation(bases: dict[str, Path], seeds: tuple[int, int]) -> None:
+    first, second = (model.build(recipe(bases["llama"], train={"steps": 1, "seed": seed}), CPU) for seed in seeds)
+    same = [
+        torch.equal(parameter, dict(second.named_parameters())[name])
+        for name, parameter in first.named_parameters()
+        if "lora_A" in name
+    ]
+    assert all(same) if seeds[0] == seeds[1] else not any(same)
+
+
+def test_a_new_adapter_changes_nothing_yet(bases: dict[str, Path]) -> None:
+    config = recipe(bases["llama"])
+    torch.testing.assert_close(logits(model.build(config, CPU)), logits(model.load_base(config.model, CPU)))
+
+
+def test_the_table_counts_what_trains(bases: dict[str, Path]) -> None:
+    net = model.build(recipe(bases["llama"]), CPU)
+    rows = model.trainable_table(net)
+    assert sum(tensors for _, tensors, _ in rows) == len(trainable(net))
+    assert sum(size for *_, size in rows) == sum(p.numel() for p in net.parameters() if p.requires_grad)
+
+
+# --- frozen layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize("final_norm", [True, False])
+def test_exactly_the_last_blocks_and_the_final_norm_train(
+    bases: dict[str, Path], family: str, final_norm: bool
+) -> None:
+    adapter = {"method": "frozen", "last_blocks": 1, "final_norm": final_norm}
+    net = model.build(recipe(bases[family], adapter), CPU)
+    names = trainable(net)
+    last = {name for name, _ in net.named_parameters() if re.search(r"\.(layers|h)\.1\.", name)}
+    final = {name for name, _ in net.named_parameters() if not in_block(name) and "norm" in name or ".ln_f." in name}
+    assert last
+    assert final
+    assert names == last | (final if final_norm else set())
+
+
+def test_two_blocks_are_twice_one(bases: dict[str, Path]) -> None:
+    nets = [model.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": n}), CPU) for n in (0, 1, 2)]
+    assert [len(trainable(net)) for net in nets] == [1, 10, 19]
+
+
+def test_what_trains_is_float32_over_a_low_precision_base(bases: dict[str, Path]) -> None:
+    for precision in ("fp32", "bf16"):
+        config = recipe(
+            bases["llama"],
+            {"method": "frozen", "last_blocks": 1},
+            model={"dtype": "bfloat16"},
+            train={"steps": 1, "precision": precision},
+        )
+        net = model.build(config, CPU)
+        assert {p.dtype for p in net.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_more_blocks_than_there_are_is_an_error(bases: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"adapter.last_blocks is 3, but the base model has 2 blocks"):
+        model.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": 3}), CPU)
+
+
+def test_nothing_to_train_is_an_error(bases: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="nothing trains"):
+        model.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": 0, "final_norm": False}), CPU)
+
+
+def test_a_tied_head_is_refused_and_an_own_one_trains(tmp_path: Path, bases: dict[str, Path]) -> None:
+    adapter = {"method": "frozen", "last_blocks": 0, "final_norm": False, "lm_head": True}
+    tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
+    with pytest.raises(Refused, match=r"adapter.lm_head: true.*tied"):
+        model.build(recipe(tied, adapter), CPU)
+    assert trainable(model.build(recipe(bases["llama"], adapter), CPU)) == {"lm_head.weight"}
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["absent", "builtin:huge", "some-org/some-model"])
+def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path, name: str) -> None:
+    config = recipe(str(tmp_path / name) if name == "absent" else name)
+    for load in (model.load_tokenizer, lambda m: model.load_base(m, CPU)):
+        with pytest.raises(ConfigError, match=r"model\.name_or_path") as caught:
+            load(config.model)
+        assert "\n" not in str(caught.value)
+
+
+def test_quantization_without_its_library_says_what_to_install(bases: dict[str, Path]) -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match=r"pip install 'dpllm\[quant\]'"):
+            model.load_base(recipe(bases["llama"], model={"quantization": "4bit"}).model, CPU)
+    else:
+        pytest.skip("bitsandbytes is installed")
+
+
+def test_a_published_name_is_no_path(tmp_path: Path) -> None:
+    assert model.public_name(str(tmp_path)) == tmp_path.name
+    assert model.public_name("org/name") == "org/name"
+    assert model.public_name("builtin:tiny") == "builtin:tiny"
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def moved(net: torch.nn.Module) -> torch.nn.Module:
+    """As training would leave it: every trainable weight elsewhere."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return net
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "opt"])
+@pytest.mark.parametrize("method", ["lora", "frozen"])
+def test_a_stranger_loads_the_export_and_gets_the_same_logits(
+    tmp_path: Path, bases: dict[str, Path], family: str, method: str
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter = {"method": "lora", "r": 4} if method == "lora" else {"method": "frozen", "last_blocks": 1}
+    if (family, method) == ("mixtral", "frozen"):
+        pytest.skip("its experts would train, which is refused")
+    config = recipe(bases[family], adapter)
+    net = moved(model.build(config, CPU))
+    run = RunDir(tmp_path / "secret-place" / "run")
+    run.make()
+    hashes = checkpoint.export(net, model.load_tokenizer(config.model), run)
+    if method == "lora":
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[family]), str(run.export))
+        assert set(hashes) == {"adapter_model.safetensors"}
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(str(run.export))
+        assert set(hashes) == {"model.safetensors"}
+    expected = logits(net)
+    torch.testing.assert_close(logits(loaded), expected)
+    assert not torch.allclose(logits(model.load_base(config.model, CPU)), expected, atol=1e-3)
+    assert AutoTokenizer.from_pretrained(str(run.export)).encode("a red boat") == tiny.tokenizer().encode("a red boat")
+    scoring = model.load_for_scoring(config, run.export, CPU)
+    torch.testing.assert_close(logits(scoring.tuned), expected)
+    with scoring.base() as base:
+        torch.testing.assert_close(logits(base), logits(model.load_base(config.model, CPU)))
+    assert_nothing_private(run.export, tmp_path, bases[family])
+
+
+def assert_nothing_private(export: Path, *places: Path) -> None:
+    for path in export.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            for place in places:
+                assert str(place).encode() not in content, path
+                assert str(place.parent).encode() not in content, path
+            assert path.suffix in {".safetensors", ".json", ".jinja", ".txt", ".model"}, path
+            assert path.name != "README.md"
+
+
+def test_an_export_without_weights_is_an_error(tmp_path: Path, bases: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="holds no weights"):
+        model.load_for_scoring(recipe(bases["llama"]), tmp_path, CPU)
+
+
+def test_exporting_again_leaves_nothing_of_the_last_time(tmp_path: Path, bases: dict[str, Path]) -> None:
+    config = recipe(bases["llama"])
+    run = RunDir(tmp_path / "run")
+    run.make()
+    (run.export / "old.txt").write_text("old")
+    checkpoint.export(model.build(config, CPU), model.load_tokenizer(config.model), run)
+    assert not (run.export / "old.txt").exists()
+    assert {path.name for path in run.root.iterdir()} == {"export", "private"}
