@@ -47,7 +47,9 @@ def export(model: Any, tokenizer: Any, run: RunDir) -> dict[str, str]:
 
 def weight_hashes(directory: Path) -> dict[str, str]:
     """SHA-256 of each safetensors file, by name."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("*.safetensors"))}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("*.safetensors"))
+    }
 
 
 def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, entry: str | None) -> None:
@@ -96,7 +98,9 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
     saved = load_file(run.resume / "trainable.safetensors")
     current = dict(model.named_parameters())
     if set(saved) != set(_trainable(model)):
-        raise Refused(f"{run.resume}: the checkpoint trains other layers than the recipe. Resume with the run's config.yaml.")
+        raise Refused(
+            f"{run.resume}: the checkpoint trains other layers than the recipe. Resume with the run's config.yaml."
+        )
     with torch.no_grad():
         for name, tensor in saved.items():
             current[name].copy_(tensor)

@@ -156,7 +156,8 @@ def _plan(known: argparse.Namespace, rest: list[str]) -> int:
     rows = {
         "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
         "delta": f"{plan.delta:g} (1/N is {1 / schedule.dataset_size:.2g})",
-        "privacy unit": plan.unit + (f", at most {plan.max_examples_per_unit} rows" if plan.max_examples_per_unit else ""),
+        "privacy unit": plan.unit
+        + (f", at most {plan.max_examples_per_unit} rows" if plan.max_examples_per_unit else ""),
         "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
         "public size N": f"{schedule.dataset_size} units, of which {schedule.canary_slots} are canary slots",
         "sampling rate q": f"{schedule.sampling_rate:.6f}: each unit joins each step by its own coin",
@@ -184,7 +185,7 @@ def _ledger_outlook(config: Any, plan: Any) -> str:
         budget = book.budget(name)
         delta = budget.delta if budget else plan.delta
         spent = book.spent(name, delta)
-        after = book.would_spend(name, plan.event, delta)
+        after = book.spent(name, delta, planned=(plan.event, plan.neighbouring_relation))
     limit = f"budget {budget.epsilon:g}" if budget else "no budget set"
     verdict = "; THIS RUN WOULD BE REFUSED" if budget and after > budget.epsilon else ""
     return f"{name}: spent {spent:.3f}, after this run {after:.3f} at delta {delta:g} ({limit}){verdict}"
@@ -254,15 +255,25 @@ def _ledger(known: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(f"{path}: no ledger there yet; the first private run makes one. Name another with --ledger.")
     with ledger.Ledger(path) as book:
         table = Table(
-            "dataset", "run", "steps", "status", "epsilon", "delta", title=f"Ledger {path}", caption=_ledger_caption(book)
+            "dataset",
+            "run",
+            "steps",
+            "status",
+            "epsilon",
+            "delta",
+            title=f"Ledger {path}",
+            caption=_ledger_caption(book),
         )
         for name in [known.dataset] if known.dataset else book.datasets():
-            for row in book.runs(name):
-                table.add_row(name, row.run, f"{row.steps}/{row.num_steps}", row.status, f"{row.epsilon:.3f}", f"{row.delta:g}")
+            for run, steps, status in book.runs(name):
+                cost = (f"{run.epsilon:.3f}", f"{run.delta:g}")
+                table.add_row(name, run.run, f"{steps}/{run.num_steps}", status, *cost)
             budget = book.budget(name)
             limit = f"of {budget.epsilon:g}" if budget else "no budget set"
             delta = f"{budget.delta:g}" if budget else ""
-            table.add_row(name, "[bold]all runs, composed[/]", "", limit, f"{book.spent(name):.3f}", delta, end_section=True)
+            table.add_row(
+                name, "[bold]all runs, composed[/]", "", limit, f"{book.spent(name):.3f}", delta, end_section=True
+            )
         Console().print(table)
     return 0
 

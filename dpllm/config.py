@@ -38,7 +38,9 @@ class Section(BaseModel):
         for key, field in cls.model_fields.items() if isinstance(values, dict) else ():
             if key in values and (field.annotation is bool) != isinstance(values[key], bool):
                 wanted = "true or false" if field.annotation is bool else "something other than true or false"
-                raise PydanticCustomError("flag", "should be {wanted}", {"key": key, "wanted": wanted, "got": values[key]})
+                raise PydanticCustomError(
+                    "flag", "should be {wanted}", {"key": key, "wanted": wanted, "got": values[key]}
+                )
         return values
 
 
@@ -307,7 +309,9 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml.") from None
+        raise ConfigError(
+            f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a recipe ({type(error).__name__}).") from None
     except yaml.YAMLError as error:
@@ -379,7 +383,9 @@ def _explain(error: ValidationError) -> list[str]:
         *parents, last = [str(part) for part in problem["loc"]] or ["recipe"]
         for part in parents:
             # pydantic puts the chosen branch of a union into the path, which users never typed.
-            branch = [s for s in sections if part in get_args(getattr(s.model_fields.get("method"), "annotation", None))]
+            branch = [
+                s for s in sections if part in get_args(getattr(s.model_fields.get("method"), "annotation", None))
+            ]
             if branch:
                 sections = branch
             elif part in _fields(sections):

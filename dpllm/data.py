@@ -289,7 +289,9 @@ def _detect(source: str, row: Mapping[str, Any], wanted: str) -> Format:
             return fmt
     # A csv file without a header has text where the names of its columns should be.
     headed = Path(source).suffix.lower() not in {".csv", ".tsv"}
-    columns = f"has the columns {', '.join(sorted(map(str, row)))}" if headed else "lacks them, or the file its header line"
+    columns = (
+        f"has the columns {', '.join(sorted(map(str, row)))}" if headed else "lacks them, or the file its header line"
+    )
     raise DataError(
         f"{source}: a row needs text, or prompt and completion, or messages; row 1 {columns}. "
         "Name other columns with data.columns, as in --data.columns '{text: body}'."

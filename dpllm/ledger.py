@@ -314,20 +314,29 @@ class Ledger:
             content = {"entry": entry, "steps": steps, "status": status}
             self._append("commit", claim.dataset, content)
 
-    def spent(self, dataset: str, delta: float | None = None) -> float:
+    def spent(self, dataset: str, delta: float | None = None, planned: tuple[Event, Relation] | None = None) -> float:
         """Epsilon of everything ever reserved for `dataset`, composed by PLD.
 
         Args:
             dataset: name of the data in this ledger.
             delta: by default the budget's, or else the largest that a run stated.
+            planned: a run that is not reserved, counted in as if it were.
         """
         runs = self._contents(dataset, "reserve")
-        if not runs:
+        events = [run["event"] for run in runs] + ([planned[0]] if planned else [])
+        if not events:
             return 0.0
         if delta is None:
             budget = self.budget(dataset)
             delta = budget.delta if budget else max(run["delta"] for run in runs)
-        return epsilon(compose([run["event"] for run in runs]), delta, runs[0]["relation"])
+        relation = runs[0]["relation"] if runs else planned[1] if planned else "zero_out"
+        return epsilon(compose(events), delta, relation)
+
+    def runs(self, dataset: str) -> list[tuple[Reservation, int, str]]:
+        """Each reservation of `dataset`, the steps charged to it, and how it ended."""
+        ended = {content["entry"]: content["status"] for content in self._contents(dataset, "commit")}
+        claims = [self._claim(content["entry"]) for content in self._contents(dataset, "reserve")]
+        return [(claim, steps, ended.get(claim.entry, "running or crashed")) for claim, steps in claims]
 
     def remaining(self, dataset: str) -> float | None:
         """Budget less spent; None without a budget. Composed, a run may cost less than alone."""

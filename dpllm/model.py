@@ -144,7 +144,11 @@ def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
     kinds: dict[str, tuple[int, int]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parts = [part for part in name.split(".") if not part.isdigit() and part not in {"default", "base_model", "model"}]
+            parts = [
+                part
+                for part in name.split(".")
+                if not part.isdigit() and part not in {"default", "base_model", "model"}
+            ]
             kind = ".".join(parts[-3:])
             tensors, size = kinds.get(kind, (0, 0))
             kinds[kind] = (tensors + 1, size + parameter.numel())
@@ -179,7 +183,9 @@ def blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
     ]
     if not lists:
-        raise ConfigError("the base model has no list of decoder blocks; adapter.method frozen cannot tell the last ones.")
+        raise ConfigError(
+            "the base model has no list of decoder blocks; adapter.method frozen cannot tell the last ones."
+        )
     return max(lists, key=lambda item: len(item[1]))
 
 

@@ -56,9 +56,7 @@ class Prepared:
     notes: list[str]
 
 
-def prepare(
-    config: RunConfig, run: RunDir, state: PartialState, console: Console, *, resume: bool
-) -> Prepared:
+def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Console, *, resume: bool) -> Prepared:
     """Data, Plan, model, self-check, and last of all the reservation."""
     run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
     cache = run.private / "cache"
@@ -97,7 +95,9 @@ def prepare(
     precision = _precision(config.train, state.device)
     autocast = partial(_autocast, state.device, precision)
     insecure = config.privacy.insecure_seed
-    noise_key, sampling_key = shared((os_entropy(), os_entropy()) if insecure is None else (2 * insecure, 2 * insecure + 1))
+    noise_key, sampling_key = shared(
+        (os_entropy(), os_entropy()) if insecure is None else (2 * insecure, 2 * insecure + 1)
+    )
     engine = Engine(
         net,
         optimizer,
@@ -200,7 +200,9 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
         if status == "completed":
             raise ConfigError(f"{run.root}: the run is complete, so there is nothing to resume.")
         if not (run.resume / "state.json").exists():
-            raise ConfigError(f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be.")
+            raise ConfigError(
+                f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be."
+            )
     elif not overwrite and (run.config.exists() or status not in (None, "refused")):
         raise ConfigError(
             f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
@@ -249,7 +251,9 @@ def _show_trainable(net: torch.nn.Module, console: Console) -> None:
     for kind, tensors, size in rows:
         table.add_row(kind, str(tensors), f"{size:,}")
     total = sum(parameter.numel() for parameter in net.parameters())
-    table.add_row("all", str(sum(row[1] for row in rows)), f"{sum(row[2] for row in rows):,} of {total:,}", style="bold")
+    table.add_row(
+        "all", str(sum(row[1] for row in rows)), f"{sum(row[2] for row in rows):,} of {total:,}", style="bold"
+    )
     console.print(table)
 
 

@@ -30,7 +30,9 @@ def main(output: Path) -> None:
         "dp": {**ledger, "output_dir": str(output / "dp")},
     }
     for name, overrides in runs.items():
-        typed = " ".join(f"--{key} {str(value).lower() if value is False else value}" for key, value in overrides.items())
+        typed = " ".join(
+            f"--{key} {str(value).lower() if value is False else value}" for key, value in overrides.items()
+        )
         console.rule(f"dpllm train {RECIPE} --overwrite {typed}", align="left")
         train(load_config(RECIPE, overrides), overwrite=True, console=console)
         console.rule(f"dpllm audit {output / name}", align="left")

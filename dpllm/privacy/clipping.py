@@ -196,7 +196,9 @@ class PlainSum:
 CLIPPERS = {"auto": PerUnitClipper, "per_sample": PerUnitClipper, "opacus_ghost": OpacusGhostClipper}
 
 
-def _dense(layer: nn.Module, input_RTd: Tensor, backprop_RTp: Tensor, *, transposed: bool) -> dict[nn.Parameter, Tensor]:
+def _dense(
+    layer: nn.Module, input_RTd: Tensor, backprop_RTp: Tensor, *, transposed: bool
+) -> dict[nn.Parameter, Tensor]:
     if input_RTd.dim() < 3:
         raise Refused(
             f"a trainable {layer} reads tokens without their rows, shape {tuple(input_RTd.shape)}, so nobody could tell whose "

@@ -98,7 +98,9 @@ class Engine:
                 "a noised gradient be dropped. Build the optimizer from the parameters with requires_grad."
             )
         if low := [name for name, p in self.parameters.items() if p.dtype != torch.float32]:
-            raise Refused(f"{low[0]} trains in {self.parameters[low[0]].dtype}; noise needs float32. Cast it with .float().")
+            raise Refused(
+                f"{low[0]} trains in {self.parameters[low[0]].dtype}; noise needs float32. Cast it with .float()."
+            )
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
         self._autocast, self._scale, self._device = autocast, loss_scale, device
         self._noise = GaussianNoise(noise_entropy, device)

@@ -48,7 +48,9 @@ def deviations(config: RunConfig) -> tuple[str | None, list[str]]:
         return "it ran in the cross-check mode opacus_ghost, whose clipping bound is not proven in floating point", []
     notes = []
     if config.data.eval is not None and not config.data.eval_public:
-        notes.append("held-out loss was computed on private evaluation data; it is kept private and nothing was chosen by it")
+        notes.append(
+            "held-out loss was computed on private evaluation data; it is kept private and nothing was chosen by it"
+        )
     return None, notes
 
 
@@ -62,7 +64,9 @@ def check_model(model: nn.Module) -> None:
 
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
-            raise Refused(f"{name} is a batch norm: every row's output depends on its neighbours. Use another base model.")
+            raise Refused(
+                f"{name} is a batch norm: every row's output depends on its neighbours. Use another base model."
+            )
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if parameter.requires_grad and ({"experts", "router", "gate"} & set(parts)):

@@ -106,11 +106,8 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
             f"train.batch_size {batch} is larger than the dataset ({size} privacy units), so that the sampling rate would "
             f"exceed 1. Set train.batch_size to {max(1, size // 10)} or less, or bring more data."
         )
-    if config.train.steps is not None:
-        steps = config.train.steps
-    else:
-        # Exact: int(epochs / q) in floating point is often off by one.
-        steps = math.ceil(Fraction(str(config.train.epochs)) * size / batch)
+    # Exact: int(epochs / q) in floating point is often off by one.
+    steps = config.train.steps or math.ceil(Fraction(str(config.train.epochs)) * size / batch)
     return Schedule(
         dataset_size=size,
         canary_slots=slots,

@@ -12,7 +12,6 @@ from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
-from dpllm.privacy import noise
 from dpllm.privacy.noise import GaussianNoise, os_entropy
 
 ALARM = 1e-9  # false alarm probability of each test
@@ -21,9 +20,9 @@ STEPS = 400
 
 
 @pytest.fixture(scope="module")
-def released() -> Tensor:
+def released(seed: int) -> Tensor:
     """What 400 steps release beyond the clipped sum, on a frozen logical batch, over sigma C."""
-    return steps(tm.units([(9, 4), (7,), (5,)]), seed=0)
+    return steps(tm.units([(9, 4), (7,), (5,)]), seed)
 
 
 def steps(some: list, seed: int, count: int = STEPS, entropy: int | None = None) -> Tensor:
@@ -103,7 +102,6 @@ def test_entropy_is_128_bits_of_the_operating_system() -> None:
     keys = [os_entropy() for _ in range(200)]
     assert len(set(keys)) == 200
     assert max(keys).bit_length() > 120
-    assert noise.secrets.randbits is os_entropy.__globals__["secrets"].randbits
 
 
 @pytest.mark.parametrize("bit", [32, 33, 63, 64, 127])

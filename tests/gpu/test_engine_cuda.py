@@ -1,0 +1,106 @@
+"""The same guarantees on CUDA: exact, bounded, noised. Skipped where there is no such device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny_models as tm
+import torch
+from scipy import stats
+from tiny_models import FROZEN, LORA, Toy
+
+from dpllm.privacy.noise import GaussianNoise
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ALARM = 1e-9
+BOUND = 1 + 1e-6
+CUDA = torch.device("cuda")
+BF16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
+RAGGED = ((9, 4), (17,), (5,), (12,), (3, 7, 2))
+
+
+@pytest.fixture(autouse=True)
+def _tf32_off() -> Iterator[None]:
+    """As dpllm.train sets it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def engine_on_cuda(family: str, adapter: dict[str, Any], bound: float, **arguments: Any) -> Any:
+    return tm.make_engine(tm.build(family, adapter).to(CUDA), tm.plan(bound), device=CUDA, **arguments)
+
+
+def test_tf32_is_off_after_the_setting_that_train_makes() -> None:
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_clipped_sum_is_that_of_float64_autograd(family: str, adapter: dict[str, Any]) -> None:
+    net, some = tm.build(family, adapter).to(CUDA), tm.units(RAGGED)
+    exact_UP = tm.brute_force(net, some)
+    norm_U = exact_UP.norm(dim=1)
+    bound = float(norm_U.median()) * 1.01
+    expected_P = (bound / norm_U).clamp(max=1.0) @ exact_UP
+    engine = tm.make_engine(net, tm.plan(bound), device=CUDA)
+    assert engine.self_check(tm.VOCABULARY, 32) <= 1e-3
+    for size in (1, 64):
+        assert float((tm.clipped_sum(engine, some, size) - expected_P).norm()) <= 1e-5 * float(expected_P.norm())
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["tf32-off", "tf32-on"])
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
+def test_a_unit_alone_adds_at_most_c(adapter: dict[str, Any], autocast: Any, tf32: bool) -> None:
+    """Even where somebody switched TF32 on: the tensor that was measured is the one that is summed, in float64."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    engine = engine_on_cuda("llama", adapter, 0.01, **({"autocast": autocast} if autocast else {}))
+    for one in tm.units(RAGGED):
+        norm = float(tm.clipped_sum(engine, [one]).norm())
+        assert 0.0099 <= norm <= 0.01 * BOUND
+
+
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+def test_emptying_a_unit_moves_the_sum_by_at_most_c(autocast: Any) -> None:
+    """Rows of one length, so that the physical batch keeps its padding; other units' rounding may follow its height."""
+    some, bound = tm.units([(12,)] * 8), 0.02
+    engine = engine_on_cuda("llama", LORA, bound, **({"autocast": autocast} if autocast else {}))
+    whole = tm.clipped_sum(engine, some)
+    for index in range(8):
+        rest = tm.clipped_sum(engine, [None if number == index else one for number, one in enumerate(some)])
+        assert float((whole - rest).norm()) <= bound * (BOUND + (1e-2 if autocast else 1e-5))
+
+
+def test_bf16_passes_the_self_check_in_its_own_tolerance() -> None:
+    engine = engine_on_cuda("llama", LORA, 1.0, autocast=BF16)
+    assert engine.self_check(tm.VOCABULARY, 32, low_precision=True) <= 5e-2
+
+
+def test_noise_is_float32_normal_fresh_and_of_the_promised_size() -> None:
+    promise = tm.plan(0.05, 1.7)
+    engine = tm.make_engine(Toy(bias=True).to(CUDA), promise, device=CUDA, noise_entropy=2**99 + 3)
+    rows = torch.stack([engine._release(engine.clipped_sum([])[0]) for _ in range(400)])
+    assert rows.dtype == torch.float32
+    noise = rows.double().cpu().numpy() * 10 / (0.05 * 1.7)
+    square_P = (noise**2).sum(axis=0)
+    assert min(stats.chi2.sf(square_P, 400).min(), stats.chi2.cdf(square_P, 400).min()) > ALARM / 144
+    assert stats.kstest(noise.flatten(), "norm").pvalue > ALARM
+    product = (noise[:-1] * noise[1:]).sum() / (72 * 399) ** 0.5
+    assert 2 * stats.norm.sf(abs(product)) > ALARM
+
+
+def test_torchs_seed_does_not_touch_the_noise_on_cuda() -> None:
+    torch.manual_seed(0)
+    first = GaussianNoise(5, CUDA).draw(1000)
+    torch.manual_seed(1)
+    assert torch.equal(GaussianNoise(5, CUDA).draw(1000), first)
+    for bit in (32, 62):
+        assert not torch.equal(GaussianNoise(5 + 2**bit, CUDA).draw(1000), first)

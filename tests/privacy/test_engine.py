@@ -1,0 +1,301 @@
+"""The update is (clipped sum + noise) / B and nothing else; what the engine cannot bound, it refuses."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models as tm
+import torch
+from tiny_models import CPU, FROZEN, LORA, Engine, Toy
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpllm.errors import Refused
+from dpllm.privacy import guards
+from dpllm.privacy.noise import GaussianNoise
+
+KEY = 2**77 + 5
+
+
+def update(net: nn.Module, some: list, promise: Any, **arguments: Any) -> Tensor:
+    """What one step subtracts from the parameters, at learning rate 1."""
+    engine = tm.make_engine(net, promise, noise_entropy=KEY, **arguments)
+    before = torch.cat([p.detach().flatten().clone() for p in engine.parameters.values()])
+    engine.step(tm.batches(some, 2))
+    after = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
+    return (before - after).double()
+
+
+@pytest.mark.parametrize("size", [0, 3, 14])
+def test_the_update_is_clipped_sum_plus_noise_over_the_expected_batch_size(size: int) -> None:
+    """B = 10 whether the logical batch has 0, 3 or 14 units."""
+    net, some = Toy(), tm.units([(4 + number,) for number in range(size)])
+    promise = tm.plan(0.03, 0.8)
+    gradient_UP = tm.brute_force(net, some) if some else torch.zeros(1, 64, dtype=torch.float64)
+    norm_U = gradient_UP.norm(dim=1, keepdim=True)
+    total_P = (gradient_UP * (0.03 / norm_U).clamp(max=1.0)).nan_to_num().sum(dim=0)
+    expected_P = (total_P + 0.8 * 0.03 * GaussianNoise(KEY, CPU).draw(64).double()) / 10
+    torch.testing.assert_close(update(net, some, promise), expected_P, rtol=1e-4, atol=1e-7)
+
+
+def test_every_trainable_coordinate_moves_and_nothing_else_does() -> None:
+    net = tm.build("llama")
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    update(net, [], tm.plan())
+    for name, p in net.named_parameters():
+        assert bool((p != before[name]).all()) == p.requires_grad
+        assert torch.equal(p, before[name]) != p.requires_grad
+        assert p.grad is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_the_loss_scale_of_fp16_cancels(scale: float) -> None:
+    net, some = Toy(), tm.units([(5,), (9, 4), (7,)])
+    plain = tm.clipped_sum(tm.make_engine(net, tm.plan(0.05)), some)
+    scaled = tm.clipped_sum(tm.make_engine(net, tm.plan(0.05), loss_scale=scale), some)
+    torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-9)
+
+
+def test_clipping_is_counted_and_losses_are_means_over_units() -> None:
+    some = tm.units([(5,), (9,), (7,)])
+    net = Toy()
+    norms = tm.brute_force(net, some).norm(dim=1).sort().values
+    engine = tm.make_engine(net, tm.plan(float(norms[1]) * 1.001))
+    _, diagnostics = engine.clipped_sum(tm.batches(some))
+    assert (diagnostics.units, diagnostics.clipped) == (3, 1)
+    assert engine.clipped_sum([])[1].units == 0
+
+
+@pytest.mark.parametrize("change", ["missing", "extra"])
+def test_an_optimizer_over_other_parameters_is_refused(change: str) -> None:
+    net = Toy(bias=True)
+    held = [net.layer.weight] if change == "missing" else [net.layer.weight, net.layer.bias, net.head.weight]
+    with pytest.raises(Refused, match="optimizer does not hold exactly"):
+        Engine(net, torch.optim.SGD(held, lr=1.0), tm.schedule(), tm.plan(), grad_sample_mode="auto",
+               noise_entropy=1, device=CPU)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_what_trains_must_be_float32(dtype: torch.dtype) -> None:
+    net = Toy()
+    net.layer.to(dtype)
+    with pytest.raises(Refused, match=r"layer\.weight trains in"):
+        tm.make_engine(net)
+
+
+def refusal(net: nn.Module, **arguments: Any) -> str:
+    with pytest.raises(Refused) as caught:
+        tm.make_engine(net, **arguments).self_check(tm.VOCABULARY, 32)
+    return str(caught.value)
+
+
+class Unused(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+
+
+class Functional(Toy):
+    """The layer's weight is used a second time, where no hook sees it."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd) + functional.linear(x_RTd.tanh(), self.layer.weight)
+
+
+class Bypassed(Toy):
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return functional.linear(x_RTd, self.layer.weight)
+
+
+class Tied(Toy):
+    """A trainable head that is also the embedding; the embedding is looked up functionally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.requires_grad_(False)
+        self.head.requires_grad_(True)
+        self.embed.weight = self.head.weight
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, use_cache: bool = False) -> Any:
+        return SimpleNamespace(logits=self.head(functional.embedding(input_ids, self.head.weight)))
+
+
+class Coupled(Toy):
+    """As batch norm: a row sees the mean of all rows."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd - 0.5 * x_RTd.mean(dim=(0, 1), keepdim=True))
+
+
+class CoupledInTraining(Toy):
+    """Couples rows in training mode only, as batch norm does: an evaluation shows nothing."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        y_RTd = self.layer(x_RTd)
+        return y_RTd - 0.5 * y_RTd.mean(dim=(0, 1), keepdim=True) if self.training else y_RTd
+
+
+class Running(Toy):
+    """A buffer that private rows move, and that shifts later rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x_RTd.detach().mean(dim=(0, 1))
+        return self.layer(x_RTd - self.average)
+
+
+class TimeMajor(Toy):
+    """The layer reads tokens first, rows second."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd.transpose(0, 1)).transpose(0, 1)
+
+
+class Twice(Toy):
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(self.layer(x_RTd).tanh())
+
+
+class Lengthy(Toy):
+    """What a row means depends on how far the batch is padded, beyond 20 tokens."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd * (3.0 if x_RTd.shape[1] > 20 else 1.0))
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        (Unused, "spare.weight"),
+        (Functional, "off by"),
+        (Bypassed, "layer.weight"),
+        (Tied, "off by"),
+        (Coupled, "rows beside it|rows"),
+        (CoupledInTraining, "off by"),
+        (Running, "average"),
+        (TimeMajor, "layer.weight"),
+        (Lengthy, "rows beside it"),
+    ],
+)
+def test_the_self_check_refuses_what_clipping_would_not_bound(broken: type[Toy], named: str) -> None:
+    import re
+
+    assert re.search(named, refusal(broken()))
+
+
+def test_the_self_check_names_the_one_layer_that_is_wrong() -> None:
+    class Two(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.Linear(8, 8, bias=False)
+
+        def hidden(self, x_RTd: Tensor) -> Tensor:
+            return self.layer(x_RTd) + 1e-2 * functional.linear(x_RTd, self.second.weight) + self.second(1e-2 * x_RTd)
+
+    message = refusal(Two())
+    assert "second.weight" in message
+
+
+def test_a_layer_called_twice_is_clipped_exactly_or_refused() -> None:
+    net = Twice()
+    exact_UP = tm.brute_force(net, tm.units([(5,), (9, 4)]))
+    engine = tm.make_engine(net, tm.plan(0.02))
+    try:
+        engine.self_check(tm.VOCABULARY, 32)
+    except Refused:
+        return
+    expected_P = (0.02 / exact_UP.norm(dim=1)).clamp(max=1.0) @ exact_UP
+    assert float((tm.clipped_sum(engine, tm.units([(5,), (9, 4)])) - expected_P).norm()) <= 1e-5 * float(expected_P.norm())
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_longest_row_of_a_batch_is_refused(rope: str) -> None:
+    """With it, one long row changed the other rows' gradients, unclipped: 20 neighbours moved the sum by 1.006 C."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if rope == "longrope" else {}
+    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    changes = {"max_position_embeddings": 64 if rope == "longrope" else 16, "rope_parameters": parameters}
+    net = tm.build("llama", LORA, **changes)
+    with pytest.raises(Refused, match="inv_freq"):
+        tm.make_engine(net).self_check(tm.VOCABULARY, 64)
+    tm.make_engine(tm.build("llama", LORA, **changes)).self_check(tm.VOCABULARY, 16)
+
+
+def test_a_trainable_parameter_without_a_gradient_stops_the_step() -> None:
+    engine = tm.make_engine(Unused())
+    with pytest.raises(Refused, match=r"spare\.weight trains, but"):
+        engine.step(tm.batches(tm.units([(5,)])))
+
+
+def state(net: nn.Module) -> dict[str, Any]:
+    return {
+        "weights": {name: tensor.clone() for name, tensor in net.state_dict().items()},
+        "buffers": {name: tensor.clone() for name, tensor in net.named_buffers()},
+        "training": {name: module.training for name, module in net.named_modules()},
+        "grads": [p.grad for p in net.parameters()],
+        "hooks": {
+            name: (len(module._forward_hooks), len(module._backward_hooks), len(module._forward_pre_hooks))
+            for name, module in net.named_modules()
+        },
+        "requires": [p.requires_grad for p in net.parameters()],
+    }
+
+
+@pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_self_check_leaves_no_trace(family: str, adapter: dict[str, Any]) -> None:
+    net = tm.build(family, adapter)
+    if adapter is LORA:
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                if "lora_B" in name:
+                    p.zero_()  # as it starts
+    net.get_input_embeddings().eval()  # a module that stays in eval mode
+    engine = tm.make_engine(net, tm.plan(0.2))
+    some = tm.units([(9, 4), (7,)])
+    sum_before, before = tm.clipped_sum(engine, some), state(net)
+    assert engine.self_check(tm.VOCABULARY, 32) <= 1e-4
+    after = state(net)
+    for key in ("weights", "buffers"):
+        assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())
+    for key in ("training", "grads", "hooks", "requires"):
+        assert before[key] == after[key]
+    assert torch.equal(tm.clipped_sum(engine, some), sum_before)  # and it works, with its own C
+
+
+def test_a_refused_self_check_leaves_the_weights() -> None:
+    net = CoupledInTraining()
+    before = copy.deepcopy(net.state_dict())
+    refusal(net)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("max_length", [2, 3, 512])
+def test_the_self_check_runs_at_any_length(max_length: int) -> None:
+    assert tm.make_engine(tm.build("gpt2", FROZEN)).self_check(tm.VOCABULARY, max_length) <= 1e-4
+
+
+def test_guards_refuse_models_that_couple_rows_or_tie_what_trains() -> None:
+    net = Toy()
+    net.norm = nn.BatchNorm1d(8)
+    with pytest.raises(Refused, match="norm is a batch norm"):
+        guards.check_model(net)
+    with pytest.raises(Refused, match="one tied weight"):
+        guards.check_model(Tied())
+    net = Toy()
+    net.router = nn.Linear(8, 2)
+    with pytest.raises(Refused, match="router or an expert"):
+        guards.check_model(net)
+    guards.check_model(Toy())
+    guards.check_model(tm.build("gpt2", FROZEN))
+
+
+def test_a_head_tied_to_the_embedding_is_refused() -> None:
+    with pytest.raises(Refused, match="tied"):
+        tm.build("gpt2", {**FROZEN, "lm_head": True}, tie_word_embeddings=True)
