@@ -172,7 +172,7 @@ class PrivacyConfig(Section):
     """Path of the ledger; null: one file in the user's data directory."""
     dataset: str | None = None
     """Name of the dataset in the ledger; null: made from data.train."""
-    insecure_seed: int | None = None
+    insecure_seed: int | None = Field(default=None, ge=0)
     """For tests only: seeds noise and sampling, so that the run says guarantee: false."""
 
     @field_validator("delta")

@@ -175,10 +175,10 @@ language: en
 
 # builtin:tiny
 
-A Llama of {parameters:,} parameters ({SHAPE["num_hidden_layers"]} layers, width \
-{SHAPE["hidden_size"]}, tied embeddings, float32) with a byte-level BPE of {VOCABULARY:,} tokens. \
-It exists so that the quickstart and the tests of dpllm can fine-tune and audit a real causal
-language model in seconds on a laptop. It is good for nothing else.
+A Llama of {parameters:,} parameters with a byte-level BPE of {VOCABULARY:,} tokens:
+{SHAPE["num_hidden_layers"]} layers, width {SHAPE["hidden_size"]}, tied embeddings, float32. It exists so that the
+quickstart and the tests of dpllm can fine-tune and audit a real causal language model within a
+minute on a laptop. It is good for nothing else.
 
 | | |
 |---|---|

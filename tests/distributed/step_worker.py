@@ -1,7 +1,8 @@
-"""One rank of tests/distributed/test_two_processes.py: a few steps on a shared sampling key."""
+"""The processes of tests/distributed/test_two_processes.py: two ranks, and one alone, on the same sampling key."""
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 
 import tiny_models as tm
@@ -15,7 +16,9 @@ STEPS, C, SIGMA = 3, 0.05, 0.7
 
 def run(rank: int, world: int) -> dict[str, torch.Tensor]:
     promise = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS))
-    slots = [None if number % 7 == 3 else tm.unit([4 + number % 9, *([5] * (number % 2))], number) for number in range(24)]
+    slots = [
+        None if number % 7 == 3 else tm.unit([4 + number % 9, *([5] * (number % 2))], number) for number in range(24)
+    ]
     net = tm.build("llama")
     # Rank 1 is given another noise key: only rank 0's may reach the update.
     engine = tm.make_engine(net, promise, noise_entropy=1234 if rank == 0 else 999)
@@ -33,11 +36,21 @@ def run(rank: int, world: int) -> dict[str, torch.Tensor]:
     return results
 
 
-if __name__ == "__main__":
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     if world > 1:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.save(run(rank, world), f"{folder}/world{world}_rank{rank}.pt")
     if world > 1:
         distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # Forked after the imports, which take longer than the steps, and before torch has started a thread.
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=work, args=(rank, world, sys.argv[1])) for rank, world in ((0, 2), (1, 2), (0, 1))]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))

@@ -22,25 +22,12 @@ Results = dict[str, torch.Tensor]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results, Results]:
     """Rank 0 and rank 1 of two processes, and one process alone."""
     folder = tmp_path_factory.mktemp("ranks")
-    paths = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parents[1]), str(HERE.parent)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(HERE / "step_worker.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
     ranks = [(0, 2), (1, 2), (0, 1)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "step_worker.py"), str(rank), str(world), str(folder)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, world in ranks
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-2000:]
-    finally:
-        for process in processes:
-            process.kill()
     first, second, alone = (torch.load(folder / f"world{w}_rank{r}.pt", weights_only=True) for r, w in ranks)
     return first, second, alone
 

@@ -28,6 +28,11 @@ def _own_data_directory(data_home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
+    torch.set_num_threads(
+        1
+    )  # on a busy machine, threads that wait for one another make tiny steps a hundred times slower
     return tiny.save_model(tmp_path_factory.mktemp("models") / "tiny-base")
 
 

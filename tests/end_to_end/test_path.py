@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import yaml
-from running import NUM_ROWS, SENTINEL, STEPS, Place, dpllm_, done, make_place, rows
+from running import NUM_ROWS, SENTINEL, STEPS, Place, done, dpllm_, make_place, rows
 
 from dpllm.ledger import Ledger
 
@@ -55,9 +55,7 @@ def test_private_is_for_its_owner_alone(finished: Place, baseline: Place) -> Non
     assert stat.S_IMODE((finished.run / "private" / "canaries.json").stat().st_mode) == 0o600
 
 
-def test_copies_of_the_data_are_private_from_the_first_moment(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_the_data_are_private_from_the_first_moment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     from dpllm import data
 
     seen = []
@@ -255,7 +253,7 @@ def test_every_adapter_weight_moves_because_noise_reaches_all(place: Place) -> N
 def test_units_with_several_rows_are_counted_once(place: Place) -> None:
     people = 10
     tiny.write_rows(place.train, [{**row, "author": f"p{n % people}"} for n, row in enumerate(rows())])
-    place.write({"data.unit": "author", "data.max_examples_per_unit": 3, "train.batch_size": 4})
+    place.write({"data.unit": "author", "data.max_examples_per_unit": 3, "train.batch_size": 2})
     done("train", place.recipe)
     plan = place.json("plan.json")
     assert (plan["dataset_size"], plan["unit"], plan["max_examples_per_unit"]) == (people, "author", 3)

@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_models import FROZEN, LORA, Toy
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from dpllm.data import Unit
 from dpllm.errors import Refused
+from dpllm.privacy.clipping import conv1d_rule, linear_rule
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.sampling import collate
 
@@ -23,7 +25,6 @@ BOUND = 1 + 1e-6
 BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 FAMILIES = ("llama", "gpt2", "qwen2", "gemma2", "gpt_neox", "phi3")
 RAGGED = ((9, 4), (17,), (5,), (12,), (3, 7, 2))
-
 
 
 @cache
@@ -67,7 +68,9 @@ def test_norms_and_clipped_sum_are_those_of_float64_autograd(family: str, method
         assert float(error) <= 1e-5
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(
     lengths=st.lists(st.lists(st.integers(2, 14), min_size=1, max_size=3), min_size=1, max_size=4),
     size=st.integers(1, 6),
@@ -214,6 +217,20 @@ def test_dropout_of_the_adapter_leaves_the_clipped_sum_exact() -> None:
     assert max(check_one) <= 0.1 * BOUND
 
 
+@pytest.mark.parametrize("rule", [linear_rule, conv1d_rule])
+def test_gradients_of_a_low_precision_pass_are_summed_in_float32(rule: Any) -> None:
+    """Products of bfloat16 numbers are exact in float32; summing them in bfloat16 loses all but two digits."""
+    layer = nn.Linear(8, 8) if rule is linear_rule else Conv1D(8, 8)
+    generator = torch.Generator().manual_seed(2)
+    x_RTd, g_RTp = (torch.randn(3, 50, 8, generator=generator).bfloat16() for _ in range(2))
+    found = rule(layer, [x_RTd], g_RTp)
+    exact_Rpd = torch.einsum("rtp,rtd->rpd", g_RTp.double(), x_RTd.double())
+    exact_Rpd = exact_Rpd if rule is linear_rule else exact_Rpd.transpose(1, 2)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    torch.testing.assert_close(found[layer.weight].double(), exact_Rpd, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[layer.bias].double(), g_RTp.double().sum(dim=1), rtol=1e-4, atol=1e-5)
+
+
 def test_tokens_without_rows_are_refused() -> None:
     """OPT's feed-forward layers read a matrix of tokens, in which no row belongs to anybody."""
     engine = tm.make_engine(tm.build("opt", FROZEN))
@@ -248,7 +265,7 @@ def test_a_gradient_whose_terms_cancel_is_bounded(scale: float, autocast: Any) -
         for one in same:
             assert float(tm.clipped_sum(engine, [one]).norm()) <= bound * BOUND
         check_neighbours(engine, same, bound)
-    
+
 
 def test_the_crafted_cancellation_is_as_strong_as_it_says() -> None:
     net, one = Cancelling(1e5), tm.constant_unit(65, 9)  # 64 predictions: their signs cancel in pairs

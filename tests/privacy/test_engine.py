@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,8 +186,6 @@ class Lengthy(Toy):
     ],
 )
 def test_the_self_check_refuses_what_clipping_would_not_bound(broken: type[Toy], named: str) -> None:
-    import re
-
     assert re.search(named, refusal(broken()))
 
 
@@ -212,14 +211,21 @@ def test_a_layer_called_twice_is_clipped_exactly_or_refused() -> None:
     except Refused:
         return
     expected_P = (0.02 / exact_UP.norm(dim=1)).clamp(max=1.0) @ exact_UP
-    assert float((tm.clipped_sum(engine, tm.units([(5,), (9, 4)])) - expected_P).norm()) <= 1e-5 * float(expected_P.norm())
+    error = (tm.clipped_sum(engine, tm.units([(5,), (9, 4)])) - expected_P).norm()
+    assert float(error) <= 1e-5 * float(expected_P.norm())
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rope_that_depends_on_the_longest_row_of_a_batch_is_refused(rope: str) -> None:
     """With it, one long row changed the other rows' gradients, unclipped: 20 neighbours moved the sum by 1.006 C."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if rope == "longrope" else {}
-    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    parameters = {
+        "rope_type": rope,
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+        **factors,
+    }
     changes = {"max_position_embeddings": 64 if rope == "longrope" else 16, "rope_parameters": parameters}
     net = tm.build("llama", LORA, **changes)
     with pytest.raises(Refused, match="inv_freq"):

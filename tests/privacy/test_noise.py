@@ -32,7 +32,10 @@ def steps(some: list, seed: int, count: int = STEPS, entropy: int | None = None)
     exact_P, _ = engine.clipped_sum(batches)
     size = promise.schedule.expected_batch_size
     return torch.stack(
-        [(engine._release(engine.clipped_sum(batches)[0]).double() * size - exact_P) / (SIGMA * C) for _ in range(count)]
+        [
+            (engine._release(engine.clipped_sum(batches)[0]).double() * size - exact_P) / (SIGMA * C)
+            for _ in range(count)
+        ]
     )
 
 
@@ -82,7 +85,7 @@ def test_a_users_seed_does_not_bring_the_noise_back(same_seed: int) -> None:
     draws = []
     for _ in range(2):
         torch.manual_seed(same_seed)
-        np.random.seed(same_seed)  # noqa: NPY002 - a user's habit
+        np.random.seed(same_seed)
         random.seed(same_seed)
         draws.append(GaussianNoise(os_entropy(), CPU).draw(100_000).double())
     correlation = float((draws[0] * draws[1]).mean()) * 100_000**0.5

@@ -108,6 +108,12 @@ def test_every_drawn_unit_is_computed_once_and_whole(lengths: list, size: int, w
     assert seen == Counter(s for s in drawn if slots[s] is not None and slots[s].sequences)
 
 
+def test_physical_batches_are_filled_to_their_size_and_no_further() -> None:
+    some = tm.units([(5,)] * 8 + [(5, 5), (4, 4, 4, 4)])
+    assert [len(batch.unit_R) for batch in tm.batches(some[:8], 3)] == [3, 3, 2]
+    assert [len(batch.unit_R) for batch in tm.batches(some, 3)] == [4, 3, 3, 2, 2]  # the unit of four keeps its own
+
+
 def test_collate_pads_right_and_learns_nothing_from_padding() -> None:
     some = tm.units([(5, 2), (3,)])
     batch = collate(some, pad_id=61)

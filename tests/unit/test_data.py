@@ -62,7 +62,9 @@ def section(**values: Any) -> DataConfig:
 
 
 def load(path: Path, **values: Any) -> Any:
-    return load_table(str(path), section(train=str(path), **values), values.get("train_split", "train"), path.parent / "c")
+    return load_table(
+        str(path), section(train=str(path), **values), values.get("train_split", "train"), path.parent / "c"
+    )
 
 
 def write(path: Path, rows: list[Json]) -> Path:
@@ -237,7 +239,9 @@ def test_a_missing_file_is_no_hub_id(tmp_path: Path, name: str) -> None:
 
 
 def test_a_hub_id_without_network_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"some-org/some-data: no such file, and the Hub gave no dataset .* network") as caught:
+    with pytest.raises(
+        DataError, match=r"some-org/some-data: no such file, and the Hub gave no dataset .* network"
+    ) as caught:
         load_table("some-org/some-data", section(), "train", tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -265,12 +269,20 @@ def test_copies_of_data_lie_in_the_given_cache_only(tmp_path: Path, kind: str) -
     home, cache = tmp_path / "home", tmp_path / "cache"
     home.mkdir()
     keep = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "TRANSFORMERS_"))}
-    env = {**keep, "HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path / "tmp")}
+    env = {
+        **keep,
+        "HOME": str(home),
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
     (tmp_path / "tmp").mkdir()
     env["PYTHONPATH"] = str(Path(dpllm.__file__).parents[1])
     subprocess.run([sys.executable, "-c", CACHES, str(source), str(cache)], env=env, check=True, capture_output=True)
     for elsewhere in (home, tmp_path / "tmp"):
-        assert [path for path in elsewhere.rglob("*") if path.is_file() and SENTINEL.encode() in path.read_bytes()] == []
+        assert [
+            path for path in elsewhere.rglob("*") if path.is_file() and SENTINEL.encode() in path.read_bytes()
+        ] == []
     assert [path for path in home.rglob("*") if path.is_file()] == []
     assert {path: path.stat().st_size for path in source.rglob("*")} == before
 
@@ -481,7 +493,9 @@ def test_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
 
 def test_errors_in_held_out_data_name_their_own_file() -> None:
     with pytest.raises(DataError, match=r"^held_out.jsonl: unit 1: "):
-        encode_units([[LONG]], "text", tokenizer(), section(max_length=8, long_examples="refuse"), name="held_out.jsonl")
+        encode_units(
+            [[LONG]], "text", tokenizer(), section(max_length=8, long_examples="refuse"), name="held_out.jsonl"
+        )
 
 
 @settings(max_examples=80, deadline=None)
@@ -521,7 +535,9 @@ def test_a_units_chunks_stay_together() -> None:
     (unit,) = encode_units([[LONG, TEXT[0]]], "text", tokenizer(), section(max_length=16, long_examples="chunk"))
     assert len(unit.sequences) > 3
     assert {s.denominator for s in unit.sequences} == {
-        one(row, "text").denominator if row is TEXT[0] else encode(LONG, "text", tokenizer(), 10_000, "chunk")[0].denominator
+        one(row, "text").denominator
+        if row is TEXT[0]
+        else encode(LONG, "text", tokenizer(), 10_000, "chunk")[0].denominator
         for row in (LONG, TEXT[0])
     }
 

@@ -72,7 +72,9 @@ def test_auto_adapts_every_linear_layer_of_the_blocks_and_nothing_else(bases: di
     assert {name.split(".lora_")[1] for name in names} == {"A.default.weight", "B.default.weight"}
     assert len(names) == 2 * len(expected)
     head = net.get_output_embeddings()
-    assert not any(parameter.requires_grad for parameter in (*head.parameters(), *net.get_input_embeddings().parameters()))
+    assert not any(
+        parameter.requires_grad for parameter in (*head.parameters(), *net.get_input_embeddings().parameters())
+    )
     guards.check_model(net)
 
 
@@ -159,7 +161,7 @@ def test_exactly_the_last_blocks_and_the_final_norm_train(
     net = model.build(recipe(bases[family], adapter), CPU)
     names = trainable(net)
     last = {name for name, _ in net.named_parameters() if re.search(r"\.(layers|h)\.1\.", name)}
-    final = {name for name, _ in net.named_parameters() if not in_block(name) and "norm" in name or ".ln_f." in name}
+    final = {name for name, _ in net.named_parameters() if (not in_block(name) and "norm" in name) or ".ln_f." in name}
     assert last
     assert final
     assert names == last | (final if final_norm else set())

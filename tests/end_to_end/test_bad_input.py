@@ -1,0 +1,261 @@
+"""A wrong command costs one clear line: nothing that lay there is lost, nothing is spent."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from running import SENTINEL, Answer, Place, contents, done, dpllm_, make_place, python, rows
+
+from dpllm.ledger import Ledger
+
+Change = dict[str, Any]
+WRONG, REFUSED = 2, 3
+
+
+def edit(*lines: Any) -> Callable[[Place], Change]:
+    """Replaces the training data."""
+
+    def change(place: Place) -> Change:
+        tiny.write_rows(place.train, lines)
+        return {}
+
+    return change
+
+
+def break_line(place: Place) -> Change:
+    place.train.write_text('{"text": "%s"}\n{"text": "%s\n' % (SENTINEL, SENTINEL))
+    return {}
+
+
+def empty(place: Place) -> Change:
+    place.train.write_text("")
+    return {}
+
+
+def budget(place: Place) -> Change:
+    with Ledger(place.ledger) as book:
+        book.set_budget("small", 1.0, 1e-3, "example", "zero_out")
+    return {"privacy.dataset": "small", "privacy.delta": 1e-3}
+
+
+def tied(place: Place) -> Change:
+    base = tiny.save_model(place.root / "tied", tie_word_embeddings=True)
+    adapter = {"method": "frozen", "last_blocks": 0, "final_norm": False, "lm_head": True}
+    return {"model": {"name_or_path": str(base)}, "adapter": adapter}
+
+
+def no_template(place: Place) -> Change:
+    turns = [{"role": "user", "content": SENTINEL}, {"role": "assistant", "content": "Yes."}]
+    tiny.write_rows(place.train, [{"messages": turns}] * 30)
+    return {"model.name_or_path": str(tiny.save_model(place.root / "plain", chat_template=None))}
+
+
+CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
+    "unknown key": ({"train.color": "red"}, WRONG, r"train\.color: unknown key; known keys: batch_size"),
+    "misspelt key": ({"privacy.epsilom": 3}, WRONG, r"privacy\.epsilom: unknown key; did you mean epsilon\?"),
+    "wrong type": ({"train.steps": "many"}, WRONG, r"train\.steps: "),
+    "packing": ({"data.packing": True}, WRONG, r"data\.packing: .*set data\.packing: false"),
+    "epsilon zero": ({"privacy.epsilon": 0}, WRONG, r"privacy\.epsilon: .*greater than 0"),
+    "epsilon negative": ({"privacy.epsilon": -2}, WRONG, r"privacy\.epsilon: .*greater than 0"),
+    "epsilon out of reach": ({"privacy.epsilon": 1e-9, "privacy.delta": 1e-12}, WRONG, r"epsilon"),
+    "missing file": ({"data.train": "absent.jsonl"}, WRONG, r"absent\.jsonl: no such file"),
+    "missing held-out file": ({"data.eval": "absent.jsonl"}, WRONG, r"absent\.jsonl: no such file"),
+    "missing model": ({"model.name_or_path": "./absent"}, WRONG, r"model\.name_or_path './absent'"),
+    "row without text": (edit(*rows(20), {"body": SENTINEL}), WRONG, r"row 21 has no text in column 'text'"),
+    "broken line": (break_line, WRONG, r"line 2 is not valid JSON"),
+    "empty dataset": (empty, WRONG, r"holds no rows"),
+    "no chat template": (no_template, WRONG, r"unit 1: .*chat template"),
+    "null unit": (
+        lambda place: {
+            **edit(*({**row, "who": None if n == 7 else "a"} for n, row in enumerate(rows())))(place),
+            "data.unit": "who",
+            "data.max_examples_per_unit": 2,
+        },
+        WRONG,
+        r"row 8 has no value in the unit column 'who'",
+    ),
+    "no such layer": ({"adapter.target_modules": ["c_attn"]}, WRONG, r"matches no layer.*q_proj"),
+    "too many blocks": ({"adapter": {"method": "frozen", "last_blocks": 9}}, WRONG, r"has 2 blocks"),
+    "foreign ledger": (
+        lambda place: {"privacy.ledger": str(tiny.write_rows(place.root / "notes.jsonl", rows(1)))},
+        WRONG,
+        r"ledger .*notes\.jsonl",
+    ),
+    "batch larger than the data": ({"train.batch_size": 41}, REFUSED, r"train\.batch_size 41 is larger .*\(40 "),
+    "delta of 1/N": ({"privacy.delta": 1 / 40}, REFUSED, r"privacy\.delta 0\.025 is not below 1/N"),
+    "noise below the target": ({"privacy.noise_multiplier": 0.2}, REFUSED, r"above the target privacy\.epsilon"),
+    "tied head": (tied, REFUSED, r"adapter\.lm_head: true.*tied"),
+    "no privacy on private data": ({"privacy.enabled": False}, REFUSED, r"not declared public.*data\.public: true"),
+    "budget": (budget, REFUSED, r"requests epsilon [\d.]+; 0\.0000 is spent and 1\.0000 remains of 1\.0000"),
+}
+
+
+def one_line(answer: Answer | Any, command: str, code: int) -> str:
+    assert code in (WRONG, REFUSED)
+    message = str(answer.err).strip()
+    assert message.startswith(f"dpllm {command}: "), message
+    assert "Traceback" not in message
+    assert "\n" not in message, message
+    assert not any(word in message + answer.out for word in SENTINEL.split())
+    return message
+
+
+def changed(name: str, place: Place) -> tuple[int, str]:
+    change, code, words = CASES[name]
+    place.write(change(place) if callable(change) else change)
+    return code, words
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replacing_a_run_by_a_wrong_one_loses_nothing(
+    name: str, finished: Place, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.root)
+    shutil.copytree(finished.run, place.run)
+    with Ledger(place.ledger) as book:
+        book.set_budget("another", 1.0, 1e-5, "example", "zero_out")
+    code, words = changed(name, place)
+    with Ledger(place.ledger) as book:
+        head = book.head()
+    before = contents(place.run)
+    answer = dpllm_("train", place.recipe, "--overwrite")
+    assert answer.code == code, answer
+    assert re.search(words, one_line(answer, "train", code)), answer.err
+    assert contents(place.run) == before
+    with Ledger(place.ledger) as book:
+        assert book.head() == head
+
+
+PLANNED = [
+    name
+    for name in CASES
+    if not any(word in name for word in ("model", "layer", "block", "head", "chat", "held", "budget"))
+]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_plan_says_the_same_and_writes_nothing(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place.root)
+    code, words = changed(name, place)
+    before = contents(place.root)
+    answer = dpllm_("plan", place.recipe)
+    assert answer.code == code, answer
+    assert re.search(words, one_line(answer, "plan", code)), answer.err
+    assert contents(place.root) == before
+
+
+def test_plan_announces_that_a_budget_would_refuse(place: Place) -> None:
+    changed("budget", place)
+    answer = dpllm_("plan", place.recipe)
+    assert answer.code == 0
+    assert "THIS RUN WOULD BE REFUSED" in " ".join(answer.out.split())
+
+
+def test_a_refused_run_says_so_and_makes_room_for_a_right_one(place: Place) -> None:
+    place.write({"train.batch_size": 41})
+    assert dpllm_("train", place.recipe).code == REFUSED
+    record = place.json("run.json")
+    assert record["status"] == "refused"
+    assert record["guarantee"]["holds"] is False
+    assert "train.batch_size 41" in record["guarantee"]["reason"]
+    assert not (place.run / "export").exists()
+    assert not place.ledger.exists()
+    place.write()
+    done("train", place.recipe)
+
+
+def test_a_directory_that_holds_a_run_is_refused(finished: Place) -> None:
+    before = contents(finished.run)
+    with Ledger(finished.ledger) as book:
+        head = book.head()
+    answer = dpllm_("train", finished.recipe)
+    message = one_line(answer, "train", answer.code)
+    assert answer.code == WRONG
+    assert "already holds a run" in message
+    assert all(way in message for way in ("--resume", "--overwrite", "--output_dir"))
+    assert contents(finished.run) == before
+    with Ledger(finished.ledger) as book:
+        assert book.head() == head
+
+
+@pytest.mark.parametrize("part", ["private", "export"])
+def test_folders_of_somebody_else_are_not_deleted(place: Place, part: str) -> None:
+    (place.run / part).mkdir(parents=True)
+    (place.run / part / "diary.txt").write_text("mine")
+    answer = dpllm_("train", place.recipe)
+    assert answer.code == WRONG
+    assert "--output_dir" in one_line(answer, "train", answer.code)
+    assert (place.run / part / "diary.txt").read_text() == "mine"
+
+
+def test_other_files_in_the_output_directory_survive(place: Place) -> None:
+    place.run.mkdir()
+    (place.run / "notes.txt").write_text("mine")
+    done("train", place.recipe)
+    done("train", place.recipe, "--overwrite")
+    assert (place.run / "notes.txt").read_text() == "mine"
+
+
+def test_the_second_run_over_a_budget_is_refused_with_all_three_figures(place: Place) -> None:
+    with Ledger(place.ledger) as book:
+        book.set_budget("notes", 9.0, 1e-3, "example", "zero_out")
+    place.write({"privacy.delta": 1e-3})
+    done("train", place.recipe)
+    with Ledger(place.ledger) as book:
+        spent, head = book.spent("notes"), book.head()
+    answer = dpllm_("train", place.recipe, "--output_dir", place.root / "second")
+    message = one_line(answer, "train", answer.code)
+    assert answer.code == REFUSED
+    figures = re.search(r"requests epsilon ([\d.]+); ([\d.]+) is spent and ([\d.]+) remains of 9", message)
+    assert figures is not None
+    assert float(figures[2]) == pytest.approx(spent, abs=1e-3)
+    assert float(figures[3]) == pytest.approx(9.0 - spent, abs=1e-3)
+    with Ledger(place.ledger) as book:
+        assert book.head() == head
+    assert not (place.root / "second" / "export").exists()
+
+
+def test_data_that_cannot_be_read_make_no_readable_copies(place: Place) -> None:
+    place.write({"train.batch_size": 41})
+    folder = place.root / "folder"
+    tiny.write_rows(folder / "train.jsonl", rows())
+    assert dpllm_("train", place.recipe, "--data.train", folder).code == REFUSED
+    private = place.run / "private"
+    assert (private.stat().st_mode & 0o077) == 0
+    assert all(path.is_relative_to(private) for path in place.run.rglob("*cache*"))
+
+
+@pytest.mark.parametrize(("command", "case"), [("train", "misspelt key"), ("plan", "batch larger than the data")])
+def test_from_a_shell(place: Place, command: str, case: str) -> None:
+    code, words = changed(case, place)
+    run = python("import sys; from dpllm.cli import main; sys.exit(main())", command, place.recipe)
+    assert run.returncode == code
+    assert re.search(words, one_line(Answer(run.returncode, run.stdout, run.stderr), command, code))
+
+
+def test_audit_card_and_compare_say_what_is_missing(tmp_path: Path, place: Place) -> None:
+    for command in ("audit", "card"):
+        answer = dpllm_(command, tmp_path)
+        assert answer.code == WRONG
+        assert "holds no run" in one_line(answer, command, WRONG)
+    answer = dpllm_("compare", tmp_path, tmp_path)
+    assert answer.code == WRONG
+    one_line(answer, "compare", WRONG)
+    done("train", place.recipe)
+    answer = dpllm_("audit", place.run)
+    assert answer.code == WRONG
+    assert "no canaries were planted" in one_line(answer, "audit", WRONG)
+
+
+def test_a_refused_run_has_no_card(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path / "refused", base, {"train.batch_size": 41})
+    assert dpllm_("train", place.recipe).code == REFUSED
+    answer = dpllm_("card", place.run)
+    assert answer.code == WRONG
+    one_line(answer, "card", WRONG)

@@ -1,0 +1,293 @@
+"""A run that stops goes on with the same reservation and fresh noise, and never spends twice or less than it did."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Place, contents, done, dpllm_, make_place, python
+from safetensors.torch import load_file
+
+from dpllm.ledger import Ledger
+from dpllm.privacy.engine import Engine
+
+TOTAL = 6
+STOP = """
+import os, signal, sys
+from dpllm.cli import main
+from dpllm.privacy.engine import Engine
+step, calls = Engine.step, []
+
+def stop(engine, batches):
+    calls.append(batches)
+    if len(calls) == 3:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    return step(engine, batches)
+
+Engine.step = stop
+sys.exit(main(["train", *sys.argv[2:]]))
+"""
+
+
+def stopped(root: Path, base: Path, how: str) -> tuple[Place, int, str]:
+    """A run of six steps that got the signal in its third."""
+    place = make_place(root, base, {"train.steps": TOTAL, "train.checkpoint_every": 1})
+    process = python(STOP, how, place.recipe)
+    return place, process.returncode, process.stderr
+
+
+@pytest.fixture(scope="session")
+def terminated(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, int, str]:
+    return stopped(tmp_path_factory.mktemp("terminated"), base, "SIGTERM")
+
+
+@pytest.fixture(scope="session")
+def killed(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, int, str]:
+    return stopped(tmp_path_factory.mktemp("killed"), base, "SIGKILL")
+
+
+def copy(place: Place, root: Path) -> tuple[Place, tuple[Any, ...]]:
+    """The same state elsewhere, and the overrides that point there."""
+    shutil.copytree(place.root, root)
+    other = Place(root, place.base)
+    return other, ("--output_dir", other.run, "--privacy.ledger", other.ledger)
+
+
+def commits(place: Place) -> list[tuple[str, int]]:
+    with Ledger(place.ledger) as book:
+        assert book.verify() == []
+        return [(c["status"], c["steps"]) for c in (e.content() for e in book.history("notes") if e.kind == "commit")]
+
+
+def charged(place: Place) -> tuple[int, int]:
+    """Reservations, and steps of the last one."""
+    with Ledger(place.ledger) as book:
+        entries = [link.content()["entry"] for link in book.history("notes") if link.kind == "reserve"]
+        return len(entries), book.steps(entries[-1])
+
+
+# --- SIGTERM ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int, str]) -> None:
+    place, code, errors = terminated
+    assert code == 1
+    assert "Traceback" not in errors
+    record, plan = place.json("run.json"), place.json("plan.json")
+    assert (record["status"], record["steps_taken"], record["steps_planned"]) == ("interrupted", 3, TOTAL)
+    assert record["epsilon_spent"] == plan["epsilon"]  # the full Plan's, although half of it ran
+    assert record["guarantee"]["holds"] is True
+    assert any("outside the guarantee" in note for note in record["deviations"])
+    assert (place.run / "export" / "adapter_model.safetensors").exists()
+    assert json.loads((place.run / "private/resume/state.json").read_text())["step"] == 3
+    assert charged(place) == (1, 3)
+    assert commits(place) == [("interrupted", 3)]
+
+
+def test_a_resumed_run_completes_on_the_same_reservation(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
+    place, there = copy(terminated[0], tmp_path / "copy")
+    before = place.json("run.json")
+    done("train", place.recipe, "--resume", *there)
+    record = place.json("run.json")
+    assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
+    assert record["guarantee"]["holds"] is True
+    assert record["ledger"]["entry"] == before["ledger"]["entry"]
+    assert record["epsilon_spent"] == before["epsilon_spent"]
+    assert charged(place) == (1, TOTAL)
+    assert commits(place) == [("interrupted", 3), ("completed", TOTAL)]
+    lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
+    assert not (place.run / "private" / "resume").exists()
+
+
+def test_resuming_twice_draws_other_noise(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
+    weights = []
+    for name in ("a", "b"):
+        place, there = copy(terminated[0], tmp_path / name)
+        done("train", place.recipe, "--resume", *there)
+        weights.append(load_file(place.run / "export" / "adapter_model.safetensors"))
+    assert all(not value.equal(weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_checkpoint_holds_no_generator_state(terminated: tuple[Place, int, str]) -> None:
+    import torch
+
+    folder = terminated[0].run / "private" / "resume"
+    assert {path.name for path in folder.iterdir()} == {"state.json", "trainable.safetensors", "optimizer.pt"}
+    state = json.loads((folder / "state.json").read_text())
+    assert set(state) == {"schema_version", "step", "entry", "trainable", "optimizer"}
+    assert set(torch.load(folder / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (("--privacy.epsilon", 3), 3, "another"),
+        (("--train.steps", TOTAL + 2), 3, "another"),
+        (("--privacy.max_grad_norm", 0.1), 3, "another"),
+        (("--adapter.target_modules", "[q_proj]"), 3, "trains other layers"),
+        (("--overwrite",), 2, "one of the two"),
+        (("--privacy.ledger", "other.sqlite"), 2, "has no reservation"),
+    ],
+)
+def test_resuming_as_another_run_is_refused_and_changes_nothing(
+    terminated: tuple[Place, int, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: tuple[Any, ...],
+    code: int,
+    words: str,
+) -> None:
+    place, there = copy(terminated[0], tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    before, spent = contents(place.run), charged(place)
+    answer = dpllm_("train", place.recipe, "--resume", *there, *change)
+    assert answer.code == code, answer.err
+    assert words in answer.err
+    assert contents(place.run) == before
+    assert charged(place) == spent
+
+
+def test_a_damaged_checkpoint_is_refused_and_charges_nothing(
+    terminated: tuple[Place, int, str], tmp_path: Path
+) -> None:
+    place, there = copy(terminated[0], tmp_path / "copy")
+    weights = place.run / "private" / "resume" / "trainable.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    answer = dpllm_("train", place.recipe, "--resume", *there)
+    assert answer.code == 3
+    assert "truncated or was edited" in answer.err
+    assert charged(place) == (1, 3)
+
+
+# --- SIGKILL ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_claims_nothing_and_stays_charged(killed: tuple[Place, int, str]) -> None:
+    place, code, _ = killed
+    assert code == -9
+    record = place.json("run.json")
+    assert (record["status"], record["steps_taken"], record["finished_at"]) == ("interrupted", None, None)
+    assert record["guarantee"]["holds"] is False
+    assert "killed" in record["guarantee"]["reason"]
+    assert record["artifacts"] == {}
+    assert not list((place.run / "export").glob("*.safetensors"))
+    assert charged(place) == (1, 3)
+    with Ledger(place.ledger) as book:
+        assert book.spent("notes") == pytest.approx(place.json("plan.json")["epsilon"])
+
+
+def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, int, str], tmp_path: Path) -> None:
+    place, there = copy(killed[0], tmp_path / "copy")
+    assert json.loads((place.run / "private/resume/state.json").read_text())["step"] == 2
+    done("train", place.recipe, "--resume", *there)
+    record = place.json("run.json")
+    assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
+    assert record["guarantee"]["holds"] is True
+    assert any("1 charged steps were lost" in note for note in record["deviations"])
+    assert charged(place) == (1, TOTAL)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(killed: tuple[Place, int, str], tmp_path: Path) -> None:
+    place, there = copy(killed[0], tmp_path / "copy")
+    shutil.rmtree(place.run / "private" / "resume")
+    before = contents(place.run)
+    answer = dpllm_("train", place.recipe, "--resume", *there)
+    assert answer.code == 2
+    assert "holds no checkpoint" in answer.err
+    assert contents(place.run) == before
+
+
+def test_a_killed_run_is_not_replaced_unasked(killed: tuple[Place, int, str], tmp_path: Path) -> None:
+    place, there = copy(killed[0], tmp_path / "copy")
+    before = contents(place.run)
+    answer = dpllm_("train", place.recipe, *there)
+    assert answer.code == 2
+    assert "--resume" in answer.err
+    assert "--overwrite" in answer.err
+    assert contents(place.run) == before
+    done("train", place.recipe, "--overwrite", *there)
+    assert charged(place) == (2, TOTAL)
+
+
+# --- in this process -------------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(engine: Engine, batches: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(MemoryError):
+        dpllm_("train", place.recipe)
+    record = place.json("run.json")
+    assert (record["status"], record["guarantee"]["holds"]) == ("interrupted", False)
+    assert "MemoryError" in record["guarantee"]["reason"]
+    assert charged(place) == (1, 1)
+
+
+def test_every_step_is_charged_before_it_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, step = [], Engine.step
+
+    def look(engine: Engine, batches: Any) -> Any:
+        seen.append(charged(place)[1])
+        return step(engine, batches)
+
+    monkeypatch.setattr(Engine, "step", look)
+    done("train", place.recipe)
+    assert seen == [1, 2, 3, 4]
+
+
+def test_a_complete_run_is_not_resumed(finished: Place, tmp_path: Path) -> None:
+    place, there = copy(finished, tmp_path / "copy")
+    before = contents(place.run)
+    answer = dpllm_("train", place.recipe, "--resume", *there)
+    assert answer.code == 2
+    assert "nothing to resume" in answer.err
+    assert contents(place.run) == before
+
+
+def test_overwriting_keeps_what_was_spent_even_in_the_run_directory(place: Place) -> None:
+    inside = Place(place.run, place.base)  # its ledger lies in the run directory
+    place.write({"privacy.ledger": str(inside.ledger), "output_dir": str(place.run)})
+    done("train", place.recipe)
+    with Ledger(inside.ledger) as book:
+        first = book.spent("notes")
+    done("train", place.recipe, "--overwrite")
+    assert charged(inside)[0] == 2
+    with Ledger(inside.ledger) as book:
+        assert book.spent("notes") > first
+    assert place.json("run.json")["ledger"]["spent_epsilon"] > first
+
+
+@pytest.mark.parametrize("part", ["private", "export", "private/deeper"])
+def test_a_ledger_where_a_new_run_would_delete_it_is_refused(place: Place, part: str) -> None:
+    answer = dpllm_("train", place.recipe, "--privacy.ledger", place.run / part / "ledger.sqlite")
+    assert answer.code == 2
+    assert "Keep it elsewhere" in answer.err
+    assert not place.run.exists()
+
+
+def test_a_baseline_resumes_without_a_ledger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import signal
+
+    step, calls = Engine.step, []
+
+    def stop(engine: Engine, batches: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(engine, batches)
+
+    monkeypatch.setattr(Engine, "step", stop)
+    place.write({"privacy.enabled": False, "data.public": True})
+    assert dpllm_("train", place.recipe).code == 1
+    assert place.json("run.json")["steps_taken"] == 2
+    done("train", place.recipe, "--resume")
+    record = place.json("run.json")
+    assert (record["status"], record["steps_taken"], len(calls)) == ("completed", 4, 4)
+    assert not place.ledger.exists()

@@ -1,0 +1,200 @@
+"""The command line: quick where it can be, exit codes as documented, overrides wherever they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+
+import dpllm
+from dpllm import errors
+from dpllm.cli import main
+
+HEAVY = ("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "matplotlib")
+AFTER = """
+import sys
+from dpllm.cli import main
+code = 0
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+print("LOADED", *[name for name in %r if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_rows(tmp_path / "rows.jsonl", [{"text": tiny.sentence(number)} for number in range(50)])
+    value = {
+        "model": {"name_or_path": "some/model"},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "privacy": {
+            "noise_multiplier": 2.0,
+            "epsilon": 8,
+            "ledger": str(tmp_path / "ledger.sqlite"),
+            "dataset": "notes",
+        },
+        "train": {"steps": 3, "batch_size": 5},
+        "output_dir": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(value))
+    return path
+
+
+def fresh(*arguments: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(dpllm.__file__).parents[1])}
+    command = [sys.executable, "-c", AFTER % (HEAVY,), *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["plan", *map(str, arguments), "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    times = []
+    for _ in range(2):
+        before = os.times().children_user
+        answer = fresh("--help")
+        times.append(os.times().children_user - before)
+        assert answer.returncode == 0
+        assert answer.stderr.strip() == "LOADED"
+    assert min(times) < 1.0  # of processor time; twice the bar of half a second, for a busy machine
+    for command in ("plan", "train", "audit", "compare", "card", "ledger", "env"):
+        assert command in answer.stdout
+
+
+def test_plan_loads_no_torch(recipe: Path) -> None:
+    answer = fresh("plan", recipe, "--json")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr.strip().splitlines()[-1] == "LOADED"
+    value = json.loads(answer.stdout)
+    assert (value["dataset_size"], value["num_steps"], value["noise_multiplier"]) == (50, 3, 2.0)
+    assert value["epsilon"] < 8
+
+
+def test_keys_lists_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "train"):
+        assert main([command, "--keys"]) == 0
+        assert "--privacy.epsilon (default 8.0)" in capsys.readouterr().out
+
+
+def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = plan(capsys, recipe, "--train.steps", 7, "--privacy.epsilon=20")
+    assert (wanted["num_steps"], wanted["target_epsilon"]) == (7, 20.0)
+    assert plan(capsys, "--train.steps", 7, recipe, "--privacy.epsilon=20") == wanted
+    assert plan(capsys, "--train.steps=7", "--config", recipe, "--privacy.epsilon", 20) == wanted
+    assert main(["--train.steps", "7", "plan", "--json", str(recipe), "--privacy.epsilon", "20"]) == 0
+    assert json.loads(capsys.readouterr().out) == wanted
+
+
+def test_a_baseline_has_a_schedule_and_no_promise(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    public = ("--privacy.enabled", "false", "--data.public", "true")
+    value = plan(capsys, recipe, *public)
+    assert value["num_steps"] == 3
+    assert "epsilon" not in value
+    assert main(["plan", str(recipe), *public]) == 0
+    assert "No differential privacy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan"], "name a recipe"),
+        (["train"], "name a recipe"),
+        (["plan", "RECIPE", "--config", "RECIPE"], "two recipes"),
+        (["plan", "RECIPE", "--jsn"], "unknown argument --jsn"),
+        (["plan", "RECIPE", "more"], "unknown argument more"),
+        (["audit", "run", "--train.steps", "3"], "unknown argument --train.steps"),
+        (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
+        (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
+        (["plan", "absent.yaml"], "no such recipe"),
+        (["ledger", "init", "notes"], "name dataset and budget"),
+        (["ledger", "show", "--ledger", "absent.sqlite"], "no ledger there"),
+        (["ledger", "init", "n", "--epsilon", "-1", "--delta", "1e-5", "--ledger", "LEDGER"], "bounds nothing"),
+    ],
+)
+def test_wrong_commands_are_one_line_and_code_2(
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    places = {"RECIPE": str(recipe), "LEDGER": str(recipe.with_name("other.sqlite"))}
+    assert main([places.get(argument, argument) for argument in arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"dpllm {arguments[0]}: ")
+    assert words in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["ledger", "burn"], ["audit"]])
+def test_what_argparse_refuses_is_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.ConfigError, 2),
+        (errors.DataError, 2),
+        (errors.Refused, 3),
+        (errors.BudgetExceeded, 3),
+        (errors.AuditContradiction, 4),
+        (errors.DpllmError, 1),
+    ],
+)
+def test_every_kind_of_error_has_its_code(
+    kind: type[errors.DpllmError], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> int:
+        raise kind("what, why, and what to type")
+
+    monkeypatch.setattr("dpllm.cli._env", fail)
+    assert main(["env"]) == code
+    assert capsys.readouterr().err == "dpllm env: what, why, and what to type\n"
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "usage: dpllm" in capsys.readouterr().out
+
+
+def test_a_budget_is_set_once_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ledger.sqlite"
+    budget = ["ledger", "init", "notes", "--delta", "1e-5", "--unit", "author", "--ledger", str(path), "--epsilon"]
+    assert main([*budget, "4"]) == 0
+    assert "budget epsilon 4 at delta 1e-05 per author" in capsys.readouterr().out
+    assert main([*budget, "4"]) == 0
+    assert main([*budget, "9"]) == 3
+    capsys.readouterr()
+    assert main(["ledger", "show", "--ledger", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "notes" in shown
+    assert "of 4" in shown
+    assert "chain unbroken" in shown
+
+
+def test_env_names_versions_and_no_user(capsys: pytest.CaptureFixture[str]) -> None:
+    import getpass
+    import platform
+
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    value = json.loads(text)
+    assert value["versions"]["dpllm"] == dpllm.__version__
+    assert value["hardware"]["cpu_cores"] == os.cpu_count()
+    assert platform.node() not in text or len(platform.node()) < 4
+    assert str(Path.home()) not in text
+    assert f"/{getpass.getuser()}/" not in text
