@@ -59,6 +59,8 @@ class Prepared:
 def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Console, *, resume: bool) -> Prepared:
     """Data, Plan, model, self-check, and last of all the reservation."""
     run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
+    if resume:
+        _same_recipe(config, run)
     cache = run.private / "cache"
     table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
     config = config.model_copy(update={"data": config.data.model_copy(update={"format": table.format})})
@@ -90,6 +92,12 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
     held_out = _held_out(config, tokenizer, cache)
     net = model.build(config, state.device)
     guards.check_model(net)
+    longest = getattr(net.config, "max_position_embeddings", None)
+    if longest and config.data.max_length > longest:
+        raise ConfigError(
+            f"data.max_length {config.data.max_length} is more than the {longest} positions of {config.model.name_or_path}. "
+            f"Set data.max_length to {longest} or less."
+        )
     _show_trainable(net, console)
     optimizer = _optimizer(config.train, net)
     precision = _precision(config.train, state.device)
@@ -164,6 +172,38 @@ def _plan_json(plan: Plan | None, canary_plan: Any, run: RunDir, *, resume: bool
         "cross_check": accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon),
         "canary_commitment": canary_plan.commitment if canary_plan else None,
     }
+
+
+RESUME_MAY_CHANGE = {"train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "card"}
+
+
+def _same_recipe(config: RunConfig, run: RunDir) -> None:
+    """A resumed run is the run that was interrupted: other data would escape their budget, a seed its confession.
+
+    Raises:
+        Refused: A key differs that the run's promise or its record depends on.
+    """
+    saved = run.load_config()
+    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    # The saved recipe names the format that was found.
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    changed = [key for key in changed if not (key == "data.format" and now[key] == "auto")]
+    changed = [key for key in changed if not {key, key.partition(".")[0]} & RESUME_MAY_CHANGE]
+    if changed:
+        raise Refused(
+            f"{run.root}: {changed[0]} differs from the run that is resumed, whose reservation and record are about that run "
+            f"only. Resume with {run.config}."
+        )
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, dict) and key not in {"groups", "columns"}:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
 
 
 def _reserve(config: RunConfig, plan: Plan, run: RunDir, book: ledger.Ledger) -> ledger.Reservation:

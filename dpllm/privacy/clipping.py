@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
@@ -50,6 +50,16 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
     """Opacus' hooks with our rules in front of its own; other layers keep Opacus' rule, or functorch."""
 
     GRAD_SAMPLERS = {**GradSampleHooks.GRAD_SAMPLERS, **GRAD_SAMPLERS}  # noqa: RUF012 - Opacus' contract
+    batch_RT: tuple[int, int] = (0, 0)  # shape of the physical batch whose backward pass runs
+
+    def rearrange_grad_samples(self, *, module: nn.Module, backprops: Tensor, **settings: Any) -> Any:
+        """Gives layers that read (R * T, d) their rows back (OPT's feed-forward); the self-check sees if that is wrong."""
+        rows, tokens = self.batch_RT
+        if backprops.dim() == 2 and len(backprops) == rows * tokens:
+            captured: list[list[Tensor]] = module.activations  # type: ignore[assignment]
+            captured[-1] = [tensor.reshape(rows, tokens, -1) for tensor in captured[-1]]
+            backprops = backprops.reshape(rows, tokens, -1)
+        return super().rearrange_grad_samples(module=module, backprops=backprops, **settings)
 
 
 class PerUnitClipper:
@@ -84,6 +94,7 @@ class PerUnitClipper:
         Raises:
             Refused: A trainable parameter received no per-unit gradient in this backward pass.
         """
+        self._hooks.batch_RT = (batch.input_ids_RT.shape[0], batch.input_ids_RT.shape[1])
         loss_R.sum().backward()  # type: ignore[no-untyped-call]
         gradients = {name: self._collect(name, parameter, batch) for name, parameter in self._parameters.items()}
         square_U = torch.stack([gradient_UP.double().square().sum(dim=1) for gradient_UP in gradients.values()]).sum(0)
@@ -202,7 +213,7 @@ def _dense(
     if input_RTd.dim() < 3:
         raise Refused(
             f"a trainable {layer} reads tokens without their rows, shape {tuple(input_RTd.shape)}, so nobody could tell whose "
-            "gradient is whose (OPT's feed-forward and mixtures of experts do this). Exclude it from adapter.target_modules."
+            "gradient is whose (mixtures of experts do this). Exclude it from adapter.target_modules."
         )
     input_RTd, backprop_RTp = input_RTd.float().flatten(1, -2), backprop_RTp.float().flatten(1, -2)
     gradients: dict[nn.Parameter, Tensor] = {}

@@ -27,7 +27,7 @@ class GaussianNoise:
 
     On a CPU the stream is numpy's Philox4x64 with the whole 128-bit key. torch's own CPU generator is not used: it keeps
     the lowest 32 bits of its seed only (seeds 5 and 5 + 2^32 give the same stream), so that its noise could be searched
-    for. On a GPU it is torch's Philox4x32 with 64 bits of the key.
+    for. On a GPU it is torch's Philox4x32 with 63 bits of the key.
     """
 
     def __init__(self, entropy: int, device: torch.device) -> None:

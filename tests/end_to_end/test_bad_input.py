@@ -29,7 +29,7 @@ def edit(*lines: Any) -> Callable[[Place], Change]:
 
 
 def break_line(place: Place) -> Change:
-    place.train.write_text('{"text": "%s"}\n{"text": "%s\n' % (SENTINEL, SENTINEL))
+    place.train.write_text(f'{{"text": "{SENTINEL}"}}\n{{"text": "{SENTINEL}\n')
     return {}
 
 
@@ -132,11 +132,16 @@ def test_replacing_a_run_by_a_wrong_one_loses_nothing(
         assert book.head() == head
 
 
-PLANNED = [
-    name
-    for name in CASES
-    if not any(word in name for word in ("model", "layer", "block", "head", "chat", "held", "budget"))
-]
+LATER = (
+    "model",
+    "layer",
+    "block",
+    "head",
+    "chat",
+    "held",
+    "budget",
+)  # what needs a model, held-out data or a reservation
+PLANNED = [name for name in CASES if not any(word in name for word in LATER)]
 
 
 @pytest.mark.parametrize("name", PLANNED)

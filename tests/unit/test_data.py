@@ -125,7 +125,7 @@ def test_a_stated_format_is_not_guessed_over(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"text": "a", "prompt": "b", "completion": "c"}])
     assert load(path).format == "prompt_completion"
     assert load(path, format="text").format == "text"
-    with pytest.raises(DataError, match="row 1 has no a?.*messages"):
+    with pytest.raises(DataError, match=r"row 1 has no .*messages"):
         load(path, format="messages")
 
 
@@ -343,7 +343,7 @@ def test_a_column_that_only_others_fill_does_not_change_the_choice(tmp_path: Pat
     own = [{"who": "a", "text": f"t{number}"} for number in range(12)]
     others = [{"who": "b", "text": "u", "remark": "only here"}]
     alone = load(write(tmp_path / "alone.parquet", own)).rows
-    together = load(write(tmp_path / "together.parquet", own + others)).rows
+    together = load(write(tmp_path / "together.parquet", others + own)).rows
     assert units_of(alone, 3)["a"] == units_of(together, 3)["a"]
 
 
@@ -406,6 +406,18 @@ def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
     assert first + learned(sequence) == "Anna bought plums</s>"
 
 
+def test_an_end_that_the_tokenizer_brings_itself_is_learned_once() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    ending = tiny.tokenizer()
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    (sequence,) = encode(TEXT[0], "text", ending, 128, "truncate")
+    assert learned(sequence) == TEXT[0]["text"] + "</s>"
+    assert sequence.input_ids.count(1) == 1
+
+
 @pytest.mark.parametrize("row", PROMPTED)
 def test_of_prompt_and_completion_the_completion_is_learned(row: Json) -> None:
     sequence = one(row, "prompt_completion")
@@ -457,12 +469,14 @@ def test_a_chat_template_that_cannot_be_told_apart_is_refused(template: str) -> 
 def test_a_broken_message_is_refused_without_its_text(message: Any) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, message, {"role": "assistant", "content": "b"}]}
     try:
-        units = encode_units([[row]], "messages", tokenizer(), section())
+        learned_text = learned(encode_units([[row]], "messages", tokenizer(), section())[0].sequences[0])
     except DataError as error:
-        assert "rows.jsonl: unit 1: " in str(error)
-        assert "Sigrid" not in str(error)
+        message = str(error)
     else:  # a template may leave out what is missing; nothing but the answer is learned
-        assert learned(units[0].sequences[0]) == "b</s>"
+        assert learned_text == "b</s>"
+        return
+    assert message.startswith("rows.jsonl: unit 1: ")
+    assert "Sigrid" not in message
 
 
 def test_nothing_to_predict_makes_no_sequence() -> None:
