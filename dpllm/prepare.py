@@ -191,7 +191,7 @@ def _same_recipe(config: RunConfig, run: RunDir) -> None:
     changed = [key for key in changed if not {key, key.partition(".")[0]} & RESUME_MAY_CHANGE]
     if changed:
         raise Refused(
-            f"{run.root}: {changed[0]} differs from the run that is resumed, whose reservation and record are about that run "
+            f"{run.root}: {', '.join(changed)} differs from the run that is resumed, whose reservation and record are about that run "
             f"only. Resume with {run.config}."
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import signal
 import time
@@ -25,7 +26,7 @@ from torch import distributed
 
 from dpllm import checkpoint, evaluate
 from dpllm.config import RunConfig, TrainConfig
-from dpllm.errors import Refused
+from dpllm.errors import ConfigError, Refused
 from dpllm.prepare import Prepared, check_directory, prepare
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
@@ -52,7 +53,7 @@ def train(
         ConfigError: The recipe or the data cannot be used (exit code 2).
         Refused: A guard or the ledger's budget refuses (exit code 3).
     """
-    state = PartialState()
+    state = process_state()
     console = console or Console(quiet=not state.is_main_process)
     run = RunDir(Path(config.output_dir))
     guards.check_config(config)
@@ -68,6 +69,22 @@ def train(
         raise
     with prepared.ledger or contextlib.nullcontext():
         return _run(prepared, state, console, started)
+
+
+def process_state() -> PartialState:
+    """This process's place among its ranks: device, rank, world size.
+
+    Raises:
+        ConfigError: The launcher started several processes that found no group; each would train alone, and charge.
+    """
+    state = PartialState(cpu=not torch.accelerator.is_available())  # without cpu, accelerate starts no gloo group
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != state.num_processes:
+        raise ConfigError(
+            f"the launcher started {started} processes, but they form a group of {state.num_processes}: each would train and "
+            "charge the ledger alone. Use a launch file of recipes/accelerate/, or one process."
+        )
+    return state
 
 
 def _run(p: Prepared, state: PartialState, console: Console, started: float) -> dict[str, Any]:

@@ -39,7 +39,7 @@ FAMILIES: dict[str, Json] = {
     "gemma3_text": {},
     "phi3": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # its router is an ordinary linear layer
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # its router is an ordinary linear layer
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128},
     "gpt_neox": {},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},

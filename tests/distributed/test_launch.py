@@ -1,0 +1,47 @@
+"""accelerate launch with two processes is one run: one group, one reservation, every step charged once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+
+from dpllm.errors import ConfigError
+from dpllm.ledger import Ledger
+from dpllm.train import process_state
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes"):
+        process_state()
+
+
+@pytest.mark.full
+def test_two_launched_processes_are_one_run(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.sqlite"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu_2.yaml"]
+    keys = {
+        "output_dir": tmp_path / "run",
+        "privacy.ledger": ledger,
+        "train.steps": 2,
+        "audit.canaries.groups": "{1: 4}",
+    }
+    overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    command = [*launcher, "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["status"], record["steps_taken"]) == ("completed", 2)
+    with Ledger(ledger) as book:
+        ((claim, steps, status),) = book.runs("builtin:clinic")
+    assert (steps, status, claim.entry) == (2, "completed", record["ledger"]["entry"])
