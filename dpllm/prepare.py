@@ -191,8 +191,8 @@ def _same_recipe(config: RunConfig, run: RunDir) -> None:
     changed = [key for key in changed if not {key, key.partition(".")[0]} & RESUME_MAY_CHANGE]
     if changed:
         raise Refused(
-            f"{run.root}: {', '.join(changed)} differs from the run that is resumed, whose reservation and record are about that run "
-            f"only. Resume with {run.config}."
+            f"{run.root}: {', '.join(changed)} differs from the run that is resumed, whose reservation and record are about "
+            f"that run only. Resume with {run.config}."
         )
 
 
