@@ -26,8 +26,8 @@ make_environment() {
   rm -rf "$directory"
   "$python" -m venv "$directory"
   # torch first and pinned: any other order may fetch another build of it.
-  "$directory/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+  "$directory/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt \
     ${DPLLM_TORCH_INDEX:+--index-url "$DPLLM_TORCH_INDEX"} torch
-  "$directory/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$requirement"
+  "$directory/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$requirement"
   echo "$stamp" > "$directory/.dpllm"
 }

@@ -5,10 +5,12 @@ Started by scripts/quickstart. Prints the command that does the same before each
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as dpllm.cli does, before torch is imported
 RECIPE = "recipes/smoke/clinic.yaml"
 
 

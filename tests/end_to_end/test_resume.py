@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Place, contents, done, dpllm_, make_place, python
+import tiny
+from running import Place, contents, done, dpllm_, make_place, python, rows
 from safetensors.torch import load_file
 
 from dpllm.ledger import Ledger
@@ -49,11 +50,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path
     return stopped(tmp_path_factory.mktemp("killed"), base, "SIGKILL")
 
 
-def copy(place: Place, root: Path) -> tuple[Place, tuple[Any, ...]]:
-    """The same state elsewhere, and the overrides that point there."""
+def copy(place: Place, root: Path) -> Place:
+    """The same state elsewhere, as if it had always been there."""
     shutil.copytree(place.root, root)
     other = Place(root, place.base)
-    return other, ("--output_dir", other.run, "--privacy.ledger", other.ledger)
+    for recipe in (other.recipe, other.run / "config.yaml"):
+        recipe.write_text(recipe.read_text().replace(str(place.root), str(root)))
+    return other
 
 
 def commits(place: Place) -> list[tuple[str, int]]:
@@ -88,9 +91,9 @@ def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int
 
 
 def test_a_resumed_run_completes_on_the_same_reservation(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
-    place, there = copy(terminated[0], tmp_path / "copy")
+    place = copy(terminated[0], tmp_path / "copy")
     before = place.json("run.json")
-    done("train", place.recipe, "--resume", *there)
+    done("train", place.recipe, "--resume")
     record = place.json("run.json")
     assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
     assert record["guarantee"]["holds"] is True
@@ -106,8 +109,8 @@ def test_a_resumed_run_completes_on_the_same_reservation(terminated: tuple[Place
 def test_resuming_twice_draws_other_noise(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
     weights = []
     for name in ("a", "b"):
-        place, there = copy(terminated[0], tmp_path / name)
-        done("train", place.recipe, "--resume", *there)
+        place = copy(terminated[0], tmp_path / name)
+        done("train", place.recipe, "--resume")
         weights.append(load_file(place.run / "export" / "adapter_model.safetensors"))
     assert all(not value.equal(weights[1][name]) for name, value in weights[0].items())
 
@@ -125,12 +128,14 @@ def test_a_checkpoint_holds_no_generator_state(terminated: tuple[Place, int, str
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        (("--privacy.epsilon", 3), 3, "another"),
-        (("--train.steps", TOTAL + 2), 3, "another"),
-        (("--privacy.max_grad_norm", 0.1), 3, "another"),
-        (("--adapter.target_modules", "[q_proj]"), 3, "trains other layers"),
+        (("--privacy.epsilon", 3), 3, "privacy.epsilon"),
+        (("--train.steps", TOTAL + 2), 3, "train.steps"),
+        (("--privacy.max_grad_norm", 0.1), 3, "privacy.max_grad_norm"),
+        (("--adapter.target_modules", "[q_proj]"), 3, "adapter.target_modules"),
+        (("--data.train", "other.jsonl"), 3, "data.train"),
+        (("--privacy.insecure_seed", 1), 3, "privacy.insecure_seed"),
+        (("--privacy.ledger", "other.sqlite"), 3, "privacy.ledger"),
         (("--overwrite",), 2, "one of the two"),
-        (("--privacy.ledger", "other.sqlite"), 2, "has no reservation"),
     ],
 )
 def test_resuming_as_another_run_is_refused_and_changes_nothing(
@@ -141,23 +146,45 @@ def test_resuming_as_another_run_is_refused_and_changes_nothing(
     code: int,
     words: str,
 ) -> None:
-    place, there = copy(terminated[0], tmp_path / "copy")
+    place = copy(terminated[0], tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
     before, spent = contents(place.run), charged(place)
-    answer = dpllm_("train", place.recipe, "--resume", *there, *change)
+    answer = dpllm_("train", place.recipe, "--resume", *change)
     assert answer.code == code, answer.err
     assert words in answer.err
     assert contents(place.run) == before
     assert charged(place) == spent
 
 
+def test_data_of_another_size_are_another_promise(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
+    place = copy(terminated[0], tmp_path / "copy")
+    tiny.write_rows(place.train, rows(50))
+    before = contents(place.run)
+    answer = dpllm_("train", place.recipe, "--resume")
+    assert answer.code == 3
+    assert "promises another" in answer.err
+    assert contents(place.run) == before
+    assert charged(place) == (1, 3)
+
+
+def test_a_ledger_that_lost_the_reservation_is_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
+    place = copy(terminated[0], tmp_path / "copy")
+    for path in place.root.glob("ledger.sqlite*"):
+        path.unlink()
+    before = contents(place.run)
+    answer = dpllm_("train", place.recipe, "--resume")
+    assert answer.code == 2
+    assert "has no reservation" in answer.err
+    assert contents(place.run) == before
+
+
 def test_a_damaged_checkpoint_is_refused_and_charges_nothing(
     terminated: tuple[Place, int, str], tmp_path: Path
 ) -> None:
-    place, there = copy(terminated[0], tmp_path / "copy")
+    place = copy(terminated[0], tmp_path / "copy")
     weights = place.run / "private" / "resume" / "trainable.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    answer = dpllm_("train", place.recipe, "--resume", *there)
+    answer = dpllm_("train", place.recipe, "--resume")
     assert answer.code == 3
     assert "truncated or was edited" in answer.err
     assert charged(place) == (1, 3)
@@ -181,9 +208,9 @@ def test_a_killed_run_claims_nothing_and_stays_charged(killed: tuple[Place, int,
 
 
 def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place, there = copy(killed[0], tmp_path / "copy")
+    place = copy(killed[0], tmp_path / "copy")
     assert json.loads((place.run / "private/resume/state.json").read_text())["step"] == 2
-    done("train", place.recipe, "--resume", *there)
+    done("train", place.recipe, "--resume")
     record = place.json("run.json")
     assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
     assert record["guarantee"]["holds"] is True
@@ -192,24 +219,24 @@ def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, 
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place, there = copy(killed[0], tmp_path / "copy")
+    place = copy(killed[0], tmp_path / "copy")
     shutil.rmtree(place.run / "private" / "resume")
     before = contents(place.run)
-    answer = dpllm_("train", place.recipe, "--resume", *there)
+    answer = dpllm_("train", place.recipe, "--resume")
     assert answer.code == 2
     assert "holds no checkpoint" in answer.err
     assert contents(place.run) == before
 
 
 def test_a_killed_run_is_not_replaced_unasked(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place, there = copy(killed[0], tmp_path / "copy")
+    place = copy(killed[0], tmp_path / "copy")
     before = contents(place.run)
-    answer = dpllm_("train", place.recipe, *there)
+    answer = dpllm_("train", place.recipe)
     assert answer.code == 2
     assert "--resume" in answer.err
     assert "--overwrite" in answer.err
     assert contents(place.run) == before
-    done("train", place.recipe, "--overwrite", *there)
+    done("train", place.recipe, "--overwrite")
     assert charged(place) == (2, TOTAL)
 
 
@@ -242,9 +269,9 @@ def test_every_step_is_charged_before_it_is_taken(place: Place, monkeypatch: pyt
 
 
 def test_a_complete_run_is_not_resumed(finished: Place, tmp_path: Path) -> None:
-    place, there = copy(finished, tmp_path / "copy")
+    place = copy(finished, tmp_path / "copy")
     before = contents(place.run)
-    answer = dpllm_("train", place.recipe, "--resume", *there)
+    answer = dpllm_("train", place.recipe, "--resume")
     assert answer.code == 2
     assert "nothing to resume" in answer.err
     assert contents(place.run) == before
