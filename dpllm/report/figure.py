@@ -63,11 +63,12 @@ def _loss(ax: Axes, loss: Json) -> None:
 def _exposure(ax: Axes, values: Json, groups: list[str]) -> None:
     _style(ax, "Canary exposure", "mean bits")
     for side, shift in (("baseline", -WIDTH / 2), ("dp", WIDTH / 2)):
-        heights = [values["groups"][group][side]["exposure"]["mean"] for group in groups]
+        means = [values["groups"][group][side]["exposure"]["mean"] for group in groups]  # None: all coins said out
         places = [place + shift for place in range(len(groups))]
-        bars = ax.bar(places, heights, WIDTH, color=COLOURS[side])
+        bars = ax.bar(places, [mean or 0.0 for mean in means], WIDTH, color=COLOURS[side])
         patch = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # the line must not cross a number
-        ax.bar_label(bars, fmt="%.1f", fontsize=9, padding=3, color=INK, bbox=patch)
+        labels = ["none" if mean is None else f"{mean:.1f}" for mean in means]
+        ax.bar_label(bars, labels, fontsize=9, padding=3, color=INK, bbox=patch)
     null = values["groups"][groups[0]]["dp"]["exposure"]["null_mean"]
     ax.axhline(null, color=INK, linestyle="--", linewidth=1.2, zorder=2)
     ax.margins(y=0.15)

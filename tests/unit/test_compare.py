@@ -257,3 +257,18 @@ def test_a_broken_guarantee_shows_no_epsilon(tmp_path: Path) -> None:
     assert rows(result)["Epsilon"] == ("-", "no guarantee", "no guarantee")
     assert result.guarantee == "the noise was seeded"
     assert "the noise was seeded" in (result.output / "comparison.md").read_text()
+
+
+def test_a_group_in_which_no_coin_said_in_is_compared(tmp_path: Path) -> None:
+    """Of four candidates all stay out in one run of sixteen; nothing can then be measured, and nothing may break."""
+    runs = make_run(tmp_path / "baseline", False), make_run(tmp_path / "dp", True)
+    path = runs[1].audit_dir(True) / "audit.json"
+    audit = json.loads(path.read_text())
+    for seen in audit["exposure"].values():
+        seen.update(mean=None, maximum=None, base_mean=None, p_value=None, inserted=0)
+    for got in audit["extraction"].values():
+        got.update(inserted=0, tuned=0, base=0)
+    write_json(path, audit)
+    result = compare(*runs)
+    assert (result.output / "comparison.png").exists()
+    assert {row.dp for row in result.rows if "exposure" in row.measure} == {"not measured"}

@@ -52,7 +52,7 @@ def test_speed_may_change(interrupted: RunDir, key: str) -> None:
         ("model__name_or_path", "gpt2"),
         ("adapter__r", 4),
         ("train__learning_rate", 0.5),
-        ("audit__canaries__digits", 6),
+        ("audit__canaries__digits", 5),
     ],
 )
 def test_what_promise_or_record_depends_on_may_not(interrupted: RunDir, key: str, value: Any) -> None:
