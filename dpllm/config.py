@@ -56,7 +56,7 @@ class ModelConfig(Section):
     quantization: Literal["4bit", "8bit"] | None = None
     """Load the frozen base through bitsandbytes (extra: quant)."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass (reentrant): less memory, more time."""
+    """Recompute activations in the backward pass: less memory, more time."""
 
 
 class LoraConfig(Section):
@@ -70,7 +70,23 @@ class LoraConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input, in training only."""
     target_modules: Literal["auto"] | list[str] | str = "auto"
-    """auto: every linear layer of the decoder blocks. Otherwise names as peft takes them."""
+    """auto: every linear layer of the decoder blocks. Otherwise names as peft takes them; an embedding may be among them."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead (Kalajdzievski 2023)."""
+    use_dora: bool = False
+    """Only false is possible; the key exists to say why."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Names of layers that train whole beside the adapters, such as lm_head. A tied one is copied, and so untied."""
+
+    @field_validator("use_dora")
+    @classmethod
+    def _no_dora(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "DoRA's magnitude is used inside a fused expression that gives no gradient of single rows, so it could not be "
+                "clipped; set adapter.use_dora: false (LoRA and rsLoRA are exact)"
+            )
+        return value
 
 
 class FrozenConfig(Section):
@@ -80,7 +96,7 @@ class FrozenConfig(Section):
     last_blocks: int = Field(default=2, ge=0)
     """How many of the last decoder blocks train."""
     lm_head: bool = False
-    """Train the output head too; refused where it is tied to the input embedding."""
+    """Train the output head too; where it is tied to the input embedding, that is the same weight, and it trains as both."""
     final_norm: bool = True
     """Train the norm before the head too."""
 
@@ -150,6 +166,18 @@ class DataConfig(Section):
         return self
 
 
+class AdaptiveConfig(Section):
+    """Adaptive clipping (Andrew et al. 2021)."""
+
+    quantile: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the gradients that should not be clipped."""
+    learning_rate: float = Field(default=0.2, gt=0)
+    """How fast C moves: C exp(-learning_rate (noisy share of unclipped gradients - quantile)) at each step."""
+    count_noise_multiplier: float | None = Field(default=None, gt=0)
+    """Standard deviation of the noise on the count of unclipped units; null: the larger of batch_size / 20 and twice the
+    noise multiplier."""
+
+
 class PrivacyConfig(Section):
     """The promise, and where it is booked."""
 
@@ -164,10 +192,16 @@ class PrivacyConfig(Section):
     and refused above the target."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """C: the L2 norm to which each privacy unit's gradient is clipped."""
-    clipping: Literal["flat"] = "flat"
-    """The clipping function: part of the Plan."""
-    grad_sample_mode: Literal["auto", "per_sample", "opacus_ghost"] = "auto"
-    """How the clipped sum is computed: not part of the Plan. opacus_ghost is the two-backward mode of Opacus."""
+    clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat"
+    """The clipping function, part of the Plan: flat shortens what is longer than C; automatic gives every gradient about
+    the length C (no threshold to tune); per_layer clips each of L layers to C / sqrt(L); adaptive lets C follow a quantile
+    of the norms, with noise that is part of the same epsilon."""
+    adaptive: AdaptiveConfig = AdaptiveConfig()
+    """Read where clipping is adaptive."""
+    grad_sample_mode: Literal["auto", "per_sample", "ghost", "opacus_ghost"] = "auto"
+    """How the clipped sum is computed, not part of the Plan: auto chooses for each layer and batch between materialised
+    per-example gradients (per_sample forces them) and ghost norms (ghost forces them); all three need one backward pass.
+    opacus_ghost is the two-backward mode of Opacus, a cross-check without a guarantee."""
     ledger: str | None = None
     """Path of the ledger; null: one file in the user's data directory."""
     dataset: str | None = None

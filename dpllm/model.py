@@ -7,6 +7,7 @@ to score it beside its base. This module must not see data.
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ transformers.utils.logging.disable_progress_bar()
 # peft 0.21 asks transformers 5 for an attribute that is being renamed; gone when peft asks for the new name.
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
 
+SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -121,7 +123,6 @@ def build(config: RunConfig, device: torch.device) -> Any:
 
     Raises:
         ConfigError: The adapter matches nothing.
-        Refused: What would train is tied to the input embedding, or is a router or expert.
     """
     torch.manual_seed(config.train.seed)
     adapter = config.adapter
@@ -132,11 +133,62 @@ def build(config: RunConfig, device: torch.device) -> Any:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    if config.model.gradient_checkpointing:
-        # Opacus' hooks fire twice under non-reentrant checkpointing, the default of transformers 5.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-        model.enable_input_require_grads()
+    _checkpoint(model, config)
     return model.train()
+
+
+def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
+    """Two blocks of the same architecture with random float32 weights, a vocabulary of 256, and the same adapter.
+
+    The engine checks itself on it to 1e-3 where the precision of the real model hides smaller errors.
+
+    Raises:
+        Refused: The architecture cannot be built from its configuration alone.
+    """
+    small = copy.deepcopy(model.config)
+    small.num_hidden_layers = min(SHRUNKEN_BLOCKS, small.num_hidden_layers)
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[: small.num_hidden_layers]
+    small.vocab_size = SHRUNKEN_VOCABULARY
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    adapter = config.adapter
+    if isinstance(adapter, FrozenConfig):
+        adapter = adapter.model_copy(update={"last_blocks": min(adapter.last_blocks, small.num_hidden_layers)})
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        try:
+            net = transformers.AutoModelForCausalLM.from_config(
+                small, dtype=torch.float32, attn_implementation=model.config._attn_implementation
+            )
+            net = net.to(device).requires_grad_(False)
+            net = _add_lora(net, adapter, config) if isinstance(adapter, LoraConfig) else _unfreeze(net, adapter)
+        except Exception as error:  # whatever a model class of the Hub raises
+            raise Refused(
+                f"the self-check needs a small float32 copy of {type(model).__name__}, and none could be built "
+                f"({type(error).__name__}). Set train.precision: fp32 and model.dtype: float32."
+            ) from None
+    _checkpoint(net, config)
+    return net.train()
+
+
+def untied(model: Any) -> bool:
+    """A head that is tied in the base model and trains as a copy of its own (adapter.modules_to_save)."""
+    if not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
+        return False
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return any(parameter.requires_grad for end in ends if end is not None for parameter in end.parameters())
+
+
+def _checkpoint(model: Any, config: RunConfig) -> None:
+    if not config.model.gradient_checkpointing:
+        return
+    # Opacus' own hooks, the cross-check, fire twice under non-reentrant checkpointing, the default of transformers 5.
+    reentrant = config.privacy.enabled and config.privacy.grad_sample_mode == "opacus_ghost"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
 
 
 def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
@@ -204,6 +256,8 @@ def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
             lora_alpha=adapter.alpha,
             lora_dropout=adapter.dropout,
             target_modules=targets,
+            use_rslora=adapter.use_rslora,
+            modules_to_save=adapter.modules_to_save or None,
             fan_in_fan_out=conv1d,
         )
         peft_model = get_peft_model(model, peft_config)
@@ -244,13 +298,7 @@ def _unfreeze(model: Any, adapter: FrozenConfig) -> Any:
             if "norm" in type(module).__name__.lower() and (index > position or child.startswith("final"))
         ]
     if adapter.lm_head:
-        head = model.get_output_embeddings()
-        if head is None or head.weight is model.get_input_embeddings().weight:
-            raise Refused(
-                "adapter.lm_head: true, but this model's head is tied to its input embedding: its gradient has two parts, "
-                "and clipping would see one. Set adapter.lm_head: false."
-            )
-        chosen.append(head)
+        chosen.append(model.get_output_embeddings())
     for module in chosen:
         module.requires_grad_(True)
     if not any(parameter.requires_grad for parameter in model.parameters()):

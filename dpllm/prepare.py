@@ -99,6 +99,8 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
             f"Set data.max_length to {longest} or less."
         )
     _show_trainable(net, console)
+    if model.untied(net):
+        console.print("The base model ties its head to its input embedding; what trains is a copy, so they are untied.")
     optimizer = _optimizer(config.train, net)
     precision = _precision(config.train, state.device)
     autocast = partial(_autocast, state.device, precision)
@@ -119,6 +121,8 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
     )
     low = precision is not None or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
     error = engine.self_check(len(tokenizer), config.data.max_length, low_precision=low)
+    if plan and low:
+        _check_in_float32(config, net, plan, state.device)
     if plan:
         console.print(f"Self-check against brute-force autograd: largest relative error {error:.1e}")
 
@@ -148,6 +152,24 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
         config, run, schedule, plan, units, held_out, tokenizer, net, optimizer, engine, autocast, sampler,
         book, entry, first_step, notes,
     )  # fmt: skip
+
+
+def _check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device) -> None:
+    """The self-check once more, on a small float32 model of the same architecture: low precision hides small errors."""
+    small = model.shrunken(config, net, device)
+    engine = Engine(
+        small,
+        _optimizer(config.train, small),
+        plan.schedule,
+        plan,
+        grad_sample_mode=config.privacy.grad_sample_mode,
+        noise_entropy=0,  # it draws none
+        device=device,
+    )
+    try:
+        engine.self_check(small.config.vocab_size, config.data.max_length)
+    finally:
+        engine.close()
 
 
 def accounting_cache() -> Path:

@@ -70,7 +70,9 @@ def trainable(net: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
-def build(family: str = "llama", adapter: dict[str, Any] = LORA, *, checkpointing: bool = False, **changes: Any) -> Any:
+def build(
+    family: str = "llama", adapter: dict[str, Any] = LORA, *, checkpointing: str | None = None, **changes: Any
+) -> Any:
     """A tiny model made trainable by the product's own code, with no weight at zero (LoRA's B would hide its A)."""
     config = recipe(adapter=adapter)
     net = tiny.model(family, **{"vocab_size": VOCABULARY, **NO_DROPOUT.get(family, {}), **changes})
@@ -82,8 +84,9 @@ def build(family: str = "llama", adapter: dict[str, Any] = LORA, *, checkpointin
         for p in trainable(net).values():
             p.add_(0.1 * torch.randn(p.shape, generator=generator))
     if checkpointing:
-        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-        net.enable_input_require_grads()
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
+        if checkpointing == "reentrant":
+            net.enable_input_require_grads()
     return net.train()
 
 
@@ -119,6 +122,12 @@ def units(lengths: Iterable[Sequence[int]], seed: int = 0) -> list[Unit]:
 def clipped_sum(engine: Engine, some: Sequence[Unit | None], size: int = 64) -> Tensor:
     batches = physical_batches(range(len(some)), some, size, pad_id=0)
     return engine.clipped_sum(batches)[0].double().cpu()
+
+
+def norms(engine: Engine, batch: Any) -> Tensor:
+    """norm_U as the engine measures it."""
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in engine.parameters.items()}
+    return engine._summer.add(engine.losses, batch, sums, 1.0)[1]
 
 
 def brute_force(net: nn.Module, some: Sequence[Unit]) -> Tensor:

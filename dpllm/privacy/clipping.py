@@ -1,127 +1,203 @@
 """Per-unit clipped sums: the only door through which private data reach an update.
 
-Comes in: the losses of a physical batch. Goes out: the sum over units of each unit's gradient, clipped. This is the one
-file that imports Opacus' gradient code; a faster rule for a layer is one more function in ``GRAD_SAMPLERS``.
+Comes in: a function from a physical batch to its losses. Goes out: the sum over units of each unit's gradient, clipped.
 
-Shape suffixes: R sequences of a physical batch, U units, P coordinates of a parameter.
+Shape suffixes: R rows of a physical batch, U units, L trainable parameters, G groups of them that are clipped together.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, cast
 
 import torch
-from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from dpllm.errors import Refused
+from dpllm.privacy.gradients import Owners, UnitGradients
+from dpllm.privacy.rules import Mode, Rule
 from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.taps import Taps
 
-# Opacus hooks modules whose inputs need no gradient (the first trainable layer), which torch mentions once.
-warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
+AUTOMATIC_GAMMA = 0.01
+Losses = Callable[[PhysicalBatch], Tensor]
 
-GradSampler = Callable[[nn.Module, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
+
+def flat(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
+    """Factor = min(1, C / norm): gradients longer than C are shortened to C.
+
+    Guarantee:
+        factor * norm <= C.
+
+    References:
+        Abadi et al. 2016, Deep Learning with Differential Privacy, algorithm 1.
+    """
+    return (max_grad_norm / norm_GU).clamp(max=1.0)
+
+
+def automatic(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
+    """Factor = C / (norm + gamma), gamma = 0.01: nearly every gradient gets the length C, so there is no threshold to tune.
+
+    C then scales the update as the learning rate does (with Adam, hardly at all).
+
+    Guarantee:
+        factor * norm = C norm / (norm + gamma) < C, for any gamma > 0.
+
+    References:
+        Bu et al. 2023, Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger, equation 4.1.
+    """
+    factor_GU: Tensor = max_grad_norm / (norm_GU + AUTOMATIC_GAMMA)
+    return factor_GU
+
+
+def per_layer(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
+    """factor_g = min(1, C_g / norm_g) for each of G layers by itself, with C_g = C / sqrt(G).
+
+    Guarantee:
+        The norm over all layers is at most sqrt(sum over g of C_g^2) = C.
+
+    References:
+        McMahan et al. 2018, Learning Differentially Private Recurrent Language Models, section 2.3; He et al. 2023,
+        Exploring the Limits of Differentially Private Deep Learning with Group-wise Clipping.
+    """
+    factor_GU: Tensor = max_grad_norm / len(norm_GU) ** 0.5 / norm_GU
+    return factor_GU.clamp(max=1.0)
+
+
+# adaptive is flat clipping at a C that moves from step to step: dpllm/privacy/adaptive.py.
+FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "flat": flat,
+    "automatic": automatic,
+    "per_layer": per_layer,
+    "adaptive": flat,
+}
 
 
 class Summer(Protocol):
     """Adds up the contributions of one logical batch, one physical batch at a time."""
 
-    def add(self, loss_R: Tensor, batch: PhysicalBatch, sums: Mapping[str, Tensor]) -> Tensor:
-        """Backward pass of one physical batch, added into ``sums``; returns the un-noised norm_U, for diagnostics."""
+    def add(
+        self, losses: Losses, batch: PhysicalBatch, sums: Mapping[str, Tensor], max_grad_norm: float
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward pass of one physical batch, added into ``sums``.
 
+        Args:
+            losses: From the batch to loss_R.
+            batch: What to run.
+            sums: Name of a trainable parameter -> where its sum grows.
+            max_grad_norm: C.
 
-def linear_rule(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Per-sequence gradients of nn.Linear in float32, whatever the precision of the forward pass."""
-    return _dense(layer, activations[0], backprops, transposed=False)
-
-
-def conv1d_rule(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Per-sequence gradients of transformers' Conv1D, a linear layer that stores its weight transposed (GPT-2)."""
-    return _dense(layer, activations[0], backprops, transposed=True)
-
-
-GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {nn.Linear: linear_rule, Conv1D: conv1d_rule}
-
-
-class _Hooks(GradSampleHooks):  # type: ignore[misc]
-    """Opacus' hooks with our rules in front of its own; other layers keep Opacus' rule, or functorch."""
-
-    GRAD_SAMPLERS = {**GradSampleHooks.GRAD_SAMPLERS, **GRAD_SAMPLERS}  # noqa: RUF012 - Opacus' contract
-    batch_RT: tuple[int, int] = (0, 0)  # shape of the physical batch whose backward pass runs
-
-    def rearrange_grad_samples(self, *, module: nn.Module, backprops: Tensor, **settings: Any) -> Any:
-        """Gives layers that read (R * T, d) their rows back (OPT's feed-forward); the self-check sees if that is wrong."""
-        rows, tokens = self.batch_RT
-        if backprops.dim() == 2 and len(backprops) == rows * tokens:
-            captured: list[list[Tensor]] = module.activations  # type: ignore[assignment]
-            captured[-1] = [tensor.reshape(rows, tokens, -1) for tensor in captured[-1]]
-            backprops = backprops.reshape(rows, tokens, -1)
-        return super().rearrange_grad_samples(module=module, backprops=backprops, **settings)
-
-
-class PerUnitClipper:
-    """Materialises every unit's gradient, clips it, and adds it up.
-
-    Guarantee:
-        For each unit, the L2 norm of what it adds to ``sums``, over all trainable parameters together, is at most
-        ``max_grad_norm`` (1 + 1e-6): the float32 tensors whose norm is measured (in float64) are the tensors that are
-        scaled and summed. A unit whose gradient is not finite adds zero. A unit's addition depends on that unit alone.
-
-    References:
-        Abadi et al. 2016, Deep Learning with Differential Privacy, algorithm 1; Opacus (Yousefpour et al. 2021).
-    """
-
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], max_grad_norm: float) -> None:
-        """Hooks into the model; ``parameters`` are all that train, by name."""
-        self._parameters = parameters
-        self._max_grad_norm = max_grad_norm
-        self._hooks = _Hooks(model, batch_first=True, loss_reduction="sum", strict=False)
-
-    def set_max_grad_norm(self, value: float) -> None:
-        """Another C, for the self-check."""
-        self._max_grad_norm = value
+        Returns:
+            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes.
+        """
 
     def close(self) -> None:
         """Takes the hooks out of the model again."""
-        self._hooks.remove_hooks()
 
-    def add(self, loss_R: Tensor, batch: PhysicalBatch, sums: Mapping[str, Tensor]) -> Tensor:
+
+class PerUnitClipper:
+    """Every unit's gradient from one backward pass, clipped and added up.
+
+    While it runs, no trainable parameter requires a gradient: autograd computes none for it, so nothing unclipped can
+    reach it, and the work of the ordinary weight gradients is saved.
+
+    Guarantee:
+        For each unit, the L2 norm of what it adds to ``sums``, over all trainable parameters together, is at most
+        ``max_grad_norm`` (1 + 1e-6), for every clipping function, in every ``mode`` and precision of the model. What is
+        materialised is float32, measured in float64, and summed as it was measured, in float64; what is not (ghost norms)
+        is measured and summed in float64, with a bound on the rounding of both added to the norm. A unit whose gradient is
+        not finite adds zero. A unit's addition depends on that unit alone.
+
+    References:
+        Abadi et al. 2016, algorithm 1; Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost
+        (one backward pass); Opacus (Yousefpour et al. 2021), whose hooks are extended.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, mode: Mode = "auto", clipping: str = "flat"
+    ) -> None:
+        """Hooks into the model.
+
+        Args:
+            model: In training.
+            parameters: All that train, by name.
+            mode: auto, per_sample or ghost; see ``rules.product``.
+            clipping: A key of ``FUNCTIONS``.
+        """
+        self._parameters, self._mode, self._function = parameters, mode, FUNCTIONS[clipping]
+        layers = [name.rpartition(".")[0] for name in parameters]
+        names = list(dict.fromkeys(layers)) if clipping == "per_layer" else [""]
+        self._group_L = [names.index(layer) if clipping == "per_layer" else 0 for layer in layers]
+        self._gradients: dict[int, UnitGradients] = {}
+        self._unfinished: list[Tensor] = []  # the gradient so far of a unit that goes on in the next physical batch
+        self._rows_tokens = (0, 0)
+        self._taps = Taps(model, self._receive)
+
+    def close(self) -> None:
+        """Takes the hooks out of the model again."""
+        self._taps.cleanup()
+
+    def add(
+        self, losses: Losses, batch: PhysicalBatch, sums: Mapping[str, Tensor], max_grad_norm: float
+    ) -> tuple[Tensor, Tensor]:
         """See ``Summer``.
 
         Raises:
             Refused: A trainable parameter received no per-unit gradient in this backward pass.
         """
-        self._hooks.batch_RT = (batch.input_ids_RT.shape[0], batch.input_ids_RT.shape[1])
-        loss_R.sum().backward()  # type: ignore[no-untyped-call]
-        gradients = {name: self._collect(name, parameter, batch) for name, parameter in self._parameters.items()}
-        square_U = torch.stack([gradient_UP.double().square().sum(dim=1) for gradient_UP in gradients.values()]).sum(0)
-        norm_U = square_U.sqrt()
+        owners = Owners(batch.unit_R, batch.num_units)
+        unfinished, self._unfinished = self._unfinished, []
+        self._gradients = {id(p): UnitGradients(p, owners) for p in self._parameters.values()}
+        self._rows_tokens = (batch.input_ids_RT.shape[0], batch.input_ids_RT.shape[1])
+        with without_weight_gradients(self._parameters.values()), self._taps.open(len(batch.unit_R)):
+            loss_R = losses(batch)
+            if loss_R.requires_grad:
+                loss_R.sum().backward()  # type: ignore[no-untyped-call]
+        gradients, self._gradients = self._gradients, {}
+        self._check_complete(gradients)
+        for gradient, so_far_U in zip(gradients.values(), unfinished, strict=False):
+            gradient.dense().add_(so_far_U)  # in float32, before the norm is taken
+        if batch.goes_on:
+            self._unfinished = [gradient.dense() for gradient in gradients.values()]
+            return loss_R.detach(), loss_R.new_zeros(0, dtype=torch.float64)
+        square_LU = torch.stack([gradient.square_norm() for gradient in gradients.values()])
+        group_L = torch.tensor(self._group_L, device=square_LU.device)
+        groups = max(self._group_L) + 1
+        norm_GU = square_LU.new_zeros((groups, batch.num_units)).index_add_(0, group_L, square_LU).sqrt_()
+        norm_U = square_LU.sum(dim=0).sqrt()
         finite_U = torch.isfinite(norm_U)
-        factor_U = torch.where(finite_U, (self._max_grad_norm / norm_U).clamp(max=1.0), torch.zeros_like(norm_U))
-        for name, gradient_UP in gradients.items():
-            # where, not a product: 0 * nan is nan, and one bad unit would poison everybody's sum.
-            kept_UP = torch.where(finite_U[:, None], gradient_UP, torch.zeros_like(gradient_UP))
-            # float64, or the rounding of a sum over thousands of units would exceed one unit's 1e-6.
-            sums[name].add_((factor_U @ kept_UP.double()).view_as(sums[name]))
-        return norm_U
+        factor_GU = self._function(norm_GU, max_grad_norm).where(finite_U, 0.0)
+        finite = finite_U.tolist()
+        for group, (name, parameter) in zip(self._group_L, self._parameters.items(), strict=True):
+            gradients.pop(id(parameter)).add_to(sums[name], factor_GU[group], finite)
+        return loss_R.detach(), norm_U
 
-    def _collect(self, name: str, parameter: nn.Parameter, batch: PhysicalBatch) -> Tensor:
-        gradient_R = getattr(parameter, "grad_sample", None)
-        parameter.grad_sample = None  # type: ignore[attr-defined]
-        parameter.grad = None
-        rows = len(batch.unit_R)
-        if not isinstance(gradient_R, Tensor) or len(gradient_R) != rows:
+    def _receive(self, layer: nn.Module, name: str, rule: Rule, input: Tensor, backprop: Tensor) -> None:
+        rows, tokens = self._rows_tokens
+        if input.dim() == backprop.dim() == 2 and len(input) == rows * tokens != rows:
+            input, backprop = input.reshape(rows, tokens, -1), backprop.reshape(rows, tokens, -1)  # OPT
+        if len(input) != rows or len(backprop) != rows or backprop.dim() < 3:
             raise Refused(
-                f"{name} trains, but this step gave no gradient of it for each of the {rows} sequences, so its update could "
-                "not be clipped. Exclude the layer from adapter.target_modules, or train other layers."
+                f"{name} trains and reads tokens without their rows, shape {tuple(input.shape)} for {rows} rows, so nobody "
+                "could tell whose gradient is whose (mixtures of experts do this). Exclude it from adapter.target_modules."
             )
-        gradient_RP = gradient_R.float().flatten(1)
-        if rows == batch.num_units:
-            return gradient_RP
-        return gradient_RP.new_zeros(batch.num_units, parameter.numel()).index_add_(0, batch.unit_R, gradient_RP)
+        for parameter, part in rule(layer, input, backprop, self._trains, self._mode):
+            self._gradients[id(parameter)].add(part)
+
+    def _trains(self, parameter: Tensor | None) -> bool:
+        return id(parameter) in self._gradients
+
+    def _check_complete(self, gradients: Mapping[int, UnitGradients]) -> None:
+        for name, parameter in self._parameters.items():
+            if gradients[id(parameter)].empty:
+                raise Refused(
+                    f"{name} trains, but no layer's call gave a gradient of it for each row in this step, so its update "
+                    "could not be clipped. Exclude the layer from adapter.target_modules, or train other layers."
+                )
+            if parameter.grad is not None:
+                raise Refused(_FOREIGN.format(name=name))
 
 
 class OpacusGhostClipper:
@@ -135,49 +211,46 @@ class OpacusGhostClipper:
         Li et al. 2021, Large Language Models Can Be Strong Differentially Private Learners, section 4; Opacus 1.6.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], max_grad_norm: float) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         """Hooks into the model; ``parameters`` are all that train, by name."""
         self._parameters = parameters
         self._hooks = GradSampleHooksFastGradientClipping(
-            model, batch_first=True, loss_reduction="sum", strict=False, max_grad_norm=max_grad_norm
+            model, batch_first=True, loss_reduction="sum", strict=False, max_grad_norm=1.0
         )
-
-    def set_max_grad_norm(self, value: float) -> None:
-        """Another C, for the self-check."""
-        self._hooks.max_grad_norm = value
 
     def close(self) -> None:
         """Takes the hooks out of the model again."""
-        self._hooks.remove_hooks()
+        self._hooks.cleanup()
 
-    def add(self, loss_R: Tensor, batch: PhysicalBatch, sums: Mapping[str, Tensor]) -> Tensor:
+    def add(
+        self, losses: Losses, batch: PhysicalBatch, sums: Mapping[str, Tensor], max_grad_norm: float
+    ) -> tuple[Tensor, Tensor]:
         """See ``Summer``.
 
         Raises:
-            Refused: A unit has several sequences, or a trainable parameter took part in no norm.
+            Refused: A unit has several rows, or a trainable parameter took part in no norm.
         """
-        if len(batch.unit_R) != batch.num_units:
+        if not Owners(batch.unit_R, batch.num_units).one_to_one:
             raise Refused(
-                "grad_sample_mode opacus_ghost knows the norm of a sequence, not of a unit with several. "
+                "grad_sample_mode opacus_ghost knows the norm of a row, not of a unit with several. "
                 "Set privacy.grad_sample_mode: auto."
             )
+        self._hooks.max_grad_norm = max_grad_norm
         for parameter in self._parameters.values():
             parameter._norm_sample = None  # type: ignore[attr-defined]
+        loss_R = losses(batch)
         loss_R.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
         for name, parameter in self._parameters.items():
             parameter.grad = None
             if parameter._norm_sample is None:  # type: ignore[attr-defined]
                 raise Refused(f"{name} trains, but Opacus measured no norm of it. Set privacy.grad_sample_mode: auto.")
         factor_R = self._hooks.get_clipping_coef()
-        norm_R: Tensor = self._hooks.per_sample_gradient_norms
+        norm_R = cast(Tensor, self._hooks.per_sample_gradient_norms)
         self._hooks.disable_hooks()
         (factor_R.detach() * loss_R).sum().backward()
         self._hooks.enable_hooks()
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                sums[name].add_(parameter.grad.float())
-            parameter.grad = None
-        return norm_R.detach()
+        _take_gradients(self._parameters, sums)
+        return loss_R.detach(), norm_R.detach()
 
 
 class PlainSum:
@@ -187,40 +260,72 @@ class PlainSum:
         None.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """``parameters`` are all that train, by name."""
         self._parameters = parameters
 
     def close(self) -> None:
         """Nothing to take out."""
 
-    def add(self, loss_R: Tensor, batch: PhysicalBatch, sums: Mapping[str, Tensor]) -> Tensor:
+    def add(
+        self, losses: Losses, batch: PhysicalBatch, sums: Mapping[str, Tensor], max_grad_norm: float
+    ) -> tuple[Tensor, Tensor]:
         """See ``Summer``; the norms are not known."""
+        loss_R = losses(batch)
         loss_R.sum().backward()  # type: ignore[no-untyped-call]
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                sums[name].add_(parameter.grad.float())
-            parameter.grad = None
-        return torch.full((batch.num_units,), float("nan"))
+        _take_gradients(self._parameters, sums)
+        return loss_R.detach(), torch.full((batch.num_units,), float("nan"))
 
 
-CLIPPERS = {"auto": PerUnitClipper, "per_sample": PerUnitClipper, "opacus_ghost": OpacusGhostClipper}
+def make_clipper(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], grad_sample_mode: str, clipping: str
+) -> Summer:
+    """The summer of a run with differential privacy.
 
-
-def _dense(
-    layer: nn.Module, input_RTd: Tensor, backprop_RTp: Tensor, *, transposed: bool
-) -> dict[nn.Parameter, Tensor]:
-    if input_RTd.dim() < 3:
+    Raises:
+        Refused: A layer that trains has no rule, or opacus_ghost is asked for another clipping function than flat.
+    """
+    if grad_sample_mode != "opacus_ghost":
+        return PerUnitClipper(model, parameters, mode=cast(Mode, grad_sample_mode), clipping=clipping)
+    if clipping != "flat":
         raise Refused(
-            f"a trainable {layer} reads tokens without their rows, shape {tuple(input_RTd.shape)}, so nobody could tell whose "
-            "gradient is whose (mixtures of experts do this). Exclude it from adapter.target_modules."
+            f"privacy.grad_sample_mode opacus_ghost clips flat only, not {clipping}. Set privacy.grad_sample_mode: auto."
         )
-    input_RTd, backprop_RTp = input_RTd.float().flatten(1, -2), backprop_RTp.float().flatten(1, -2)
-    gradients: dict[nn.Parameter, Tensor] = {}
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    if isinstance(weight, nn.Parameter) and weight.requires_grad:
-        left, right = (input_RTd, backprop_RTp) if transposed else (backprop_RTp, input_RTd)
-        gradients[weight] = left.transpose(1, 2) @ right
-    if isinstance(bias, nn.Parameter) and bias.requires_grad:
-        gradients[bias] = backprop_RTp.sum(dim=1)
-    return gradients
+    return OpacusGhostClipper(model, parameters)
+
+
+def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """A gradient that is there before a step came from somebody's own backward pass, unclipped (``outputs.loss``).
+
+    Raises:
+        Refused: There is one.
+    """
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            raise Refused(_FOREIGN.format(name=name))
+
+
+@contextlib.contextmanager
+def without_weight_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Nothing requires a gradient inside."""
+    parameters = list(parameters)
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def _take_gradients(parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            sums[name].add_(parameter.grad)
+        parameter.grad = None
+
+
+_FOREIGN = (
+    "{name} holds a gradient that this engine did not compute: a backward pass of one's own, such as outputs.loss.backward(), "
+    "is not clipped. Leave the backward pass to the engine, and clear the gradients with optimizer.zero_grad()."
+)

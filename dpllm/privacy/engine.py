@@ -1,34 +1,34 @@
-"""One step: losses -> backward -> clipped sum -> all-reduce -> noise -> update; and the check that it is exact.
+"""One step: losses -> backward -> clipped sum -> all-reduce -> noise -> update.
 
 Comes in: the model, what trains, the Plan (or only the Schedule, for a run without differential privacy), physical
 batches. Goes out: an updated model. Nothing else may touch the gradients. This module must not know data sources, the
 ledger or the recipe's other sections.
 
-Shape suffixes: R sequences, U units, P trainable coordinates.
+Shape suffixes: R rows, U units, P trainable coordinates.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, distributed, nn
-from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
-from dpllm.data import TokenSequence, Unit
 from dpllm.errors import Refused
-from dpllm.privacy.clipping import CLIPPERS, PlainSum
+from dpllm.privacy.clipping import PlainSum, Summer, make_clipper, refuse_foreign_gradients
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
-from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.selfcheck import self_check
 
 FP16_LOSS_SCALE = 1024.0  # constant, so that no step depends on an overflow
-SELF_CHECK_TOLERANCE = 1e-3
-LOW_PRECISION_TOLERANCE = 5e-2
+NOISE_CHUNK = 2**22  # coordinates of which the noise is drawn at once
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,17 @@ class Engine:
         With a Plan: every trainable coordinate is updated from (sum of clipped unit gradients + N(0, (sigma C)^2)) / B
         of this step and from nothing else that was computed from the data; also for an empty batch. The divisor B is the
         Plan's public expected batch size, never the realised one. On several ranks the sums are added, rank 0 adds the
-        noise once, and every rank receives the same vector.
+        noise once, and every rank receives the same vector. With adaptive clipping the count of unclipped units is one
+        more coordinate of that vector, with noise of its own (see ``AdaptiveClipping``), and C follows it.
 
         Without a Plan: none.
 
+    Attributes:
+        max_grad_norm: C of the next step: the Plan's, or with adaptive clipping what earlier releases made of it. Public.
+        noisy_fraction: With adaptive clipping, the released share of unclipped gradients in the last step.
+
     References:
-        Abadi et al. 2016, algorithm 1.
+        Abadi et al. 2016, algorithm 1; Andrew et al. 2021, algorithm 1.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class Engine:
             model: On its device, in training mode; what trains has requires_grad and is float32.
             optimizer: Over exactly what trains.
             schedule: Gives the divisor.
-            plan: Gives C and sigma; None for a run without differential privacy.
+            plan: Gives the clipping function, C and sigma; None for a run without differential privacy.
             grad_sample_mode: How clipped sums are computed.
             noise_entropy: 128 secret bits.
             device: Where gradients live.
@@ -88,31 +93,25 @@ class Engine:
             loss_scale: Constant power of two for fp16.
 
         Raises:
-            Refused: The optimizer misses a trainable parameter or holds another, or one is not float32.
+            Refused: The optimizer misses a trainable parameter or holds another; one is not float32; a layer that trains
+                has no rule; model or optimizer went through accelerate's or torch's data parallelism.
         """
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if in_optimizer != {id(p) for p in self.parameters.values()}:
-            raise Refused(
-                "the optimizer does not hold exactly the trainable parameters, so that an update would escape the noise or "
-                "a noised gradient be dropped. Build the optimizer from the parameters with requires_grad."
-            )
-        if low := [name for name, p in self.parameters.items() if p.dtype != torch.float32]:
-            raise Refused(
-                f"{low[0]} trains in {self.parameters[low[0]].dtype}; noise needs float32. Cast it with .float()."
-            )
+        _check_arguments(model, optimizer, self.parameters)
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
         self._autocast, self._scale, self._device = autocast, loss_scale, device
         self._noise = GaussianNoise(noise_entropy, device)
         self._mode = grad_sample_mode
-        self._norm_bound = plan.max_grad_norm if plan else float("inf")
-        self._summer = self._make_summer(self._norm_bound)
+        self.max_grad_norm = plan.max_grad_norm if plan else float("inf")
+        self.noisy_fraction: float | None = None
+        self._stepping = False
+        self._summer = self._make_summer()
+        self._guard = optimizer.register_step_pre_hook(self._only_released) if plan else None
 
-    def _make_summer(self, norm_bound: float) -> Any:
+    def _make_summer(self) -> Summer:
         if self._plan is None:
-            return PlainSum(self._model, self.parameters)
-        # Gradients carry the loss scale until the sum is formed, so the bound carries it too.
-        return CLIPPERS[self._mode](self._model, self.parameters, norm_bound * self._scale)
+            return PlainSum(self.parameters)
+        return make_clipper(self._model, self.parameters, self._mode, self._plan.clipping)
 
     def losses(self, batch: PhysicalBatch) -> Tensor:
         """loss_R of one physical batch, through the model as it trains."""
@@ -122,66 +121,107 @@ class Engine:
             ).logits
         return sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
 
-    def _zeros(self) -> dict[str, Tensor]:
-        # float64 until the noise is in: rounding a sum to float32 before it could move it by more than C * 1e-6.
-        dtype = torch.float32 if self._plan is None else torch.float64
-        return {name: torch.zeros_like(p, dtype=dtype) for name, p in self.parameters.items()}
+    def _scaled_losses(self, batch: PhysicalBatch) -> Tensor:
+        return self.losses(batch) * self._scale
 
     def clipped_sum(self, batches: Sequence[PhysicalBatch]) -> tuple[Tensor, Diagnostics]:
         """This rank's flat clipped sum over a logical batch, before noise: private.
 
         Returns:
-            sum_P, in float64 if it was clipped, and diagnostics.
+            sum_P, in float64 if it was clipped, and diagnostics. With adaptive clipping one more coordinate: the units
+            no longer than C minus half of all.
         """
-        sums = self._zeros()
+        # float64 until the noise is in: rounding a sum to float32 before could move it by more than C * 1e-6.
+        counted = int(self._plan is not None and self._plan.adaptive is not None)
+        flat_P = torch.zeros(
+            sum(p.numel() for p in self.parameters.values()) + counted,
+            dtype=torch.float32 if self._plan is None else torch.float64,
+            device=self._device,
+        )
+        sums = self._views(flat_P)
         loss, units, clipped = 0.0, 0, 0
+        # Gradients carry the loss scale until the sum is formed, so C carries it too.
+        bound = self.max_grad_norm * self._scale
         for batch in batches:
-            on_device = batch.to(self._device)
-            loss_R = self.losses(on_device)
-            norm_U = self._summer.add(loss_R * self._scale, on_device, sums)
-            loss += float(loss_R.detach().sum())
-            units += batch.num_units
-            clipped += int((norm_U > self._norm_bound * self._scale).sum())
-        flat_P = torch.cat([total.flatten() for total in sums.values()]) / self._scale
+            loss_R, norm_U = self._summer.add(self._scaled_losses, batch.to(self._device), sums, bound)
+            loss += float(loss_R.sum()) / self._scale
+            units += len(norm_U)
+            clipped += int((~(norm_U <= bound)).sum()) if self._plan is not None else 0
+        flat_P /= self._scale
+        if counted:
+            flat_P[-1] = units / 2 - clipped
         return flat_P, Diagnostics(loss / units if units else float("nan"), units, clipped)
 
     def step(self, batches: Sequence[PhysicalBatch]) -> Diagnostics:
-        """One logical step: clipped sum, noise, update."""
+        """One logical step: clipped sum, noise, update.
+
+        Raises:
+            Refused: A trainable parameter has no clipped sum of this step or holds a foreign gradient, or TF32 is on.
+        """
+        if self._plan is not None:
+            refuse_foreign_gradients(self.parameters)
+            _refuse_tf32()
         flat_P, diagnostics = self.clipped_sum(batches)
         self._apply(self._release(flat_P))
         return diagnostics
 
     def _release(self, flat_P: Tensor) -> Tensor:
-        """Adds ranks together, adds noise once, divides by the public batch size."""
+        """Adds ranks together, adds noise once, divides by the public batch size; moves C where it adapts."""
         ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         if ranks:
             distributed.all_reduce(flat_P)
+        adaptive = self._plan.adaptive if self._plan else None
         if self._plan is not None and (not ranks or distributed.get_rank() == 0):
-            deviation = self._plan.noise_multiplier * self._plan.max_grad_norm
-            flat_P = flat_P + deviation * self._noise.draw(flat_P.numel())
-        flat_P = flat_P.float()
+            gradients = flat_P[:-1] if adaptive else flat_P
+            sigma = adaptive.gradient_noise_multiplier if adaptive else self._plan.noise_multiplier
+            for chunk in torch.split(gradients, NOISE_CHUNK):
+                chunk.add_(self._noise.draw(chunk.numel()), alpha=sigma * self.max_grad_norm)
+            if adaptive:
+                flat_P[-1] += adaptive.count_noise_multiplier * float(self._noise.draw(1))
+        released_P = flat_P.float()
         if ranks:
-            distributed.broadcast(flat_P, src=0)
-        return flat_P / self._schedule.expected_batch_size
+            distributed.broadcast(released_P, src=0)
+        released_P /= self._schedule.expected_batch_size
+        if adaptive:
+            self.noisy_fraction = float(released_P[-1]) + 0.5
+            self.max_grad_norm = adaptive.next_norm(self.max_grad_norm, self.noisy_fraction)
+            released_P = released_P[:-1]
+        return released_P
 
     def _apply(self, released_P: Tensor) -> None:
-        start = 0
-        for parameter in self.parameters.values():
-            parameter.grad = released_P[start : start + parameter.numel()].view_as(parameter)
+        for name, gradient in self._views(released_P).items():
+            self.parameters[name].grad = gradient
+        self._stepping = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._stepping = False
+            for parameter in self.parameters.values():
+                parameter.grad = None
+
+    def _views(self, flat_P: Tensor) -> dict[str, Tensor]:
+        """Name -> the part of a flat vector that is this parameter's."""
+        views, start = {}, 0
+        for name, parameter in self.parameters.items():
+            views[name] = flat_P[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
-        self._optimizer.step()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        return views
+
+    def _only_released(self, *_: Any) -> None:
+        if not self._stepping:
+            raise Refused(
+                "optimizer.step() was called beside the engine, with gradients that were neither clipped nor noised. "
+                "Call engine.step()."
+            )
 
     def close(self) -> None:
-        """Takes the hooks out of the model, so that it can be saved and used."""
+        """Takes the hooks out of the model and the optimizer, so that they can be saved and used."""
         self._summer.close()
+        if self._guard is not None:
+            self._guard.remove()
 
     def self_check(self, vocab_size: int, max_length: int, *, low_precision: bool = False) -> float:
         """Compares the engine with brute-force autograd over the same forward graph, on synthetic rows.
-
-        Ragged rows of random tokens, never private ones, run through the real model; weights that start at zero (LoRA's
-        B) are filled for the time of the check, because behind them every gradient would be zero and any engine right.
 
         Args:
             vocab_size: Tokens are drawn below this.
@@ -189,147 +229,58 @@ class Engine:
             low_precision: The forward pass is not float32; the tolerance is then 5e-2.
 
         Returns:
-            The largest relative error seen.
+            The largest relative error seen; 0 without a Plan.
 
         Raises:
-            Refused: Norms or clipped sums differ by more than the tolerance, or rows influence each other's loss; names
-                the layer.
+            Refused: See ``selfcheck.self_check``.
         """
         if self._plan is None:
             return 0.0
-        tolerance = LOW_PRECISION_TOLERANCE if low_precision else SELF_CHECK_TOLERANCE
-        units = _synthetic_units(vocab_size, max_length, several=self._mode != "opacus_ghost")
-        batch = collate(units, pad_id=0).to(self._device)
-        with _filled(self.parameters.values()):
-            self._check_coupling(units, batch, tolerance, max_length)
-            return self._check_sum(batch, tolerance)
-
-    def _check_coupling(self, units: Sequence[Unit], batch: PhysicalBatch, tolerance: float, max_length: int) -> None:
-        training = [module for module in self._model.modules() if module.training]
-        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-        with torch.no_grad():
-            self.losses(batch)  # in training mode, where running averages would move
-            self._model.eval()
-            alone = [collate([unit], pad_id=0).to(self._device) for unit in units]
-            alone_R = torch.cat([self.losses(one) for one in alone])
-            together_R = self.losses(batch)
-            padded_R = self.losses(_padded(alone[-1], self._longest(max_length)))  # as a long neighbour would pad it
-        for module in training:
-            module.training = True
-        for name, buffer in self._model.named_buffers():
-            if not torch.equal(buffer, buffers[name]):
-                raise Refused(
-                    f"the buffer {name} changes in a forward pass, so that one row would change the gradients of others, "
-                    "unclipped. Running averages and dynamic or long-context RoPE do this: use another base model, or a "
-                    "data.max_length within the context that the base model was pretrained on."
-                )
-        alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
-        error = float(((together_R - alone_R).abs() / alone_R.abs().clamp(min=1e-3)).max())
-        if not error <= tolerance:
-            raise Refused(
-                f"the loss of a row changes by {error:.1e} (relative) with the rows beside it, so clipping could not bound "
-                "what one unit does. Batch norm, capacity-limited experts and padding-free attention do this: use another "
-                "base model or attention."
-            )
-
-    def _longest(self, max_length: int) -> int:
-        config: Any = getattr(self._model, "config", None)
-        if config is None or getattr(config, "rope_parameters", None):
-            return max_length
-        # A table of positions ends; rows beyond it fail by themselves.
-        return min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
-
-    def _check_sum(self, batch: PhysicalBatch, tolerance: float) -> float:
-        # C between the norms, so that some units are clipped and others are not. Found on one graph, used on the same.
         self._summer.close()
-        probe = self._make_summer(1.0)
         try:
-            loss_R = self.losses(batch)
-            hooks = probe._hooks
-            hooks.disable_hooks()
-            brute_UP = []
-            for unit in range(batch.num_units):
-                for parameter in self.parameters.values():
-                    parameter.grad = None
-                loss_R[batch.unit_R == unit].sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-                grads = [(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.parameters.values()]
-                brute_UP.append(torch.cat([g.double().flatten() for g in grads]))
-                for parameter in self.parameters.values():
-                    parameter.grad = None
-            gradient_UP = torch.stack(brute_UP)
-            norm_U = gradient_UP.norm(dim=1)
-            bound = float(norm_U.median()) * 1.01
-            probe.set_max_grad_norm(bound * self._scale)
-            expected_P = (bound / norm_U).clamp(max=1.0) @ gradient_UP
-            sums = self._zeros()
-            hooks.enable_hooks()
-            seen_U = probe.add(loss_R * self._scale, batch, sums) / self._scale
+            return self_check(
+                self._model,
+                self.parameters,
+                self._scaled_losses,
+                lambda: make_clipper(self._model, self.parameters, self._mode, "flat"),
+                device=self._device,
+                vocab_size=vocab_size,
+                max_length=max_length,
+                several=self._mode != "opacus_ghost",
+                low_precision=low_precision,
+            )
         finally:
-            probe.close()
-            self._summer = self._make_summer(self._norm_bound)
-        worst = float(((seen_U.double() - norm_U).abs() / norm_U).max())
-        if not worst <= tolerance:
-            self._blame(sums, expected_P, tolerance)
-            raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{_ADVICE}")
-        return max(worst, self._blame(sums, expected_P, tolerance))
-
-    def _blame(self, sums: dict[str, Tensor], expected_P: Tensor, tolerance: float) -> float:
-        """Largest relative error of a parameter's clipped sum; raises naming the worst."""
-        start, errors = 0, {}
-        floor = 1e-3 * float(expected_P.norm())  # some gradients (a key bias) are zero but for rounding
-        for name, total in sums.items():
-            part = expected_P[start : start + total.numel()]
-            start += total.numel()
-            difference = float((total.double().flatten() / self._scale - part).norm())
-            errors[name] = difference / max(float(part.norm()), floor)
-        name = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
-        if not errors[name] <= tolerance:
-            raise Refused(f"self-check: the clipped sum of {name} is off by {errors[name]:.1e} (relative).{_ADVICE}")
-        return errors[name]
+            self._summer = self._make_summer()
 
 
-_ADVICE = (
-    " Its gradient does not come from one ordinary call of its layer (a tied weight, a fused kernel, a layer called with "
-    "another layout), so that clipping would not bound it. Do not train this layer: change adapter.target_modules or "
-    "adapter.last_blocks."
-)
-
-
-def _synthetic_units(vocab_size: int, max_length: int, *, several: bool) -> list[Unit]:
-    generator = torch.Generator().manual_seed(20161024)
-    units = []
-    for lengths in [(11, 6), (17,), (4,), (9,)] if several else [(11,), (17,), (4,), (9,)]:
-        sequences = []
-        for wanted in lengths:
-            length = max(2, min(wanted, max_length))
-            ids = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
-            mask = (False, *(position >= length // 3 for position in range(1, length)))
-            sequences.append(TokenSequence(tuple(ids), mask, sum(mask)))
-        units.append(Unit(tuple(sequences)))
-    return units
-
-
-def _padded(batch: PhysicalBatch, length: int) -> PhysicalBatch:
-    extra = (0, max(0, length - batch.input_ids_RT.shape[1]))
-    return replace(
-        batch,
-        input_ids_RT=functional.pad(batch.input_ids_RT, extra),
-        attention_mask_RT=functional.pad(batch.attention_mask_RT, extra),
-        loss_mask_RT=functional.pad(batch.loss_mask_RT, extra),
-    )
-
-
-@contextlib.contextmanager
-def _filled(parameters: Any) -> Iterator[None]:
-    """Small random values in every parameter that is zero, for the time of the block."""
-    zeros = [p for p in parameters if not bool(p.detach().any())]
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in zeros:
-            p.copy_(0.02 * torch.randn(p.shape, generator=generator).to(p.device))
+def _refuse_tf32() -> None:
     try:
-        yield
-    finally:
-        with torch.no_grad():
-            for p in zeros:
-                p.zero_()
+        exact = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # torch's new switches were used, and the old one then does not answer
+        exact = False
+    if not exact:
+        raise Refused(
+            "TF32 or another short cut for float32 products is on, so that gradients would have 10 bits or fewer. Call "
+            "torch.set_float32_matmul_precision('highest'), and leave fp32_precision alone."
+        )
+
+
+def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    if isinstance(optimizer, AcceleratedOptimizer) or isinstance(model, DistributedDataParallel):
+        raise Refused(
+            "the model or the optimizer went through accelerator.prepare or DistributedDataParallel, which skip steps and "
+            "average gradients behind the noise. Pass them as they were; the engine reduces over ranks itself."
+        )
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [name for name, p in parameters.items() if id(p) not in in_optimizer]:
+        raise Refused(
+            f"the optimizer does not hold exactly the trainable parameters: {missing[0]} trains outside it, so that its "
+            "noised gradient would be dropped. Build the optimizer from the parameters with requires_grad."
+        )
+    if in_optimizer - {id(p) for p in parameters.values()}:
+        raise Refused(
+            "the optimizer does not hold exactly the trainable parameters: it holds one that does not train, whose update "
+            "would escape the noise. Build the optimizer from the parameters with requires_grad."
+        )
+    if low := [name for name, p in parameters.items() if p.dtype != torch.float32]:
+        raise Refused(f"{low[0]} trains in {parameters[low[0]].dtype}; noise needs float32. Cast it with .float().")

@@ -58,7 +58,7 @@ def check_model(model: nn.Module) -> None:
     """What the model shows.
 
     Raises:
-        Refused: A layer couples the rows of a batch, a router or expert trains, or a tied weight trains.
+        Refused: A layer couples the rows of a batch, or a router, an expert or a DoRA magnitude trains.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -76,13 +76,3 @@ def check_model(model: nn.Module) -> None:
             )
         if parameter.requires_grad and any("magnitude_vector" in part for part in parts):
             raise Refused(f"{name} is a DoRA magnitude, whose layer is called twice. Use LoRA without DoRA.")
-    owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in owners:
-            raise Refused(
-                f"{owners[id(parameter)]} and {name} are one tied weight: its gradient has two parts, and clipping would see "
-                "one. Do not train it."
-            )
-        owners[id(parameter)] = name

@@ -17,6 +17,7 @@ from dpllm.config import RunConfig
 from dpllm.errors import Refused
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import Event, Relation
+from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
 
 RELATION_IN_WORDS: dict[Relation, str] = {
     "zero_out": "two datasets of the same public size are neighbours if one becomes the other when the data of one "
@@ -52,7 +53,8 @@ class Plan:
         The trained parameters are (epsilon, delta)-differentially private for the privacy unit ``unit`` under
         ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, each unit's contribution to a summed
         gradient has L2 norm at most ``max_grad_norm``, and N(0, (noise_multiplier * max_grad_norm)^2) is added to every
-        coordinate of each sum.
+        coordinate of each sum. With ``adaptive``, sum and count are released together as one Gaussian of the same
+        noise multiplier (see ``AdaptiveClipping``), and the guarantee covers the released counts too.
 
     Attributes:
         schedule: Sampling rate, steps, public size and divisor.
@@ -60,13 +62,14 @@ class Plan:
         max_examples_per_unit: Rows that one unit may bring; None for example.
         neighbouring_relation: zero_out (N was counted and is published) or add_or_remove_one (N was declared).
         noise_multiplier: sigma, the noise's standard deviation over max_grad_norm.
-        clipping: The clipping function.
-        max_grad_norm: C.
+        clipping: The clipping function: flat, automatic, per_layer or adaptive.
+        max_grad_norm: C; with adaptive clipping the first one, which later releases move.
         delta: Probability-like slack; below 1/N.
         epsilon: Stated by the accountant for the event below.
         target_epsilon: What the recipe asked for; at least epsilon.
         accountant: Name, version and discretisation interval.
         event: The mechanism as a value, from which anyone can recompute epsilon.
+        adaptive: How the noise is split between gradients and count; None for the other clipping functions.
     """
 
     schedule: Schedule
@@ -81,6 +84,7 @@ class Plan:
     target_epsilon: float
     accountant: dict[str, Any]
     event: Event
+    adaptive: AdaptiveClipping | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The Plan as plan.json holds it, with the schedule's fields beside the others."""
@@ -166,6 +170,17 @@ def make_plan(config: RunConfig, num_units: int, cache_dir: Path | None = None) 
             "interval": accounting.FINE_INTERVAL,
         },
         event=event,
+        adaptive=_adaptive(config, sigma, schedule.expected_batch_size),
+    )
+
+
+def _adaptive(config: RunConfig, sigma: float, expected_batch_size: int) -> AdaptiveClipping | None:
+    privacy = config.privacy
+    if privacy.clipping != "adaptive":
+        return None
+    wanted = privacy.adaptive
+    return adaptive_clipping(
+        sigma, expected_batch_size, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
     )
 
 

@@ -9,13 +9,13 @@ Shape suffixes: R sequences of a physical batch, T tokens, U units of a physical
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.data import Unit
+from dpllm.data import TokenSequence, Unit
 from dpllm.privacy.plan import Schedule
 
 
@@ -28,8 +28,9 @@ class PhysicalBatch:
         attention_mask_RT: 1 for tokens, 0 for padding.
         loss_mask_RT: True for target tokens.
         denominator_R: Target tokens of the sequence's whole example.
-        unit_R: Index in 0..num_units-1 of the unit that the sequence belongs to.
-        num_units: How many units this batch holds, each of them whole.
+        unit_R: Index in 0..num_units-1 of the unit that the row belongs to; -1 for a dummy row, which is nobody's.
+        num_units: How many units this batch holds; each of them whole, unless ``goes_on``.
+        goes_on: The one unit of this batch has more rows in the next one.
     """
 
     input_ids_RT: Tensor
@@ -38,6 +39,7 @@ class PhysicalBatch:
     denominator_R: Tensor
     unit_R: Tensor
     num_units: int
+    goes_on: bool = False
 
     def to(self, device: torch.device) -> PhysicalBatch:
         """The same batch on a device."""
@@ -48,6 +50,7 @@ class PhysicalBatch:
             self.denominator_R.to(device),
             self.unit_R.to(device),
             self.num_units,
+            self.goes_on,
         )
 
 
@@ -81,8 +84,8 @@ def physical_batches(
 ) -> list[PhysicalBatch]:
     """Cuts this rank's share of a logical batch into physical batches.
 
-    A unit is never split, because its sequences are summed before they are clipped; a unit with more than ``size``
-    sequences makes a larger batch of its own. Units are sorted by length to save padding: the order within a logical
+    A unit with more than ``size`` sequences has batches of its own, which the clipper adds together before it takes the
+    norm; any other unit is in one batch. Units are sorted by length to save padding: the order within a logical
     batch changes nothing but the rounding of a sum.
 
     Args:
@@ -99,6 +102,11 @@ def physical_batches(
     waiting: list[Unit] = []
     rows = 0
     for unit in share:
+        if len(unit.sequences) > size:
+            parts = [unit.sequences[start : start + size] for start in range(0, len(unit.sequences), size)]
+            pieces = [collate([Unit(part)], pad_id) for part in parts]
+            batches += [replace(piece, goes_on=piece is not pieces[-1]) for piece in pieces]
+            continue
         if waiting and rows + len(unit.sequences) > size:
             batches.append(collate(waiting, pad_id))
             waiting, rows = [], 0
@@ -109,10 +117,17 @@ def physical_batches(
     return batches
 
 
-def collate(units: Sequence[Unit], pad_id: int) -> PhysicalBatch:
-    """Right-pads the sequences of whole units into one physical batch."""
-    owners = [index for index, unit in enumerate(units) for _ in unit.sequences]
+def collate(units: Sequence[Unit], pad_id: int, dummy_rows: int = 0) -> PhysicalBatch:
+    """Right-pads the sequences of units into one physical batch.
+
+    Args:
+        units: Each with one sequence or more; none at all only with ``dummy_rows``.
+        pad_id: Token id for padding.
+        dummy_rows: Rows of no unit at the end, of weight zero, for batches of equal height on every rank.
+    """
+    owners = [index for index, unit in enumerate(units) for _ in unit.sequences] + [-1] * dummy_rows
     sequences = [sequence for unit in units for sequence in unit.sequences]
+    sequences += [TokenSequence((pad_id, pad_id), (False, False), 1)] * dummy_rows
     length = max(len(sequence.input_ids) for sequence in sequences)
     input_ids_RT = torch.full((len(sequences), length), pad_id, dtype=torch.long)
     attention_mask_RT = torch.zeros((len(sequences), length), dtype=torch.long)

@@ -181,7 +181,7 @@ class Lengthy(Toy):
         (Coupled, "rows beside it|rows"),
         (CoupledInTraining, "off by"),
         (Running, "average"),
-        (TimeMajor, "layer.weight"),
+        (TimeMajor, "layer trains and reads tokens without their rows"),
         (Lengthy, "rows beside it"),
     ],
 )

@@ -1,0 +1,244 @@
+"""One parameter's gradient of every unit, in the cheapest exact form, until the clipping factors are known.
+
+Comes in: parts, as the layer rules give them. Goes out: each unit's norm, and the sum under given factors.
+
+Shape suffixes: R rows of a physical batch, U units, T tokens, N tokens of one unit, K vectors looked up, P coordinates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.privacy.rules import Dense, Part, Product, Rows
+
+ROUNDING = 2.0**-53  # of float64
+CHUNK = 2**21  # float64 numbers of a temporary: 16 MiB
+SMALL = 2**18
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Which unit each row of a physical batch belongs to; -1 is nobody (a dummy row)."""
+
+    unit_R: Tensor
+    num_units: int
+
+    @functools.cached_property
+    def one_to_one(self) -> bool:
+        """Row r is unit r."""
+        return self.unit_R.tolist() == list(range(self.num_units))
+
+    @functools.cached_property
+    def rows(self) -> list[list[int]]:
+        """The rows of each unit."""
+        owners = self.unit_R.tolist()
+        return [[row for row, owner in enumerate(owners) if owner == unit] for unit in range(self.num_units)]
+
+
+@dataclass
+class UnitGradients:
+    """What the calls of a parameter's layers have contributed in one backward pass.
+
+    A parameter may be used by several calls and several layers (a tied head): their gradients are added before any norm
+    is taken, cross terms included.
+    """
+
+    parameter: nn.Parameter
+    owners: Owners
+    _dense_U: Tensor | None = None
+    _products: list[Product] = field(default_factory=list)
+    _rows: list[Rows] = field(default_factory=list)
+    _found: tuple[Tensor, Tensor, Tensor] | None = None  # what _looked_up returned: measured, and summed as measured
+
+    def add(self, part: Part) -> None:
+        """Takes the contribution of one call of one layer."""
+        if isinstance(part, Product):
+            self._products.append(part)
+        elif isinstance(part, Rows):
+            self._rows.append(part)
+            self._found = None
+        else:
+            gradient_U = self._by_unit(part.gradient_R)
+            self._dense_U = gradient_U if self._dense_U is None else self._dense_U.add_(gradient_U)
+
+    @property
+    def empty(self) -> bool:
+        """No layer of this parameter was called."""
+        return self._dense_U is None and not self._products and not self._rows
+
+    def dense(self) -> Tensor:
+        """gradient_U in float32: (U, *parameter.shape)."""
+        if self._products or self._rows:
+            looked_up = self._looked_up() if self._rows else None
+            columns = bool(self._rows) and self._rows[0].columns
+            products, self._products, self._rows = self._products, [], []
+            for item in products:
+                self.add(Dense(item.left_RTi.float().transpose(1, 2) @ item.right_RTj.float()))
+            if looked_up:
+                if self._dense_U is None:
+                    self._dense_U = self.parameter.new_zeros(
+                        (self.owners.num_units, *self.parameter.shape), dtype=torch.float32
+                    )
+                unit_K, id_K, values_Kd = looked_up
+                target = self._dense_U.transpose(1, 2) if columns else self._dense_U
+                target[unit_K, id_K] += values_Kd
+        assert self._dense_U is not None
+        return self._dense_U
+
+    def square_norm(self) -> Tensor:
+        """An upper bound of each unit's squared L2 norm, float64: exact but for the last bits.
+
+        Materialised gradients are measured in float64 as they are. Of factors, a squared norm is a sum of Gram products
+        that can cancel, so that float32 loses it altogether; here it is accumulated in float64 and increased by a bound
+        on the rounding that is left, of the norm as of the sum that ``add_to`` forms.
+
+        References:
+            Goodfellow 2015, Efficient Per-Example Gradient Computations; Li et al. 2021, section 4, equation 2; for the
+            bound, Higham 2002, Accuracy and Stability of Numerical Algorithms, section 3.1.
+        """
+        if self._dense_U is not None or (self._products and len(self._rows) and self._rows[0].columns):
+            dense_U = self.dense()
+            norm_U: Tensor = torch.linalg.vector_norm(dense_U.flatten(1), dim=1, dtype=torch.float64)
+            return norm_U.square_()
+        device = self.parameter.device
+        square_U = torch.zeros(self.owners.num_units, dtype=torch.float64, device=device)
+        compact = self._looked_up() if self._rows else None
+        if compact:
+            square_U.index_add_(0, compact[0], compact[2].double().square().sum(dim=1))
+        if not self._products:
+            return square_U
+        all_tokens = sum(item.left_RTi.shape[0] * item.left_RTi.shape[1] for item in self._products)
+        for unit in range(self.owners.num_units):
+            left_Ni, right_Nj = self._factors(unit)
+            gram, size, terms = _measure(left_Ni, right_Nj)
+            if compact:
+                mine = compact[0] == unit
+                looked_up_Kd = compact[2][mine].double()
+                head_Kd = left_Ni[:, compact[1][mine]].double().T @ right_Nj.double()
+                gram = gram + square_U[unit] + 2 * (head_Kd * looked_up_Kd).sum()
+                size = size + looked_up_Kd.norm(dim=1).sum()
+            slack = (terms + all_tokens) * ROUNDING
+            bound = (gram.clamp(min=0) + slack * size.square()).sqrt() + slack * size
+            square_U[unit] = bound.square()
+        return square_U
+
+    def add_to(self, sum_: Tensor, factor_U: Tensor, finite: Sequence[bool]) -> None:
+        """Adds the units' gradients times ``factor_U`` (float64) into ``sum_`` (float64, the parameter's shape).
+
+        A unit that is not ``finite`` is left out.
+        """
+        if self._dense_U is not None:
+            self._add_dense(self._dense_U, sum_, factor_U, finite)
+            return
+        if self._rows:
+            unit_K, id_K, values_Kd = self._looked_up()
+            if not all(finite):
+                kept_K = torch.tensor(finite, device=unit_K.device)[unit_K]
+                unit_K, id_K, values_Kd = unit_K[kept_K], id_K[kept_K], values_Kd[kept_K]
+            target = sum_.T if self._rows[0].columns else sum_
+            target.index_add_(0, id_K, values_Kd.double() * factor_U[unit_K, None])
+        if self._products:
+            kept = [unit for unit, good in enumerate(finite) if good]
+            lefts, rights = [], []
+            for item in self._products:
+                lefts.append(self._tokens(item.left_RTi, kept))
+                rights.append(self._tokens(item.right_RTj, kept))
+            weight_N = torch.cat([self._token_factors(item.left_RTi, kept, factor_U) for item in self._products])
+            _add_product(sum_, _cat(lefts), weight_N, _cat(rights))
+
+    def _add_dense(self, dense_U: Tensor, sum_: Tensor, factor_U: Tensor, finite: Sequence[bool]) -> None:
+        if dense_U.numel() <= SMALL:
+            if not all(finite):  # 0 * nan is nan: one bad unit would poison everybody's sum
+                dense_U[[unit for unit, good in enumerate(finite) if not good]] = 0
+            sum_.add_((factor_U @ dense_U.flatten(1).double()).view_as(sum_))
+            return
+        for unit, good in enumerate(finite):
+            if good:
+                sum_.addcmul_(dense_U[unit], factor_U[unit])
+
+    def _by_unit(self, gradient_R: Tensor) -> Tensor:
+        if self.owners.one_to_one:
+            return gradient_R
+        kept_R = self.owners.unit_R >= 0
+        gradient_U = gradient_R.new_zeros((self.owners.num_units, *gradient_R.shape[1:]))
+        return gradient_U.index_add_(0, self.owners.unit_R[kept_R], gradient_R[kept_R])
+
+    def _looked_up(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(unit_K, id_K, values_Kd): the sum of the vectors of each unit at each index, no pair twice, units in order."""
+        if self._found is not None:
+            return self._found
+        vocabulary = self.parameter.shape[1 if self._rows[0].columns else 0]
+        keys, values = [], []
+        for part in self._rows:
+            unit_RT = self.owners.unit_R[:, None].expand_as(part.ids_RT)
+            kept_RT = unit_RT >= 0
+            keys.append((unit_RT * vocabulary + part.ids_RT)[kept_RT])
+            values.append(part.values_RTd[kept_RT])
+        key_K, place = torch.unique(_cat(keys), return_inverse=True)
+        value = _cat(values)
+        values_Kd = value.new_zeros((len(key_K), value.shape[1])).index_add_(0, place, value)
+        self._found = key_K // vocabulary, key_K % vocabulary, values_Kd
+        return self._found
+
+    def _factors(self, unit: int) -> tuple[Tensor, Tensor]:
+        """One unit's factors, the tokens of all its rows and calls one after the other."""
+        lefts = [self._tokens(item.left_RTi, [unit]) for item in self._products]
+        rights = [self._tokens(item.right_RTj, [unit]) for item in self._products]
+        return _cat(lefts), _cat(rights)
+
+    def _tokens(self, factor_RTi: Tensor, units: Sequence[int]) -> Tensor:
+        """The tokens of some units, (N, i), without a copy where it is one row or all of them."""
+        rows = [row for unit in units for row in self.owners.rows[unit]]
+        if rows == list(range(len(factor_RTi))):
+            return factor_RTi.flatten(0, 1)
+        return factor_RTi[rows[0]] if len(rows) == 1 else factor_RTi[rows].flatten(0, 1)
+
+    def _token_factors(self, factor_RTi: Tensor, units: Sequence[int], factor_U: Tensor) -> Tensor:
+        owner_N = [unit for unit in units for _ in self.owners.rows[unit]]
+        return factor_U[owner_N].repeat_interleave(factor_RTi.shape[1])
+
+
+def _measure(left_Ni: Tensor, right_Nj: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Of left.T @ right in float64: the squared norm, the sum of its terms' norms, and how many roundings meet in it."""
+    tokens, i, j = len(left_Ni), left_Ni.shape[1], right_Nj.shape[1]
+    if tokens * (i + j) <= i * j:  # Gram matrices are cheaper than the gradient
+        gram_NN, other_NN = _gram(left_Ni), _gram(right_Nj)
+        size = (gram_NN.diagonal() * other_NN.diagonal()).sqrt().sum()
+        return gram_NN.mul_(other_NN).sum(), size, i + j + tokens**2 + 4
+    right = right_Nj.double()
+    square, sizes_N = right.new_zeros(()), right.new_zeros(tokens)
+    for chunk in torch.split(left_Ni, max(1, CHUNK // max(tokens, j)), dim=1):
+        chunk = chunk.double()
+        square += (chunk.T @ right).square_().sum()
+        sizes_N += chunk.square().sum(dim=1)
+    return square, (sizes_N * right.square().sum(dim=1)).sqrt().sum(), i * j + tokens + 4
+
+
+def _gram(factor_Ni: Tensor) -> Tensor:
+    gram_NN = factor_Ni.new_zeros((len(factor_Ni), len(factor_Ni)), dtype=torch.float64)
+    for chunk in torch.split(factor_Ni, max(1, CHUNK // len(factor_Ni)), dim=1):
+        chunk = chunk.double()
+        gram_NN.addmm_(chunk, chunk.T)
+    return gram_NN
+
+
+def _add_product(sum_: Tensor, left_Ni: Tensor, weight_N: Tensor, right_Nj: Tensor) -> None:
+    """Sum += left.T @ diag(weight) @ right, in float64, by chunks of left's columns (a head's vocabulary)."""
+    if not len(left_Ni):
+        return
+    right = (
+        right_Nj.double().mul_(weight_N[:, None]) if right_Nj.dtype != torch.float64 else right_Nj * weight_N[:, None]
+    )
+    start = 0
+    for chunk in torch.split(left_Ni, max(1, CHUNK // len(left_Ni)), dim=1):
+        sum_[start : start + chunk.shape[1]].addmm_(chunk.double().T, right)
+        start += chunk.shape[1]
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -1,0 +1,222 @@
+"""The check before every run: the engine against brute-force autograd, through the very model that trains.
+
+Comes in: the model, a function from batch to losses, a way to make a clipper. Goes out: the largest error seen, or a
+refusal that names the layer. Rows are synthetic; this module must not see data.
+
+Shape suffixes: R rows, T tokens, U units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpllm.data import TokenSequence, Unit
+from dpllm.errors import Refused
+from dpllm.privacy.clipping import Losses, Summer
+from dpllm.privacy.sampling import PhysicalBatch, collate
+
+TOLERANCE = 1e-3
+LOW_PRECISION_TOLERANCE = 5e-2
+
+
+def self_check(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    losses: Losses,
+    make_clipper: Callable[[], Summer],
+    *,
+    device: torch.device,
+    vocab_size: int,
+    max_length: int,
+    several: bool,
+    low_precision: bool,
+) -> float:
+    """Compares per-unit norms and a clipped sum with ordinary gradients, taken unit by unit from the same forward pass.
+
+    Ragged rows of random tokens, never private ones, and a dummy row. Weights that start at zero (LoRA's B) are filled for
+    the time of the check, because behind them every gradient would be zero and any engine right. Dropout draws the same
+    masks for both sides.
+
+    Args:
+        model: As it trains, without hooks.
+        parameters: All that train, by name.
+        losses: From a physical batch to loss_R.
+        make_clipper: Hooks a clipper with flat clipping into the model.
+        device: Where the model is.
+        vocab_size: Tokens are drawn below this.
+        max_length: Longest row allowed.
+        several: Some units have several rows.
+        low_precision: The forward pass is not float32; the tolerance is then 5e-2 instead of 1e-3.
+
+    Returns:
+        The largest relative error seen.
+
+    Raises:
+        Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other's loss, or a forward
+            pass moves a buffer; names the layer.
+    """
+    tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
+    units = _synthetic_units(vocab_size, max_length, several=several)
+    batch = collate(units, pad_id=0, dummy_rows=int(several)).to(device)
+    with _filled(parameters.values()), _own_random_state(device) as restart:
+        _check_coupling(model, losses, units, batch, tolerance, max_length)
+        restart()
+        norm_U, bound, expected = _brute_force(parameters, losses(batch), batch)
+        clipper = make_clipper()
+        try:
+            restart()
+            sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+            _, seen_U = clipper.add(losses, batch, sums, bound)
+        finally:
+            clipper.close()
+    worst = float(((seen_U.double() - norm_U).abs() / norm_U).max())
+    if not worst <= tolerance:
+        _compare(sums, expected, tolerance)  # names the layer, if one stands out
+        raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{_ADVICE}")
+    return max(worst, _compare(sums, expected, tolerance))
+
+
+def _check_coupling(
+    model: nn.Module,
+    losses: Losses,
+    units: Sequence[Unit],
+    batch: PhysicalBatch,
+    tolerance: float,
+    max_length: int,
+) -> None:
+    training = [module for module in model.modules() if module.training]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        losses(batch)  # in training mode, where running averages would move
+        model.eval()
+        alone = [collate([unit], pad_id=0).to(batch.unit_R.device) for unit in units]
+        alone_R = torch.cat([losses(one) for one in alone])
+        together_R = losses(batch)[batch.unit_R >= 0]
+        padded_R = losses(_padded(alone[-1], _longest(model, max_length)))  # as a long neighbour would pad it
+    for module in training:
+        module.training = True
+    for name, buffer in model.named_buffers():
+        if not torch.equal(buffer, buffers[name]):
+            raise Refused(
+                f"the buffer {name} changes in a forward pass, so that one row would change the gradients of others, "
+                "unclipped. Running averages and dynamic or long-context RoPE do this: use another base model, or a "
+                "data.max_length within the context that the base model was pretrained on."
+            )
+    alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
+    error = float(((together_R - alone_R).abs() / alone_R.abs().clamp(min=1e-3)).max())
+    if not error <= tolerance:
+        raise Refused(
+            f"the loss of a row changes by {error:.1e} (relative) with the rows beside it, so clipping could not bound "
+            "what one unit does. Batch norm, capacity-limited experts and padding-free attention do this: use another "
+            "base model or attention."
+        )
+
+
+def _longest(model: nn.Module, max_length: int) -> int:
+    config: Any = getattr(model, "config", None)
+    if config is None or getattr(config, "rope_parameters", None):
+        return max_length
+    # A table of positions ends; rows beyond it fail by themselves.
+    return min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
+
+
+def _brute_force(
+    parameters: Mapping[str, nn.Parameter], loss_R: Tensor, batch: PhysicalBatch
+) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """norm_U, a C between the norms (some units are clipped, others not), and the clipped sum at that C.
+
+    One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes.
+    """
+
+    def gradients(unit: int) -> dict[str, Tensor]:
+        loss_R[batch.unit_R == unit].sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        found = {name: p.grad for name, p in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
+        return {name: g.double() for name, g in found.items() if g is not None}
+
+    norms = []
+    for unit in range(batch.num_units):
+        squares = [gradient.square().sum() for gradient in gradients(unit).values()]
+        norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
+    bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
+    expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    for unit, norm in enumerate(norms):
+        for name, gradient in gradients(unit).items():
+            expected[name].add_(gradient, alpha=min(1.0, bound / norm))
+    return torch.tensor(norms, dtype=torch.float64, device=loss_R.device), bound, expected
+
+
+def _compare(sums: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> float:
+    """Largest relative error of a parameter's clipped sum; raises naming the worst."""
+    whole = float(torch.stack([part.norm() for part in expected.values()]).norm())
+    errors = {}
+    for name, part in expected.items():
+        # Some gradients (a key bias) are zero but for rounding.
+        errors[name] = float((sums[name] - part).norm()) / max(float(part.norm()), 1e-3 * whole)
+    name = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
+    if not errors[name] <= tolerance:
+        raise Refused(f"self-check: the clipped sum of {name} is off by {errors[name]:.1e} (relative).{_ADVICE}")
+    return errors[name]
+
+
+_ADVICE = (
+    " Its gradient does not come from ordinary calls of its layer (a weight used outside it, a fused kernel, a layer called "
+    "with another layout), so that clipping would not bound it. Do not train this layer: change adapter.target_modules or "
+    "adapter.last_blocks."
+)
+
+
+def _synthetic_units(vocab_size: int, max_length: int, *, several: bool) -> list[Unit]:
+    generator = torch.Generator().manual_seed(20161024)
+    units = []
+    for lengths in [(11, 6), (17,), (4,), (9,)] if several else [(11,), (17,), (4,), (9,)]:
+        sequences = []
+        for wanted in lengths:
+            length = max(2, min(wanted, max_length))
+            ids = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+            mask = (False, *(position >= length // 3 for position in range(1, length)))
+            sequences.append(TokenSequence(tuple(ids), mask, sum(mask)))
+        units.append(Unit(tuple(sequences)))
+    return units
+
+
+def _padded(batch: PhysicalBatch, length: int) -> PhysicalBatch:
+    extra = (0, max(0, length - batch.input_ids_RT.shape[1]))
+    return replace(
+        batch,
+        input_ids_RT=functional.pad(batch.input_ids_RT, extra),
+        attention_mask_RT=functional.pad(batch.attention_mask_RT, extra),
+        loss_mask_RT=functional.pad(batch.loss_mask_RT, extra),
+    )
+
+
+@contextlib.contextmanager
+def _filled(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Small random values in every parameter that is zero, for the time of the block."""
+    zeros = [p for p in parameters if not bool(p.detach().any())]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in zeros:
+            p.copy_(0.02 * torch.randn(p.shape, generator=generator).to(p.device))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p in zeros:
+                p.zero_()
+
+
+@contextlib.contextmanager
+def _own_random_state(device: torch.device) -> Iterator[Callable[[], object]]:
+    """Dropout masks that can be drawn again, and global generators as they were afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield partial(torch.manual_seed, 7)
