@@ -7,6 +7,7 @@ a resumed run draws fresh noise and fresh samples.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 from pathlib import Path
@@ -52,7 +53,14 @@ def weight_hashes(directory: Path) -> dict[str, str]:
     }
 
 
-def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, entry: str | None) -> None:
+def save_resume(
+    run: RunDir,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    entry: str | None,
+    max_grad_norm: float,
+) -> None:
     """Writes a checkpoint atomically: a temporary directory, then a rename.
 
     Args:
@@ -61,6 +69,7 @@ def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer,
         optimizer: Its state is saved.
         step: Steps executed so far.
         entry: The ledger's reservation, which a resumed run goes on with.
+        max_grad_norm: C of the next step, which adaptive clipping moves; a function of released values.
     """
     temporary = run.private / f".resume.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -69,9 +78,9 @@ def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer,
     torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
     digest = hashlib.sha256((temporary / "trainable.safetensors").read_bytes()).hexdigest()
     optimizer_digest = hashlib.sha256((temporary / "optimizer.pt").read_bytes()).hexdigest()
-    write_json(
-        temporary / "state.json", {"step": step, "entry": entry, "trainable": digest, "optimizer": optimizer_digest}
-    )
+    state = {"step": step, "entry": entry, "trainable": digest, "optimizer": optimizer_digest}
+    # JSON has no infinity, which is C of a run without differential privacy.
+    write_json(temporary / "state.json", state | ({"max_grad_norm": max_grad_norm} if max_grad_norm < math.inf else {}))
     shutil.rmtree(run.resume, ignore_errors=True)
     os.replace(temporary, run.resume)
 
@@ -80,7 +89,7 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
     """Restores a checkpoint into model and optimizer.
 
     Returns:
-        {"step", "entry"}.
+        {"step", "entry", "max_grad_norm"}, the last with differential privacy only.
 
     Raises:
         ConfigError: There is no checkpoint.

@@ -165,8 +165,14 @@ def _plan(known: argparse.Namespace, rest: list[str]) -> int:
         "sampling rate q": f"{schedule.sampling_rate:.6f}: each unit joins each step by its own coin",
         "steps T": str(schedule.num_steps),
         "expected batch B": f"{schedule.expected_batch_size} units",
-        "clipping": f"{plan.clipping}, C = {plan.max_grad_norm:g}",
-        "noise multiplier": f"{plan.noise_multiplier:g}",
+        "clipping": f"{plan.clipping}, {'first C' if plan.adaptive else 'C'} = {plan.max_grad_norm:g}",
+        "noise multiplier": f"{plan.noise_multiplier:g}"
+        + (
+            f": {plan.adaptive.gradient_noise_multiplier:.5g} on gradients, {plan.adaptive.count_noise_multiplier:.5g} on the "
+            "count that moves C"
+            if plan.adaptive
+            else ""
+        ),
         "accountant": f"{plan.accountant['name']} {plan.accountant['version']}",
         "ledger": _ledger_outlook(config, plan),
     }

@@ -132,6 +132,7 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
     if resume:
         saved = checkpoint.load_resume(run, net, optimizer)
         entry, first_step = saved["entry"], int(saved["step"])
+        engine.max_grad_norm = saved.get("max_grad_norm", engine.max_grad_norm)
         charged = shared(book.steps(entry) if book and entry else first_step)
         if charged > first_step:
             notes.append(f"{charged - first_step} charged steps were lost before the checkpoint and were not repeated")

@@ -58,7 +58,7 @@ def write_record(
             "total_parameters": sum(t.numel() for t in p.model.parameters()),
         },
         "artifacts": checkpoint.weight_hashes(p.run.export) if unfinished is None else {},
-        "metrics": {"public": public, "released": {}},
+        "metrics": {"public": public, "released": p.engine.released()},
         "started_at": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None,
         "duration_seconds": round(time.time() - started, 1),

@@ -101,11 +101,11 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float) -> 
             if settings.eval_every and step % settings.eval_every == 0 and step < p.schedule.num_steps:
                 _log(p, state, {"step": step, "eval_loss": _evaluate(p, state)})
             if main and settings.checkpoint_every and step % settings.checkpoint_every == 0:
-                checkpoint.save_resume(p.run, p.model, p.optimizer, step, p.entry)
+                checkpoint.save_resume(p.run, p.model, p.optimizer, step, p.entry, p.engine.max_grad_norm)
         status = "completed" if step == p.schedule.num_steps else "interrupted"
         p.engine.close()
         if main and status == "interrupted":
-            checkpoint.save_resume(p.run, p.model, p.optimizer, step, p.entry)
+            checkpoint.save_resume(p.run, p.model, p.optimizer, step, p.entry, p.engine.max_grad_norm)
         summary.after = _evaluate(p, state)
         summary.tokens = sum(sum(sequence.loss_mask) for sequence in p.held_out)
     except BaseException as error:
@@ -146,7 +146,8 @@ def _loop(p: Prepared, state: PartialState, console: Console) -> Iterator[int]:
                 p.ledger.charge(p.entry, step + 1)  # written before the update exists
             diagnostics = p.engine.step(batches)
             loss = diagnostics.loss if math.isfinite(diagnostics.loss) else None
-            _log(p, state, {"step": step + 1, "loss": loss, "units": diagnostics.units, "clipped": diagnostics.clipped})
+            private = {"step": step + 1, "loss": loss, "units": diagnostics.units, "clipped": diagnostics.clipped}
+            _log(p, state, {**private, "released": p.engine.released()})
             progress.update(task, completed=step + 1, description=epsilon_after(step + 1))
             yield step + 1
 

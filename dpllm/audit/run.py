@@ -7,13 +7,11 @@ keeps them private. No canary's text leaves private/.
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpllm import model
+from dpllm import checkpoint, model
 from dpllm.audit import canaries, figure
 from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.scores import score_canaries
@@ -44,7 +42,11 @@ def audit(run: RunDir) -> dict[str, Any]:
             f"{run.root}: no canaries were planted, so there is nothing to measure. Put audit: {{canaries: {{}}}} into "
             "the recipe (or audit.canaries.groups: {1: 200, 4: 20, 16: 20}) and train again."
         )
-    weights = _hash_weights(run.export)
+    weights = checkpoint.weight_hashes(run.export)
+    if not weights:
+        raise ConfigError(
+            f"{run.export}: holds no weights to audit; the run did not finish. Train again, or resume it."
+        )
     plan = canaries.load(run.canaries)
     claim = _claim(run, plan) if config.privacy.enabled else None
 
@@ -99,17 +101,6 @@ def _describe(plan: CanaryPlan, settings: CanaryConfig) -> dict[str, Any]:
         "references": len(plan.references),
         "commitment": plan.commitment,
     }
-
-
-def _hash_weights(export: Path) -> dict[str, str]:
-    """SHA-256 of every exported weight file, so that the report says which weights it is about."""
-    hashes = {}
-    for path in sorted(export.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    if not hashes:
-        raise ConfigError(f"{export}: holds no weights to audit; the run did not finish. Train again, or resume it.")
-    return hashes
 
 
 def _count(run: RunDir) -> int:

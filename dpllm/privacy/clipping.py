@@ -239,7 +239,10 @@ class OpacusGhostClipper:
         for parameter in self._parameters.values():
             parameter._norm_sample = None  # type: ignore[attr-defined]
         loss_R = losses(batch)
-        loss_R.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        try:
+            loss_R.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        except NotImplementedError as error:  # a tied weight, or a layer called twice
+            raise Refused(f"Opacus' ghost clipping: {error}. Set privacy.grad_sample_mode: auto.") from None
         for name, parameter in self._parameters.items():
             parameter.grad = None
             if parameter._norm_sample is None:  # type: ignore[attr-defined]
@@ -280,18 +283,15 @@ class PlainSum:
 def make_clipper(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], grad_sample_mode: str, clipping: str
 ) -> Summer:
-    """The summer of a run with differential privacy.
+    """The summer of a run with differential privacy; guards.py refuses opacus_ghost with anything but flat clipping.
 
     Raises:
-        Refused: A layer that trains has no rule, or opacus_ghost is asked for another clipping function than flat.
+        Refused: A layer that trains has no rule, or the model is hooked already.
     """
-    if grad_sample_mode != "opacus_ghost":
-        return PerUnitClipper(model, parameters, mode=cast(Mode, grad_sample_mode), clipping=clipping)
-    if clipping != "flat":
-        raise Refused(
-            f"privacy.grad_sample_mode opacus_ghost clips flat only, not {clipping}. Set privacy.grad_sample_mode: auto."
-        )
-    return OpacusGhostClipper(model, parameters)
+    if grad_sample_mode == "opacus_ghost":
+        assert clipping == "flat"
+        return OpacusGhostClipper(model, parameters)
+    return PerUnitClipper(model, parameters, mode=cast(Mode, grad_sample_mode), clipping=clipping)
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -214,6 +214,12 @@ class Engine:
                 "Call engine.step()."
             )
 
+    def released(self) -> dict[str, float]:
+        """Values of the last step that carry noise and are accounted, and may be published: of adaptive clipping."""
+        if self.noisy_fraction is None:
+            return {}
+        return {"unclipped_fraction": self.noisy_fraction, "max_grad_norm": self.max_grad_norm}
+
     def close(self) -> None:
         """Takes the hooks out of the model and the optimizer, so that they can be saved and used."""
         self._summer.close()

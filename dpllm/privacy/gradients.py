@@ -18,7 +18,6 @@ from dpllm.privacy.rules import Dense, Part, Product, Rows
 
 ROUNDING = 2.0**-53  # of float64
 CHUNK = 2**21  # float64 numbers of a temporary: 16 MiB
-SMALL = 2**18
 
 
 @dataclass(frozen=True)
@@ -152,14 +151,12 @@ class UnitGradients:
             _add_product(sum_, _cat(lefts), weight_N, _cat(rights))
 
     def _add_dense(self, dense_U: Tensor, sum_: Tensor, factor_U: Tensor, finite: Sequence[bool]) -> None:
-        if dense_U.numel() <= SMALL:
-            if not all(finite):  # 0 * nan is nan: one bad unit would poison everybody's sum
-                dense_U[[unit for unit, good in enumerate(finite) if not good]] = 0
-            sum_.add_((factor_U @ dense_U.flatten(1).double()).view_as(sum_))
-            return
-        for unit, good in enumerate(finite):
-            if good:
-                sum_.addcmul_(dense_U[unit], factor_U[unit])
+        if not all(finite):  # 0 * nan is nan: one bad unit would poison everybody's sum
+            dense_U[[unit for unit, good in enumerate(finite) if not good]] = 0
+        total_P, dense_UP = sum_.view(-1), dense_U.flatten(1)
+        size = max(1, CHUNK // 16 // len(dense_UP))  # stays in a processor's cache
+        for start in range(0, len(total_P), size):
+            total_P[start : start + size].addmv_(dense_UP[:, start : start + size].double().T, factor_U)
 
     def _by_unit(self, gradient_R: Tensor) -> Tensor:
         if self.owners.one_to_one:

@@ -26,6 +26,15 @@ def check_config(config: RunConfig) -> None:
             "privacy.enabled: false trains without differential privacy, and data.train is not declared public: whatever it "
             "holds could be read out of the adapter. Set data.public: true if it is public, or privacy.enabled: true."
         )
+    if (
+        config.privacy.enabled
+        and config.privacy.grad_sample_mode == "opacus_ghost"
+        and config.privacy.clipping != "flat"
+    ):
+        raise Refused(
+            f"privacy.grad_sample_mode opacus_ghost clips flat only, not {config.privacy.clipping}. "
+            "Set privacy.grad_sample_mode: auto."
+        )
     several = config.data.unit != "example" or config.data.long_examples == "chunk"
     if config.privacy.enabled and config.privacy.grad_sample_mode == "opacus_ghost" and several:
         raise Refused(

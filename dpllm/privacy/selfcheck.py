@@ -73,7 +73,7 @@ def self_check(
         clipper = make_clipper()
         try:
             restart()
-            sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+            sums = {name: torch.zeros(p.shape, dtype=torch.float64, device=device) for name, p in parameters.items()}
             _, seen_U = clipper.add(losses, batch, sums, bound)
         finally:
             clipper.close()

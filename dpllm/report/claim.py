@@ -147,6 +147,7 @@ def _terms(config: RunConfig, plan: Json, record: Json) -> Json:
         "clipping": plan["clipping"],
         "max_grad_norm": plan["max_grad_norm"],
         "noise_multiplier": plan["noise_multiplier"],
+        **({"adaptive": plan["adaptive"]} if plan.get("adaptive") else {}),
         "sampling": {
             "scheme": "poisson",
             "sampling_rate": plan["sampling_rate"],

@@ -30,7 +30,7 @@ def pair(seed: int, *, names: tuple[str, ...] = ("a", "b")) -> tuple[nn.Module, 
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
     run.make()
-    save_resume(run, *pair(1), 7, "entry-1")
+    save_resume(run, *pair(1), 7, "entry-1", 0.3)
     return run
 
 
@@ -39,7 +39,7 @@ def test_what_is_saved_comes_back(run: RunDir) -> None:
     net, optimizer = pair(2)
     frozen = net["a"].bias.clone()
     state = load_resume(run, net, optimizer)
-    assert (state["step"], state["entry"]) == (7, "entry-1")
+    assert (state["step"], state["entry"], state["max_grad_norm"]) == (7, "entry-1", 0.3)
     for (name, old), new in zip(saved.named_parameters(), net.parameters(), strict=True):
         assert torch.equal(old, new) == (name != "a.bias")
     assert torch.equal(net["a"].bias, frozen)
@@ -91,7 +91,8 @@ def test_the_state_names_the_hashes_of_what_lies_beside_it(run: RunDir) -> None:
 
 def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
     assert {path.name for path in run.resume.iterdir()} == {"state.json", "trainable.safetensors", "optimizer.pt"}
-    assert set(read_json(run.resume / "state.json")) == {"schema_version", "step", "entry", "trainable", "optimizer"}
+    known = {"schema_version", "step", "entry", "trainable", "optimizer", "max_grad_norm"}
+    assert set(read_json(run.resume / "state.json")) == known
     moments = torch.load(run.resume / "optimizer.pt", weights_only=True)
     assert set(moments) == {"state", "param_groups"}
     assert {key for state in moments["state"].values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
@@ -99,10 +100,12 @@ def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
 
 def test_a_new_checkpoint_replaces_the_old_one_whole(run: RunDir) -> None:
     (run.resume / "stray").write_text("x")
-    save_resume(run, *pair(3), 8, None)
+    save_resume(run, *pair(3), 8, None, float("inf"))
     assert not (run.resume / "stray").exists()
     assert [path.name for path in run.private.iterdir()] == ["resume"]
-    assert load_resume(run, *pair(2))["step"] == 8
+    state = load_resume(run, *pair(2))
+    assert state["step"] == 8
+    assert "max_grad_norm" not in state  # a run without differential privacy clips at no norm
 
 
 def test_weight_hashes_are_of_the_weight_files_alone(tmp_path: Path) -> None:

@@ -80,19 +80,16 @@ def test_dora_is_refused() -> None:
         check_model(net)
 
 
-def test_a_tied_weight_is_refused_only_if_it_trains() -> None:
-    net = Net("embedding", nn.Embedding(2, 2))
-    net.head.weight = net.embedding.weight
-    check_model(net)
-    net.requires_grad_(True)
-    with pytest.raises(Refused, match=r"embedding\.weight and head\.weight are one tied weight"):
-        check_model(net)
-
-
 def test_an_ordinary_model_passes() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.GELU(), nn.Linear(2, 2))
     check_model(net)
     assert torch.is_grad_enabled()
+
+
+def test_opacus_ghost_clips_flat_only() -> None:
+    check_config(recipe(privacy={"clipping": "adaptive"}))
+    with pytest.raises(Refused, match="opacus_ghost clips flat only, not adaptive"):
+        check_config(recipe(privacy={"clipping": "adaptive", "grad_sample_mode": "opacus_ghost"}))
 
 
 @pytest.mark.parametrize(

@@ -194,12 +194,30 @@ def test_nothing_to_train_is_an_error(bases: dict[str, Path]) -> None:
         model.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": 0, "final_norm": False}), CPU)
 
 
-def test_a_tied_head_is_refused_and_an_own_one_trains(tmp_path: Path, bases: dict[str, Path]) -> None:
+def test_a_tied_head_trains_as_the_one_weight_that_it_is(tmp_path: Path, bases: dict[str, Path]) -> None:
     adapter = {"method": "frozen", "last_blocks": 0, "final_norm": False, "lm_head": True}
     tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
-    with pytest.raises(Refused, match=r"adapter.lm_head: true.*tied"):
-        model.build(recipe(tied, adapter), CPU)
+    assert trainable(model.build(recipe(tied, adapter), CPU)) == {"model.embed_tokens.weight"}
     assert trainable(model.build(recipe(bases["llama"], adapter), CPU)) == {"lm_head.weight"}
+
+
+def test_only_a_tied_head_that_trains_as_a_copy_is_untied(tmp_path: Path, bases: dict[str, Path]) -> None:
+    tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
+    head = {"method": "lora", "modules_to_save": ["lm_head"]}
+    assert model.untied(model.build(recipe(tied, head), CPU))
+    assert not model.untied(model.build(recipe(bases["llama"], head), CPU))
+    assert not model.untied(model.build(recipe(tied, {"method": "lora"}), CPU))
+    assert not model.untied(model.build(recipe(tied, {"method": "frozen", "lm_head": True}), CPU))
+
+
+@pytest.mark.parametrize("mode", ["auto", "opacus_ghost"])
+def test_checkpointing_is_reentrant_only_where_opacus_needs_it(bases: dict[str, Path], mode: str) -> None:
+    config = recipe(bases["llama"], model={"gradient_checkpointing": True}, privacy={"grad_sample_mode": mode})
+    net = model.build(config, CPU)
+    assert net.is_gradient_checkpointing
+    kinds = {part._gradient_checkpointing_func.keywords["use_reentrant"] for part in net.modules() if
+             getattr(part, "_gradient_checkpointing_func", None)}  # fmt: skip
+    assert kinds == {mode == "opacus_ghost"}
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -243,15 +261,28 @@ def moved(net: torch.nn.Module) -> torch.nn.Module:
     return net
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "opt"])
-@pytest.mark.parametrize("method", ["lora", "frozen"])
+ADAPTERS = {
+    "lora": {"method": "lora", "r": 4},
+    "rslora": {"method": "lora", "r": 4, "use_rslora": True},
+    "embedding": {"method": "lora", "r": 4, "target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"method": "lora", "r": 4, "modules_to_save": ["lm_head", "embed_tokens"]},
+    "frozen": {"method": "frozen", "last_blocks": 1},
+    "frozen_head": {"method": "frozen", "last_blocks": 1, "lm_head": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*((family, method) for family in ("llama", "gpt2", "mixtral", "opt") for method in ("lora", "frozen")),
+     *(("llama", method) for method in ("rslora", "embedding", "head", "frozen_head"))],
+)  # fmt: skip
 def test_a_stranger_loads_the_export_and_gets_the_same_logits(
     tmp_path: Path, bases: dict[str, Path], family: str, method: str
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    adapter = {"method": "lora", "r": 4} if method == "lora" else {"method": "frozen", "last_blocks": 1}
+    adapter = ADAPTERS[method]
     if (family, method) == ("mixtral", "frozen"):
         pytest.skip("its experts would train, which is refused")
     config = recipe(bases[family], adapter)
@@ -259,7 +290,7 @@ def test_a_stranger_loads_the_export_and_gets_the_same_logits(
     run = RunDir(tmp_path / "secret-place" / "run")
     run.make()
     hashes = checkpoint.export(net, model.load_tokenizer(config.model), run)
-    if method == "lora":
+    if adapter["method"] == "lora":
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[family]), str(run.export))
         assert set(hashes) == {"adapter_model.safetensors"}
     else:

@@ -1,0 +1,469 @@
+"""Times whole logical steps on one model and one set of physical batches, interleaved, and compares with the bars.
+
+Started by scripts/bench_step. A logical step is k physical batches, then clipping, noise and AdamW. Weights and tokens
+are random. Every variant runs once in each repetition, in rotating order, on the same model object: its hooks go in
+before the clock starts and out after it stops. A ratio is the median of the repetitions' ratios, so a machine that slows
+down slows both sides. Peak memory is the allocator's on CUDA; on a CPU it is that of a process for each variant alone.
+
+Shape suffixes: R sequences of a physical batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as dpllm.cli does; spinning threads would count as CPU time
+
+import torch
+import transformers
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from dpllm import environment
+from dpllm.config import FrozenConfig
+from dpllm.data import TokenSequence, Unit
+from dpllm.model import _unfreeze
+from dpllm.privacy.engine import Engine
+from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.sampling import PhysicalBatch, collate
+
+warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
+warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCH_SIZE, MAX_GRAD_NORM, SIGMA = 8, 1.0, 1.0
+LEARNING_RATE = 1e-6  # the variants share the weights, which should stay where they are
+MEMORY_FLAG = "--measure-memory"
+# Small blocks of freed memory go back to the system too, so that the peak is that of live tensors.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+NOTES = {
+    "variants": "non_private and hf_loss are plain PyTorch; dpllm is Engine with grad_sample_mode auto; opacus_hooks and "
+    "opacus_ghost are stock Opacus (hooks and optimizers), not Engine, which would add float64 sums and checks to them.",
+    "checkpointing": "Non-reentrant for non_private, hf_loss and dpllm. Opacus refuses that, so its variants run reentrant with "
+    "enable_input_require_grads.",
+    "memory": "Weights and optimizer state included. CUDA: largest torch.cuda.max_memory_allocated of a step. CPU: VmHWM of a "
+    "second step in a process of its own, less what the process held before the model was built.",
+    "precision": "CUDA: bf16 autocast over a base in bf16 (lora) or float32 (frozen), as dpllm trains. CPU: float32.",
+}
+
+
+KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+SHAPES: dict[str, dict[str, Any]] = {  # of Llama-like models
+    "tiny": dict(zip(KEYS, (2, 32, 48, 2, 2, 64), strict=True)),
+    "cpu": dict(zip(KEYS, (6, 512, 1376, 8, 8, 32_000), strict=True)),
+    "1b": {**dict(zip(KEYS, (16, 2048, 8192, 32, 8, 128_256), strict=True)), "tie_word_embeddings": True},  # Llama 3.2
+    "8b": dict(zip(KEYS, (32, 4096, 14_336, 32, 8, 128_256), strict=True)),  # Llama 3.1
+}
+TOKENS = {"tiny": 64, "cpu": 1024, "1b": 4096, "8b": 2048}  # of a physical batch
+METHODS = ("lora", "frozen")
+RAW = ("time_s", "cpu_time_s", "peak_memory_bytes")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all variants share: one model, one optimizer over what trains, one promise."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    plan: Plan
+
+
+Step = Callable[[Sequence[PhysicalBatch]], Any]
+
+
+def build(shape: str, method: str, device: torch.device) -> Bench:
+    """Random weights, with what trains in float32 and the base in the precision that dpllm trains it with."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPES[shape])
+    cuda, lora = device.type == "cuda", method == "lora"
+    with device:
+        dtype = torch.bfloat16 if cuda and lora else torch.float32
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model.requires_grad_(False)
+        if lora:
+            adapter = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+            model = get_peft_model(model, adapter)
+        else:
+            model = _unfreeze(model, FrozenConfig(method="frozen", last_blocks=2))
+    trains = [parameter for parameter in model.to(device).train().parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in trains:
+            parameter.data = parameter.data.float()
+            if not parameter.any():  # LoRA's B: zeros would make every gradient of A zero, and some numbers denormal
+                parameter.normal_(std=0.02)
+    unused: Any = {"delta": 1e-4, "epsilon": 8.0, "target_epsilon": 8.0, "accountant": {}, "event": {}}
+    promise: Any = {"unit": "example", "max_examples_per_unit": None, "neighbouring_relation": "zero_out", **unused}
+    schedule = Schedule(1000, 0, BATCH_SIZE, BATCH_SIZE / 1000, 1)
+    plan = Plan(schedule, clipping="flat", noise_multiplier=SIGMA, max_grad_norm=MAX_GRAD_NORM, **promise)
+    autocast = partial(torch.autocast, "cuda", dtype=torch.bfloat16) if cuda else contextlib.nullcontext
+    return Bench(model, torch.optim.AdamW(trains, lr=LEARNING_RATE), device, autocast, plan)
+
+
+def random_batches(shape: str, rows: int, length: int, count: int, device: torch.device) -> list[PhysicalBatch]:
+    """Full rows of random tokens, learned from the second on."""
+    generator, vocabulary = torch.Generator().manual_seed(length), SHAPES[shape]["vocab_size"]
+
+    def unit() -> Unit:
+        ids = torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+        return Unit((TokenSequence(tuple(ids), (False,) + (True,) * (length - 1), length - 1),))
+
+    return [collate([unit() for _ in range(rows)], pad_id=0).to(device) for _ in range(count)]
+
+
+def losses(bench: Bench, batch: PhysicalBatch) -> Tensor:
+    ids_RT, mask_RT = batch.input_ids_RT, batch.attention_mask_RT
+    with bench.autocast():
+        logits_RTV = bench.model(input_ids=ids_RT, attention_mask=mask_RT, use_cache=False).logits
+    return sequence_losses(logits_RTV, ids_RT, batch.loss_mask_RT, batch.denominator_R)
+
+
+@contextlib.contextmanager
+def plain(bench: Bench, *, loss_of_transformers: bool) -> Iterator[Step]:
+    """The baselines: plain autograd of the same losses, or of the mean over tokens that transformers computes."""
+
+    def backward(batch: PhysicalBatch) -> None:
+        if not loss_of_transformers:
+            return (losses(bench, batch).sum() / BATCH_SIZE).backward()
+        ids_RT, mask_RT = batch.input_ids_RT, batch.attention_mask_RT
+        labels_RT = ids_RT.masked_fill(~batch.loss_mask_RT, -100)
+        with bench.autocast():
+            loss = bench.model(input_ids=ids_RT, attention_mask=mask_RT, labels=labels_RT, use_cache=False).loss
+        return loss.backward()
+
+    def step(batches: Sequence[PhysicalBatch]) -> None:
+        for batch in batches:
+            backward(batch)
+        bench.optimizer.step()
+        bench.optimizer.zero_grad(set_to_none=True)
+
+    yield step
+
+
+@contextlib.contextmanager
+def with_engine(bench: Bench, mode: str) -> Iterator[Step]:
+    settings: Any = {"grad_sample_mode": mode, "noise_entropy": 2**100 + 7, "device": bench.device}
+    engine = Engine(bench.model, bench.optimizer, bench.plan.schedule, bench.plan, autocast=bench.autocast, **settings)
+    try:
+        yield engine.step
+    finally:
+        engine.close()
+
+
+@contextlib.contextmanager
+def opacus(bench: Bench, *, ghost: bool) -> Iterator[Step]:
+    """Opacus as it comes: its hooks and its optimizer, with the skipped steps of its BatchMemoryManager."""
+    settings: Any = {"loss_reduction": "sum", "max_grad_norm": MAX_GRAD_NORM}
+    promise: Any = {**settings, "noise_multiplier": SIGMA, "expected_batch_size": BATCH_SIZE}
+    if ghost:
+        hooks = GradSampleHooksFastGradientClipping(bench.model, strict=False, **settings)
+        optimizer: Any = DPOptimizerFastGradientClipping(bench.optimizer, **promise)
+    else:
+        hooks = GradSampleHooks(bench.model, strict=False, loss_reduction="sum")
+        optimizer = DPOptimizer(bench.optimizer, **promise)
+
+    def step(batches: Sequence[PhysicalBatch]) -> None:
+        for number, batch in enumerate(batches, start=1):
+            loss_R = losses(bench, batch)
+            if ghost:
+                DPTensorFastGradientClipping(hooks, optimizer, loss_R, loss_reduction="sum").backward()
+            else:
+                loss_R.sum().backward()
+            optimizer.signal_skip_step(do_skip=number < len(batches))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    try:
+        yield step
+    finally:
+        hooks.cleanup()
+
+
+VARIANTS: dict[str, Callable[[Bench], contextlib.AbstractContextManager[Step]]] = {
+    "non_private": partial(plain, loss_of_transformers=False),
+    "hf_loss": partial(plain, loss_of_transformers=True),
+    "dpllm": partial(with_engine, mode="auto"),
+    "opacus_hooks": partial(opacus, ghost=False),
+    "opacus_ghost": partial(opacus, ghost=True),
+}
+MODES = {f"dpllm_{mode}": partial(with_engine, mode=mode) for mode in ("per_sample", "ghost", "opacus_ghost")}
+LEFT_BY_OPACUS = ("grad_sample", "summed_grad", "_forward_counter", "_current_grad_sample", "_norm_sample")
+
+
+@contextlib.contextmanager
+def attached(bench: Bench, name: str, *, checkpointing: bool, warm_up: Sequence[PhysicalBatch]) -> Iterator[Step]:
+    """One variant on the shared model, after a step on short rows for what is made on first use."""
+    reentrant = "opacus" in name
+    if checkpointing:
+        bench.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant:
+            bench.model.enable_input_require_grads()
+    try:
+        with {**VARIANTS, **MODES}[name](bench) as step:
+            step(warm_up)
+            yield step
+    finally:
+        if checkpointing:
+            bench.model.gradient_checkpointing_disable()
+            if reentrant:
+                bench.model.disable_input_require_grads()
+        for parameter in bench.model.parameters():
+            parameter.grad = None
+            for left in LEFT_BY_OPACUS:
+                parameter.__dict__.pop(left, None)
+        for module in bench.model.modules():  # a step that failed half-way
+            module.__dict__.pop("activations", None)
+            module.__dict__.pop("max_batch_len", None)
+
+
+def timed(step: Step, batches: Sequence[PhysicalBatch], device: torch.device) -> dict[str, float]:
+    cuda = device.type == "cuda"
+    gc.collect()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    cpu, start = time.process_time(), time.perf_counter()
+    step(batches)
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = {"time_s": time.perf_counter() - start, "cpu_time_s": time.process_time() - cpu}
+    return {**seconds, "peak_memory_bytes": torch.cuda.max_memory_allocated()} if cuda else seconds
+
+
+def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Interleaved repetitions of one configuration; the first, a warm-up, is dropped."""
+    names, shape = options.variants, options.shape
+    batches = random_batches(shape, case["rows"], case["length"], options.physical_batches, bench.device)
+    warm_up = random_batches(shape, 1, 8, 1, bench.device)
+    found: dict[str, dict[str, Any]] = {name: {"error": None, **{raw: [] for raw in RAW}} for name in names}
+    for repetition in range(options.repetitions + 1):
+        start = repetition % len(names)
+        for name in names[start:] + names[:start]:
+            if found[name]["error"]:
+                continue
+            try:
+                with attached(bench, name, checkpointing=case["checkpointing"], warm_up=warm_up) as step:
+                    seen = timed(step, batches, bench.device)
+            except Exception as error:  # a variant that cannot do it is a result too
+                why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                found[name] = {"error": why, **{raw: [] for raw in RAW}}
+                continue
+            for key, value in seen.items():
+                found[name][key] += [value] if repetition else []
+    if bench.device.type == "cpu" and options.memory:
+        for name in names:
+            if not found[name]["error"]:
+                found[name].update(memory_alone(case | {"variant": name}, options))
+    for values in found.values():
+        values["median_s"] = statistics.median(values["time_s"]) if values["time_s"] else None
+        for short, raw in zip(("time", "cpu_time", "memory"), RAW, strict=True):
+            values[f"{short}_ratio"] = ratio(values, found["non_private"], raw)
+    return found
+
+
+def memory_alone(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Peak memory of one variant in a process of its own; empty where there is no /proc."""
+    if not Path("/proc/self/clear_refs").exists():
+        return {}
+    request = json.dumps({**case, "shape": options.shape, "physical_batches": options.physical_batches})
+    command = [sys.executable, str(Path(__file__).resolve()), MEMORY_FLAG, request]
+    done = subprocess.run(command, env={**os.environ, **MALLOC}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"memory_error": next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")}
+    return {"peak_memory_bytes": [json.loads(done.stdout.splitlines()[-1])]}
+
+
+def memory_child(request: dict[str, Any]) -> int:
+    """Peak bytes of a second logical step over what the process held before the model was built."""
+
+    def status(key: str) -> int:
+        match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        assert match is not None
+        return 1024 * int(match[1])
+
+    def step_twice(shape: str, rows: int, length: int) -> int:
+        """Returns what was held before the model; the peak is that of the second step."""
+        gc.collect()
+        malloc_trim(0)
+        before = status("VmRSS")
+        bench = build(shape, request["method"], torch.device("cpu"))
+        batches = random_batches(shape, rows, length, request["physical_batches"], bench.device)
+        how: Any = {"checkpointing": request["checkpointing"], "warm_up": batches}
+        with attached(bench, request["variant"], **how) as step:
+            gc.collect()
+            malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+            step(batches)
+        return before
+
+    malloc_trim = ctypes.CDLL(None).malloc_trim
+    step_twice("tiny", 1, 16)  # what libraries allocate on first use is not the variant's
+    before = step_twice(request["shape"], request["rows"], request["length"])
+    return status("VmHWM") - before
+
+
+def ratio(over: dict[str, Any], under: dict[str, Any], raw: str) -> float | None:
+    """Median of the repetitions' ratios; None where one side has no numbers."""
+    ratios = [mine / theirs for mine, theirs in zip(over[raw], under[raw], strict=False)]
+    return statistics.median(ratios) if ratios else None
+
+
+def bars(result: dict[str, Any], *, memory: bool) -> list[dict[str, Any]]:
+    """The bars between the variants of one configuration; ``met`` is None where a side has no numbers."""
+    lora, rows = result["method"] == "lora", []
+    wanted = [
+        ("dpllm", "non_private", "time_s", "<=", 1.05 if lora else 1.25),
+        ("dpllm", "non_private", "peak_memory_bytes", "<=", 1.10 if lora else 1.25),
+        ("opacus_ghost", "dpllm", "time_s", ">=", 1.5 if result["length"] < 1024 else 2.0),
+    ]
+    for over, under, raw, sign, limit in wanted if lora else wanted[:2]:
+        if not {over, under} <= result["variants"].keys() or (raw == RAW[2] and not memory):
+            continue  # not asked for
+        sides = [result["variants"][name] for name in (over, under)]
+        found, what = ratio(*sides, raw), f"{'memory' if raw == RAW[2] else 'time'} {over} / {under}"
+        row = {"configuration": label(result), "what": what, "bar": f"{sign} {limit:.2f}", "measured": found}
+        row["measured_cpu_time"] = None if raw == RAW[2] else ratio(*sides, "cpu_time_s")
+        rows.append({**row, "met": None if found is None else found <= limit if sign == "<=" else found >= limit})
+    return rows
+
+
+def label(case: dict[str, Any]) -> str:
+    on = "on" if case["checkpointing"] else "off"
+    return f"{case['method']} T={case['length']} R={case['rows']} checkpointing {on}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    table = Table("variant", title=label(result), title_justify="left")
+    for column in ("median s", "min s", "max s", "time ratio", "CPU-time ratio", "peak MB", "memory ratio"):
+        table.add_column(column, justify="right")
+    for name, v in result["variants"].items():
+        times = [number(how(v["time_s"])) if v["time_s"] else "-" for how in (statistics.median, min, max)]
+        megabytes = number(max(v["peak_memory_bytes"], default=0) / 1e6 or None, 0)
+        ratios = [number(v[key]) for key in ("time_ratio", "cpu_time_ratio", "memory_ratio")]
+        table.add_row(name, *times, *ratios[:2], megabytes, ratios[2])
+    return table
+
+
+def table_of_bars(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("configuration", "what", "bar", "measured", "CPU time", "", title="bars", title_justify="left")
+    words = {True: "met", False: "[bold red]not met[/]", None: "not measured"}
+    for row in rows:
+        measured = number(row["measured"]), number(row["measured_cpu_time"])
+        table.add_row(row["configuration"], row["what"], row["bar"], *measured, words[row["met"]])
+    return table
+
+
+def commit() -> str | None:
+    """The commit that was measured, with -dirty if files had changed; None outside a clone."""
+    command = ["git", "--no-optional-locks", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
+        return done.stdout.strip() or None
+    return None
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="scripts/bench_step", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="1b" if cuda else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a row (default: 256 1024)")
+    parser.add_argument("--rows", type=int, help="rows of a physical batch (default: what fills the shape's tokens)")
+    parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    modes = [name.removeprefix("dpllm_") for name in MODES]
+    parser.add_argument("--modes", nargs="+", choices=modes, default=[], help="other grad_sample_modes of dpllm to add")
+    parser.add_argument("--repetitions", type=int, default=7, help="timed ones; one more comes first")
+    parser.add_argument("--physical-batches", type=int, default=2, help="in a logical step (default: 2)")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="no peak memory on a CPU")
+    parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/step-SHAPE-DATE.json)")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 unless every bar that was asked for is met")
+    options = parser.parse_args(arguments)
+    options.lengths = options.lengths or ([16, 32] if options.shape == "tiny" else [256, 1024])
+    extra = ["non_private", *options.variants, *(f"dpllm_{mode}" for mode in options.modes)]
+    options.variants = list(dict.fromkeys(extra))  # the baseline always runs: ratios are over it
+    return options
+
+
+def main(options: argparse.Namespace) -> int:
+    started = datetime.now(UTC)
+    torch.set_float32_matmul_precision("highest")  # as dpllm.train
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    device = torch.device(options.device)
+    output = options.output or ROOT / "benchmarks" / f"step-{options.shape}-{started.date()}.json"
+    settings = {key: value for key, value in vars(options).items() if key != "output"}
+    report: dict[str, Any] = {
+        "schema_version": 1,
+        "date": started.isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": environment.versions(),
+        "hardware": environment.hardware(),
+        "settings": {**settings, "model": SHAPES[options.shape], "learning_rate": LEARNING_RATE},
+        "notes": NOTES,
+        "results": [],
+        "bars": [],
+    }
+    console.print(f"{options.shape} on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    for method in options.methods:
+        bench = build(options.shape, method, device)
+        for length in options.lengths:
+            for on in options.checkpointing:
+                rows = options.rows or max(1, TOKENS[options.shape] // length)
+                case = {"method": method, "length": length, "rows": rows, "checkpointing": on == "on"}
+                result = {**case, "variants": measure(bench, case, options)}
+                report["results"].append(result)
+                report["bars"] += bars(result, memory=options.memory or device.type == "cuda")
+                console.print(table_of(result))
+                for name, values in result["variants"].items():
+                    if why := values["error"] or values.get("memory_error"):
+                        console.print(f"{name}: {why}", markup=False)
+                output.parent.mkdir(parents=True, exist_ok=True)  # each time: a run that is cut short leaves something
+                output.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        del bench
+        gc.collect()  # before the next model is built
+    console.print(table_of_bars(report["bars"]))
+    console.print(f"written to {output}")
+    return int(options.strict and not all(row["met"] for row in report["bars"]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [MEMORY_FLAG]:
+        print(memory_child(json.loads(sys.argv[2])))
+        sys.exit()
+    sys.exit(main(parse(sys.argv[1:])))
