@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
 
+from dpllm.errors import Refused
 from dpllm.privacy.noise import GaussianNoise
 
 pytestmark = [
@@ -42,15 +43,36 @@ def test_tf32_is_off_after_the_setting_that_train_makes() -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-@pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
-def test_clipped_sum_is_that_of_float64_autograd(family: str, adapter: dict[str, Any]) -> None:
-    net, some = tm.build(family, adapter).to(CUDA), tm.units(RAGGED)
-    exact_UP = tm.brute_force(net, some)
+ADAPTERS = {
+    "lora": LORA,
+    "embedding": {**LORA, "target_modules": ["q_proj", "embed_tokens"]},
+    "frozen": FROZEN,
+    "head": {**FROZEN, "lm_head": True},
+}
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("mode", ["auto", "per_sample", "ghost"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *(("llama", method) for method in ADAPTERS),
+        ("gpt2", "lora"),
+        ("gpt2", "frozen"),
+        ("qwen2", "lora"),
+        ("opt", "frozen"),
+    ],
+)
+def test_clipped_sum_is_that_of_float64_autograd(
+    family: str, method: str, mode: str, checkpointing: str | None
+) -> None:
+    tied = {"tie_word_embeddings": method == "head"}
+    net, some = tm.build(family, ADAPTERS[method], checkpointing=checkpointing, **tied).to(CUDA), tm.units(RAGGED)
+    exact_UP = tm.brute_force(tm.build(family, ADAPTERS[method], **tied).to(CUDA), some)  # the same weights
     norm_U = exact_UP.norm(dim=1)
     bound = float(norm_U.median()) * 1.01
     expected_P = (bound / norm_U).clamp(max=1.0) @ exact_UP
-    engine = tm.make_engine(net, tm.plan(bound), device=CUDA)
+    engine = tm.make_engine(net, tm.plan(bound), device=CUDA, grad_sample_mode=mode)
     assert engine.self_check(tm.VOCABULARY, 32) <= 1e-3
     for size in (1, 64):
         assert float((tm.clipped_sum(engine, some, size) - expected_P).norm()) <= 1e-5 * float(expected_P.norm())
@@ -77,6 +99,41 @@ def test_emptying_a_unit_moves_the_sum_by_at_most_c(autocast: Any) -> None:
     for index in range(8):
         rest = tm.clipped_sum(engine, [None if number == index else one for number, one in enumerate(some)])
         assert float((whole - rest).norm()) <= bound * (BOUND + (1e-2 if autocast else 1e-5))
+
+
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
+def test_every_mode_bounds_a_unit_alone(adapter: dict[str, Any], autocast: Any, mode: str) -> None:
+    arguments = {"grad_sample_mode": mode, **({"autocast": autocast} if autocast else {})}
+    engine = engine_on_cuda("llama", adapter, 0.01, **arguments)
+    for one in tm.units(RAGGED):
+        assert float(tm.clipped_sum(engine, [one]).norm()) <= 0.01 * BOUND
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e5, 1e7])
+def test_ghost_norms_of_a_gradient_whose_terms_cancel_are_bounded(scale: float) -> None:
+    """Rows of one token whose gradients cancel in pairs: in float32 the Gram sum loses the norm altogether."""
+    net = Toy(hidden=4).to(CUDA)
+    with torch.no_grad():
+        net.embed.weight.mul_(scale)
+    engine = tm.make_engine(net, tm.plan(1.0), device=CUDA, grad_sample_mode="ghost")
+    for length in (9, 33, 64):
+        assert float(tm.clipped_sum(engine, [tm.constant_unit(length, 9)]).norm()) <= BOUND
+
+
+def test_opacus_ghost_agrees_on_lora() -> None:
+    some, sums = tm.units([(9,), (4,), (17,), (12,)]), []
+    for mode in ("auto", "opacus_ghost"):
+        engine = engine_on_cuda("llama", LORA, 0.5, grad_sample_mode=mode)
+        sums.append(tm.clipped_sum(engine, some, 3))
+    assert float((sums[0] - sums[1]).norm()) <= 1e-4 * float(sums[0].norm())
+
+
+def test_a_step_with_tf32_is_refused() -> None:
+    torch.set_float32_matmul_precision("high")
+    with pytest.raises(Refused, match="TF32"):
+        engine_on_cuda("llama", LORA, 1.0).step(tm.batches(tm.units(RAGGED)))
 
 
 def test_bf16_passes_the_self_check_in_its_own_tolerance() -> None:
