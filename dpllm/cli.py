@@ -158,8 +158,9 @@ def _plan(known: argparse.Namespace, rest: list[str]) -> int:
     rows = {
         "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
         "delta": f"{plan.delta:g} (1/N is {1 / schedule.dataset_size:.2g})",
-        "privacy unit": plan.unit
-        + (f", at most {plan.max_examples_per_unit} rows" if plan.max_examples_per_unit else ""),
+        "privacy unit": "example: one row"
+        if plan.max_examples_per_unit is None
+        else f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each",
         "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
         "public size N": f"{schedule.dataset_size} units, of which {schedule.canary_slots} are canary slots",
         "sampling rate q": f"{schedule.sampling_rate:.6f}: each unit joins each step by its own coin",

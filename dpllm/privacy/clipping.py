@@ -157,6 +157,8 @@ class PerUnitClipper:
                 loss_R.sum().backward()  # type: ignore[no-untyped-call]
         gradients, self._gradients = self._gradients, {}
         self._check_complete(gradients)
+        if batch.num_units == 0:  # dummy rows only
+            return loss_R.detach(), loss_R.new_zeros(0, dtype=torch.float64)
         for gradient, so_far_U in zip(gradients.values(), unfinished, strict=False):
             gradient.dense().add_(so_far_U)  # in float32, before the norm is taken
         if batch.goes_on:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 import yaml
 from running import NUM_ROWS, SENTINEL, STEPS, Place, done, dpllm_, make_place, rows
 
@@ -261,6 +262,55 @@ def test_units_with_several_rows_are_counted_once(place: Place) -> None:
     assert all(line["units"] <= people for line in lines)
     with Ledger(place.ledger) as book:
         assert book.history("notes")[0].content()["unit"] == "author"
+    assert "user-level: column author" in " ".join(done("plan", place.recipe).out.split())
+    done("card", place.run)
+    assert "one `author` (user-level: all rows" in (place.run / "export" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "per_layer", "adaptive"])
+def test_other_clipping_functions_are_planned_run_and_stated(place: Place, clipping: str) -> None:
+    place.write({"privacy.clipping": clipping})
+    shown = done("plan", place.recipe).out
+    done("train", place.recipe)
+    done("card", place.run)
+    plan, record = place.json("plan.json"), place.json("run.json")
+    card = (place.run / "export" / "README.md").read_text()
+    assert (plan["clipping"], record["guarantee"]["holds"]) == (clipping, True)
+    assert clipping in shown
+    assert {"automatic": "automatic clipping", "per_layer": "layer by layer", "adaptive": "adaptive clipping"}[
+        clipping
+    ] in card
+    released = record["metrics"]["released"]
+    assert (
+        (plan["adaptive"] is not None)
+        == (set(released) == {"unclipped_fraction", "max_grad_norm"})
+        == (clipping == "adaptive")
+    )
+    if clipping == "adaptive":
+        sigma_g, sigma_b = plan["adaptive"]["gradient_noise_multiplier"], plan["adaptive"]["count_noise_multiplier"]
+        assert sigma_g**-2 + (2 * sigma_b) ** -2 == pytest.approx(plan["noise_multiplier"] ** -2)
+        lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["released"]["max_grad_norm"] for line in lines][-1] == released["max_grad_norm"] != 1.0
+        assert f"{sigma_g!r} C_t" in card
+
+
+@pytest.mark.parametrize("method", ["lora", "frozen"])
+def test_low_precision_is_checked_in_float32_too(place: Place, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpllm import prepare
+
+    built: list[Any] = []
+    shrunken = prepare.model.shrunken
+
+    def watched(*arguments: Any) -> Any:
+        built.append(shrunken(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(prepare.model, "shrunken", watched)
+    place.write({"adapter": {"method": method}, "train.precision": "bf16", "train.steps": 1, "train.epochs": None})
+    done("train", place.recipe)
+    assert len(built) == 1
+    assert {p.dtype for p in built[0].parameters()} == {torch.float32}
+    assert not any(hasattr(module, "autograd_grad_sample_hooks") for module in built[0].modules())
 
 
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
@@ -308,7 +358,16 @@ def test_a_fixed_noise_seed_has_no_guarantee(place: Place) -> None:
     assert "differential-privacy" not in front_matter(place.run)["tags"]
 
 
-@pytest.mark.parametrize("knob", [("physical_batch_size", 3), ("precision", "bf16"), ("eval_every", 1)])
+@pytest.mark.parametrize(
+    "knob",
+    [
+        ("train.physical_batch_size", 3),
+        ("train.precision", "bf16"),
+        ("train.eval_every", 1),
+        ("model.gradient_checkpointing", "true"),
+        *(("privacy.grad_sample_mode", mode) for mode in ("per_sample", "ghost", "opacus_ghost")),
+    ],
+)
 def test_knobs_of_performance_leave_the_promise_alone(place: Place, knob: tuple[str, Any]) -> None:
     plain = done("plan", place.recipe, "--json").out
-    assert done("plan", place.recipe, "--json", f"--train.{knob[0]}", knob[1]).out == plain
+    assert done("plan", place.recipe, "--json", f"--{knob[0]}", knob[1]).out == plain
