@@ -171,8 +171,9 @@ class AdaptiveConfig(Section):
 
     quantile: float = Field(default=0.5, gt=0, lt=1)
     """Share of the gradients that should not be clipped."""
-    learning_rate: float = Field(default=0.2, gt=0)
-    """How fast C moves: C exp(-learning_rate (noisy share of unclipped gradients - quantile)) at each step."""
+    learning_rate: float = Field(default=0.2, gt=0, le=10)
+    """How fast C moves: C exp(-learning_rate (noisy share of unclipped gradients - quantile)) at each step, within 1e-6 to
+    1e6 of the first C."""
     count_noise_multiplier: float | None = Field(default=None, gt=0)
     """Standard deviation of the noise on the count of unclipped units; null: the larger of batch_size / 20 and twice the
     noise multiplier."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -177,8 +178,9 @@ def untied(model: Any) -> bool:
     """A head that is tied in the base model and trains as a copy of its own (adapter.modules_to_save)."""
     if not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
         return False
+    copies = {id(p) for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." in name}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return any(parameter.requires_grad for end in ends if end is not None for parameter in end.parameters())
+    return any(id(parameter) in copies for end in ends if end is not None for parameter in end.parameters())
 
 
 def _checkpoint(model: Any, config: RunConfig) -> None:
@@ -248,6 +250,7 @@ def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
         targets = sorted(linear)
     elif isinstance(targets, str) and targets in linear:
         targets = [targets]  # peft would read a single name as an expression for whole paths
+    _check_modules_to_save(model, adapter)
     conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     try:
         peft_config = PeftLoraConfig(
@@ -261,7 +264,7 @@ def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
             fan_in_fan_out=conv1d,
         )
         peft_model = get_peft_model(model, peft_config)
-    except ValueError:
+    except (ValueError, re.error):
         raise ConfigError(
             f"adapter.target_modules {adapter.target_modules!r} matches no layer that LoRA knows in {config.model.name_or_path}. "
             f"Its linear layers are {', '.join(sorted(linear))}; or set adapter.target_modules: auto."
@@ -269,6 +272,23 @@ def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
     # The user's path means nothing to a stranger, and may tell him more than it should.
     peft_model.peft_config["default"].base_model_name_or_path = public_name(config.model.name_or_path)
     return peft_model
+
+
+def _check_modules_to_save(model: Any, adapter: LoraConfig) -> None:
+    names = dict(model.named_modules())
+    for wanted in adapter.modules_to_save:
+        found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+        whole = [name for name in found if next(names[name].children(), None) is not None]
+        if not found or whole:
+            reason = "matches no layer" if not found else f"is {whole[0]}, which holds other layers"
+            raise ConfigError(
+                f"adapter.modules_to_save: {wanted!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
+            )
+        targets = _linear_names(model) if adapter.target_modules == "auto" else adapter.target_modules
+        if not isinstance(targets, str) and wanted in targets:
+            raise ConfigError(
+                f"adapter.modules_to_save: {wanted!r} also gets an adapter. Take it out of this list or of target_modules."
+            )
 
 
 def _linear_names(model: Any) -> set[str]:

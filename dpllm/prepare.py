@@ -120,7 +120,12 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
     low = precision is not None or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
-    error = engine.self_check(len(tokenizer), config.data.max_length, low_precision=low)
+    error = engine.self_check(
+        len(tokenizer),
+        config.data.max_length,
+        physical_batch_size=config.train.physical_batch_size,
+        low_precision=low,
+    )
     if plan and low:
         _check_in_float32(config, net, plan, state.device)
     if plan:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from dpllm.errors import Refused
 
+RANGE = math.log(1e6)  # how far C may move from the first, in factors of e
+
 
 @dataclass(frozen=True)
 class AdaptiveClipping:
@@ -22,7 +24,7 @@ class AdaptiveClipping:
 
     Guarantee:
         Both together are one Gaussian sum of sensitivity 1 and noise multiplier sigma, 1/sigma^2 = 1/sigma_g^2 +
-        1/(2 sigma_b)^2, subsampled once. C_t is computed from earlier releases alone, so it is public.
+        1/(2 sigma_b)^2, subsampled once. C_t is computed from earlier releases alone, so it is public; it is never 0.
 
     Attributes:
         quantile: gamma in (0, 1), the share of gradients that should not be clipped.
@@ -39,9 +41,14 @@ class AdaptiveClipping:
     count_noise_multiplier: float
     gradient_noise_multiplier: float
 
-    def next_norm(self, max_grad_norm: float, noisy_fraction: float) -> float:
-        """C_{t+1} = C_t exp(-eta_C (noisy fraction of unclipped gradients - gamma))."""
-        return max_grad_norm * math.exp(-self.learning_rate * (noisy_fraction - self.quantile))
+    def next_norm(self, max_grad_norm: float, noisy_fraction: float, first_norm: float) -> float:
+        """C_{t+1} = C_t exp(-eta_C (noisy fraction of unclipped gradients - gamma)), within 1e-6 to 1e6 of the first C.
+
+        At C = 0 there would be no noise, and beyond the range of floating point no guarantee.
+        """
+        exponent = -self.learning_rate * (noisy_fraction - self.quantile)
+        moved = max_grad_norm * math.exp(min(max(exponent, -RANGE), RANGE))
+        return min(max(moved, first_norm * math.exp(-RANGE)), first_norm * math.exp(RANGE))
 
 
 def adaptive_clipping(
@@ -59,7 +66,7 @@ def adaptive_clipping(
         quantile: See ``AdaptiveClipping``.
         learning_rate: See ``AdaptiveClipping``.
         count_noise_multiplier: sigma_b; None: the larger of B / 20 (Andrew et al.) and 2 sigma, with which the gradients'
-            noise grows by 3% at most.
+            noise grows by 3.3% at most.
 
     Raises:
         Refused: 2 sigma_b <= sigma: the count alone would cost more than both may.

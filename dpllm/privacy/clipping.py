@@ -43,7 +43,7 @@ def automatic(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
     C then scales the update as the learning rate does (with Adam, hardly at all).
 
     Guarantee:
-        factor * norm = C norm / (norm + gamma) < C, for any gamma > 0.
+        factor * norm = C norm / (norm + gamma) <= C, for any gamma > 0.
 
     References:
         Bu et al. 2023, Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger, equation 4.1.
@@ -78,8 +78,16 @@ FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
 class Summer(Protocol):
     """Adds up the contributions of one logical batch, one physical batch at a time."""
 
+    def start(self) -> None:
+        """Forgets whatever an earlier logical batch that failed has left."""
+
     def add(
-        self, losses: Losses, batch: PhysicalBatch, sums: Mapping[str, Tensor], max_grad_norm: float
+        self,
+        losses: Losses,
+        batch: PhysicalBatch,
+        sums: Mapping[str, Tensor],
+        max_grad_norm: float,
+        loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Forward and backward pass of one physical batch, added into ``sums``.
 
@@ -88,9 +96,11 @@ class Summer(Protocol):
             batch: What to run.
             sums: Name of a trainable parameter -> where its sum grows.
             max_grad_norm: C.
+            loss_scale: What the losses are multiplied by for the backward pass; ``sums`` carry it.
 
         Returns:
-            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes.
+            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes. Neither
+            carries the scale.
         """
 
     def close(self) -> None:
@@ -108,7 +118,8 @@ class PerUnitClipper:
         ``max_grad_norm`` (1 + 1e-6), for every clipping function, in every ``mode`` and precision of the model. What is
         materialised is float32, measured in float64, and summed as it was measured, in float64; what is not (ghost norms)
         is measured and summed in float64, with a bound on the rounding of both added to the norm. A unit whose gradient is
-        not finite adds zero. A unit's addition depends on that unit alone.
+        not finite adds zero. A unit's addition depends on that unit alone, up to the rounding of the forward and backward
+        pass: in bf16 that follows which rows share a physical batch (docs/pitfalls.md).
 
     References:
         Abadi et al. 2016, algorithm 1; Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost
@@ -139,14 +150,28 @@ class PerUnitClipper:
         """Takes the hooks out of the model again."""
         self._taps.cleanup()
 
+    def start(self) -> None:
+        """See ``Summer``."""
+        self._unfinished = []
+
     def add(
-        self, losses: Losses, batch: PhysicalBatch, sums: Mapping[str, Tensor], max_grad_norm: float
+        self,
+        losses: Losses,
+        batch: PhysicalBatch,
+        sums: Mapping[str, Tensor],
+        max_grad_norm: float,
+        loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """See ``Summer``.
 
         Raises:
-            Refused: A trainable parameter received no per-unit gradient in this backward pass.
+            Refused: A trainable parameter received no per-unit gradient in this backward pass, a rule does not understand
+                its layer, or a batch that should continue a unit holds others.
         """
+        if self._unfinished and batch.num_units != 1:
+            raise Refused(
+                "a unit that goes on was followed by a batch of other units; physical_batches never does that."
+            )
         owners = Owners(batch.unit_R, batch.num_units)
         unfinished, self._unfinished = self._unfinished, []
         self._gradients = {id(p): UnitGradients(p, owners) for p in self._parameters.values()}
@@ -154,7 +179,7 @@ class PerUnitClipper:
         with without_weight_gradients(self._parameters.values()), self._taps.open(len(batch.unit_R)):
             loss_R = losses(batch)
             if loss_R.requires_grad:
-                loss_R.sum().backward()  # type: ignore[no-untyped-call]
+                (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
         gradients, self._gradients = self._gradients, {}
         self._check_complete(gradients)
         if batch.num_units == 0:  # dummy rows only
@@ -168,7 +193,8 @@ class PerUnitClipper:
         group_L = torch.tensor(self._group_L, device=square_LU.device)
         groups = max(self._group_L) + 1
         norm_GU = square_LU.new_zeros((groups, batch.num_units)).index_add_(0, group_L, square_LU).sqrt_()
-        norm_U = square_LU.sum(dim=0).sqrt()
+        norm_GU /= loss_scale
+        norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
         finite_U = torch.isfinite(norm_U)
         factor_GU = self._function(norm_GU, max_grad_norm).where(finite_U, 0.0)
         finite = finite_U.tolist()
@@ -185,8 +211,16 @@ class PerUnitClipper:
                 f"{name} trains and reads tokens without their rows, shape {tuple(input.shape)} for {rows} rows, so nobody "
                 "could tell whose gradient is whose (mixtures of experts do this). Exclude it from adapter.target_modules."
             )
-        for parameter, part in rule(layer, input, backprop, self._trains, self._mode):
-            self._gradients[id(parameter)].add(part)
+        try:
+            for parameter, part in rule(layer, input, backprop, self._trains, self._mode):
+                self._gradients[id(parameter)].add(part)
+        except (Refused, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Refused(
+                f"{name} ({type(layer).__name__}) trains, and the rule for such layers does not fit it ({type(error).__name__}: "
+                f"{error}), so its gradients could not be clipped. Train other layers."
+            ) from error
 
     def _trains(self, parameter: Tensor | None) -> bool:
         return id(parameter) in self._gradients
@@ -224,8 +258,16 @@ class OpacusGhostClipper:
         """Takes the hooks out of the model again."""
         self._hooks.cleanup()
 
+    def start(self) -> None:
+        """Nothing is ever left."""
+
     def add(
-        self, losses: Losses, batch: PhysicalBatch, sums: Mapping[str, Tensor], max_grad_norm: float
+        self,
+        losses: Losses,
+        batch: PhysicalBatch,
+        sums: Mapping[str, Tensor],
+        max_grad_norm: float,
+        loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """See ``Summer``.
 
@@ -237,12 +279,12 @@ class OpacusGhostClipper:
                 "grad_sample_mode opacus_ghost knows the norm of a row, not of a unit with several. "
                 "Set privacy.grad_sample_mode: auto."
             )
-        self._hooks.max_grad_norm = max_grad_norm
+        self._hooks.max_grad_norm = max_grad_norm * loss_scale
         for parameter in self._parameters.values():
             parameter._norm_sample = None  # type: ignore[attr-defined]
         loss_R = losses(batch)
         try:
-            loss_R.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            (loss_R.sum() * loss_scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
         except NotImplementedError as error:  # a tied weight, or a layer called twice
             raise Refused(f"Opacus' ghost clipping: {error}. Set privacy.grad_sample_mode: auto.") from None
         for name, parameter in self._parameters.items():
@@ -252,10 +294,10 @@ class OpacusGhostClipper:
         factor_R = self._hooks.get_clipping_coef()
         norm_R = cast(Tensor, self._hooks.per_sample_gradient_norms)
         self._hooks.disable_hooks()
-        (factor_R.detach() * loss_R).sum().backward()
+        ((factor_R.detach() * loss_R).sum() * loss_scale).backward()
         self._hooks.enable_hooks()
         _take_gradients(self._parameters, sums)
-        return loss_R.detach(), norm_R.detach()
+        return loss_R.detach(), norm_R.detach() / loss_scale
 
 
 class PlainSum:
@@ -272,12 +314,20 @@ class PlainSum:
     def close(self) -> None:
         """Nothing to take out."""
 
+    def start(self) -> None:
+        """Nothing is ever left."""
+
     def add(
-        self, losses: Losses, batch: PhysicalBatch, sums: Mapping[str, Tensor], max_grad_norm: float
+        self,
+        losses: Losses,
+        batch: PhysicalBatch,
+        sums: Mapping[str, Tensor],
+        max_grad_norm: float,
+        loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """See ``Summer``; the norms are not known."""
         loss_R = losses(batch)
-        loss_R.sum().backward()  # type: ignore[no-untyped-call]
+        (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
         _take_gradients(self._parameters, sums)
         return loss_R.detach(), torch.full((batch.num_units,), float("nan"))
 

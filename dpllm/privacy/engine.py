@@ -102,7 +102,7 @@ class Engine:
         self._autocast, self._scale, self._device = autocast, loss_scale, device
         self._noise = GaussianNoise(noise_entropy, device)
         self._mode = grad_sample_mode
-        self.max_grad_norm = plan.max_grad_norm if plan else float("inf")
+        self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
         self._stepping = False
         self._summer = self._make_summer()
@@ -121,9 +121,6 @@ class Engine:
             ).logits
         return sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
 
-    def _scaled_losses(self, batch: PhysicalBatch) -> Tensor:
-        return self.losses(batch) * self._scale
-
     def clipped_sum(self, batches: Sequence[PhysicalBatch]) -> tuple[Tensor, Diagnostics]:
         """This rank's flat clipped sum over a logical batch, before noise: private.
 
@@ -140,14 +137,18 @@ class Engine:
         )
         sums = self._views(flat_P)
         loss, units, clipped = 0.0, 0, 0
-        # Gradients carry the loss scale until the sum is formed, so C carries it too.
-        bound = self.max_grad_norm * self._scale
+        self._summer.start()
+        if batches and batches[-1].goes_on:
+            raise Refused(
+                "the logical batch ends in the middle of a unit, which would go unclipped; run all its batches."
+            )
         for batch in batches:
-            loss_R, norm_U = self._summer.add(self._scaled_losses, batch.to(self._device), sums, bound)
-            loss += float(loss_R.sum()) / self._scale
+            on_device = batch.to(self._device)
+            loss_R, norm_U = self._summer.add(self.losses, on_device, sums, self.max_grad_norm, self._scale)
+            loss += float(loss_R.sum())
             units += len(norm_U)
-            clipped += int((~(norm_U <= bound)).sum()) if self._plan is not None else 0
-        flat_P /= self._scale
+            clipped += int((~(norm_U <= self.max_grad_norm)).sum()) if self._plan is not None else 0
+        flat_P /= self._scale  # gradients carry it until the sum is formed
         if counted:
             flat_P[-1] = units / 2 - clipped
         return flat_P, Diagnostics(loss / units if units else float("nan"), units, clipped)
@@ -156,9 +157,11 @@ class Engine:
         """One logical step: clipped sum, noise, update.
 
         Raises:
-            Refused: A trainable parameter has no clipped sum of this step or holds a foreign gradient, or TF32 is on.
+            Refused: A trainable parameter has no clipped sum of this step or holds a foreign gradient; model or optimizer
+                train something else than when the engine was made; or TF32 is on.
         """
         if self._plan is not None:
+            _check_arguments(self._model, self._optimizer, self.parameters)  # what trains may have changed meanwhile
             refuse_foreign_gradients(self.parameters)
             _refuse_tf32()
         flat_P, diagnostics = self.clipped_sum(batches)
@@ -184,7 +187,7 @@ class Engine:
         released_P /= self._schedule.expected_batch_size
         if adaptive:
             self.noisy_fraction = float(released_P[-1]) + 0.5
-            self.max_grad_norm = adaptive.next_norm(self.max_grad_norm, self.noisy_fraction)
+            self.max_grad_norm = adaptive.next_norm(self.max_grad_norm, self.noisy_fraction, self._first_norm)
             released_P = released_P[:-1]
         return released_P
 
@@ -226,37 +229,40 @@ class Engine:
         if self._guard is not None:
             self._guard.remove()
 
-    def self_check(self, vocab_size: int, max_length: int, *, low_precision: bool = False) -> float:
+    def self_check(
+        self, vocab_size: int, max_length: int, *, physical_batch_size: int = 8, low_precision: bool = False
+    ) -> float:
         """Compares the engine with brute-force autograd over the same forward graph, on synthetic rows.
 
         Args:
             vocab_size: Tokens are drawn below this.
             max_length: Longest row allowed.
+            physical_batch_size: Rows of a physical batch.
             low_precision: The forward pass is not float32; the tolerance is then 5e-2.
 
         Returns:
             The largest relative error seen; 0 without a Plan.
 
         Raises:
-            Refused: See ``selfcheck.self_check``.
+            Refused: See ``selfcheck.self_check``; the engine is then closed.
         """
         if self._plan is None:
             return 0.0
         self._summer.close()
-        try:
-            return self_check(
-                self._model,
-                self.parameters,
-                self._scaled_losses,
-                lambda: make_clipper(self._model, self.parameters, self._mode, "flat"),
-                device=self._device,
-                vocab_size=vocab_size,
-                max_length=max_length,
-                several=self._mode != "opacus_ghost",
-                low_precision=low_precision,
-            )
-        finally:
-            self._summer = self._make_summer()
+        error = self_check(
+            self._model,
+            self.parameters,
+            lambda batch: self.losses(batch) * self._scale,
+            lambda: make_clipper(self._model, self.parameters, self._mode, "flat"),
+            device=self._device,
+            vocab_size=vocab_size,
+            max_length=max_length,
+            physical_batch_size=physical_batch_size,
+            several=self._mode != "opacus_ghost",
+            low_precision=low_precision,
+        )
+        self._summer = self._make_summer()
+        return error
 
 
 def _refuse_tf32() -> None:
@@ -276,6 +282,11 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, paramet
         raise Refused(
             "the model or the optimizer went through accelerator.prepare or DistributedDataParallel, which skip steps and "
             "average gradients behind the noise. Pass them as they were; the engine reduces over ranks itself."
+        )
+    if {id(p) for p in parameters.values()} != {id(p) for p in model.parameters() if p.requires_grad}:
+        raise Refused(
+            "what trains in the model is not what trained when the engine was made, so that an update would escape clipping. "
+            "Make a new engine after changing requires_grad."
         )
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in parameters.items() if id(p) not in in_optimizer]:

@@ -121,6 +121,7 @@ class UnitGradients:
                 head_Kd = left_Ni[:, compact[1][mine]].double().T @ right_Nj.double()
                 gram = gram + square_U[unit] + 2 * (head_Kd * looked_up_Kd).sum()
                 size = size + looked_up_Kd.norm(dim=1).sum()
+                terms += looked_up_Kd.numel() + len(left_Ni)
             slack = (terms + all_tokens) * ROUNDING
             bound = (gram.clamp(min=0) + slack * size.square()).sqrt() + slack * size
             square_U[unit] = bound.square()

@@ -23,7 +23,7 @@ def sequence_losses(logits_RTV: Tensor, input_ids_RT: Tensor, loss_mask_RT: Tens
         denominator_R: Target tokens of the whole example (its chunks add up to the example's mean).
 
     Returns:
-        loss_R in nats, float32. Row r depends on row r of the inputs alone.
+        loss_R in nats, float32. Row r depends on row r of the inputs alone (in low precision, up to rounding).
     """
     targets_RT = input_ids_RT[:, 1:]
     nll_RT = functional.cross_entropy(

@@ -99,20 +99,20 @@ def embedding(layer: nn.Embedding, ids_RT: Tensor, backprop_RTd: Tensor, trains:
 
 def scaled_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, mode: Mode) -> Parts:
     """Gemma's nn.Embedding, whose output is multiplied by ``embed_scale``."""
-    return embedding(layer, ids_RT, backprop_RTd.float() * layer.embed_scale.float(), trains, mode)
+    return embedding(layer, ids_RT, backprop_RTd.float() * float(layer.embed_scale), trains, mode)
 
 
 def lora_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, mode: Mode) -> Parts:
     """LoRA on an embedding, y = base(ids) + (A.T[ids] @ B.T) scale: parameters that no inner layer of peft calls."""
     _check_embedding(layer.get_base_layer())
-    scale = getattr(layer.get_base_layer(), "embed_scale", 1.0)
+    scale = float(getattr(layer.get_base_layer(), "embed_scale", 1.0))
     for name in layer.active_adapters:
         a_rV, b_dr = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
         if not (trains(a_rV) and trains(b_dr)):
             continue
-        backprop_RTd = backprop_RTd.float() * scale * layer.scaling[name]
-        yield b_dr, product(backprop_RTd, a_rV.detach().T[ids_RT], mode)
-        values_RTr = backprop_RTd @ b_dr.detach()
+        scaled_RTd = backprop_RTd.float() * (scale * layer.scaling[name])
+        yield b_dr, product(scaled_RTd, a_rV.detach().T[ids_RT], mode)
+        values_RTr = scaled_RTd @ b_dr.detach()
         if (padding := layer.get_base_layer().padding_idx) is not None:
             values_RTr = values_RTr * (ids_RT != padding).unsqueeze(-1)
         yield a_rV, Rows(ids_RT, values_RTr, columns=True)

@@ -36,6 +36,7 @@ def self_check(
     device: torch.device,
     vocab_size: int,
     max_length: int,
+    physical_batch_size: int,
     several: bool,
     low_precision: bool,
 ) -> float:
@@ -53,6 +54,7 @@ def self_check(
         device: Where the model is.
         vocab_size: Tokens are drawn below this.
         max_length: Longest row allowed.
+        physical_batch_size: Rows of a physical batch.
         several: Some units have several rows.
         low_precision: The forward pass is not float32; the tolerance is then 5e-2 instead of 1e-3.
 
@@ -67,7 +69,10 @@ def self_check(
     units = _synthetic_units(vocab_size, max_length, several=several)
     batch = collate(units, pad_id=0, dummy_rows=int(several)).to(device)
     with _filled(parameters.values()), _own_random_state(device) as restart:
-        _check_coupling(model, losses, units, batch, tolerance, max_length)
+        _check_padding(model, losses, units, batch, tolerance, max_length)
+        longest = _units_of([[_longest(model, max_length)]] * physical_batch_size, vocab_size)
+        for some in (units, longest):
+            _check_neighbours(losses, some, vocab_size, device, tolerance, restart)
         restart()
         norm_U, bound, expected = _brute_force(parameters, losses(batch), batch)
         clipper = make_clipper()
@@ -84,7 +89,50 @@ def self_check(
     return max(worst, _compare(sums, expected, tolerance))
 
 
-def _check_coupling(
+def _check_neighbours(
+    losses: Losses,
+    units: Sequence[Unit],
+    vocab_size: int,
+    device: torch.device,
+    tolerance: float,
+    restart: Callable[[], object],
+) -> None:
+    """Other tokens in the first or last unit leave every other row's loss alone, in training mode and at its size.
+
+    Shapes and dropout masks are the same on both sides, so that nothing but those tokens differs.
+    """
+
+    def run(some: Sequence[Unit]) -> Tensor:
+        restart()
+        return losses(collate(some, pad_id=0).to(device)).double()
+
+    with torch.no_grad():
+        before_R = run(units)
+        rows, of_first, of_last = len(before_R), len(units[0].sequences), len(units[-1].sequences)
+        for kind in range(3 if len(units) > 1 else 0):
+            first, last = (_other_tokens(units[place], vocab_size, kind) for place in (0, -1))
+            after_first_R = run([first, *units[1:]])[of_first:]
+            after_last_R = run([*units[:-1], last])[: rows - of_last]
+            error = torch.cat(
+                [_relative(after_first_R, before_R[of_first:]), _relative(after_last_R, before_R[:-of_last])]
+            )
+            if not float(error.max()) <= tolerance:
+                raise _coupled(float(error.max()))
+
+
+def _relative(one_R: Tensor, other_R: Tensor) -> Tensor:
+    return (one_R - other_R).abs() / other_R.abs().clamp(min=1e-3)
+
+
+def _coupled(error: float) -> Refused:
+    return Refused(
+        f"the loss of a row changes by {error:.1e} (relative) with the rows beside it, so clipping could not bound "
+        "what one unit does. Batch norm, capacity-limited experts and padding-free attention do this: use another "
+        "base model or attention."
+    )
+
+
+def _check_padding(
     model: nn.Module,
     losses: Losses,
     units: Sequence[Unit],
@@ -111,13 +159,9 @@ def _check_coupling(
                 "data.max_length within the context that the base model was pretrained on."
             )
     alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
-    error = float(((together_R - alone_R).abs() / alone_R.abs().clamp(min=1e-3)).max())
+    error = float(_relative(together_R, alone_R).max())
     if not error <= tolerance:
-        raise Refused(
-            f"the loss of a row changes by {error:.1e} (relative) with the rows beside it, so clipping could not bound "
-            "what one unit does. Batch norm, capacity-limited experts and padding-free attention do this: use another "
-            "base model or attention."
-        )
+        raise _coupled(error)
 
 
 def _longest(model: nn.Module, max_length: int) -> int:
@@ -176,17 +220,35 @@ _ADVICE = (
 
 
 def _synthetic_units(vocab_size: int, max_length: int, *, several: bool) -> list[Unit]:
+    lengths = [(11, 6), (17,), (4,), (9,)] if several else [(11,), (17,), (4,), (9,)]
+    return _units_of([[max(2, min(length, max_length)) for length in of_one] for of_one in lengths], vocab_size)
+
+
+def _units_of(lengths: Sequence[Sequence[int]], vocab_size: int) -> list[Unit]:
+    """Random tokens; the first third of each row is a prompt."""
     generator = torch.Generator().manual_seed(20161024)
     units = []
-    for lengths in [(11, 6), (17,), (4,), (9,)] if several else [(11,), (17,), (4,), (9,)]:
+    for of_one in lengths:
         sequences = []
-        for wanted in lengths:
-            length = max(2, min(wanted, max_length))
+        for length in of_one:
             ids = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
             mask = (False, *(position >= length // 3 for position in range(1, length)))
             sequences.append(TokenSequence(tuple(ids), mask, sum(mask)))
         units.append(Unit(tuple(sequences)))
     return units
+
+
+def _other_tokens(unit: Unit, vocab_size: int, kind: int) -> Unit:
+    """The same lengths and targets, and other tokens: all of them moved, or one token again and again."""
+
+    def other(token: int) -> int:
+        return (
+            (token + vocab_size // 2) % vocab_size
+            if kind == 0
+            else (unit.sequences[0].input_ids[-kind] + 1) % vocab_size
+        )
+
+    return Unit(tuple(replace(s, input_ids=tuple(map(other, s.input_ids))) for s in unit.sequences))
 
 
 def _padded(batch: PhysicalBatch, length: int) -> PhysicalBatch:

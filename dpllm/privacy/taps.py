@@ -40,7 +40,7 @@ class _Tap(torch.autograd.Function):
         # `anchor` needs a gradient, so that there is a graph though no parameter and perhaps no input needs one.
         ctx.save_for_backward(input)
         ctx.report = report
-        return output.view_as(output)
+        return output.detach()  # no view: some models change a layer's output in place (Falcon)
 
     @staticmethod
     def backward(ctx: Any, *backprops: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,10 +81,10 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
 
     def add_hooks(self, **settings: Any) -> None:
         """One forward hook for each layer that owns a trainable parameter."""
+        owners = [(name, module) for name, module in self._module.named_modules() if _owns(module)]
+        rules = [(name, module, rule_of(module, name)) for name, module in owners]  # refuses before anything is hooked
         self.autograd_grad_sample_hooks: list[Any] = []
         self._module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks
-        owners = [(name, module) for name, module in self._module.named_modules() if _owns(module)]
-        rules = [(name, module, rule_of(module, name)) for name, module in owners]
         for name, module, rule in rules:
             hook = partial(self.capture_activations_hook, name, rule)
             self.autograd_grad_sample_hooks.append(module.register_forward_hook(hook, with_kwargs=True))

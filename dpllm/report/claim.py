@@ -24,7 +24,8 @@ NOT_COVERED = (
     "the choice of hyper-parameters and of this run among others, where un-noised figures guided it",
     "un-noised figures of the training, such as logs and telemetry, kept by whoever trained the model",
     "text given to the model when it is used",
-    "the difference between float32 arithmetic and real numbers, and side channels such as timing",
+    "the difference between floating-point arithmetic and real numbers (in bf16 or fp16 one unit can move the rounding of the "
+    "others' gradients), and side channels such as timing",
 )
 
 

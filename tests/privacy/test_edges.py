@@ -1,0 +1,230 @@
+"""Found by attacking the engine: each of these once moved the sum by several C, trained a weight unclipped, or crashed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_models as tm
+import torch
+from test_engine import refusal
+from tiny_models import FROZEN, LORA, Toy
+from torch import Tensor, nn
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy.adaptive import adaptive_clipping
+from dpllm.privacy.clipping import automatic
+from dpllm.privacy.sampling import collate, physical_batches
+
+BOUND = 1 + 1e-6
+
+
+class Flip(Toy):
+    """In training, a row's hidden states turn on what the first token of the batch is."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        sign = 1.0 if not self.training else torch.sign(x_RTd[0, 0, 0]).item()
+        return self.layer(sign * x_RTd)
+
+
+class Capacity(Toy):
+    """In training, only so many tokens of a batch pass: beyond them the layer is skipped, as experts do."""
+
+    limit = 40
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        chosen_RT = x_RTd[..., 0] > 0
+        place_RT = chosen_RT.flatten().cumsum(0).view(chosen_RT.shape)
+        passes_RT = ~chosen_RT | (place_RT <= self.limit) | torch.tensor(not self.training)
+        return self.layer(x_RTd) * passes_RT[..., None]
+
+
+class LargeCapacity(Capacity):
+    """More than the ragged rows of the check can fill, less than a physical batch of long rows."""
+
+    limit = 64
+
+
+@pytest.mark.parametrize("coupled", [Flip, Capacity, LargeCapacity])
+def test_rows_that_meet_in_training_mode_only_are_refused(coupled: type[Toy]) -> None:
+    assert "with the rows beside it" in refusal(coupled())
+
+
+def pieces() -> list[Any]:
+    """One unit of three rows in two physical batches."""
+    return physical_batches([0], tm.units([(5, 9, 4)]), 2, pad_id=0)
+
+
+def test_the_start_of_a_unit_that_failed_reaches_nobody_else() -> None:
+    engine, some = tm.make_engine(Toy(), tm.plan(0.05)), tm.units([(7,), (5,)])
+    expected = tm.clipped_sum(engine, some)
+
+    first = pieces()[0]
+    sums = {"layer.weight": torch.zeros(8, 8, dtype=torch.float64)}
+    engine._summer.add(engine.losses, first, sums, 0.05)  # and then the step dies
+    assert torch.equal(tm.clipped_sum(engine, some), expected)
+
+
+def test_a_logical_batch_that_ends_inside_a_unit_is_refused() -> None:
+    engine = tm.make_engine(Toy(), tm.plan(0.05))
+    with pytest.raises(Refused, match="ends in the middle of a unit"):
+        engine.clipped_sum(pieces()[:1])
+    with pytest.raises(Refused, match="followed by a batch of other units"):
+        engine.clipped_sum([pieces()[0], collate(tm.units([(5,), (4,)]), pad_id=0)])
+
+
+@pytest.mark.parametrize("in_optimizer", [True, False])
+def test_what_starts_to_train_later_stops_the_step(in_optimizer: bool) -> None:
+    net = Toy()
+    engine = tm.make_engine(net)
+    net.head.weight.requires_grad_(True)
+    if in_optimizer:
+        engine._optimizer.add_param_group({"params": [net.head.weight]})
+    before = net.head.weight.detach().clone()
+    with pytest.raises(Refused, match="not what trained when the engine was made"):
+        engine.step(tm.batches(tm.units([(5,)])))
+    assert torch.equal(net.head.weight, before)
+
+
+@pytest.mark.parametrize("fraction", [1e300, -1e300, 7.0, -7.0])
+def test_adaptive_c_stays_within_a_range_in_which_there_is_noise(fraction: float) -> None:
+    rule = adaptive_clipping(1.0, 100, 0.5, 10.0)
+    norm = 0.3
+    for _ in range(50):
+        norm = rule.next_norm(norm, fraction, first_norm=0.3)
+        assert 0.3e-6 * 0.999 <= norm <= 0.3e6 * 1.001
+    with pytest.raises(ValueError, match="less than or equal to 10"):
+        tm.recipe(privacy={"adaptive": {"learning_rate": 5000}})
+
+
+def test_the_loss_scale_leaves_the_clipping_function_alone() -> None:
+    """Automatic clipping adds 0.01 to the norm, and not to 1024 times the norm."""
+    net, some = Toy(), tm.units([(5,)])
+    norm = float(tm.brute_force(net, some).norm())
+    promise = tm.plan(1.0, clipping="automatic")
+    for scale in (1.0, 1024.0):
+        moved = float(tm.clipped_sum(tm.make_engine(net, promise, loss_scale=scale), some).norm())
+        assert moved == pytest.approx(float(automatic(torch.tensor([[norm]]), 1.0)) * norm, rel=1e-5)
+
+
+class InPlace(Toy):
+    """Changes a layer's output in place, as Falcon does."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        y_RTd = self.layer(x_RTd)
+        y_RTd += x_RTd
+        return y_RTd.relu_()
+
+
+def test_a_layers_output_may_be_changed_in_place() -> None:
+    assert tm.make_engine(InPlace()).self_check(tm.VOCABULARY, 32) <= 1e-5
+
+
+class Odd(nn.Module):
+    """Owns a parameter beside an inner layer, which no rule understands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.inner = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x_RTd: Tensor) -> Tensor:
+        return self.inner(x_RTd) * self.scale
+
+
+class WithOdd(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = Odd()
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.odd(self.layer(x_RTd))
+
+
+def test_a_refused_layer_is_named_and_the_model_is_left_as_it_was() -> None:
+    net = WithOdd()
+    with pytest.raises(Refused, match=r"odd \(Odd\) trains parameters of its own"):
+        tm.make_engine(net)
+    net.odd.scale.requires_grad_(False)
+    assert tm.make_engine(net).self_check(tm.VOCABULARY, 32) <= 1e-5
+
+
+class Choosing(nn.Module):
+    """Its forward pass has an argument that functorch's path cannot give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x_RTd: Tensor, power: int) -> Tensor:
+        return x_RTd * self.weight**power
+
+
+class WithChoosing(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choosing = Choosing()
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.choosing(self.layer(x_RTd), 2)
+
+
+def test_a_rule_that_does_not_fit_its_layer_is_a_refusal_that_names_it() -> None:
+    assert "choosing (Choosing) trains, and the rule" in refusal(WithChoosing())
+
+
+class Gate(nn.Module):
+    """No rule of its own: goes through functorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x_RTd: Tensor) -> Tensor:
+        return x_RTd * torch.sigmoid(self.weight * x_RTd)
+
+
+class WithGate(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.gate(self.layer(x_RTd))
+
+
+def test_a_layer_without_a_rule_is_exact_through_functorch() -> None:
+    assert tm.make_engine(WithGate()).self_check(tm.VOCABULARY, 32) <= 1e-5
+
+
+def test_a_batch_of_nobody_adds_nothing() -> None:
+    for mode in ("auto", "per_sample", "ghost"):
+        for net in (Toy(), tm.build("llama", {**FROZEN, "lm_head": True}, tie_word_embeddings=True)):
+            engine = tm.make_engine(net, grad_sample_mode=mode)
+            total_P, seen = engine.clipped_sum([collate([], pad_id=0, dummy_rows=2)])
+            assert (float(total_P.abs().max()), seen.units) == (0.0, 0)
+
+
+def test_two_adapters_on_one_embedding_are_scaled_each_by_its_own() -> None:
+    from peft import LoraConfig
+
+    net = tm.build("llama", {**LORA, "target_modules": ["embed_tokens"]})
+    net.add_adapter("other", LoraConfig(r=3, lora_alpha=9, target_modules=["embed_tokens"]))
+    net.base_model.set_adapter(["default", "other"])
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    assert tm.make_engine(net).self_check(tm.VOCABULARY, 32) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"modules_to_save": ["nothing"]}, "matches no layer"),
+        ({"modules_to_save": ["layers"]}, "which holds other layers"),
+        ({"modules_to_save": ["q_proj"]}, "also gets an adapter"),
+        ({"target_modules": "[unclosed"}, "matches no layer that LoRA knows"),
+    ],
+)
+def test_layers_that_cannot_be_named_so_are_one_clear_line(adapter: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tm.build("llama", {**LORA, **adapter})
