@@ -58,7 +58,12 @@ BATCH_SIZE, MAX_GRAD_NORM, SIGMA = 8, 1.0, 1.0
 LEARNING_RATE = 1e-6  # the variants share the weights, which should stay where they are
 MEMORY_FLAG = "--measure-memory"
 # Small blocks of freed memory go back to the system too, so that the peak is that of live tensors.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+MALLOC = {
+    "MALLOC_MMAP_MAX_": "65536",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
 NOTES = {
     "variants": "non_private and hf_loss are plain PyTorch; dpllm is Engine with grad_sample_mode auto; opacus_hooks and "
     "opacus_ghost are stock Opacus (hooks and optimizers), not Engine, which would add float64 sums and checks to them.",
@@ -66,6 +71,8 @@ NOTES = {
     "enable_input_require_grads.",
     "memory": "Weights and optimizer state included. CUDA: largest torch.cuda.max_memory_allocated of a step. CPU: VmHWM of a "
     "second step in a process of its own, less what the process held before the model was built.",
+    "allocator": "CPU: timed with MALLOC_MMAP_MAX_=0 and no trimming (scripts/bench_step sets it), so that freed memory stays "
+    "with the process; memory is measured with the opposite.",
     "precision": "CUDA: bf16 autocast over a base in bf16 (lora) or float32 (frozen), as dpllm trains. CPU: float32.",
 }
 
