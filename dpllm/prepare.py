@@ -114,12 +114,14 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
         schedule,
         plan,
         grad_sample_mode=config.privacy.grad_sample_mode,
+        max_length=config.data.max_length,
         noise_entropy=noise_key,
         device=state.device,
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
-    low = precision is not None or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
+    low = precision is not None or config.model.quantization is not None
+    low = low or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
     error = engine.self_check(
         len(tokenizer),
         config.data.max_length,
@@ -169,6 +171,7 @@ def _check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.dev
         plan.schedule,
         plan,
         grad_sample_mode=config.privacy.grad_sample_mode,
+        max_length=config.data.max_length,
         noise_entropy=0,  # it draws none
         device=device,
     )

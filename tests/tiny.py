@@ -43,6 +43,7 @@ FAMILIES: dict[str, Json] = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128},
     "gpt_neox": {},
     "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},
+    "falcon": {"head_dim": None},  # its configuration computes it
 }
 
 
@@ -86,6 +87,7 @@ def model(family: str = "llama", **changes: Any) -> Any:
 
     torch.manual_seed(5)
     settings = {**SMALL, **FAMILIES[family], **changes}
+    settings = {key: value for key, value in settings.items() if value is not None}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
 
 

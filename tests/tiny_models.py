@@ -7,6 +7,7 @@ of the model, and the loss is written out again.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,15 @@ from torch.nn import functional
 from dpllm import model as dpllm_model
 from dpllm.config import RunConfig
 from dpllm.data import TokenSequence, Unit
+from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.plan import Plan, Schedule
-from dpllm.privacy.sampling import physical_batches
+from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
 
 VOCABULARY = 64
 CPU = torch.device("cpu")
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "opt": {"dropout": 0.0}}
+RAGGED = ((9, 4), (17,), (5,), (12,), (3, 7, 2))  # the lengths of each unit's sequences
 FROZEN = {"method": "frozen", "last_blocks": 1, "final_norm": True}
 LORA = {"method": "lora", "r": 2, "alpha": 4}
 
@@ -48,7 +51,14 @@ def schedule(size: int = 100, batch: int = 10, steps: int = 5) -> Schedule:
     return Schedule(size, 0, batch, batch / size, steps)
 
 
-def plan(max_grad_norm: float = 1.0, noise_multiplier: float = 1.0, of: Schedule | None = None) -> Plan:
+def plan(
+    max_grad_norm: float = 1.0,
+    noise_multiplier: float = 1.0,
+    of: Schedule | None = None,
+    *,
+    clipping: str = "flat",
+    adaptive: AdaptiveClipping | None = None,
+) -> Plan:
     """A Plan with chosen C and sigma; its epsilon is not computed, because no test of the engine reads it."""
     return Plan(
         schedule=of or schedule(),
@@ -56,13 +66,14 @@ def plan(max_grad_norm: float = 1.0, noise_multiplier: float = 1.0, of: Schedule
         max_examples_per_unit=None,
         neighbouring_relation="zero_out",
         noise_multiplier=noise_multiplier,
-        clipping="flat",
+        clipping="adaptive" if adaptive else clipping,
         max_grad_norm=max_grad_norm,
         delta=1e-3,
         epsilon=8.0,
         target_epsilon=8.0,
         accountant={},
         event={},
+        adaptive=adaptive,
     )
 
 
@@ -71,14 +82,21 @@ def trainable(net: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build(
-    family: str = "llama", adapter: dict[str, Any] = LORA, *, checkpointing: str | None = None, **changes: Any
+    family: str = "llama", adapter: dict[str, Any] | str = LORA, *, checkpointing: str | None = None, **changes: Any
 ) -> Any:
-    """A tiny model made trainable by the product's own code, with no weight at zero (LoRA's B would hide its A)."""
-    config = recipe(adapter=adapter)
+    """A tiny model made trainable by the product's own code, with no weight at zero (LoRA's B would hide its A).
+
+    ``adapter`` as a string is an expression for the names of the parameters that train instead, "" for all of them.
+    """
     net = tiny.model(family, **{"vocab_size": VOCABULARY, **NO_DROPOUT.get(family, {}), **changes})
     net.requires_grad_(False)
-    made: Any = config.adapter
-    net = dpllm_model._add_lora(net, made, config) if made.method == "lora" else dpllm_model._unfreeze(net, made)
+    if isinstance(adapter, str):
+        for name, p in net.named_parameters():
+            p.requires_grad_(re.search(adapter, name) is not None)
+    else:
+        config = recipe(adapter=adapter)
+        made: Any = config.adapter
+        net = dpllm_model._add_lora(net, made, config) if made.method == "lora" else dpllm_model._unfreeze(net, made)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for p in trainable(net).values():
@@ -130,25 +148,52 @@ def norms(engine: Engine, batch: Any) -> Tensor:
     return engine._summer.add(engine.losses, batch, sums, 1.0)[1]
 
 
+def released(engine: Engine, some_batches: Sequence[PhysicalBatch]) -> Tensor:
+    """What one step hands to the optimizer, times B, in float64; the weights stay as they were."""
+    seen: list[Tensor] = []
+    for group in engine._optimizer.param_groups:
+        group["lr"] = 0.0
+
+    def look(*_: Any) -> None:
+        seen.append(torch.cat([p.grad.flatten() for p in engine.parameters.values() if p.grad is not None]))
+
+    handle = engine._optimizer.register_step_pre_hook(look)
+    engine.step(some_batches)
+    handle.remove()
+    return seen[0].double() * engine._schedule.expected_batch_size
+
+
 def brute_force(net: nn.Module, some: Sequence[Unit]) -> Tensor:
-    """gradient_UP in float64, one sequence at a time; ends an engine on ``net``."""
+    """gradient_UP in float64, one sequence at a time, unpadded; ends an engine on ``net``."""
+    gradient_RP = _one_by_one(net, [collate([Unit((row,))], pad_id=0) for one in some for row in one.sequences])
+    owners = torch.tensor([index for index, one in enumerate(some) for _ in one.sequences])
+    return gradient_RP.new_zeros(len(some), gradient_RP.shape[1]).index_add_(0, owners, gradient_RP)
+
+
+def brute_force_rows(net: nn.Module, batch: PhysicalBatch) -> Tensor:
+    """gradient_RP in float64 of the rows of a batch, each alone, padded as it is; ends an engine on ``net``."""
+    rows = zip(batch.input_ids_RT, batch.attention_mask_RT, batch.loss_mask_RT, batch.denominator_R, strict=True)
+    owner = torch.zeros(1, dtype=torch.long)
+    return _one_by_one(net, [PhysicalBatch(*(part[None] for part in row), owner, 1) for row in rows])
+
+
+def _one_by_one(net: nn.Module, rows: Iterable[PhysicalBatch]) -> Tensor:
     if net in _engines:
         _engines.pop(net).close()  # a copy would take the hooks along, but not what they need
     exact = copy.deepcopy(net).double()
-    device = next(exact.parameters()).device
-    parameters = list(trainable(exact).values())
-    rows = []
-    for one in some:
-        total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64, device=device)
-        for sequence in one.sequences:
-            ids = torch.tensor([sequence.input_ids], device=device)
-            scores = functional.log_softmax(exact(input_ids=ids, use_cache=False).logits[0].double(), dim=-1)
-            targets = [t for t, learned in enumerate(sequence.loss_mask) if learned]
-            loss = -sum(scores[t - 1, sequence.input_ids[t]] for t in targets) / sequence.denominator
-            gradients = torch.autograd.grad(loss, parameters)
-            total += torch.cat([gradient.double().flatten() for gradient in gradients])
-        rows.append(total)
-    return torch.stack(rows).cpu()
+    if hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")  # grouped products know no float64
+    device, parameters, found = next(exact.parameters()).device, list(trainable(exact).values()), []
+    for row in rows:
+        ids = row.input_ids_RT.to(device)
+        mask = None if bool(row.attention_mask_RT.all()) else row.attention_mask_RT.to(device)
+        logits = exact(input_ids=ids, attention_mask=mask, use_cache=False).logits[0]
+        scores = functional.log_softmax(logits.double(), dim=-1)
+        targets = row.loss_mask_RT[0].nonzero().flatten().tolist()
+        loss = -sum(scores[t - 1, ids[0, t]] for t in targets) / float(row.denominator_R)
+        gradients = torch.autograd.grad(loss, parameters)
+        found.append(torch.cat([gradient.double().flatten() for gradient in gradients]))
+    return torch.stack(found).cpu()
 
 
 class Toy(nn.Module):
@@ -170,6 +215,23 @@ class Toy(nn.Module):
         return SimpleNamespace(logits=self.head(self.hidden(self.embed(input_ids))))
 
 
+class Cancelling(Toy):
+    """Of two tokens that alternate, activations s u + v and s u + w, backprops +b and -b: terms s times their sum."""
+
+    def __init__(self, scale: float, hidden: int = 4) -> None:
+        super().__init__(hidden)
+        self.signs = nn.Parameter(torch.tensor([1.0, -1.0]).repeat(40), requires_grad=False)
+        with torch.no_grad():
+            direction = torch.randn(hidden, generator=torch.Generator().manual_seed(7))
+            noise = torch.randn(VOCABULARY, hidden, generator=torch.Generator().manual_seed(8))
+            self.embed.weight.copy_(scale * direction + noise)
+            self.layer.weight.zero_()
+            self.head.weight[10] = self.head.weight[9]
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd) * self.signs[: x_RTd.shape[1], None]
+
+
 def replace_token(sequence: TokenSequence, position: int, token: int) -> TokenSequence:
     ids = [*sequence.input_ids]
     ids[position] = token
@@ -179,6 +241,12 @@ def replace_token(sequence: TokenSequence, position: int, token: int) -> TokenSe
 def constant_unit(length: int, token: int) -> Unit:
     """One token again and again, all of it learned."""
     return Unit((TokenSequence((token,) * length, (False,) + (True,) * (length - 1), length - 1),))
+
+
+def alternating_unit(length: int) -> Unit:
+    """Tokens 9 and 10 in turn, all of them learned: what ``Cancelling`` needs."""
+    ids = tuple(9 + position % 2 for position in range(length))
+    return Unit((TokenSequence(ids, (False,) + (True,) * (length - 1), length - 1),))
 
 
 def loss_inputs(batch: Any) -> tuple[Tensor, Tensor, Tensor]:

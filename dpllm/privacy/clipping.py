@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.gradients import Owners, UnitGradients
-from dpllm.privacy.rules import Mode, Rule
+from dpllm.privacy.rules import Form, Mode, Rule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.privacy.taps import Taps
 
@@ -115,7 +115,7 @@ class PerUnitClipper:
 
     Guarantee:
         For each unit, the L2 norm of what it adds to ``sums``, over all trainable parameters together, is at most
-        ``max_grad_norm`` (1 + 1e-6), for every clipping function, in every ``mode`` and precision of the model. What is
+        ``max_grad_norm`` (1 + 1e-6), for every clipping function, in every ``form`` and precision of the model. What is
         materialised is float32, measured in float64, and summed as it was measured, in float64; what is not (ghost norms)
         is measured and summed in float64, with a bound on the rounding of both added to the norm. A unit whose gradient is
         not finite adds zero. A unit's addition depends on that unit alone, up to the rounding of the forward and backward
@@ -127,17 +127,17 @@ class PerUnitClipper:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, mode: Mode = "auto", clipping: str = "flat"
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, form: Form, clipping: str = "flat"
     ) -> None:
         """Hooks into the model.
 
         Args:
             model: In training.
             parameters: All that train, by name.
-            mode: auto, per_sample or ghost; see ``rules.product``.
+            form: How gradients of dense weights are kept; see ``rules.product``.
             clipping: A key of ``FUNCTIONS``.
         """
-        self._parameters, self._mode, self._function = parameters, mode, FUNCTIONS[clipping]
+        self._parameters, self._form, self._function = parameters, form, FUNCTIONS[clipping]
         layers = [name.rpartition(".")[0] for name in parameters]
         names = list(dict.fromkeys(layers)) if clipping == "per_layer" else [""]
         self._group_L = [names.index(layer) if clipping == "per_layer" else 0 for layer in layers]
@@ -212,7 +212,7 @@ class PerUnitClipper:
                 "could tell whose gradient is whose (mixtures of experts do this). Exclude it from adapter.target_modules."
             )
         try:
-            for parameter, part in rule(layer, input, backprop, self._trains, self._mode):
+            for parameter, part in rule(layer, input, backprop, self._trains, self._form):
                 self._gradients[id(parameter)].add(part)
         except (Refused, torch.OutOfMemoryError):
             raise
@@ -333,7 +333,7 @@ class PlainSum:
 
 
 def make_clipper(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], grad_sample_mode: str, clipping: str
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], grad_sample_mode: str, clipping: str, max_length: int
 ) -> Summer:
     """The summer of a run with differential privacy; guards.py refuses opacus_ghost with anything but flat clipping.
 
@@ -343,7 +343,8 @@ def make_clipper(
     if grad_sample_mode == "opacus_ghost":
         assert clipping == "flat"
         return OpacusGhostClipper(model, parameters)
-    return PerUnitClipper(model, parameters, mode=cast(Mode, grad_sample_mode), clipping=clipping)
+    form = Form(cast(Mode, grad_sample_mode), max_length)
+    return PerUnitClipper(model, parameters, form=form, clipping=clipping)
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -76,6 +76,7 @@ class Engine:
         grad_sample_mode: str,
         noise_entropy: int,
         device: torch.device,
+        max_length: int = 512,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         loss_scale: float = 1.0,
     ) -> None:
@@ -89,6 +90,7 @@ class Engine:
             grad_sample_mode: How clipped sums are computed.
             noise_entropy: 128 secret bits.
             device: Where gradients live.
+            max_length: Tokens of the longest row allowed; public, as it decides in which form gradients are kept.
             autocast: Makes the context of the forward pass.
             loss_scale: Constant power of two for fp16.
 
@@ -101,7 +103,7 @@ class Engine:
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
         self._autocast, self._scale, self._device = autocast, loss_scale, device
         self._noise = GaussianNoise(noise_entropy, device)
-        self._mode = grad_sample_mode
+        self._mode, self._max_length = grad_sample_mode, max_length
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
         self._stepping = False
@@ -111,7 +113,10 @@ class Engine:
     def _make_summer(self) -> Summer:
         if self._plan is None:
             return PlainSum(self.parameters)
-        return make_clipper(self._model, self.parameters, self._mode, self._plan.clipping)
+        return self._make_clipper(self._plan.clipping)
+
+    def _make_clipper(self, clipping: str) -> Summer:
+        return make_clipper(self._model, self.parameters, self._mode, clipping, self._max_length)
 
     def losses(self, batch: PhysicalBatch) -> Tensor:
         """loss_R of one physical batch, through the model as it trains."""
@@ -253,7 +258,7 @@ class Engine:
             self._model,
             self.parameters,
             lambda batch: self.losses(batch) * self._scale,
-            lambda: make_clipper(self._model, self.parameters, self._mode, "flat"),
+            lambda: self._make_clipper("flat"),
             device=self._device,
             vocab_size=vocab_size,
             max_length=max_length,

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from dpllm.privacy.rules import Dense, Part, Product, Rows
 
 ROUNDING = 2.0**-53  # of float64
+TOKENS = 2**20  # of a physical batch; a constant, so that no unit's bound follows how many the others have
+GRAM_PRECISION = 1e-8  # of a squared norm, beyond which Gram products are not relied on
 CHUNK = 2**21  # float64 numbers of a temporary: 16 MiB
 
 
@@ -94,7 +96,8 @@ class UnitGradients:
 
         Materialised gradients are measured in float64 as they are. Of factors, a squared norm is a sum of Gram products
         that can cancel, so that float32 loses it altogether; here it is accumulated in float64 and increased by a bound
-        on the rounding that is left, of the norm as of the sum that ``add_to`` forms.
+        on the rounding that is left, of the norm as of the sum that ``add_to`` forms. Where even float64 would lose more
+        than the eighth digit, the gradient itself is formed, chunk by chunk.
 
         References:
             Goodfellow 2015, Efficient Per-Example Gradient Computations; Li et al. 2021, section 4, equation 2; for the
@@ -114,17 +117,9 @@ class UnitGradients:
         all_tokens = sum(item.left_RTi.shape[0] * item.left_RTi.shape[1] for item in self._products)
         for unit in range(self.owners.num_units):
             left_Ni, right_Nj = self._factors(unit)
-            gram, size, terms = _measure(left_Ni, right_Nj)
-            if compact:
-                mine = compact[0] == unit
-                looked_up_Kd = compact[2][mine].double()
-                head_Kd = left_Ni[:, compact[1][mine]].double().T @ right_Nj.double()
-                gram = gram + square_U[unit] + 2 * (head_Kd * looked_up_Kd).sum()
-                size = size + looked_up_Kd.norm(dim=1).sum()
-                terms += looked_up_Kd.numel() + len(left_Ni)
-            slack = (terms + all_tokens) * ROUNDING
-            bound = (gram.clamp(min=0) + slack * size.square()).sqrt() + slack * size
-            square_U[unit] = bound.square()
+            mine = compact[0] == unit if compact else None
+            looked_up = (compact[1][mine], compact[2][mine].double()) if compact else None
+            square_U[unit] = _upper_bound(left_Ni, right_Nj, looked_up, all_tokens).square()
         return square_U
 
     def add_to(self, sum_: Tensor, factor_U: Tensor, finite: Sequence[bool]) -> None:
@@ -201,25 +196,50 @@ class UnitGradients:
         return factor_U[owner_N].repeat_interleave(factor_RTi.shape[1])
 
 
-def _measure(left_Ni: Tensor, right_Nj: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Of left.T @ right in float64: the squared norm, the sum of its terms' norms, and how many roundings meet in it."""
+def _upper_bound(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None, all_tokens: int) -> Tensor:
+    """An upper bound on the norm of one unit's left.T @ right, plus the vectors it looked up at some of its rows."""
     tokens, i, j = len(left_Ni), left_Ni.shape[1], right_Nj.shape[1]
+    size = _sizes(left_Ni, right_Nj)  # the sum of the norms of the terms
+    if looked_up:
+        size = size + looked_up[1].norm(dim=1).sum()
+    of_sum = 2 * max(all_tokens, TOKENS) * ROUNDING * size
     if tokens * (i + j) <= i * j:  # Gram matrices are cheaper than the gradient
-        gram_NN, other_NN = _gram(left_Ni), _gram(right_Nj)
-        size = (gram_NN.diagonal() * other_NN.diagonal()).sqrt().sum()
-        return gram_NN.mul_(other_NN).sum(), size, i + j + tokens**2 + 4
-    right = right_Nj.double()
-    square, sizes_N = right.new_zeros(()), right.new_zeros(tokens)
-    for chunk in torch.split(left_Ni, max(1, CHUNK // max(tokens, j)), dim=1):
-        chunk = chunk.double()
-        square += (chunk.T @ right).square_().sum()
-        sizes_N += chunk.square().sum(dim=1)
-    return square, (sizes_N * right.square().sum(dim=1)).sqrt().sum(), i * j + tokens + 4
+        square = (_gram(left_Ni) * _gram(right_Nj)).sum(dim=1).sum()
+        roundings = i + j + 2 * tokens + 4
+        if looked_up:
+            ids_K, values_Kd = looked_up
+            head_Kd = left_Ni[:, ids_K].double().T @ right_Nj.double()
+            square = square + values_Kd.square().sum(dim=1).sum() + 2 * (head_Kd * values_Kd).sum(dim=1).sum()
+            roundings += len(ids_K) + j + tokens
+        slack = roundings * ROUNDING * size.square()
+        if not bool(slack > GRAM_PRECISION * square):
+            return (square + slack).sqrt() + of_sum
+    return _norm(left_Ni, right_Nj, looked_up) * (1 + i * j * ROUNDING) + of_sum
+
+
+def _norm(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The norm of the gradient, formed in float64 by chunks of left's columns."""
+    right, start = right_Nj.double(), 0
+    square = right.new_zeros(())
+    for chunk in torch.split(left_Ni, max(1, CHUNK // max(len(left_Ni), right.shape[1], 1)), dim=1):
+        gradient_cj = chunk.double().T @ right
+        if looked_up:
+            here_K = (looked_up[0] >= start) & (looked_up[0] < start + chunk.shape[1])
+            gradient_cj[looked_up[0][here_K] - start] += looked_up[1][here_K]
+        square += gradient_cj.square_().sum()
+        start += chunk.shape[1]
+    return square.sqrt_()
+
+
+def _sizes(left_Ni: Tensor, right_Nj: Tensor) -> Tensor:
+    left_N: Tensor = torch.linalg.vector_norm(left_Ni, dim=1, dtype=torch.float64)
+    right_N: Tensor = torch.linalg.vector_norm(right_Nj, dim=1, dtype=torch.float64)
+    return (left_N * right_N).sum()
 
 
 def _gram(factor_Ni: Tensor) -> Tensor:
     gram_NN = factor_Ni.new_zeros((len(factor_Ni), len(factor_Ni)), dtype=torch.float64)
-    for chunk in torch.split(factor_Ni, max(1, CHUNK // len(factor_Ni)), dim=1):
+    for chunk in torch.split(factor_Ni, max(1, CHUNK // max(1, len(factor_Ni))), dim=1):
         chunk = chunk.double()
         gram_NN.addmm_(chunk, chunk.T)
     return gram_NN
@@ -233,7 +253,7 @@ def _add_product(sum_: Tensor, left_Ni: Tensor, weight_N: Tensor, right_Nj: Tens
         right_Nj.double().mul_(weight_N[:, None]) if right_Nj.dtype != torch.float64 else right_Nj * weight_N[:, None]
     )
     start = 0
-    for chunk in torch.split(left_Ni, max(1, CHUNK // len(left_Ni)), dim=1):
+    for chunk in torch.split(left_Ni, max(1, CHUNK // max(1, len(left_Ni))), dim=1):
         sum_[start : start + chunk.shape[1]].addmm_(chunk.double().T, right)
         start += chunk.shape[1]
 

@@ -28,6 +28,22 @@ WIDE = 16_384  # outputs of a layer that is a head over a vocabulary
 
 
 @dataclass(frozen=True)
+class Form:
+    """In which form gradients of dense weights are kept.
+
+    Both forms are exact, but not to the same last bits. So the choice rests on public numbers alone: if it followed the
+    physical batch, a long row would change how the rows beside it are rounded (crafted: 28 C).
+
+    Attributes:
+        mode: auto, per_sample or ghost.
+        max_length: Tokens of the longest row allowed.
+    """
+
+    mode: Mode
+    max_length: int
+
+
+@dataclass(frozen=True)
 class Dense:
     """Every row's gradient, materialised in float32: (R, *parameter.shape)."""
 
@@ -54,41 +70,41 @@ class Rows:
 Part = Dense | Product | Rows
 Parts = Iterator[tuple[Tensor, Part]]
 Trains = Callable[[Any], bool]
-Rule = Callable[[Any, Tensor, Tensor, Trains, Mode], Parts]
+Rule = Callable[[Any, Tensor, Tensor, Trains, "Form"], Parts]
 
 
-def product(left_RTi: Tensor, right_RTj: Tensor, mode: Mode) -> Part:
+def product(left_RTi: Tensor, right_RTj: Tensor, form: Form) -> Part:
     """The gradient of a dense weight: materialised, or kept as two factors (ghost clipping).
 
     Factors cost R T (i + j) numbers until the norm is known, and float64 arithmetic on R T^2 (i + j) of them for it; a
     materialised gradient costs R i j numbers in float32, and no more arithmetic than a weight gradient without privacy.
-    ``auto`` keeps factors where 2 T^2 <= i j (Li et al. 2021) and they also hold less than half as much, and always for a
-    head over a vocabulary.
+    ``auto`` keeps factors where they hold less than half as much, which implies 2 T^2 <= i j (Li et al. 2021), and always
+    for a head over a vocabulary.
     """
-    if mode == "ghost" or (mode == "auto" and _factors_pay(left_RTi, right_RTj)):
+    if form.mode == "ghost" or (form.mode == "auto" and _factors_pay(left_RTi, right_RTj, form.max_length)):
         return Product(left_RTi, right_RTj)
     return Dense(left_RTi.float().transpose(1, 2) @ right_RTj.float())
 
 
-def linear(layer: nn.Linear, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, mode: Mode) -> Parts:
+def linear(layer: nn.Linear, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, form: Form) -> Parts:
     """nn.Linear, LoRA's A and B among them."""
     input_RTd, backprop_RTp = input_RTd.flatten(1, -2), backprop_RTp.flatten(1, -2)
     if trains(layer.weight):
-        yield layer.weight, product(backprop_RTp, input_RTd, mode)
+        yield layer.weight, product(backprop_RTp, input_RTd, form)
     if trains(layer.bias):
         yield layer.bias, Dense(backprop_RTp.sum(dim=1, dtype=torch.float32))
 
 
-def conv1d(layer: Any, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, mode: Mode) -> Parts:
+def conv1d(layer: Any, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, form: Form) -> Parts:
     """Transformers' Conv1D, a linear layer that stores its weight transposed (GPT-2)."""
     input_RTd, backprop_RTp = input_RTd.flatten(1, -2), backprop_RTp.flatten(1, -2)
     if trains(layer.weight):
-        yield layer.weight, product(input_RTd, backprop_RTp, mode)
+        yield layer.weight, product(input_RTd, backprop_RTp, form)
     if trains(layer.bias):
         yield layer.bias, Dense(backprop_RTp.sum(dim=1, dtype=torch.float32))
 
 
-def embedding(layer: nn.Embedding, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, mode: Mode) -> Parts:
+def embedding(layer: nn.Embedding, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, form: Form) -> Parts:
     """nn.Embedding: only the vectors that a row looked up have a gradient."""
     _check_embedding(layer)
     if trains(layer.weight):
@@ -97,12 +113,12 @@ def embedding(layer: nn.Embedding, ids_RT: Tensor, backprop_RTd: Tensor, trains:
         yield layer.weight, Rows(ids_RT, backprop_RTd.float())
 
 
-def scaled_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, mode: Mode) -> Parts:
+def scaled_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, form: Form) -> Parts:
     """Gemma's nn.Embedding, whose output is multiplied by ``embed_scale``."""
-    return embedding(layer, ids_RT, backprop_RTd.float() * float(layer.embed_scale), trains, mode)
+    return embedding(layer, ids_RT, backprop_RTd.float() * float(layer.embed_scale), trains, form)
 
 
-def lora_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, mode: Mode) -> Parts:
+def lora_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, form: Form) -> Parts:
     """LoRA on an embedding, y = base(ids) + (A.T[ids] @ B.T) scale: parameters that no inner layer of peft calls."""
     _check_embedding(layer.get_base_layer())
     scale = float(getattr(layer.get_base_layer(), "embed_scale", 1.0))
@@ -111,14 +127,14 @@ def lora_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Tra
         if not (trains(a_rV) and trains(b_dr)):
             continue
         scaled_RTd = backprop_RTd.float() * (scale * layer.scaling[name])
-        yield b_dr, product(scaled_RTd, a_rV.detach().T[ids_RT], mode)
+        yield b_dr, product(scaled_RTd, a_rV.detach().T[ids_RT], form)
         values_RTr = scaled_RTd @ b_dr.detach()
         if (padding := layer.get_base_layer().padding_idx) is not None:
             values_RTr = values_RTr * (ids_RT != padding).unsqueeze(-1)
         yield a_rV, Rows(ids_RT, values_RTr, columns=True)
 
 
-def layer_norm(layer: nn.LayerNorm, input: Tensor, backprop: Tensor, trains: Trains, mode: Mode) -> Parts:
+def layer_norm(layer: nn.LayerNorm, input: Tensor, backprop: Tensor, trains: Trains, form: Form) -> Parts:
     """nn.LayerNorm."""
     shape = layer.normalized_shape
     if trains(layer.weight):
@@ -128,7 +144,7 @@ def layer_norm(layer: nn.LayerNorm, input: Tensor, backprop: Tensor, trains: Tra
         yield layer.bias, Dense(_over_tokens(backprop.float(), shape))
 
 
-def rms_norm(layer: Any, input: Tensor, backprop: Tensor, trains: Trains, mode: Mode) -> Parts:
+def rms_norm(layer: Any, input: Tensor, backprop: Tensor, trains: Trains, form: Form) -> Parts:
     """nn.RMSNorm and transformers' classes: y = w x / rms(x), or (1 + w) x / rms(x), which has the same gradient."""
     shape = tuple(layer.weight.shape)
     eps = layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
@@ -137,7 +153,7 @@ def rms_norm(layer: Any, input: Tensor, backprop: Tensor, trains: Trains, mode: 
         yield layer.weight, Dense(_over_tokens(backprop.float() * normed, shape))
 
 
-def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trains, mode: Mode) -> Parts:
+def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trains, form: Form) -> Parts:
     """Any other layer without inner layers: its own forward pass once more for every row, differentiated by functorch."""
     gradients = ft_compute_per_sample_gradient(layer, [input], backprop.to(next(layer.parameters()).dtype))
     for parameter, gradient_R in gradients.items():
@@ -185,12 +201,12 @@ def rule_of(layer: nn.Module, name: str) -> Rule:
     )
 
 
-def _factors_pay(left_RTi: Tensor, right_RTj: Tensor) -> bool:
-    tokens, i, j = left_RTi.shape[1], left_RTi.shape[2], right_RTj.shape[2]
+def _factors_pay(left_RTi: Tensor, right_RTj: Tensor, tokens: int) -> bool:
+    i, j = left_RTi.shape[2], right_RTj.shape[2]
     if max(i, j) >= WIDE:
         return min(i, j) > 64  # an adapter of a head is no head
-    held = tokens * (i * left_RTi.element_size() + j * right_RTj.element_size()) + 16 * tokens**2
-    return 2 * tokens**2 <= i * j and 2 * held <= 4 * i * j
+    held = tokens * (i * left_RTi.element_size() + j * right_RTj.element_size()) + 16 * tokens**2  # bytes
+    return 2 * held <= 4 * i * j
 
 
 def _over_tokens(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import Any
 
+import checks
 import numpy as np
 import pytest
 import tiny_models as tm
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from checks import ALARM, SIGMA, C
 from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
 from dpllm.privacy.noise import GaussianNoise, os_entropy
 
-ALARM = 1e-9  # false alarm probability of each test
-SIGMA, C = 1.7, 0.05
 STEPS = 400
 
 
@@ -25,35 +29,46 @@ def released(seed: int) -> Tensor:
     return steps(tm.units([(9, 4), (7,), (5,)]), seed)
 
 
-def steps(some: list, seed: int, count: int = STEPS, entropy: int | None = None) -> Tensor:
-    promise = tm.plan(C, SIGMA)
-    engine = tm.make_engine(Toy(bias=True), promise, noise_entropy=2**90 + seed if entropy is None else entropy)
-    batches = tm.batches(some)
-    exact_P, _ = engine.clipped_sum(batches)
-    size = promise.schedule.expected_batch_size
-    return torch.stack(
-        [
-            (engine._release(engine.clipped_sum(batches)[0]).double() * size - exact_P) / (SIGMA * C)
-            for _ in range(count)
-        ]
-    )
+def steps(some: list, seed: int, count: int = STEPS, entropy: int | None = None, **arguments: Any) -> Tensor:
+    key = 2**90 + seed if entropy is None else entropy
+    size, net = arguments.pop("size", 64), arguments.pop("net", None) or Toy(bias=True)
+    engine = tm.make_engine(net, tm.plan(C, SIGMA), noise_entropy=key, **arguments)
+    return checks.released(engine, tm.batches(some, size), count)
 
 
-def two_sided(statistic: float, degrees: int) -> float:
-    return 2 * min(stats.chi2.sf(statistic, degrees), stats.chi2.cdf(statistic, degrees))
-
-
-def test_standard_deviation_is_sigma_c_on_every_coordinate(released: Tensor) -> None:
-    square_P = released.square().sum(dim=0).numpy()
+def test_noise_is_normal_of_deviation_sigma_c_on_every_coordinate(released: Tensor) -> None:
     assert released.shape == (STEPS, 72)  # weight and bias: every coordinate that trains
-    assert two_sided(square_P.sum(), STEPS * 72) > ALARM
-    assert min(two_sided(value, STEPS) for value in square_P) > ALARM / 72
+    checks.standard_normal(released)
 
 
-def test_noise_is_normal_and_centred(released: Tensor) -> None:
-    assert stats.kstest(released.flatten().numpy(), "norm").pvalue > ALARM
-    mean_P = released.mean(dim=0).numpy() * STEPS**0.5
-    assert 2 * stats.norm.sf(abs(mean_P)).min() > ALARM / 72
+BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16": {"autocast": BF16},
+    "several physical batches": {"size": 1},
+    "several physical batches, bf16": {"size": 1, "autocast": BF16},
+    "ghost": {"grad_sample_mode": "ghost"},
+    "per_sample": {"grad_sample_mode": "per_sample"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_noise_is_the_same_however_the_sum_is_formed(way: str, full: bool, seed: int) -> None:
+    some = tm.units([(9, 4), (7,), (5,)])
+    checks.standard_normal(steps(some, seed + 7, 4000 if full else 300, **WAYS[way]))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_noise_is_the_same_on_a_model_that_accelerate_prepared(precision: str, full: bool, seed: int) -> None:
+    """accelerate's own autocast, and its conversion of outputs to float32, around the forward pass."""
+    net = Accelerator(cpu=True, mixed_precision=precision).prepare_model(Toy(bias=True))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    some = tm.units([(9, 4), (7,), (5,)])
+    checks.standard_normal(steps(some, seed + 8, 4000 if full else 300, net=net))
+    engine = tm.make_engine(net, tm.plan(C))
+    checks.neighbours(engine, some)
+    assert engine.self_check(tm.VOCABULARY, 32, low_precision=precision == "bf16") <= (
+        5e-2 if precision == "bf16" else 1e-5
+    )
 
 
 def test_noise_is_fresh_at_each_step_and_independent_between_coordinates(released: Tensor) -> None:
@@ -68,7 +83,7 @@ def test_noise_is_fresh_at_each_step_and_independent_between_coordinates(release
 
 def test_an_empty_logical_batch_is_noised_too() -> None:
     released = steps([], seed=1, count=200)
-    assert two_sided(float(released.square().sum()), released.numel()) > ALARM
+    checks.standard_normal(released)
     assert bool((released != 0).all())
 
 

@@ -96,22 +96,28 @@ def test_every_drawn_unit_is_computed_once_and_whole(lengths: list, size: int, w
     drawn = sorted(data.draw(st.sets(st.sampled_from(range(len(slots)))))) if slots else []
     seen: Counter[int] = Counter()
     for rank in range(world):
+        so_far: list[int] = []
         for batch in physical_batches(drawn, slots, size, 0, rank, world):
             owners = batch.input_ids_RT[:, 0] - 3
             assert sorted(set(batch.unit_R.tolist())) == list(range(batch.num_units))
             for unit in range(batch.num_units):
-                rows = owners[batch.unit_R == unit].tolist()
+                rows = so_far + owners[batch.unit_R == unit].tolist()
                 assert len(set(rows)) == 1
-                assert len(rows) == len(slots[rows[0]].sequences)  # whole
-                seen[rows[0]] += 1
-            assert len(batch.unit_R) <= size or batch.num_units == 1
+                assert (len(rows) == len(slots[rows[0]].sequences)) != batch.goes_on  # whole, when it is clipped
+                so_far = rows if batch.goes_on else []
+                seen[rows[0]] += not batch.goes_on
+            assert len(batch.unit_R) <= size
+            assert not batch.goes_on or batch.num_units == 1
+        assert not so_far
     assert seen == Counter(s for s in drawn if slots[s] is not None and slots[s].sequences)
 
 
 def test_physical_batches_are_filled_to_their_size_and_no_further() -> None:
     some = tm.units([(5,)] * 8 + [(5, 5), (4, 4, 4, 4)])
     assert [len(batch.unit_R) for batch in tm.batches(some[:8], 3)] == [3, 3, 2]
-    assert [len(batch.unit_R) for batch in tm.batches(some, 3)] == [4, 3, 3, 2, 2]  # the unit of four keeps its own
+    batches = tm.batches(some, 3)
+    assert [len(batch.unit_R) for batch in batches] == [3, 1, 3, 3, 2, 2]  # the unit of four has two of its own
+    assert [batch.goes_on for batch in batches] == [True, *[False] * 5]
 
 
 def test_collate_pads_right_and_learns_nothing_from_padding() -> None:

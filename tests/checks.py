@@ -1,0 +1,389 @@
+"""What the tests of the mechanism assert, as functions: tests/privacy/test_mutations.py shows that each can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tiny_models as tm
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from dpllm.data import Unit
+from dpllm.errors import Refused
+from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
+from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.sampling import PhysicalBatch, collate
+
+BOUND = 1 + 1e-6
+EXACT = 1e-5
+ALARM = 1e-9  # false alarm probability of each statistical check
+SIGMA, C = 1.7, 0.05  # of the plans whose noise is measured
+
+
+def clip(gradient_UP: Tensor, bound: float) -> Tensor:
+    """The clipped sum by the book."""
+    return (bound / gradient_UP.norm(dim=1)).clamp(max=1.0) @ gradient_UP
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Relative distance of two vectors."""
+    assert found.shape == expected.shape
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def without(some: Sequence[Unit], index: int) -> list[Unit | None]:
+    return [None if position == index else one for position, one in enumerate(some)]
+
+
+def exact(net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, mode: str = "auto", sizes: Any = (2, 64)) -> None:
+    """Norms and clipped sums, at a C that clips some units and not others, are those of the reference."""
+    norm_U = exact_UP.norm(dim=1)
+    bound = float(norm_U.median()) * 1.01
+    engine = tm.make_engine(net, tm.plan(bound), grad_sample_mode=mode)
+    seen_U = tm.norms(engine, collate(some, pad_id=0))
+    torch.testing.assert_close(seen_U.double(), norm_U, rtol=EXACT, atol=0)
+    for size in sizes:
+        found_P, seen = engine.clipped_sum(tm.batches(some, size))
+        assert apart(found_P, clip(exact_UP, bound)) <= EXACT
+        assert (seen.units, seen.clipped) == (len(some), int((norm_U > bound).sum()))
+
+
+def bounded(engine: Any, some: Sequence[Unit]) -> None:
+    """Every unit alone adds at most C."""
+    for one in some:
+        norm = float(tm.clipped_sum(engine, [one]).norm())
+        assert norm <= engine.max_grad_norm * BOUND, norm
+
+
+def neighbours(engine: Any, some: Sequence[Unit], size: int = 64, others: float = 0.0) -> None:
+    """Emptying any one unit moves the clipped sum by at most C; so does a unit alone.
+
+    ``others``: how far the rounding of the other units' gradients may follow the shape of the physical batch, over C.
+    """
+    bounded(engine, some)
+    whole = tm.clipped_sum(engine, some, size)
+    for index in range(len(some)):
+        moved = float((whole - tm.clipped_sum(engine, without(some, index), size)).norm())
+        assert moved <= engine.max_grad_norm * (BOUND + others)
+
+
+def cancelling(mode: str, scale: float, bound: float = 1e-4, **arguments: Any) -> None:
+    """A unit whose gradient is far shorter than its terms is bounded, alone and beside its like.
+
+    In a wide layer the norm is that of Gram matrices, in a narrow one that of the gradient in pieces.
+    """
+    some = [tm.alternating_unit(length) for length in (5, 9, 17, 32, 65)]
+    for hidden in (4, 64):
+        engine = tm.make_engine(tm.Cancelling(scale, hidden), tm.plan(bound), grad_sample_mode=mode, **arguments)
+        bounded(engine, some)
+        summed_P, seen = engine.clipped_sum(tm.batches(some))
+        assert float(summed_P.norm()) <= seen.units * bound * BOUND
+
+
+def own_rounding(mode: str, scale: float) -> None:
+    """A long unit beside forty whose terms cancel moves the sum by at most C: their rounding does not follow it."""
+    some = [*[tm.alternating_unit(9)] * 40, tm.alternating_unit(40)]
+    engine = tm.make_engine(tm.Cancelling(scale, 64), tm.plan(1e-4), grad_sample_mode=mode)
+    moved = float((tm.clipped_sum(engine, some) - tm.clipped_sum(engine, some[:-1])).norm())
+    assert moved <= 1e-4 * BOUND, moved / 1e-4
+
+
+def whole_units(net: nn.Module, mode: str = "auto") -> None:
+    """A unit with more rows than a physical batch is clipped once, as if it were in one."""
+    one, short = tm.unit((5, 9, 3, 8, 6), 4), tm.unit((7,), 5)
+    exact_UP = tm.brute_force(net, [one, short])
+    bound = float(exact_UP.norm(dim=1).min()) * 0.9
+    engine = tm.make_engine(net, tm.plan(bound), grad_sample_mode=mode)
+    pieces = tm.batches([one, short], 2)
+    assert [piece.goes_on for piece in pieces] == [True, True, False, False]
+    for size in (1, 2, 64):
+        found_P, seen = engine.clipped_sum(tm.batches([one, short], size))
+        assert apart(found_P, clip(exact_UP, bound)) <= EXACT
+        assert (seen.units, seen.clipped) == (2, 2)
+
+
+def with_infinite_dummies(batch: PhysicalBatch) -> PhysicalBatch:
+    """The batch, with an infinite loss in its dummy rows."""
+    nobody = batch.unit_R < 0
+    batch.loss_mask_RT[nobody, 1:] = True
+    batch.denominator_R[nobody] = 0.0
+    return batch
+
+
+def dummy_rows(net: nn.Module, mode: str = "auto") -> None:
+    """Rows of nobody add nothing, even where their gradient is not finite, and are not counted."""
+    some = tm.units(tm.RAGGED)
+    engine = tm.make_engine(net, tm.plan(0.3), grad_sample_mode=mode)
+    expected_P, counted = engine.clipped_sum([collate(some, 0)])
+    assert float(expected_P.norm()) > 0
+    for dummies in (1, 3):
+        for batch in (collate(some, 0, dummies), with_infinite_dummies(collate(some, 0, dummies))):
+            found_P, seen = engine.clipped_sum([batch])
+            assert apart(found_P, expected_P) <= 1e-6
+            assert (seen.units, seen.clipped) == (counted.units, counted.clipped)
+
+
+def nobody(net: nn.Module, mode: str = "auto") -> None:
+    """A batch of dummy rows only adds zero."""
+    engine = tm.make_engine(net, tm.plan(0.3), grad_sample_mode=mode)
+    for batch in (collate([], 0, 2), with_infinite_dummies(collate([], 0, 2))):
+        nothing_P, seen = engine.clipped_sum([batch])
+        assert not bool(nothing_P.any())
+        assert seen.units == 0
+
+
+def not_finite(mode: str = "auto", adapter: Any = tm.FROZEN, bad: float = float("nan")) -> None:
+    """A unit whose gradient is not finite adds zero and spoils nothing."""
+    net = tm.build("llama", adapter)
+    with torch.no_grad():
+        net.get_input_embeddings().weight[tm.VOCABULARY - 1] = bad
+    some = tm.units(tm.RAGGED)
+    poisoned = Unit((tm.replace_token(some[1].sequences[0], 8, tm.VOCABULARY - 1),))
+    engine = tm.make_engine(net, tm.plan(0.3), grad_sample_mode=mode)
+    with_it_P = tm.clipped_sum(engine, [some[0], poisoned, *some[2:]])
+    assert apart(with_it_P, tm.clipped_sum(engine, without(some, 1))) <= 1e-6
+    assert not bool(tm.clipped_sum(engine, [poisoned]).any())
+
+
+def own_loss(net: nn.Module) -> None:
+    """A long neighbour does not change a loss."""
+    engine = tm.make_engine(net)
+    some = tm.units([(6,), (11,), (3,)])
+    with torch.no_grad():
+        beside_R = engine.losses(collate([*some, tm.unit([60], 99)], pad_id=0))[:3]
+        alone_R = torch.cat([engine.losses(collate([one], pad_id=0)) for one in some])
+    torch.testing.assert_close(beside_R, alone_R, rtol=1e-5, atol=1e-6)
+
+
+def nothing_left_over(net: nn.Module) -> None:
+    """Two batches after each other add what each holds: nothing of the first is used again."""
+    first, second = tm.units([(9,), (5,)], seed=1), tm.units([(7,), (12,)], seed=2)
+    expected_P = clip(tm.brute_force(net, [*first, *second]), 0.3)
+    engine = tm.make_engine(net, tm.plan(0.3))
+    assert apart(engine.clipped_sum([*tm.batches(first), *tm.batches(second)])[0], expected_P) <= EXACT
+
+
+def checkpointed(kind: str, adapter: Any, exact_UP: Tensor, mode: str = "auto", **changes: Any) -> None:
+    """Gradient checkpointing changes nothing."""
+    net = tm.build("llama", adapter, checkpointing=kind, **changes)
+    exact(net, tm.units(tm.RAGGED), exact_UP, mode)
+    assert tm.make_engine(net, grad_sample_mode=mode).self_check(tm.VOCABULARY, 32) <= EXACT
+
+
+def no_weight_gradients(net: nn.Module, mode: str = "auto") -> None:
+    """In the engine's backward pass no parameter requires a gradient, so that autograd computes none."""
+    engine = tm.make_engine(net, grad_sample_mode=mode)
+    receive, calls = engine._summer._taps._receive, []
+
+    def look(*arguments: Any) -> None:
+        assert not any(p.requires_grad or p.grad is not None for p in net.parameters())
+        calls.append(1)
+        receive(*arguments)
+
+    engine._summer._taps._receive = look
+    engine.clipped_sum(tm.batches(tm.units(tm.RAGGED)))
+    assert len(calls) >= len({name.rpartition(".")[0] for name in engine.parameters})
+    assert all(p.grad is None for p in net.parameters())
+    assert {name for name, p in net.named_parameters() if p.requires_grad} == set(engine.parameters)
+
+
+def refused(call: Callable[[], Any], words: str) -> None:
+    """The call is refused, with these words."""
+    message = None
+    try:
+        call()
+    except Refused as refusal:
+        message = str(refusal)
+    assert message is not None, "it was not refused"
+    assert words in message, message
+
+
+def self_check_refuses(net: nn.Module, words: str) -> None:
+    """The check before every run stops this model."""
+    refused(lambda: tm.make_engine(net).self_check(tm.VOCABULARY, 32), words)
+
+
+def batch_token_mean(logits_RTV: Tensor, input_ids_RT: Tensor, loss_mask_RT: Tensor, _denominator_R: Tensor) -> Tensor:
+    """As transformers' own loss: divided by the tokens of the whole batch."""
+    tokens_R = loss_mask_RT.sum().float().expand(len(input_ids_RT))
+    return sequence_losses(logits_RTV, input_ids_RT, loss_mask_RT, tokens_R)
+
+
+def large_sum() -> None:
+    """A logical batch of thousands is summed without rounding a unit's bound away."""
+    some = [tm.unit([3 + number % 9], number // 9) for number in range(4096)]
+    engine = tm.make_engine(tm.Toy(), tm.plan(1e-3))
+    whole = tm.clipped_sum(engine, some, 256)
+    assert float(whole.norm()) > 0.3  # several hundred C: the gradients point the same way
+    for index in (0, 5, 2048, 4095):
+        assert float((whole - tm.clipped_sum(engine, without(some, index), 256)).norm()) <= 1e-3 * BOUND
+
+
+def tf32_refused(short_cut: Callable[[], None]) -> None:
+    """No step with short cuts in float32 products, with or without data."""
+    engine = tm.make_engine(tm.Toy())
+    engine.step([])
+    short_cut()
+    for some in ([], tm.units([(5,)])):
+        refused(lambda some=some: engine.step(tm.batches(some)), "TF32")
+
+
+def lone_step_refused() -> None:
+    """optimizer.step() beside the engine is refused, and the weights stay."""
+    net = tm.Toy()
+    engine = tm.make_engine(net)
+    before = net.layer.weight.detach().clone()
+    net(torch.arange(8).view(2, 4)).logits.sum().backward()
+    refused(engine._optimizer.step, "called beside the engine")
+    assert torch.equal(net.layer.weight, before)
+
+
+def foreign_gradients_refused(some: Sequence[Unit]) -> None:
+    """A backward pass of one's own before a step is found out."""
+    net = tm.Toy()
+    engine = tm.make_engine(net)
+    net(torch.arange(8).view(2, 4)).logits.sum().backward()
+    refused(lambda: engine.step(tm.batches(some)), "a gradient that this engine did not compute")
+
+
+def expected_divisor() -> None:
+    """The update is (clipped sum + noise) / B for the Plan's B, whether 0, 3 or 14 units were drawn."""
+    for size in (0, 3, 14):
+        net, some = tm.Toy(), tm.units([(4 + number,) for number in range(size)])
+        engine = tm.make_engine(net, tm.plan(0.03, 1e-9))
+        total_P, before_P = engine.clipped_sum(tm.batches(some))[0], net.layer.weight.detach().flatten().clone()
+        engine.step(tm.batches(some))
+        moved_P = (before_P - net.layer.weight.detach().flatten()).double()
+        torch.testing.assert_close(moved_P, total_P / 10, rtol=1e-3, atol=1e-7)
+
+
+def released(engine: Any, some_batches: Sequence[PhysicalBatch], steps: int, sigma: float = SIGMA) -> Tensor:
+    """What many steps on one logical batch release beyond the clipped sum, over sigma C: (steps, P)."""
+    exact_P = engine.clipped_sum(some_batches)[0]
+    rows = [tm.released(engine, some_batches) - exact_P for _ in range(steps)]
+    return torch.stack(rows) / (sigma * engine.max_grad_norm)
+
+
+def two_sided(statistic: Any, degrees: int) -> Any:
+    """p-value of a sum of ``degrees`` squares of standard normal variates."""
+    return 2 * np.minimum(stats.chi2.sf(statistic, degrees), stats.chi2.cdf(statistic, degrees))
+
+
+def standard_normal(noise_SP: Tensor) -> None:
+    """Standard deviation 1 over all and on every coordinate, normal, centred, fresh at every step."""
+    noise, alarm = noise_SP.double().numpy(), ALARM / 5
+    steps, size = noise.shape
+    square_P = (noise**2).sum(axis=0)
+    assert two_sided(square_P.sum(), steps * size) > alarm
+    assert two_sided(square_P, steps).min() > alarm / size
+    assert stats.kstest(noise.flatten(), "norm").pvalue > alarm
+    assert 2 * stats.norm.sf(abs(noise.mean(axis=0)) * steps**0.5).min() > alarm / size
+    for lag in (1, 2, 5):
+        product = (noise[:-lag] * noise[lag:]).sum() / (size * (steps - lag)) ** 0.5
+        assert 2 * stats.norm.sf(abs(product)) > alarm / 3
+
+
+# --- clipping functions ----------------------------------------------------------------------------------------------
+
+
+def layers(net: nn.Module) -> list[slice]:
+    """Where in a flat gradient each layer's parameters lie, in the order of ``named_parameters``."""
+    places: dict[str, slice] = {}
+    start = 0
+    for name, p in tm.trainable(net).items():
+        layer = name.rpartition(".")[0]
+        first = places[layer].start if layer in places else start
+        places[layer] = slice(first, start + p.numel())
+        start += p.numel()
+    return list(places.values())
+
+
+def by_hand(clipping: str, net: nn.Module, gradient_UP: Tensor, bound: float) -> Tensor:
+    """contribution_UP of each clipping function, as its paper writes it."""
+    norm_U = gradient_UP.norm(dim=1, keepdim=True)
+    if clipping == "automatic":
+        return bound * gradient_UP / (norm_U + 0.01)
+    if clipping == "per_layer":
+        places = layers(net)
+        clipped = [by_hand("flat", net, gradient_UP[:, place], bound / len(places) ** 0.5) for place in places]
+        return torch.cat(clipped, dim=1)
+    return (bound / norm_U).clamp(max=1.0) * gradient_UP
+
+
+def function(
+    clipping: str, net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, bound: float, **arguments: Any
+) -> None:
+    """The clipped sum is the one by hand; no unit adds more than C, and per layer no layer more than C / sqrt(G)."""
+    engine = tm.make_engine(net, tm.plan(bound, clipping=clipping), **arguments)
+    found_P = tm.clipped_sum(engine, some, 3)
+    assert apart(found_P, by_hand(clipping, net, exact_UP, bound).sum(dim=0)) <= EXACT
+    bounded(engine, some)
+    if clipping == "per_layer":
+        places = layers(net)
+        for one in some:
+            alone_P = tm.clipped_sum(engine, [one])
+            worst = max(float(alone_P[place].norm()) for place in places)
+            assert worst <= bound / len(places) ** 0.5 * BOUND
+
+
+def noise_split(sigma: float, batch: int, wanted: float | None) -> None:
+    """1/sigma^2 = 1/sigma_g^2 + 1/(2 sigma_b)^2, or a refusal where the count alone costs more."""
+    if wanted is not None and 2 * wanted <= sigma:
+        refused(lambda: adaptive_clipping(sigma, batch, 0.5, 0.2, wanted), "alone would spend the budget")
+        return
+    made = adaptive_clipping(sigma, batch, 0.5, 0.2, wanted)
+    both = made.gradient_noise_multiplier**-2 + (2 * made.count_noise_multiplier) ** -2
+    assert abs(both * sigma**2 - 1) < 1e-9
+    if wanted is None:
+        assert made.count_noise_multiplier == max(batch / 20, 2 * sigma)
+        assert made.gradient_noise_multiplier <= sigma * 1.04
+
+
+def adaptive_engine(
+    adaptive: AdaptiveClipping, bound: float = C, sigma: float = SIGMA, net: nn.Module | None = None, **arguments: Any
+) -> Any:
+    """A Toy, or another model, whose C adapts."""
+    return tm.make_engine(net or tm.Toy(bias=True), tm.plan(bound, sigma, adaptive=adaptive), **arguments)
+
+
+def count(engine: Any, some: Sequence[Unit | None], size: int = 64) -> float:
+    """The coordinate of the un-noised sum that counts."""
+    return float(engine.clipped_sum(tm.batches(some, size))[0][-1])
+
+
+def counts(mode: str = "auto") -> None:
+    """Nobody counts 0, a unit no longer than C +1/2, a longer one -1/2: once, however many rows and batches it has."""
+    net, some = tm.build("llama"), [tm.unit((9, 4, 6, 3, 5), 1), tm.unit((7,), 2)]
+    norm_U = tm.brute_force(net, some).norm(dim=1).tolist()
+    for bound in (0.5 * min(norm_U), 0.5 * sum(norm_U), 2 * max(norm_U)):
+        engine = adaptive_engine(adaptive_clipping(SIGMA, 10, 0.5, 0.2), bound, net=net, grad_sample_mode=mode)
+        halves = [0.5 if norm <= bound else -0.5 for norm in norm_U]
+        for size in (1, 2, 3, 64):
+            assert count(engine, [some[0]], size) == halves[0]
+            assert count(engine, [None, some[1]], size) == halves[1]
+            assert count(engine, some, size) == sum(halves)
+        assert count(engine, [None, None]) == 0.0
+        assert float(engine.clipped_sum([])[0].abs().sum()) == 0.0
+
+
+def adaptive_noise(some: Sequence[Unit], steps: int, seed: int) -> None:
+    """Of gradients sigma_g C_t with the C_t of the step, of the count sigma_b; C follows the released share alone."""
+    adaptive = adaptive_clipping(SIGMA, 10, 0.5, 0.3, 1.3)
+    engine = adaptive_engine(adaptive, noise_entropy=2**80 + seed)
+    of_gradients, of_counts, norms = [], [], []
+    for _ in range(steps):
+        exact_P, before = engine.clipped_sum(tm.batches(some))[0], engine.max_grad_norm
+        found_P = tm.released(engine, tm.batches(some))
+        of_gradients.append((found_P - exact_P[:-1]) / (adaptive.gradient_noise_multiplier * before))
+        of_counts.append(((engine.noisy_fraction - 0.5) * 10 - float(exact_P[-1])) / 1.3)
+        norms.append(before)
+        after = before * np.exp(-0.3 * (engine.noisy_fraction - 0.5))
+        assert abs(engine.max_grad_norm / after - 1) < 1e-9
+    assert max(norms) / min(norms) > 2  # it moves
+    standard_normal(torch.stack(of_gradients))
+    standard_normal(torch.tensor(of_counts)[:, None])
+    both = np.corrcoef(np.array(of_counts), torch.stack(of_gradients).mean(dim=1).numpy())[0, 1]
+    assert 2 * stats.norm.sf(abs(both) * steps**0.5) > ALARM
