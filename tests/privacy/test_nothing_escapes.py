@@ -1,0 +1,154 @@
+"""Nothing but clipped sums of this step reaches an update, and what cannot be clipped is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import checks
+import pytest
+import tiny_models as tm
+import torch
+from cases import MODES, Shapes, TiedThroughModules, built, ragged
+from tiny_models import FROZEN, Toy
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from dpllm.privacy.sampling import collate
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama, all-linear", "gpt2, last block", "llama, last block and tied head"])
+def test_no_parameter_requires_a_gradient_in_the_backward_pass(name: str, mode: str) -> None:
+    checks.no_weight_gradients(built(name), mode)
+
+
+def test_autograd_multiplies_no_weight_gradient() -> None:
+    """An ordinary backward pass has one product of the shape of each weight; the engine's has none."""
+    net, some = tm.build("llama", FROZEN, intermediate_size=29), tm.units([(9,), (5,)])
+    weights = {tuple(p.shape) for p in tm.trainable(net).values() if p.dim() == 2}
+    engine = tm.make_engine(net, grad_sample_mode="per_sample")
+    with Shapes() as ordinary:
+        engine.losses(collate(some, 0)).sum().backward()
+    net.zero_grad()
+    with Shapes() as ours:
+        engine.clipped_sum([collate(some, 0)])
+    assert weights <= ordinary.products
+    assert not weights & ours.products
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_foreign_backward_pass_is_refused(size: int) -> None:
+    checks.foreign_gradients_refused(tm.units([(4 + number,) for number in range(size)]))
+
+
+def test_the_optimizer_does_not_step_beside_the_engine() -> None:
+    checks.lone_step_refused()
+
+
+def test_what_went_through_accelerate_is_refused() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    net = Toy()
+    optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD([net.layer.weight], lr=1.0))
+    checks.refused(lambda: engine_on(net, optimizer), "went through accelerator.prepare")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_what_is_wrapped_for_data_parallelism_is_refused() -> None:
+    wrapped = object.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = Toy()
+    checks.refused(
+        lambda: engine_on(wrapped, torch.optim.SGD([wrapped.module.layer.weight])), "DistributedDataParallel"
+    )
+
+
+def engine_on(net: nn.Module, optimizer: Any) -> tm.Engine:
+    settings = {"grad_sample_mode": "auto", "noise_entropy": 1, "device": tm.CPU}
+    return tm.Engine(net, optimizer, tm.schedule(), tm.plan(), **settings)
+
+
+def test_hooks_are_not_put_in_twice() -> None:
+    net = Toy()
+    engine = tm.make_engine(net)
+    again = torch.optim.SGD([net.layer.weight], lr=1.0)
+    checks.refused(lambda: engine_on(net, again), "carries per-sample gradient hooks already")
+    engine.close()
+    engine_on(net, again).close()
+
+
+@pytest.mark.parametrize("setting", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+def test_an_embedding_that_reads_other_rows_tokens_is_refused(setting: dict[str, Any]) -> None:
+    net = Toy()
+    net.embed = nn.Embedding(tm.VOCABULARY, 8, **setting)
+    checks.refused(lambda: tm.clipped_sum(tm.make_engine(net), ragged()), "scale_grad_by_freq or max_norm")
+
+
+def test_what_trains_outside_the_optimizer_and_the_reverse_are_refused() -> None:
+    net = Toy(bias=True)
+    outside = torch.optim.SGD([net.layer.weight], lr=1.0)
+    checks.refused(lambda: engine_on(net, outside), "layer.bias trains outside it")
+    frozen = torch.optim.SGD([net.layer.weight, net.layer.bias, net.head.weight], lr=1.0)
+    checks.refused(lambda: engine_on(net, frozen), "it holds one that does not train")
+
+
+class Fused(Toy):
+    """As fused cross-entropy kernels do: the head's weight is read, the head is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(True)
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, use_cache: bool = False) -> Any:
+        return SimpleNamespace(logits=functional.linear(self.hidden(self.embed(input_ids)), self.head.weight))
+
+
+class Capacity(Toy):
+    """An expert that takes the tokens in the order of the batch until it is full."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        rank_RT = (x_RTd[..., 0] > 0).flatten().cumsum(0).view(x_RTd.shape[:2])
+        return self.layer(x_RTd) * (rank_RT <= 8).unsqueeze(-1)
+
+
+class Flattened(Toy):
+    """Padding-free: the layers read all rows as one."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd.flatten(0, 1)[None])[0].view_as(x_RTd)
+
+
+class HalfTied(TiedThroughModules):
+    """One of the uses of a shared weight is a function's."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd) + functional.linear(x_RTd.cos(), self.other.weight)
+
+
+class Leaking(Toy):
+    """A row's tokens see those of the row above."""
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd + 0.5 * x_RTd.roll(1, dims=0))
+
+
+REFUSED = {
+    Fused: "head.weight trains, but no layer's call gave a gradient",
+    Capacity: "with the rows beside it",
+    Flattened: "layer trains and reads tokens without their rows",
+    HalfTied: "self-check",
+    Leaking: "with the rows beside it",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_self_check_refuses_what_clipping_would_not_bound(kind: type[Toy]) -> None:
+    checks.self_check_refuses(kind(), REFUSED[kind])
+
+
+def test_the_self_check_refuses_a_mean_over_the_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpllm.privacy.engine.sequence_losses", checks.batch_token_mean)
+    checks.self_check_refuses(Toy(), "with the rows beside it")

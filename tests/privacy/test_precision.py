@@ -1,0 +1,177 @@
+"""In every precision a unit adds at most C, and its rounding does not follow its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import checks
+import pytest
+import tiny_models as tm
+import torch
+from cases import BF16, FP16, MODES, built, generated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from dpllm.privacy.gradients import Owners, UnitGradients
+from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.rules import Product, Rows
+from dpllm.privacy.sampling import collate
+
+
+def lowered(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The frozen base in low precision, the adapters in float32."""
+    for p in net.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(dtype)
+    return net
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"autocast": BF16},
+    "fp16": {"autocast": FP16, "loss_scale": 1024.0},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["llama, all-linear", "gpt2, last block", "LoRA, tied embedding and head"])
+def test_one_unit_moves_the_sum_by_at_most_c(name: str, precision: str, mode: str) -> None:
+    some = tm.units(((9, 4), (16,), (5,), (40,), (2,)), seed=1)
+    engine = tm.make_engine(built(name), tm.plan(0.02), grad_sample_mode=mode, **PRECISIONS[precision])
+    checks.bounded(engine, some)
+    for one in some:
+        assert float(tm.clipped_sum(engine, [one]).norm()) >= 0.02 * (1 - 1e-6)  # bounded, and not lost
+    if precision == "fp32":
+        checks.neighbours(engine, some)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_on_a_base_of_low_precision_are_bounded(family: str, dtype: torch.dtype, mode: str) -> None:
+    net = lowered(tm.build(family), dtype)
+    engine = tm.make_engine(net, tm.plan(0.02), grad_sample_mode=mode)
+    checks.bounded(engine, tm.units(((9, 4), (16,), (5,), (40,)), seed=1))
+    assert engine.self_check(tm.VOCABULARY, 32, low_precision=True) <= 5e-2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("scale", [1e3, 1e5, 1e7])
+def test_a_gradient_whose_terms_cancel_is_bounded(scale: float, precision: str, mode: str) -> None:
+    """A float32 norm formed from Gram products cancels here (below); what is summed must be what was measured."""
+    for bound in (1e-4, 1.0):
+        checks.cancelling(mode, scale, bound, **PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scale", [1e3, 1e5, 1e7])
+def test_the_rounding_of_a_unit_does_not_follow_its_neighbours(scale: float, mode: str) -> None:
+    checks.own_rounding(mode, scale)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e5, 1e6])
+def test_the_crafted_cancellation_is_as_strong_as_it_says_and_defeats_a_float32_gram(scale: float) -> None:
+    """The terms are ``scale`` times the norm; a float32 Gram sum is below zero, and clipping by it does nothing."""
+    contributions = []
+    for length in (9, 17, 33, 65):
+        net, caught = tm.Cancelling(scale), {}
+        net.layer.register_full_backward_hook(lambda _m, _i, out, to=caught: to.update(backprop=out[0]))
+        net.layer.register_forward_hook(lambda _m, inputs, _o, to=caught: to.update(activation=inputs[0]))
+        batch = collate([tm.alternating_unit(length)], pad_id=0)
+        sequence_losses(net(batch.input_ids_RT).logits, *tm.loss_inputs(batch)).sum().backward()
+        a_Td, b_Td = caught["activation"][0].detach(), caught["backprop"][0].detach()
+        norm = float((b_Td.double().T @ a_Td.double()).norm())
+        assert float((a_Td.norm(dim=1) * b_Td.norm(dim=1)).double().sum()) / norm > 0.9 * scale
+        square = float(((a_Td @ a_Td.T) * (b_Td @ b_Td.T)).sum())
+        bound = norm / 100
+        contributions.append((norm if square <= 0 else norm * min(1.0, bound / square**0.5)) / bound)
+    assert max(contributions) > 99
+
+
+@settings(parent=generated, max_examples=60)
+@given(
+    tokens=st.integers(2, 40),
+    i=st.integers(1, 40),
+    j=st.integers(1, 40),
+    log_scale=st.floats(0, 9),
+    copies=st.integers(1, 3),
+    low=st.booleans(),
+    looked_up=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_factors_that_cancel_are_clipped_to_at_most_c(
+    tokens: int, i: int, j: int, log_scale: float, copies: int, low: bool, looked_up: bool, seed: int
+) -> None:
+    """Any factors, several calls and rows of one unit, and lookups (a tied head), whose sum nearly vanishes."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if low else torch.float32
+    i += 2 * looked_up
+    parameter = nn.Parameter(torch.zeros(i, j))
+    held = UnitGradients(parameter, Owners(torch.tensor([0, 1, 0, -1]), 2))
+    for _ in range(copies):
+        left, right = (torch.randn(4, tokens, width, generator=generator) for width in (i, j))
+        left, right = (left * 10**log_scale).to(dtype), right.to(dtype)
+        held.add(Product(left, right))
+        held.add(Product(-left, right))
+    if looked_up:
+        ids = torch.randint(0, i, (4, tokens), generator=generator)
+        values = 10**log_scale * torch.randn(4, tokens, j, generator=generator)
+        held.add(Rows(ids, values))
+        one_hot = -functional.one_hot(ids, i).float()
+        held.add(Product(one_hot, values))
+    rest = torch.randn(4, tokens, i, generator=generator), torch.randn(4, tokens, j, generator=generator)
+    held.add(Product(*rest))
+    norm_U, bound = held.square_norm().sqrt(), 1e-3
+    for unit in range(2):
+        sum_ = torch.zeros(i, j, dtype=torch.float64)
+        factor_U = torch.zeros(2, dtype=torch.float64)
+        factor_U[unit] = (bound / norm_U[unit]).clamp(max=1.0)
+        held.add_to(sum_, factor_U, [True, True])
+        assert float(sum_.norm()) <= bound * checks.BOUND
+
+
+def test_a_big_logical_batch_is_summed_without_rounding_away_a_unit() -> None:
+    """In float32 the sum of 4096 clipped gradients moved by C (1 + 3e-5) when one of them was emptied."""
+    checks.large_sum()
+
+
+PRODUCTS = {
+    "backends": torch.backends,
+    "backends.cuda.matmul": torch.backends.cuda.matmul,
+    "backends.mkldnn.matmul": torch.backends.mkldnn.matmul,
+}
+
+
+def untouched() -> None:
+    """As torch starts: nobody has set anything."""
+    torch.set_float32_matmul_precision("highest")
+    for place in PRODUCTS.values():
+        place.fp32_precision = "none"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.fixture
+def _untouched() -> Iterator[None]:
+    untouched()
+    yield
+    untouched()
+
+
+@pytest.mark.usefixtures("_untouched")
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_tf32_is_refused(precision: str) -> None:
+    checks.tf32_refused(lambda: torch.set_float32_matmul_precision(precision))
+
+
+@pytest.mark.usefixtures("_untouched")
+@pytest.mark.parametrize(
+    ("place", "precision"), [*((place, "tf32") for place in PRODUCTS), ("backends.mkldnn.matmul", "bf16")]
+)
+def test_tf32_is_refused_however_it_was_switched_on(place: str, precision: str) -> None:
+    """With torch's newer switches the older ones can no longer be read."""
+    checks.tf32_refused(lambda: setattr(PRODUCTS[place], "fp32_precision", precision))
