@@ -83,8 +83,8 @@ class LoraConfig(Section):
     def _no_dora(cls, value: bool) -> bool:
         if value:
             raise ValueError(
-                "DoRA's magnitude is used inside a fused expression that gives no gradient of single rows, so it could not be "
-                "clipped; set adapter.use_dora: false (LoRA and rsLoRA are exact)"
+                "the magnitude of DoRA is used inside a fused expression that gives no gradient of single rows, so it could not "
+                "be clipped; set adapter.use_dora: false (LoRA and rsLoRA are exact)"
             )
         return value
 

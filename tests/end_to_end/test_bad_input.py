@@ -44,10 +44,9 @@ def budget(place: Place) -> Change:
     return {"privacy.dataset": "small", "privacy.delta": 1e-3}
 
 
-def tied(place: Place) -> Change:
-    base = tiny.save_model(place.root / "tied", tie_word_embeddings=True)
-    adapter = {"method": "frozen", "last_blocks": 0, "final_norm": False, "lm_head": True}
-    return {"model": {"name_or_path": str(base)}, "adapter": adapter}
+def experts(place: Place) -> dict[str, Any]:
+    moe = tiny.save_model(place.root / "moe", "mixtral")
+    return {"model.name_or_path": str(moe), "adapter": {"method": "frozen", "last_blocks": 1}}
 
 
 def no_template(place: Place) -> Change:
@@ -90,7 +89,19 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     "batch larger than the data": ({"train.batch_size": 41}, REFUSED, r"train\.batch_size 41 is larger .*\(40 "),
     "delta of 1/N": ({"privacy.delta": 1 / 40}, REFUSED, r"privacy\.delta 0\.025 is not below 1/N"),
     "noise below the target": ({"privacy.noise_multiplier": 0.2}, REFUSED, r"above the target privacy\.epsilon"),
-    "tied head": (tied, REFUSED, r"adapter\.lm_head: true.*tied"),
+    "experts that train": (experts, REFUSED, r"belongs to a router or an expert"),
+    "adaptive clipping by Opacus": (
+        {"privacy.clipping": "adaptive", "privacy.grad_sample_mode": "opacus_ghost"},
+        REFUSED,
+        r"clips flat only",
+    ),
+    "DoRA": ({"adapter.use_dora": True}, WRONG, r"adapter\.use_dora: the magnitude of DoRA"),
+    "a block trains whole": (
+        {"adapter.modules_to_save": ["layers"]},
+        WRONG,
+        r"modules_to_save: 'layers' is .*other layers",
+    ),
+    "a layer that is not there": ({"adapter.modules_to_save": ["lm_hed"]}, WRONG, r"'lm_hed' matches no layer"),
     "no privacy on private data": ({"privacy.enabled": False}, REFUSED, r"not declared public.*data\.public: true"),
     "budget": (budget, REFUSED, r"requests epsilon [\d.]+; 0\.0000 is spent and 1\.0000 remains of 1\.0000"),
 }
@@ -136,7 +147,7 @@ LATER = (
     "model",
     "layer",
     "block",
-    "head",
+    "experts",
     "chat",
     "held",
     "budget",

@@ -121,7 +121,7 @@ def test_a_checkpoint_holds_no_generator_state(terminated: tuple[Place, int, str
     folder = terminated[0].run / "private" / "resume"
     assert {path.name for path in folder.iterdir()} == {"state.json", "trainable.safetensors", "optimizer.pt"}
     state = json.loads((folder / "state.json").read_text())
-    assert set(state) == {"schema_version", "step", "entry", "trainable", "optimizer"}
+    assert set(state) == {"schema_version", "step", "entry", "trainable", "optimizer", "max_grad_norm"}
     assert set(torch.load(folder / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
 
 
