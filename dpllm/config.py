@@ -200,9 +200,9 @@ class PrivacyConfig(Section):
     adaptive: AdaptiveConfig = AdaptiveConfig()
     """Read where clipping is adaptive."""
     grad_sample_mode: Literal["auto", "per_sample", "ghost", "opacus_ghost"] = "auto"
-    """How the clipped sum is computed, not part of the Plan: auto chooses for each layer and batch between materialised
-    per-example gradients (per_sample forces them) and ghost norms (ghost forces them); all three need one backward pass.
-    opacus_ghost is the two-backward mode of Opacus, a cross-check without a guarantee."""
+    """How the clipped sum is computed, not part of the Plan: auto chooses for each layer, from max_length, between
+    materialised per-example gradients (per_sample forces them) and ghost norms (ghost forces them); all three need one
+    backward pass. opacus_ghost is the two-backward mode of Opacus, a cross-check without a guarantee."""
     ledger: str | None = None
     """Path of the ledger; null: one file in the user's data directory."""
     dataset: str | None = None
