@@ -318,7 +318,13 @@ def _unfreeze(model: Any, adapter: FrozenConfig) -> Any:
             if "norm" in type(module).__name__.lower() and (index > position or child.startswith("final"))
         ]
     if adapter.lm_head:
-        chosen.append(model.get_output_embeddings())
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ConfigError(
+                f"adapter.lm_head: true, but {type(model).__name__} names no output head that could train. "
+                "Set adapter.lm_head: false."
+            )
+        chosen.append(head)
     for module in chosen:
         module.requires_grad_(True)
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -217,9 +217,10 @@ class PerUnitClipper:
         except (Refused, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            # Not the error's own words, which may quote a token.
             raise Refused(
-                f"{name} ({type(layer).__name__}) trains, and the rule for such layers does not fit it ({type(error).__name__}: "
-                f"{error}), so its gradients could not be clipped. Train other layers."
+                f"{name} ({type(layer).__name__}) trains, and the rule for such layers does not fit it ({type(error).__name__}), "
+                "so its gradients could not be clipped. Train other layers."
             ) from error
 
     def _trains(self, parameter: Tensor | None) -> bool:

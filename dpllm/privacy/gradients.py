@@ -107,13 +107,10 @@ class UnitGradients:
             dense_U = self.dense()
             norm_U: Tensor = torch.linalg.vector_norm(dense_U.flatten(1), dim=1, dtype=torch.float64)
             return norm_U.square_()
-        device = self.parameter.device
-        square_U = torch.zeros(self.owners.num_units, dtype=torch.float64, device=device)
+        square_U = torch.zeros(self.owners.num_units, dtype=torch.float64, device=self.parameter.device)
         compact = self._looked_up() if self._rows else None
-        if compact:
-            square_U.index_add_(0, compact[0], compact[2].double().square().sum(dim=1))
-        if not self._products:
-            return square_U
+        if compact and not self._products:
+            return square_U.index_add_(0, compact[0], compact[2].double().square().sum(dim=1))
         all_tokens = sum(item.left_RTi.shape[0] * item.left_RTi.shape[1] for item in self._products)
         for unit in range(self.owners.num_units):
             left_Ni, right_Nj = self._factors(unit)
@@ -249,10 +246,7 @@ def _add_product(sum_: Tensor, left_Ni: Tensor, weight_N: Tensor, right_Nj: Tens
     """Sum += left.T @ diag(weight) @ right, in float64, by chunks of left's columns (a head's vocabulary)."""
     if not len(left_Ni):
         return
-    right = (
-        right_Nj.double().mul_(weight_N[:, None]) if right_Nj.dtype != torch.float64 else right_Nj * weight_N[:, None]
-    )
-    start = 0
+    right, start = right_Nj.double() * weight_N[:, None], 0
     for chunk in torch.split(left_Ni, max(1, CHUNK // max(1, len(left_Ni))), dim=1):
         sum_[start : start + chunk.shape[1]].addmm_(chunk.double().T, right)
         start += chunk.shape[1]

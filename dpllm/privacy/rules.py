@@ -32,7 +32,8 @@ class Form:
     """In which form gradients of dense weights are kept.
 
     Both forms are exact, but not to the same last bits. So the choice rests on public numbers alone: if it followed the
-    physical batch, a long row would change how the rows beside it are rounded (crafted: 28 C).
+    physical batch, a long row would change how the rows beside it are rounded, which
+    where terms cancel is more than C.
 
     Attributes:
         mode: auto, per_sample or ghost.

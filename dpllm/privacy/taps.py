@@ -98,8 +98,9 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
         inputs = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
         if len(inputs) != 1 or not isinstance(output, Tensor):
             raise Refused(
-                f"{name} ({type(module).__name__}) trains and is called with {len(inputs)} tensors, where one in and one out are "
-                "understood, so its gradients could not be clipped. Train other layers."
+                f"{name} ({type(module).__name__}) trains and is called with {len(inputs)} tensors and returns a "
+                f"{type(output).__name__}; one tensor in and one out are understood, so its gradients could not be clipped. "
+                "Train other layers."
             )
         input = inputs[0].detach()
         if isinstance(module, nn.Embedding) and len(output) == 1 != self._rows:

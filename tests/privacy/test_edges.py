@@ -170,7 +170,29 @@ class WithChoosing(Toy):
 
 
 def test_a_rule_that_does_not_fit_its_layer_is_a_refusal_that_names_it() -> None:
-    assert "choosing (Choosing) trains, and the rule" in refusal(WithChoosing())
+    message = refusal(WithChoosing())
+    assert "choosing (Choosing) trains, and the rule" in message
+    assert "argument" not in message  # the error's own words stay out: they may quote a token
+
+
+class Pair(nn.Linear):
+    """Returns a tuple, as routers do."""
+
+    def forward(self, x_RTd: Tensor) -> Any:
+        return super().forward(x_RTd), None
+
+
+class WithPair(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair(8, 8)
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.layer(x_RTd) + self.pair(x_RTd)[0]
+
+
+def test_a_layer_that_returns_several_things_is_refused_by_what_it_returns() -> None:
+    assert "pair (Pair) trains and is called with 1 tensors and returns a tuple" in refusal(WithPair())
 
 
 class Gate(nn.Module):

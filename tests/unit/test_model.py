@@ -202,6 +202,12 @@ def test_a_tied_head_trains_as_the_one_weight_that_it_is(tmp_path: Path, bases: 
     assert trainable(model.build(recipe(bases["llama"], adapter), CPU)) == {"lm_head.weight"}
 
 
+def test_a_model_without_a_head_says_so(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: None)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM names no output head.*adapter\.lm_head: false"):
+        model.build(recipe(bases["llama"], {"method": "frozen", "lm_head": True}), CPU)
+
+
 def test_only_a_tied_head_that_trains_as_a_copy_is_untied(tmp_path: Path, bases: dict[str, Path]) -> None:
     tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
     head = {"method": "lora", "modules_to_save": ["lm_head"]}
