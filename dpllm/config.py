@@ -129,6 +129,9 @@ class DataConfig(Section):
     """The privacy unit: example, or the name of a column that says whose row it is."""
     max_examples_per_unit: PositiveInt | None = None
     """With a unit column: at most so many rows of one unit train, chosen by a rule that reads that unit's rows only."""
+    sampling: Literal["unit", "example"] = "unit"
+    """What is drawn and clipped as a whole. unit: everything a unit brings. example: single rows, and the guarantee for a
+    unit of up to max_examples_per_unit rows follows by a mixture of Gaussians (Charles et al. 2024)."""
     max_length: int = Field(default=512, ge=2)
     """Tokens in one sequence."""
     long_examples: Literal["chunk", "truncate", "refuse"] = "truncate"
@@ -161,6 +164,8 @@ class DataConfig(Section):
     def _unit(self) -> DataConfig:
         if self.unit == "example" and self.max_examples_per_unit is not None:
             raise ValueError("max_examples_per_unit needs data.unit: <column>; with unit: example remove it")
+        if self.unit == "example" and self.sampling == "example":
+            raise ValueError("sampling: example needs data.unit: <column>; where each row is a unit they are the same")
         if self.unit != "example" and self.max_examples_per_unit is None:
             raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the rows that one unit may bring")
         return self
@@ -206,7 +211,14 @@ class PrivacyConfig(Section):
     ledger: str | None = None
     """Path of the ledger; null: one file in the user's data directory."""
     dataset: str | None = None
-    """Name of the dataset in the ledger; null: made from data.train."""
+    """Name of the dataset in the ledger; null: the name under which the ledger knows these records, or else made from
+    data.train."""
+    derived_from: str | None = None
+    """Name of the dataset in the ledger of which data.train is a subset, an extended or a re-tokenised copy: the parent is
+    charged."""
+    secure_noise: bool = False
+    """true: noise and sampling are drawn on the CPU from a ChaCha20 stream, and each noise variate is the sum of four draws,
+    which blunts attacks on the last bits of floating-point noise. Slower; meant for adapters."""
     insecure_seed: int | None = Field(default=None, ge=0)
     """For tests only: seeds noise and sampling, so that the run says guarantee: false."""
 

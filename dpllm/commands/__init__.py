@@ -1,0 +1,30 @@
+"""What each command of the command line does: arguments in, one function called, something printed, an exit code out.
+
+Every module here has ``add_arguments(parser)`` and ``run(known, overrides)``. Heavy imports happen inside ``run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from dpllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpllm.config import RunConfig
+
+
+def load_recipe(known: argparse.Namespace, rest: list[str]) -> RunConfig:
+    """The recipe that a command names, with its overrides.
+
+    Raises:
+        ConfigError: No recipe, two of them, or one that cannot be read.
+    """
+    from dpllm.config import load_config, parse_overrides
+
+    path = known.config or known.recipe
+    if known.config and known.recipe:
+        raise ConfigError(f"two recipes given: {known.config} and {known.recipe}. Name one.")
+    if path is None:
+        raise ConfigError(f"name a recipe: dpllm {known.command} recipes/lora/e2e.yaml")
+    return load_config(path, parse_overrides(rest))
