@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dpllm
-from dpllm.commands import ledger, load_recipe, plan
+from dpllm.commands import epsilon, ledger, load_recipe, plan
 from dpllm.errors import AuditContradiction, ConfigError, DpllmError
 
 OVERRIDES = "--SECTION.KEY VALUE"
@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
             plan.add_arguments(sub)
         else:
             sub.add_argument("--resume", action="store_true", help="go on with the interrupted run in output_dir")
+            sub.add_argument(
+                "--make-up-lost-steps",
+                action="store_true",
+                help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
+            )
             sub.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
     sub = add("audit", _audit, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
     sub.add_argument("run", help="run directory")
@@ -98,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", help="where table and figure go (default: RUN/private/compare)")
     sub = add("card", _card, "write the model card into RUN/export")
     sub.add_argument("run", help="run directory")
+    sub = add("epsilon", epsilon.run, "what DP-SGD with given numbers guarantees, or the noise for a given epsilon")
+    epsilon.add_arguments(sub)
     sub = add("ledger", ledger.run, "the privacy budget of each dataset, across all runs")
     ledger.add_arguments(sub)
     add("env", _env, "versions and hardware, for a bug report")
@@ -109,10 +116,12 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
         return plan.run(known, rest)
     if known.resume and known.overwrite:
         raise ConfigError("--resume goes on with a run, and --overwrite replaces it. Type one of the two.")
+    if known.make_up_lost_steps and not known.resume:
+        raise ConfigError("--make-up-lost-steps belongs to --resume. Type both.")
     config = load_recipe(known, rest)
     from dpllm.train import train
 
-    record = train(config, resume=known.resume, overwrite=known.overwrite)
+    record = train(config, resume=known.resume, overwrite=known.overwrite, make_up_lost_steps=known.make_up_lost_steps)
     return 0 if record["status"] == "completed" else 1
 
 

@@ -114,9 +114,19 @@ def group_rows(table: Table, data: DataConfig) -> list[list[dict[str, Any]]]:
     return [sorted(rows, key=_row_hash)[: data.max_examples_per_unit] for rows in units.values()]
 
 
+def sampled_rows(table: Table, data: DataConfig) -> list[list[dict[str, Any]]]:
+    """The rows of each thing that is sampled as a whole: a unit, or, with ``sampling: example``, one of its rows.
+
+    Raises:
+        DataError: See ``group_rows``.
+    """
+    groups = group_rows(table, data)
+    return groups if data.sampling == "unit" else [[row] for rows in groups for row in rows]
+
+
 def count_units(data: DataConfig, cache_dir: Path) -> int:
-    """Number of privacy units in the training data, without a tokenizer."""
-    return len(group_rows(load_table(data.train, data, data.train_split, cache_dir), data))
+    """How many things can be sampled from the training data, N without canaries; needs no tokenizer."""
+    return len(sampled_rows(load_table(data.train, data, data.train_split, cache_dir), data))
 
 
 def encode_units(

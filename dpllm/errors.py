@@ -23,9 +23,19 @@ class DataError(DpllmError):
 
 
 class Refused(DpllmError):
-    """Running would break the promise of the Plan."""
+    """Running would break the promise of the Plan.
+
+    Attributes:
+        dataset: Whose budget it is about, if any.
+        reason: One word, by which the ledger counts refusals; empty where it has no part in them.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, *, dataset: str = "", reason: str = "") -> None:
+        """``message`` is shown as it is."""
+        super().__init__(message)
+        self.dataset, self.reason = dataset, reason
 
 
 class BudgetExceeded(Refused):
@@ -34,5 +44,11 @@ class BudgetExceeded(Refused):
 
 class AuditContradiction(DpllmError):
     """An audit or a verification contradicts the stated guarantee."""
+
+    exit_code = 4
+
+
+class LedgerContradiction(DpllmError):
+    """A chain of entries was edited, cut or reordered."""
 
     exit_code = 4

@@ -7,7 +7,6 @@ here, before anything is spent.
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +24,15 @@ from dpllm import checkpoint, data, ledger, model
 from dpllm.audit import canaries
 from dpllm.audit.scores import encode_secret
 from dpllm.config import RunConfig, TrainConfig, dump_config
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.ledger import protect
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
-from dpllm.privacy.noise import os_entropy
+from dpllm.privacy.noise import key_bits, os_entropy
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.rundir import RunDir, read_json, write_json
+from dpllm.resume import Standing, check_promise, make_up, same_recipe, stand
+from dpllm.rundir import RunDir, write_json
 
 
 @dataclass(frozen=True)
@@ -50,28 +51,71 @@ class Prepared:
     engine: Engine
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     sampler: PoissonSampler
+    custody: protect.Custody
     ledger: ledger.Ledger | None
-    entry: str | None
+    claims: tuple[tuple[str, int], ...]
     first_step: int
     notes: list[str]
 
 
-def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Console, *, resume: bool) -> Prepared:
-    """Data, Plan, model, self-check, and last of all the reservation."""
+def prepare(
+    config: RunConfig,
+    run: RunDir,
+    state: PartialState,
+    console: Console,
+    *,
+    resume: bool = False,
+    make_up_lost_steps: bool = False,
+) -> Prepared:
+    """Data, custody, Plan, model, self-check, and last of all the reservation."""
     run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
     if resume:
-        _same_recipe(config, run)
+        same_recipe(config, run)
     cache = run.private / "cache"
     table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
     config = config.model_copy(update={"data": config.data.model_copy(update={"format": table.format})})
-    groups = data.group_rows(table, config.data)
+    book = None
+    if state.is_main_process:
+        book = ledger.open_ledger(config.privacy.ledger, create=config.privacy.enabled and not resume)
+    try:
+        custody = shared(protect.take_custody(config, table, book) if state.is_main_process else None)
+        return _prepare(config, run, state, console, table, book, custody, resume, make_up_lost_steps)
+    except BaseException as error:
+        if book is not None:
+            if isinstance(error, Refused) and error.reason:
+                book.count_refusal(error.dataset, error.reason)
+            book.close()
+        raise
+
+
+def _prepare(
+    config: RunConfig,
+    run: RunDir,
+    state: PartialState,
+    console: Console,
+    table: data.Table,
+    book: ledger.Ledger | None,
+    custody: protect.Custody,
+    resume: bool,
+    make_up_lost_steps: bool,
+) -> Prepared:
+    cache = run.private / "cache"
+    groups = data.sampled_rows(table, config.data)
     num_units = config.data.public_size or len(groups)
-    plan = make_plan(config, num_units, accounting_cache()) if config.privacy.enabled else None
+    standing = shared(stand(config, run, book, custody) if resume and state.is_main_process else None)
+    plan = _plan(config, num_units, book, custody, standing)
     schedule = plan.schedule if plan else make_schedule(config, num_units)
     canary_plan = None
     if config.audit.canaries:
         canary_plan = shared(canaries.load(run.canaries) if resume else canaries.plan_canaries(config.audit.canaries))
-    plan_json = _plan_json(plan, canary_plan, run, resume=resume)
+    plan_json = _plan_json(plan, canary_plan, standing)
+    if plan and standing and make_up_lost_steps and standing.lost_steps:
+        plan = _plan(config, num_units, book, custody, standing, more_steps=standing.lost_steps)
+        assert plan is not None
+        schedule = plan.schedule
+        plan_json = {**(plan_json or {}), **plan.to_json()}
+    if plan and plan_json and standing and plan.schedule.num_steps != standing.plan["num_steps"]:
+        plan_json |= _checked(plan)
     if plan:
         console.print(
             f"[bold]Plan[/]: epsilon {plan.epsilon:.3f} at delta {plan.delta:g} per {plan.unit}, N {schedule.dataset_size}, "
@@ -79,7 +123,7 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
             f"C {plan.max_grad_norm:g}"
         )
     else:
-        console.print(f"[bold]No differential privacy[/]: {schedule.num_steps} steps on data declared public")
+        console.print(f"[bold]No differential privacy[/]: {schedule.num_steps} steps")
 
     tokenizer = model.load_tokenizer(config.model)
     units: list[data.Unit | None] = list(data.encode_units(groups, table.format, tokenizer, config.data))
@@ -104,9 +148,10 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
     optimizer = _optimizer(config.train, net)
     precision = _precision(config.train, state.device)
     autocast = partial(_autocast, state.device, precision)
-    insecure = config.privacy.insecure_seed
+    insecure, secure = config.privacy.insecure_seed, config.privacy.secure_noise
+    bits = key_bits(secure)
     noise_key, sampling_key = shared(
-        (os_entropy(), os_entropy()) if insecure is None else (2 * insecure, 2 * insecure + 1)
+        (os_entropy(bits), os_entropy(bits)) if insecure is None else (2 * insecure, 2 * insecure + 1)
     )
     engine = Engine(
         net,
@@ -116,6 +161,7 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
         grad_sample_mode=config.privacy.grad_sample_mode,
         max_length=config.data.max_length,
         noise_entropy=noise_key,
+        secure_noise=secure,
         device=state.device,
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
@@ -133,32 +179,35 @@ def prepare(config: RunConfig, run: RunDir, state: PartialState, console: Consol
     if plan:
         console.print(f"Self-check against brute-force autograd: largest relative error {error:.1e}")
 
-    first_step, entry, notes, book = 0, None, [], None
-    if state.is_main_process and plan:
-        book = ledger.Ledger(Path(config.privacy.ledger) if config.privacy.ledger else ledger.default_path())
-    if resume:
+    first_step, notes, claims = 0, custody.deviations(), ()
+    if standing:
         saved = checkpoint.load_resume(run, net, optimizer)
-        entry, first_step = saved["entry"], int(saved["step"])
+        first_step, claims = standing.charged, standing.claims
+        notes += saved["notes"]
         engine.max_grad_norm = saved.get("max_grad_norm", engine.max_grad_norm)
-        charged = shared(book.steps(entry) if book and entry else first_step)
-        if charged > first_step:
-            notes.append(f"{charged - first_step} charged steps were lost before the checkpoint and were not repeated")
-            first_step = charged
+        if plan and make_up_lost_steps and standing.lost_steps:
+            claims += shared((make_up(plan, run, book, custody, standing),) if book else None)
+            notes.append(
+                f"{standing.lost_steps} charged steps were lost before the checkpoint and were made up by as many more"
+            )
+        elif standing.lost_steps:
+            notes.append(f"{standing.lost_steps} charged steps were lost before the checkpoint and were not repeated")
     elif plan:
-        entry = shared(_reserve(config, plan, run, book).entry if book else None)
-    if state.is_main_process and not resume:
-        run.clear()
-        run.make()
-        run.config.write_text(dump_config(config), encoding="utf-8")
+        claims = shared((_reserve(plan, run, book, custody),) if book else None)
+    if state.is_main_process:
+        if not resume:
+            run.clear()
+            run.make()
+            run.config.write_text(dump_config(config), encoding="utf-8")
+            if canary_plan:
+                canaries.save(canary_plan, run.canaries)
         if plan_json:
             write_json(run.plan, plan_json)
-        if canary_plan:
-            canaries.save(canary_plan, run.canaries)
     state.wait_for_everyone()
-    sampler = PoissonSampler(schedule, len(units), sampling_key)
+    sampler = PoissonSampler(schedule, len(units), sampling_key, secure=secure)
     return Prepared(
         config, run, schedule, plan, units, held_out, tokenizer, net, optimizer, engine, autocast, sampler,
-        book, entry, first_step, notes,
+        custody, book if plan else None, claims, first_step, notes,
     )  # fmt: skip
 
 
@@ -186,108 +235,72 @@ def accounting_cache() -> Path:
     return ledger.default_path().parent / "calibration"
 
 
-def _plan_json(plan: Plan | None, canary_plan: Any, run: RunDir, *, resume: bool) -> dict[str, Any] | None:
+def _plan(
+    config: RunConfig,
+    num_units: int,
+    book: ledger.Ledger | None,
+    custody: protect.Custody,
+    standing: Standing | None,
+    more_steps: int = 0,
+) -> Plan | None:
+    if not config.privacy.enabled:
+        return None
+    if standing is None:
+        terms = shared(protect.terms(book, custody.dataset, custody.derived_from))
+        try:
+            return make_plan(config, num_units, accounting_cache(), **terms)
+        except BudgetExceeded:
+            if book is None:
+                raise
+            # The ledger says it with what is requested, spent and left, for the noise that the target alone asks for.
+            plan = make_plan(config, num_units, accounting_cache(), largest_delta=terms["largest_delta"])
+            raise _over_budget(plan, book, custody) from None
+    # The noise was calibrated to what was left of the budget then.
+    then = {key: standing.plan[key] for key in ("noise_multiplier", "delta")}
+    again = config.model_copy(update={"privacy": config.privacy.model_copy(update=then)})
+    return make_plan(again, num_units, accounting_cache(), extra_steps=standing.extra_steps + more_steps)
+
+
+def _over_budget(plan: Plan, book: ledger.Ledger, custody: protect.Custody) -> BudgetExceeded:
+    seen = book.outlook(
+        custody.dataset,
+        event=plan.event,
+        delta=plan.delta,
+        unit=plan.unit,
+        relation=plan.neighbouring_relation,
+        num_steps=plan.schedule.num_steps,
+        derived_from=custody.derived_from,
+    )
+    return BudgetExceeded(seen.refusal or "the budget has no room", dataset=seen.dataset, reason="over_budget")
+
+
+def _plan_json(plan: Plan | None, canary_plan: Any, standing: Standing | None) -> dict[str, Any] | None:
     if plan is None:
         return None
-    if resume:
-        saved = read_json(run.plan)
-        promised = json.loads(json.dumps(plan.to_json()))
-        if changed := [key for key, value in promised.items() if saved.get(key) != value]:
-            raise Refused(
-                f"{run.root}: the recipe now promises another {changed[0]} than the run that is resumed, which would change "
-                f"a promise already spent. Resume with {run.config}."
-            )
-        return saved
-    return {
-        **plan.to_json(),
-        "cross_check": accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon),
-        "canary_commitment": canary_plan.commitment if canary_plan else None,
-    }
+    if standing:
+        return check_promise(plan, standing)
+    commitment = canary_plan.commitment if canary_plan else None
+    return {**plan.to_json(), **_checked(plan), "canary_commitment": commitment}
 
 
-RESUME_MAY_CHANGE = {"train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "card"}
+def _checked(plan: Plan) -> dict[str, Any]:
+    second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
+    return {"cross_check": second}
 
 
-def _same_recipe(config: RunConfig, run: RunDir) -> None:
-    """A resumed run is the run that was interrupted: other data would escape their budget, a seed its confession.
-
-    Raises:
-        Refused: A key differs that the run's promise or its record depends on.
-    """
-    saved = run.load_config()
-    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    # The saved recipe names the format that was found.
-    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    changed = [key for key in changed if not (key == "data.format" and now[key] == "auto")]
-    changed = [key for key in changed if not {key, key.partition(".")[0]} & RESUME_MAY_CHANGE]
-    if changed:
-        raise Refused(
-            f"{run.root}: {', '.join(changed)} differs from the run that is resumed, whose reservation and record are about "
-            f"that run only. Resume with {run.config}."
-        )
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, dict) and key not in {"groups", "columns"}:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _reserve(config: RunConfig, plan: Plan, run: RunDir, book: ledger.Ledger) -> ledger.Reservation:
-    return book.reserve(
-        ledger_name(config),
+def _reserve(plan: Plan, run: RunDir, book: ledger.Ledger, custody: protect.Custody) -> tuple[str, int]:
+    claim = book.reserve(
+        custody.dataset,
         event=plan.event,
         delta=plan.delta,
         unit=plan.unit,
         relation=plan.neighbouring_relation,
         num_steps=plan.schedule.num_steps,
         run=f"{run.root.name}-{secrets.token_hex(4)}",
+        records=custody.records,
+        derived_from=custody.derived_from,
     )
-
-
-def ledger_name(config: RunConfig) -> str:
-    """The dataset's name in the ledger."""
-    return config.privacy.dataset or data.dataset_name(config.data)
-
-
-def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
-    """Refuses to lose a run, or the ledger.
-
-    Raises:
-        ConfigError: The directory holds a run, has nothing to resume, or would take the ledger with it.
-    """
-    status = read_json(run.run).get("status") if run.run.exists() else None
-    book = Path(config.privacy.ledger).resolve() if config.privacy.ledger else None
-    if book and any(book.is_relative_to(part.resolve()) for part in (run.private, run.export)):
-        raise ConfigError(
-            f"privacy.ledger {config.privacy.ledger} lies in the part of the run directory that a new run replaces, and the "
-            "budget would go with it. Keep it elsewhere; the run directory itself will do."
-        )
-    if resume:
-        if status == "completed":
-            raise ConfigError(f"{run.root}: the run is complete, so there is nothing to resume.")
-        if not (run.resume / "state.json").exists():
-            raise ConfigError(
-                f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be."
-            )
-    elif not overwrite and (run.config.exists() or status not in (None, "refused")):
-        raise ConfigError(
-            f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
-            "or another --output_dir."
-        )
-    elif not overwrite and status is None and any(part.name != "cache" for part in _contents(run.export, run.private)):
-        raise ConfigError(
-            f"{run.root}: holds no run, but {run.export.name}/ or {run.private.name}/ of something else, which a run replaces. "
-            "Type another --output_dir, or --overwrite if they may go."
-        )
-
-
-def _contents(*directories: Path) -> list[Path]:
-    return [part for directory in directories if directory.is_dir() for part in directory.iterdir()]
+    return claim.entry, claim.num_steps
 
 
 def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> list[data.TokenSequence]:

@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dpllm import checkpoint, environment, model
-from dpllm.prepare import Prepared, ledger_name
+from dpllm.ledger import gates
+from dpllm.prepare import Prepared
 from dpllm.privacy import guards
 from dpllm.rundir import write_json
 
@@ -71,14 +72,18 @@ def write_record(
 
 
 def _ledger_record(p: Prepared) -> dict[str, Any] | None:
-    if not (p.ledger and p.entry and p.plan):
+    if not (p.ledger and p.claims and p.plan):
         return None
-    name = ledger_name(p.config)
-    budget = p.ledger.budget(name)
+    claim = p.ledger.reservation(p.claims[0][0])
+    budget = p.ledger.budget(claim.dataset)
+    account = p.ledger.account(claim.dataset)
     return {
-        "dataset": name,
-        "entry": p.entry,
+        "dataset": claim.dataset,
+        "entry": claim.entry,
+        "made_up_by": [entry for entry, _ in p.claims[1:]],
         "head": p.ledger.head(),
-        "budget": {"epsilon": budget.epsilon, "delta": budget.delta} if budget else None,
-        "spent_epsilon": p.ledger.spent(name, None if budget else p.plan.delta),
+        "budget": {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")} if budget else None,
+        "spent_epsilon": p.ledger.spent(claim.dataset, None if budget else p.plan.delta),
+        "filter_epsilon": gates.filter_epsilon(account),
+        "imported": len(account.imports),
     }

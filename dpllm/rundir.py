@@ -57,8 +57,13 @@ class RunDir:
 
     @property
     def resume(self) -> Path:
-        """The checkpoint that a resumed run starts from: secret."""
+        """The checkpoints that a resumed run starts from: secret."""
         return self.private / "resume"
+
+    def checkpoints(self) -> list[Path]:
+        """Their directories, such as step-00000040, of the highest step first; none that is still being written."""
+        found = (path for path in self.resume.glob("step-*") if path.name[5:].isdigit() and path.is_dir())
+        return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
     @property
     def metrics(self) -> Path:
@@ -91,6 +96,42 @@ class RunDir:
         if not self.config.exists():
             raise ConfigError(f"{self.root}: holds no run (no config.yaml). Type the output_dir of a run.")
         return load_config(self.config)
+
+
+def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
+    """Refuses to lose a run, or the ledger.
+
+    Raises:
+        ConfigError: The directory holds a run, has nothing to resume, or would take the ledger with it.
+    """
+    status = read_json(run.run).get("status") if run.run.exists() else None
+    book = Path(config.privacy.ledger).resolve() if config.privacy.ledger else None
+    if book and any(book.is_relative_to(part.resolve()) for part in (run.private, run.export)):
+        raise ConfigError(
+            f"privacy.ledger {config.privacy.ledger} lies in the part of the run directory that a new run replaces, and the "
+            "budget would go with it. Keep it elsewhere; the run directory itself will do."
+        )
+    if resume:
+        if status == "completed":
+            raise ConfigError(f"{run.root}: the run is complete, so there is nothing to resume.")
+        if not run.checkpoints():
+            raise ConfigError(
+                f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be."
+            )
+    elif not overwrite and (run.config.exists() or status not in (None, "refused")):
+        raise ConfigError(
+            f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
+            "or another --output_dir."
+        )
+    elif not overwrite and status is None and any(part.name != "cache" for part in _contents(run.export, run.private)):
+        raise ConfigError(
+            f"{run.root}: holds no run, but {run.export.name}/ or {run.private.name}/ of something else, which a run replaces. "
+            "Type another --output_dir, or --overwrite if they may go."
+        )
+
+
+def _contents(*directories: Path) -> list[Path]:
+    return [part for directory in directories if directory.is_dir() for part in directory.iterdir()]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

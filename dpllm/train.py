@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
@@ -27,22 +27,30 @@ from torch import distributed
 from dpllm import checkpoint, evaluate
 from dpllm.config import RunConfig, TrainConfig
 from dpllm.errors import ConfigError, Refused
-from dpllm.prepare import Prepared, check_directory, prepare
+from dpllm.ledger import Ledger
+from dpllm.prepare import Prepared, prepare
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import physical_batches
 from dpllm.record import Summary, write_record
-from dpllm.rundir import RunDir, read_json, write_json
+from dpllm.rundir import RunDir, check_directory, read_json, write_json
 
 
 def train(
-    config: RunConfig, *, resume: bool = False, overwrite: bool = False, console: Console | None = None
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    make_up_lost_steps: bool = False,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Runs a recipe from data to export/.
 
     Args:
         config: The recipe.
         resume: Go on with the interrupted run in ``output_dir``: same reservation, fresh noise.
+        make_up_lost_steps: With ``resume``: steps that were charged and lost in a crash are reserved once more and repeated;
+            the stated epsilon then covers them too.
         overwrite: Replace a run that lies in ``output_dir``. What it spent stays in the ledger.
         console: Where progress and tables go.
 
@@ -56,12 +64,12 @@ def train(
     state = process_state()
     console = console or Console(quiet=not state.is_main_process)
     run = RunDir(Path(config.output_dir))
-    guards.check_config(config)
+    guards.check_modes(config)
     check_directory(config, run, resume=resume, overwrite=overwrite)
     torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
     started = time.time()
     try:
-        prepared = prepare(config, run, state, console, resume=resume)
+        prepared = prepare(config, run, state, console, resume=resume, make_up_lost_steps=make_up_lost_steps)
     except Refused as error:
         if state.is_main_process and not run.run.exists():
             reason = {"holds": False, "reason": f"the run was refused: {error}"}
@@ -101,11 +109,13 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float) -> 
             if settings.eval_every and step % settings.eval_every == 0 and step < p.schedule.num_steps:
                 _log(p, state, {"step": step, "eval_loss": _evaluate(p, state)})
             if main and settings.checkpoint_every and step % settings.checkpoint_every == 0:
-                checkpoint.save_resume(p.run, p.model, p.optimizer, step, p.entry, p.engine.max_grad_norm)
+                _save(p, step)
         status = "completed" if step == p.schedule.num_steps else "interrupted"
         p.engine.close()
-        if main and status == "interrupted":
-            checkpoint.save_resume(p.run, p.model, p.optimizer, step, p.entry, p.engine.max_grad_norm)
+        every = p.config.train.checkpoint_every
+        unsaved = every and step % every and step > p.first_step  # a crash from here on must not lose paid steps
+        if main and (status == "interrupted" or unsaved):
+            _save(p, step)
         summary.after = _evaluate(p, state)
         summary.tokens = sum(sum(sequence.loss_mask) for sequence in p.held_out)
     except BaseException as error:
@@ -115,11 +125,11 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float) -> 
         raise
     if main:
         checkpoint.export(p.model, p.tokenizer, p.run)
-        if p.ledger and p.entry:
-            p.ledger.finish(p.entry, "completed" if status == "completed" else "interrupted")
-        if status == "completed":
-            shutil.rmtree(p.run.resume, ignore_errors=True)
+        if p.ledger:
+            _finish(p, p.ledger, "completed" if status == "completed" else "interrupted")
         write_record(p, step, status, started, summary)
+        if status == "completed":  # last, so that a run killed before it can still be resumed and recorded
+            shutil.rmtree(p.run.resume, ignore_errors=True)
         if summary.after is not None:
             console.print(f"Held-out loss after: {summary.after:.4f} nats per token")
         console.print(f"[bold]{status}[/] after {step} of {p.schedule.num_steps} steps: {p.run.root}")
@@ -142,8 +152,8 @@ def _loop(p: Prepared, state: PartialState, console: Console) -> Iterator[int]:
                 group["lr"] = learning_rate(p.config.train, step, p.schedule.num_steps)
             drawn = p.sampler.draw()
             batches = physical_batches(drawn, p.units, p.config.train.physical_batch_size, pad_id, rank, world)
-            if p.ledger and p.entry:
-                p.ledger.charge(p.entry, step + 1)  # written before the update exists
+            if p.ledger:
+                _charge(p, p.ledger, step + 1)  # written before the update exists
             diagnostics = p.engine.step(batches)
             loss = diagnostics.loss if math.isfinite(diagnostics.loss) else None
             private = {"step": step + 1, "loss": loss, "units": diagnostics.units, "clipped": diagnostics.clipped}
@@ -178,10 +188,46 @@ class _EpsilonSpent:
         if step > self._known[0]:
             fifth = -(-schedule.num_steps // 5)
             grid = min(schedule.num_steps, -(-step // fifth) * fifth)
-            event = accounting.dp_sgd_event(schedule.sampling_rate, self._plan.noise_multiplier, grid)
-            value = accounting.epsilon(event, self._plan.delta, self._plan.neighbouring_relation, interval=5e-3)
+            event, relation = self._plan.event_after(grid), self._plan.neighbouring_relation
+            value = accounting.epsilon(event, self._plan.delta, relation, interval=5e-3)
             self._known = (grid, min(value, self._plan.epsilon))
         return f"training, epsilon spent <= {self._known[1]:.2f} of {self._plan.epsilon:.2f}"
+
+
+def _save(p: Prepared, step: int) -> None:
+    """A checkpoint of the main process; the learning rate follows from the step."""
+    entry = p.claims[0][0] if p.claims else None
+    head, event = p.ledger.head() if p.ledger else None, p.plan.event if p.plan else None
+    norm = p.engine.max_grad_norm
+    checkpoint.save_resume(
+        p.run,
+        p.model,
+        p.optimizer,
+        step=step,
+        entry=entry,
+        max_grad_norm=norm,
+        head=head,
+        event=event,
+    )
+
+
+def _charge(p: Prepared, ledger: Ledger, step: int) -> None:
+    """Charges a step to the reservation that pays for it: the run's own, then those that make up lost steps."""
+    for entry, size in p.claims:
+        if step <= size:
+            return ledger.charge(entry, step)
+        step -= size
+    raise Refused("this step was not reserved. Reserve a new run for more steps.")
+
+
+def _finish(p: Prepared, ledger: Ledger, status: Literal["completed", "interrupted"]) -> None:
+    for entry, _ in p.claims:
+        try:
+            ledger.finish(entry, status)
+        except Refused:
+            # A process that was killed between this and run.json finished the reservation; nothing was left to charge.
+            if p.first_step < p.schedule.num_steps:
+                raise
 
 
 def _evaluate(p: Prepared, state: PartialState) -> float | None:

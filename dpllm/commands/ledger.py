@@ -3,68 +3,398 @@
 from __future__ import annotations
 
 import argparse
+import getpass
+import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dpllm.errors import ConfigError
+from dpllm.errors import ConfigError, DpllmError, LedgerContradiction, Refused
+
+if TYPE_CHECKING:
+    from dpllm.ledger import Ledger
+    from dpllm.privacy.accounting import Event
+
+ACTIONS = {
+    "init": "set a dataset's budget, once",
+    "seal": "fix the list of runs of a planned budget, before the first of them",
+    "open": "turn what is left of a planned budget into an adaptive one",
+    "except": "permit training without differential privacy on a dataset; every later card says so",
+    "show": "what every dataset has spent, and which figure gates",
+    "history": "every entry of the chain",
+    "verify": "find any edit, cut or reordering (exit code 4)",
+    "reconcile": "close a run that will not go on",
+    "import": "enter what was spent on a dataset elsewhere",
+    "export": "write the chain as JSON, without fingerprints",
+    "plot": "draw the burn-down of each dataset",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Actions and what they take."""
-    parser.add_argument("action", choices=["show", "init"], help="show: a table; init: set a dataset's budget, once")
-    parser.add_argument("dataset", nargs="?", help="name of the dataset")
-    parser.add_argument("--ledger", help="path of the ledger (default: in the user's data directory)")
-    parser.add_argument("--epsilon", type=float, help="init: budget")
-    parser.add_argument("--delta", type=float, help="init: delta of the budget")
-    parser.add_argument("--unit", default="example", help="init: privacy unit (default: example)")
+    parser.usage = "dpllm ledger ACTION [options]"
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    made = {}
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
+        action.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
+        made[name] = action
+    for name in ("init", "seal", "open", "except", "import"):
+        made[name].add_argument("dataset", help="name of the dataset")
+    for name in ("show", "history", "plot"):
+        made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
+    for name in ("init", "seal", "open", "except", "reconcile", "import"):
+        made[name].add_argument("--by", help="who answers for it (default: this user)")
+        made[name].add_argument("--reason", required=True, help="why")
+    init = made["init"]
+    init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
+    init.add_argument("--delta", type=float, required=True, help="of all runs together, well below 1/N")
+    _add_terms(init)
+    init.add_argument(
+        "--gate",
+        default="planned",
+        choices=["planned", "adaptive"],
+        help="planned: a list of runs, sealed before the first; adaptive: later runs may depend on earlier results",
+    )
+    init.add_argument(
+        "--reference",
+        help="adaptive: the kind of run for which the filter's order is chosen, a recipe or q=0.02,sigma=0.8,steps=150",
+    )
+    init.add_argument("--import-delta", type=float, default=0.0, help="adaptive: part of delta for imported runs")
+    init.add_argument("--runs", nargs="+", metavar="RECIPE", help="planned: seal these recipes as the list")
+    init.add_argument("--data", help="the data file, so that copies under other names are recognised from now on")
+    made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help="recipes, one for each run")
+    made["verify"].add_argument(
+        "--head", help="HASH:COUNT, a head that was copied elsewhere, or the path of a run.json"
+    )
+    made["verify"].add_argument("--file", help="verify an exported chain instead")
+    made["reconcile"].add_argument("entry", help="the reservation, as dpllm ledger show lists it")
+    imported = made["import"]
+    imported.add_argument("--run", default="elsewhere", help="name of the run")
+    imported.add_argument("--epsilon", type=float, help="what it stated")
+    imported.add_argument("--delta", type=float, default=0.0, help="at which it was stated")
+    imported.add_argument("--event", help="JSON file with its accounting event, where more is known")
+    imported.add_argument("--from", dest="source", help="an exported ledger: all runs of the dataset there")
+    _add_terms(imported, default=False)
+    made["export"].add_argument("--output", help="file (default: standard output)")
+    made["plot"].add_argument("--output", default="ledger.png", help="picture (default: ledger.png)")
+
+
+def _add_terms(parser: argparse.ArgumentParser, default: bool = True) -> None:
+    relations = ["zero_out", "add_or_remove_one"]
+    unit, relation = ("example", "zero_out") if default else (None, None)
+    parser.add_argument("--unit", default=unit, help="privacy unit (default: example)")
     parser.add_argument(
-        "--relation", default="zero_out", choices=["zero_out", "add_or_remove_one"], help="init: neighbouring relation"
+        "--relation", default=relation, choices=relations, help="neighbouring relation (default: zero_out)"
     )
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Does one action."""
-    from rich.console import Console
-    from rich.table import Table
-
     from dpllm import ledger
+    from dpllm.ledger.values import check_person
 
-    path = Path(known.ledger) if known.ledger else ledger.default_path()
-    if known.action == "init":
-        if known.dataset is None or known.epsilon is None or known.delta is None:
-            raise ConfigError("name dataset and budget: dpllm ledger init NAME --epsilon 8 --delta 1e-5")
-        with ledger.Ledger(path) as book:
-            book.set_budget(known.dataset, known.epsilon, known.delta, known.unit, known.relation)
-        print(f"{known.dataset}: budget epsilon {known.epsilon:g} at delta {known.delta:g} per {known.unit}, in {path}")
-        return 0
-    if not path.exists():
-        raise ConfigError(f"{path}: no ledger there yet; the first private run makes one. Name another with --ledger.")
-    with ledger.Ledger(path) as book:
-        table = Table(
-            "dataset",
-            "run",
-            "steps",
-            "status",
-            "epsilon",
-            "delta",
-            title=f"Ledger {path}",
-            caption=_ledger_caption(book),
-        )
-        for name in [known.dataset] if known.dataset else book.datasets():
-            for run, steps, status in book.runs(name):
-                cost = (f"{run.epsilon:.3f}", f"{run.delta:g}")
-                table.add_row(name, run.run, f"{steps}/{run.num_steps}", status, *cost)
-            budget = book.budget(name)
-            limit = f"of {budget.epsilon:g}" if budget else "no budget set"
-            delta = f"{budget.delta:g}" if budget else ""
-            table.add_row(
-                name, "[bold]all runs, composed[/]", "", limit, f"{book.spent(name):.3f}", delta, end_section=True
+    if known.action == "verify" and known.file:
+        return _verify_file(Path(known.file), known.head)
+    if "by" in known:
+        known.by = _user() if known.by is None else known.by
+        check_person("an entry is made", known.by, known.reason)
+    book = ledger.open_ledger(known.ledger, create=known.action in ("init", "except", "import"))
+    if book is None:
+        where = known.ledger or ledger.default_path()
+        raise ConfigError(f"{where}: no ledger there yet; the first private run makes one. Name another with --ledger.")
+    with book, book.counting():
+        if known.action not in ("verify", "history", "export", "show"):
+            book.refuse_if_tampered()
+        code: int = globals()[f"_{known.action}"](book, known)
+        return code
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        raise ConfigError("this user has no name, and an entry needs one: --by NAME") from None
+
+
+def _init(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger import budgets, protect
+    from dpllm.ledger.values import Budget
+    from dpllm.privacy import renyi
+
+    order = None
+    if known.gate == "adaptive":
+        if known.runs:
+            raise ConfigError("--runs seals a list, which a planned budget has. Type --gate planned, or --reference.")
+        if known.reference is None:
+            raise ConfigError(
+                "an adaptive budget adds up Renyi divergences at one order, which is best for one kind of run. Declare that "
+                "kind: --reference q=0.02,sigma=0.8,steps=150, or a recipe."
             )
-        Console().print(table)
+        order = renyi.choose_order(
+            known.epsilon, known.delta - known.import_delta, _reference(known.reference, known.delta)
+        )
+    elif known.reference or known.import_delta:
+        raise ConfigError("--reference and --import-delta belong to --gate adaptive.")
+    wanted = Budget(known.epsilon, known.delta, known.unit, known.relation, known.gate, order, False, known.import_delta,
+                    known.by, known.reason)  # fmt: skip
+    sources = [known.data] if known.data else [*(known.runs or [])]
+    if known.reference and os.path.exists(known.reference):
+        sources.append(known.reference)
+    records = protect.records_of(sources[0], book) if sources else None
+    sealed = [_run_of(recipe, known.dataset, known.delta) for recipe in known.runs or []]
+    budget = budgets.set_budget(book, known.dataset, wanted, records=records)
+    protect.remember_ledger(book)
+    print(f"{known.dataset}: {budgets.describe(budget)}, in {book.location}")
+    if budget.gate == "adaptive":
+        _print_filter(book, known.dataset)
+    if sealed:
+        return _seal_runs(book, known, sealed)
+    if budget.gate == "planned":
+        print("No list is sealed yet: the first run will be a list of one. dpllm ledger seal fixes a longer one.")
+    if records is None:
+        print("The data are known by name only until the first run. --data FILE lets copies be recognised from now on.")
     return 0
 
 
-def _ledger_caption(book: Any) -> str:
-    problems = book.verify()
-    head = book.head()
-    return problems[0] if problems else f"{head['count']} entries, chain unbroken, head {head['hash'][:12]}"
+def _seal(book: Ledger, known: argparse.Namespace) -> int:
+    budget = book.budget(known.dataset)
+    largest_delta = budget.delta if budget else 1.0
+    return _seal_runs(book, known, [_run_of(recipe, known.dataset, largest_delta) for recipe in known.runs])
+
+
+def _seal_runs(book: Ledger, known: argparse.Namespace, runs: list[Any]) -> int:
+    from dpllm.ledger import budgets
+
+    together = budgets.seal(book, known.dataset, runs, known.by, known.reason)
+    budget = book.budget(known.dataset)
+    limit = f"{budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
+    print(f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}")
+    return 0
+
+
+def _open(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger import budgets
+
+    budget = budgets.open_adaptive(book, known.dataset, known.by, known.reason)
+    print(f"{known.dataset}: {budgets.describe(budget)}")
+    _print_filter(book, known.dataset)
+    return 0
+
+
+def _except(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger import budgets
+
+    budgets.except_from_privacy(book, known.dataset, known.by, known.reason)
+    print(
+        f"{known.dataset}: training without differential privacy is permitted by {known.by}. Every later card says so, and the "
+        "ledger's total covers none of it."
+    )
+    return 0
+
+
+def _show(book: Ledger, known: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dpllm.ledger.tables import overview
+
+    Console().print(overview(book, _names(book, known.dataset)))
+    return 0
+
+
+def _names(book: Ledger, dataset: str | None) -> list[str]:
+    names = book.datasets()
+    if dataset is None:
+        return names
+    account = book.records.account_name(dataset)
+    if account not in names:
+        raise ConfigError(f"{book.location}: knows no dataset {dataset!r}. It knows: {', '.join(names) or 'none'}.")
+    return [account]
+
+
+def _history(book: Ledger, known: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dpllm.ledger.tables import chain_table
+
+    _names(book, known.dataset)
+    Console().print(chain_table(book.history(known.dataset)))
+    return 0
+
+
+def _verify(book: Ledger, known: argparse.Namespace) -> int:
+    return _say(book.verify(_head(known.head)), book.head(), book.location, known.head is not None)
+
+
+def _verify_file(path: Path, head: str | None) -> int:
+    from dpllm.ledger.exchange import read_export, verify_export
+    from dpllm.rundir import read_json
+
+    value = read_json(path)
+    read_export(value, path)
+    return _say(verify_export(value, _head(head)), value["head"], str(path), head is not None)
+
+
+def _say(problems: list[str], head: dict[str, Any], where: str, compared: bool) -> int:
+    if problems:
+        raise LedgerContradiction(f"{where}: " + " ".join(problems))
+    print(f"{where}: {head['count']} entries, chain unbroken, head {head['hash']}:{head['count']}")
+    if not compared:
+        print(
+            "A chain that was cut or written anew shows only against a head copied elsewhere: --head HASH:COUNT or RUN/run.json"
+        )
+    return 0
+
+
+def _head(text: str | None) -> dict[str, Any] | None:
+    from dpllm.rundir import read_json
+
+    if text is None:
+        return None
+    if os.path.exists(text):
+        record = read_json(Path(text)).get("ledger")
+        head = record.get("head") if isinstance(record, dict) else None
+        if not isinstance(head, dict) or type(head.get("count")) is not int:
+            raise ConfigError(f"{text}: names no head of a ledger. Give the run.json of a private run, or HASH:COUNT.")
+        return head
+    digest, _, count = text.partition(":")
+    if len(digest) != 64 or not (count.isascii() and count.isdigit() and len(count) < 19):
+        raise ConfigError(f"--head {text!r} is neither HASH:COUNT nor the path of a run.json.")
+    return {"hash": digest, "count": int(count)}
+
+
+def _reconcile(book: Ledger, known: argparse.Namespace) -> int:
+    closed = book.reconcile(known.entry, known.by, known.reason)
+    claim = closed.reservation
+    budget = book.budget(claim.dataset)
+    kept = "the steps that never ran are given back to the budget's filter"
+    if budget is None or budget.gate != "adaptive":
+        kept = "its whole reservation stays in the total, which is composed as if fixed in advance"
+    print(f"{claim.dataset}: run {claim.run} closed after {closed.steps} of {claim.num_steps} steps; {kept}.")
+    return 0
+
+
+def _import(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger import budgets
+    from dpllm.ledger.exchange import event_of, read_export
+    from dpllm.rundir import read_json
+
+    given = [name for name in ("epsilon", "event", "source") if getattr(known, name) is not None]
+    if len(given) != 1:
+        raise ConfigError("what was spent? Type one of --epsilon E [--delta D], --event FILE, or --from EXPORT.")
+    event: Event
+    if known.source:
+        value = read_json(Path(known.source))
+        read_export(value, Path(known.source))
+        event, unit, relation = event_of(value, known.dataset)
+        if known.unit not in (None, unit) or known.relation not in (None, relation):
+            raise ConfigError(
+                f"{known.source}: accounts per {unit!r} under {relation!r}. Leave out --unit and --relation."
+            )
+        known.unit, known.relation = unit, relation
+    elif known.event:
+        event = {key: part for key, part in read_json(Path(known.event)).items() if key != "schema_version"}
+    else:
+        event = {"type": "imported", "epsilon": known.epsilon, "delta": known.delta}
+    terms = {
+        "unit": known.unit or "example",
+        "relation": known.relation or "zero_out",
+        "by": known.by,
+        "reason": known.reason,
+    }
+    budgets.import_run(book, known.dataset, event=event, run=known.run, **terms)
+    budget = book.budget(known.dataset)
+    try:
+        remaining = book.remaining(known.dataset)
+        print(f"{known.dataset}: entered; the total is now epsilon {book.spent(known.dataset):.4f}")
+    except Refused as error:  # a fact is entered all the same
+        print(f"{known.dataset}: entered. {error}")
+        return 0
+    if budget is not None and not remaining:
+        print(f"That exceeds the budget of {budget.epsilon:g}: every further run will be refused.")
+    return 0
+
+
+def _export(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger.exchange import to_export
+    from dpllm.rundir import write_json
+
+    value = to_export(book)
+    if known.output:
+        try:
+            write_json(Path(known.output), value)
+        except OSError as error:
+            raise ConfigError(f"{known.output}: cannot be written ({error.strerror}). Type another --output.") from None
+        print(f"{known.output}: {value['head']['count']} entries")
+    else:
+        print(json.dumps(value, indent=2, sort_keys=True))
+    return 0
+
+
+def _plot(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger.figure import burn_down
+
+    print(burn_down(book, _names(book, known.dataset), Path(known.output)))
+    return 0
+
+
+def _print_filter(book: Ledger, dataset: str) -> None:
+    from dpllm.ledger import gates
+
+    account = book.account(dataset)
+    budget, left = account.budget, gates.filter_left(account)
+    if budget is None or left is None:
+        return
+    whole = gates.filter_allowance(budget)
+    print(
+        f"The filter adds up Renyi divergences at order {left.order:g} and admits runs while they come to at most {whole:.4f}"
+        + (f", of which {left.allowance:.4f} is left." if account.runs or account.imports else ".")
+    )
+    if budget.late:
+        print(
+            "The order was chosen after results were known, so it is one of eight fixed ones with an eighth of delta each."
+        )
+
+
+def _reference(text: str, largest_delta: float) -> Event:
+    from dpllm.privacy.accounting import dp_sgd_event
+
+    if os.path.exists(text):
+        event: Event = _plan_of(text, None, largest_delta).event
+        return event
+    try:
+        values = dict(part.split("=", 1) for part in text.split(","))
+        if values.keys() != {"q", "sigma", "steps"}:
+            raise ValueError
+        return dp_sgd_event(float(values["q"]), float(values["sigma"]), int(values["steps"]))
+    except DpllmError:
+        raise
+    except ValueError:
+        raise ConfigError(
+            f"--reference {text!r} is neither a recipe nor of the form q=0.02,sigma=0.8,steps=150."
+        ) from None
+
+
+def _run_of(recipe: str, dataset: str, largest_delta: float) -> Any:
+    from dpllm.ledger.values import Sealed
+
+    plan = _plan_of(recipe, dataset, largest_delta)
+    return Sealed(plan.event, plan.schedule.num_steps)
+
+
+def _plan_of(recipe: str, dataset: str | None, largest_delta: float) -> Any:
+    import tempfile
+
+    from dpllm import data
+    from dpllm.config import load_config
+    from dpllm.ledger.store import default_path
+    from dpllm.privacy.plan import make_plan
+
+    config = load_config(recipe)
+    if not config.privacy.enabled:
+        raise ConfigError(f"{recipe}: privacy.enabled is false, so it has no event to be accounted.")
+    if dataset is not None and config.privacy.dataset not in (None, dataset):
+        raise ConfigError(f"{recipe}: privacy.dataset is {config.privacy.dataset!r}, not {dataset!r}.")
+    with tempfile.TemporaryDirectory() as cache:
+        size = config.data.public_size or data.count_units(config.data, Path(cache))
+    return make_plan(config, size, default_path().parent / "calibration", largest_delta=largest_delta)

@@ -1,93 +1,219 @@
-"""``dpllm plan``: what a recipe promises and what the ledger would say, without weights, a GPU or torch."""
+"""``dpllm plan``: what a recipe promises, costs and needs, and what would refuse it; without weights, a GPU or torch.
+
+``--model`` alone imports torch, to build the model from its configuration.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
+import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpllm.commands import load_recipe
+from dpllm.errors import ConfigError, DpllmError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dpllm.config import RunConfig
+    from dpllm.planning.footprint import Footprint
+    from dpllm.planning.outlook import Outlook
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this command takes beside a recipe."""
-    parser.add_argument("--json", action="store_true", help="print plan.json")
+    parser.add_argument(
+        "--json", action="store_true", help="print plan.json with ledger, refusals and advice, as one object"
+    )
+    parser.add_argument(
+        "--model", action="store_true", help="what trains, noise, memory and time, from the model's config alone"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="plan every combination; may be given several times",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="epsilon over steps by naive and strong composition, RDP and PLD"
+    )
+    parser.add_argument(
+        "--figure", metavar="PATH", help="PNG of --sweep or --compare (default: plan-sweep.png, plan-compare.png)"
+    )
+    parser.add_argument(
+        "--after", metavar="RUN", help="an earlier run, whose released clip fraction the advice may use"
+    )
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
-    """Prints the plan."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from dpllm import data, ledger
+    """Prints the plan, then what would refuse it."""
     from dpllm.config import describe_keys
-    from dpllm.privacy import guards
-    from dpllm.privacy.plan import RELATION_IN_WORDS, make_plan, make_schedule
 
     if known.keys:
         print(describe_keys())
         return 0
     config = load_recipe(known, rest)
-    guards.check_config(config)
-    with tempfile.TemporaryDirectory() as cache:
-        num_units = config.data.public_size or data.count_units(config.data, Path(cache))
-    if not config.privacy.enabled:
-        schedule = make_schedule(config, num_units)
-        steps, batch = schedule.num_steps, schedule.expected_batch_size
-        if known.json:
-            print(json.dumps(asdict(schedule), indent=2, sort_keys=True))
-            return 0
-        print(f"No differential privacy: {steps} steps of about {batch} units, on data declared public.")
-        return 0
-    plan = make_plan(config, num_units, ledger.default_path().parent / "calibration")
+    _check_flags(known)
+    if known.sweep:
+        return _sweep(known, rest, config)
+    from dpllm.planning.advice import advise
+    from dpllm.planning.outlook import look_ahead, released_by
+    from dpllm.rundir import RunDir
+
+    released = released_by(RunDir(Path(known.after))) if known.after else None
+    seen = look_ahead(config, _cache())
+    refusals = list(seen.refusals)
+    needs = _footprint(config, seen, refusals) if known.model else None
+    advice = advise(config, seen.plan, released) if seen.plan else []
     if known.json:
-        print(json.dumps(plan.to_json(), indent=2, sort_keys=True))
-        return 0
-    schedule = plan.schedule
-    table = Table(title=f"Plan of {known.config or known.recipe}", show_header=False)
-    rows = {
-        "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
-        "delta": f"{plan.delta:g} (1/N is {1 / schedule.dataset_size:.2g})",
-        "privacy unit": "example: one row"
-        if plan.max_examples_per_unit is None
-        else f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each",
-        "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
-        "public size N": f"{schedule.dataset_size} units, of which {schedule.canary_slots} are canary slots",
-        "sampling rate q": f"{schedule.sampling_rate:.6f}: each unit joins each step by its own coin",
-        "steps T": str(schedule.num_steps),
-        "expected batch B": f"{schedule.expected_batch_size} units",
-        "clipping": f"{plan.clipping}, {'first C' if plan.adaptive else 'C'} = {plan.max_grad_norm:g}",
-        "noise multiplier": f"{plan.noise_multiplier:g}"
-        + (
-            f": {plan.adaptive.gradient_noise_multiplier:.5g} on gradients, {plan.adaptive.count_noise_multiplier:.5g} on the "
-            "count that moves C"
-            if plan.adaptive
-            else ""
-        ),
-        "accountant": f"{plan.accountant['name']} {plan.accountant['version']}",
-        "ledger": _ledger_outlook(config, plan),
-    }
-    for key, value in rows.items():
-        table.add_row(key, value)
-    Console().print(table)
+        print(_dump(_json(seen, needs, advice, refusals, _comparison(known, seen))))
+    else:
+        _show(known, seen, needs, advice)
+    for error in refusals:
+        print(f"dpllm plan: {error}", file=sys.stderr)
+    return max((error.exit_code for error in refusals), default=0)
+
+
+def _check_flags(known: argparse.Namespace) -> None:
+    if known.sweep and (known.compare or known.model or known.after):
+        raise ConfigError(
+            "--sweep plans many recipes, and --model, --compare and --after look at one. Type one of them."
+        )
+    if known.figure and not (known.sweep or known.compare):
+        raise ConfigError(
+            "--figure draws a sweep or a comparison, and neither was asked for. Add --sweep or --compare."
+        )
+    if known.figure and not Path(known.figure).resolve().parent.is_dir():
+        raise ConfigError(
+            f"--figure {known.figure}: its directory does not exist, so nothing could be drawn there. Make it first."
+        )
+
+
+def _cache() -> Path:
+    from dpllm import ledger
+
+    return ledger.default_path().parent / "calibration"
+
+
+def _footprint(config: RunConfig, seen: Outlook, refusals: list[DpllmError]) -> Footprint | None:
+    if seen.schedule is None:
+        return None
+    from dpllm.planning.footprint import footprint
+
+    try:
+        needs = footprint(config, seen.schedule, seen.plan)
+    except DpllmError as error:
+        refusals.append(error)
+        return None
+    refusals += needs.refusals
+    return needs
+
+
+def _comparison(known: argparse.Namespace, seen: Outlook) -> Any:
+    if not (known.compare and seen.plan):
+        return None
+    from dpllm.planning.composition import compare
+    from dpllm.planning.figure import draw_comparison
+
+    plan = seen.plan
+    comparison = compare(plan)
+    described = f"q {plan.schedule.sampling_rate:.3g}, sigma {plan.noise_multiplier:.3g}"
+    draw_comparison(comparison, plan.delta, described, Path(known.figure or "plan-compare.png"))
+    return comparison
+
+
+def _show(known: argparse.Namespace, seen: Outlook, needs: Footprint | None, advice: list[str]) -> None:
+    from rich.console import Console
+
+    from dpllm.planning import table
+
+    console = Console()
+    if not seen.config.privacy.enabled and seen.schedule:
+        steps, batch = seen.schedule.num_steps, seen.schedule.expected_batch_size
+        console.print(f"No differential privacy: {steps} steps of about {batch} units.")
+    if seen.schedule or seen.num_units is not None:
+        console.print(table.plan_table(seen, f"Plan of {known.config or known.recipe}"))
+    for part in table.footprint_tables(needs) if needs else ():
+        console.print(part)
+    if (comparison := _comparison(known, seen)) is not None and seen.plan:
+        console.print(table.comparison_table(comparison, seen.plan.delta))
+        _say(console, table.comparison_text(comparison))
+        _say(console, f"Drawn in {known.figure or 'plan-compare.png'}")
+    for text in advice:
+        _say(console, f"Advice: {text}")
+
+
+def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int:
+    from rich.console import Console
+
+    from dpllm.config import parse_overrides
+    from dpllm.planning import signal, table
+    from dpllm.planning.figure import draw_sweep
+    from dpllm.planning.outlook import look_ahead
+    from dpllm.planning.sweep import parse_sweeps, sweep
+
+    sweeps = parse_sweeps(known.sweep)
+    points = sweep(known.config or known.recipe, parse_overrides(rest), sweeps, _cache())
+    path = Path(known.figure or "plan-sweep.png")
+    draw_sweep(list(sweeps), points, path)
+    own = look_ahead(config, _cache(), brief=True).plan
+    suggestion = signal.suggest(own) if own else None
+    if known.json:
+        rows = [{**asdict(point), "values": dict(zip(sweeps, point.values, strict=True))} for point in points]
+        print(_dump({"sweep": rows, "suggestion": asdict(suggestion) if suggestion else None}))
+    else:
+        console = Console()
+        console.print(table.sweep_table(list(sweeps), points))
+        for text in dict.fromkeys(point.refusal for point in points if point.refusal):
+            _say(console, f"Refused: {text}")
+        if suggestion:
+            _say(console, table.suggestion_text(suggestion))
+        _say(console, f"Drawn in {path}")
     return 0
 
 
-def _ledger_outlook(config: Any, plan: Any) -> str:
-    from dpllm import data, ledger
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=False)
 
-    path = Path(config.privacy.ledger) if config.privacy.ledger else ledger.default_path()
-    name = config.privacy.dataset or data.dataset_name(config.data)
-    if not path.exists():
-        return f"{name}: nothing spent yet, no budget set"
-    with ledger.Ledger(path) as book:
-        budget = book.budget(name)
-        delta = budget.delta if budget else plan.delta
-        spent = book.spent(name, delta)
-        after = book.spent(name, delta, planned=(plan.event, plan.neighbouring_relation))
-    limit = f"budget {budget.epsilon:g}" if budget else "no budget set"
-    verdict = "; THIS RUN WOULD BE REFUSED" if budget and after > budget.epsilon else ""
-    return f"{name}: spent {spent:.3f}, after this run {after:.3f} at delta {delta:g} ({limit}){verdict}"
+
+def _json(
+    seen: Outlook, needs: Footprint | None, advice: list[str], refusals: list[DpllmError], comparison: Any
+) -> dict[str, Any]:
+    """plan.json's fields, as far as they could be computed, and what stands beside them."""
+    fields: dict[str, Any] = {}
+    if seen.schedule:
+        fields |= asdict(seen.schedule)
+    if seen.plan:
+        fields |= seen.plan.to_json()
+    fields |= {
+        "batches": asdict(seen.batches) if seen.batches else None,
+        "ledger": asdict(seen.ledger) if seen.ledger else None,
+        "refusals": [{"exit_code": error.exit_code, "message": str(error)} for error in refusals],
+        "advice": advice,
+    }
+    if needs:
+        model = asdict(needs)
+        model["refusals"] = [str(error) for error in needs.refusals]
+        model["memory"] = {**model["memory"], "total": needs.memory.total} if needs.memory else None
+        fields["model"] = model
+    if comparison is not None:
+        fields["comparison"] = asdict(comparison)
+    return fields
+
+
+def _dump(value: dict[str, Any]) -> str:
+    return json.dumps(_finite(value), indent=2, sort_keys=True, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: an epsilon that cannot be certified is null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

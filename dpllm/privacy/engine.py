@@ -76,6 +76,7 @@ class Engine:
         grad_sample_mode: str,
         noise_entropy: int,
         device: torch.device,
+        secure_noise: bool = False,
         max_length: int = 512,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         loss_scale: float = 1.0,
@@ -88,8 +89,9 @@ class Engine:
             schedule: Gives the divisor.
             plan: Gives the clipping function, C and sigma; None for a run without differential privacy.
             grad_sample_mode: How clipped sums are computed.
-            noise_entropy: 128 secret bits.
+            noise_entropy: 128 secret bits, or 256 with secure_noise.
             device: Where gradients live.
+            secure_noise: ChaCha20 on the CPU and sums of four variates; see ``GaussianNoise``.
             max_length: Tokens of the longest row allowed; public, as it decides in which form gradients are kept.
             autocast: Makes the context of the forward pass.
             loss_scale: Constant power of two for fp16.
@@ -102,7 +104,7 @@ class Engine:
         _check_arguments(model, optimizer, self.parameters)
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
         self._autocast, self._scale, self._device = autocast, loss_scale, device
-        self._noise = GaussianNoise(noise_entropy, device)
+        self._noise = GaussianNoise(noise_entropy, device, secure=secure_noise)
         self._mode, self._max_length = grad_sample_mode, max_length
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None

@@ -26,6 +26,15 @@ def check_config(config: RunConfig) -> None:
             "privacy.enabled: false trains without differential privacy, and data.train is not declared public: whatever it "
             "holds could be read out of the adapter. Set data.public: true if it is public, or privacy.enabled: true."
         )
+    check_modes(config)
+
+
+def check_modes(config: RunConfig) -> None:
+    """What the recipe alone shows.
+
+    Raises:
+        Refused: A mode that cannot hold the clipping function or the unit.
+    """
     if (
         config.privacy.enabled
         and config.privacy.grad_sample_mode == "opacus_ghost"

@@ -7,17 +7,21 @@ Comes in: the recipe and the public number of privacy units. Goes out: a ``Sched
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dpllm.audit import canaries
 from dpllm.config import RunConfig
-from dpllm.errors import Refused
-from dpllm.privacy import accounting
+from dpllm.errors import BudgetExceeded, Refused
+from dpllm.privacy import accounting, events, limits, renyi
 from dpllm.privacy.accounting import Event, Relation
 from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
+from dpllm.privacy.renyi import Fit
+
+CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 RELATION_IN_WORDS: dict[Relation, str] = {
     "zero_out": "two datasets of the same public size are neighbours if one becomes the other when the data of one "
@@ -31,10 +35,11 @@ class Schedule:
     """How often whom: the part of a run that does not depend on whether it is private.
 
     Attributes:
-        dataset_size: N, the public number of privacy units, canary slots included.
-        canary_slots: How many of the N are held by candidate canaries.
-        expected_batch_size: B, the public divisor of the summed gradient.
-        sampling_rate: q = B / N; every unit joins every logical batch independently with this probability.
+        dataset_size: N, the public number of what is sampled, canary slots included: privacy units, or, with
+            ``data.sampling: example``, their rows after the cap of ``max_examples_per_unit``.
+        canary_slots: How many of the N are held by candidate canaries, each a unit and a row of its own.
+        expected_batch_size: B, the public divisor of the summed gradient, in the same things as N.
+        sampling_rate: q = B / N; each of the N joins every logical batch independently with this probability.
         num_steps: T, the number of logical steps.
     """
 
@@ -51,30 +56,37 @@ class Plan:
 
     Guarantee:
         The trained parameters are (epsilon, delta)-differentially private for the privacy unit ``unit`` under
-        ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, each unit's contribution to a summed
-        gradient has L2 norm at most ``max_grad_norm``, and N(0, (noise_multiplier * max_grad_norm)^2) is added to every
-        coordinate of each sum. With ``adaptive``, sum and count are released together as one Gaussian of the same
-        noise multiplier (see ``AdaptiveClipping``), and the guarantee covers the released counts too.
+        ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, the contribution to a summed gradient of
+        each thing that is sampled has L2 norm at most ``max_grad_norm``, and N(0, (noise_multiplier * max_grad_norm)^2) is
+        added to every coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the
+        guarantee is for a unit of up to ``max_examples_per_unit`` rows together. With ``adaptive``, sum and count are
+        released together as one Gaussian of the same noise multiplier (see ``AdaptiveClipping``), and the guarantee
+        covers the released counts too.
 
     Attributes:
         schedule: Sampling rate, steps, public size and divisor.
         unit: example, or the name of the column that says whose row it is.
         max_examples_per_unit: Rows that one unit may bring; None for example.
+        sampling: What is drawn and clipped as a whole: "unit", or "example" for single rows.
         neighbouring_relation: zero_out (N was counted and is published) or add_or_remove_one (N was declared).
         noise_multiplier: sigma, the noise's standard deviation over max_grad_norm.
         clipping: The clipping function: flat, automatic, per_layer or adaptive.
         max_grad_norm: C; with adaptive clipping the first one, which later releases move.
         delta: Probability-like slack; below 1/N.
         epsilon: Stated by the accountant for the event below.
-        target_epsilon: What the recipe asked for; at least epsilon.
+        target_epsilon: What the recipe asked for; at least epsilon, unless steps were added to make up lost ones.
         accountant: Name, version and discretisation interval.
         event: The mechanism as a value, from which anyone can recompute epsilon.
         adaptive: How the noise is split between gradients and count; None for the other clipping functions.
+        accountants: Epsilon by each accountant that knows the event, pld and rdp side by side.
+        limits: What no membership attack can exceed, see ``limits.attacker_limits_of``.
+        curve: (delta, epsilon) at deltas of 1e-4 to 1e-8; None for an epsilon where none can be certified.
     """
 
     schedule: Schedule
     unit: str
     max_examples_per_unit: int | None
+    sampling: Literal["unit", "example"]
     neighbouring_relation: Relation
     noise_multiplier: float
     clipping: str
@@ -84,7 +96,14 @@ class Plan:
     target_epsilon: float
     accountant: dict[str, Any]
     event: Event
-    adaptive: AdaptiveClipping | None = None
+    adaptive: AdaptiveClipping | None
+    accountants: dict[str, float | None]
+    limits: dict[str, float | None]
+    curve: tuple[tuple[float, float | None], ...]
+
+    def event_after(self, num_steps: int) -> Event:
+        """The event of the first `num_steps` steps."""
+        return {**self.event, "count": num_steps}
 
     def to_json(self) -> dict[str, Any]:
         """The Plan as plan.json holds it, with the schedule's fields beside the others."""
@@ -121,42 +140,70 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
     )
 
 
-def make_plan(config: RunConfig, num_units: int, cache_dir: Path | None = None) -> Plan:
+def make_plan(
+    config: RunConfig,
+    num_units: int,
+    cache_dir: Path | None = None,
+    *,
+    fit: Fit | None = None,
+    largest_delta: float = 1.0,
+    extra_steps: int = 0,
+) -> Plan:
     """Builds the promise, calibrating the noise where the recipe does not set it.
 
     Args:
         config: A recipe with ``privacy.enabled``.
         num_units: See ``make_schedule``.
         cache_dir: Where calibrations are remembered.
+        fit: What is left of a Renyi filter that the run must fit: calibrated noise is then the larger of what meets the
+            target epsilon and what fits. Noise that the recipe sets is left as it is, for the ledger to judge.
+        largest_delta: The delta of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that.
+        extra_steps: Steps beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
+            stated epsilon, which is that of all steps, may exceed the target.
 
     Raises:
-        Refused: delta >= 1/N, or the given noise_multiplier exceeds the target epsilon.
+        Refused: delta >= 1/N, or the given noise_multiplier exceeds the target epsilon, or the event is one that the
+            filter cannot count.
+        BudgetExceeded: Nothing is left of the filter, or fitting it takes more than twice the noise of the target.
         ConfigError: The target epsilon cannot be reached.
     """
     privacy = config.privacy
     schedule = make_schedule(config, num_units)
     relation: Relation = "add_or_remove_one" if config.data.public_size is not None else "zero_out"
-    delta = auto_delta(schedule.dataset_size) if privacy.delta == "auto" else float(privacy.delta)
-    if delta * schedule.dataset_size >= 1:
-        raise Refused(
-            f"privacy.delta {delta:g} is not below 1/N = {1 / schedule.dataset_size:.2g}: a mechanism that publishes one "
-            f"person's record outright would satisfy it. Set privacy.delta: auto (here {auto_delta(schedule.dataset_size):g})."
-        )
+    size = schedule.dataset_size
+    delta = min(auto_delta(size), largest_delta) if privacy.delta == "auto" else float(privacy.delta)
+    check_delta(delta, size)
     rate, steps = schedule.sampling_rate, schedule.num_steps
+    group = config.data.max_examples_per_unit or 1 if config.data.sampling == "example" else 1
     sigma = privacy.noise_multiplier or accounting.calibrate_noise_multiplier(
-        privacy.epsilon, delta, rate, steps, relation, cache_dir=cache_dir
+        privacy.epsilon, delta, rate, steps, relation, cache_dir=cache_dir, group_size=group
     )
-    event = accounting.dp_sgd_event(rate, sigma, steps)
+    if fit is not None and privacy.noise_multiplier is None:
+        sigma = _fitting(sigma, lambda s, n: events.dp_sgd_event(rate, s, n, group), steps, fit)
+    adaptive = _adaptive(config, sigma, schedule.expected_batch_size)
+    mechanism: Event = {"type": "gaussian", "noise_multiplier": sigma}
+    if adaptive is not None:
+        mechanism = {
+            "type": "adaptive_clipping",
+            "gradient_noise_multiplier": adaptive.gradient_noise_multiplier,
+            "count_noise_multiplier": adaptive.count_noise_multiplier,
+        }
+    event = events.sampled_steps(mechanism, rate, steps, group)
     epsilon = accounting.epsilon(event, delta, relation)
     if epsilon > privacy.epsilon:
         raise Refused(
             f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
             f"{privacy.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
         )
+    if extra_steps:
+        schedule = replace(schedule, num_steps=steps + extra_steps)
+        event = events.sampled_steps(mechanism, rate, steps + extra_steps, group)
+        epsilon = accounting.epsilon(event, delta, relation)
     return Plan(
         schedule=schedule,
         unit=config.data.unit,
         max_examples_per_unit=config.data.max_examples_per_unit,
+        sampling=config.data.sampling,
         neighbouring_relation=relation,
         noise_multiplier=sigma,
         clipping=privacy.clipping,
@@ -170,8 +217,53 @@ def make_plan(config: RunConfig, num_units: int, cache_dir: Path | None = None) 
             "interval": accounting.FINE_INTERVAL,
         },
         event=event,
-        adaptive=_adaptive(config, sigma, schedule.expected_batch_size),
+        adaptive=adaptive,
+        accountants={name: _finite(value) for name, value in accounting.beside(event, delta, relation).items()},
+        limits=limits.attacker_limits_of(event, relation),
+        curve=tuple((d, _finite(value)) for d, value in accounting.curve(event, relation, CURVE_DELTAS)),
     )
+
+
+def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta") -> None:
+    """Makes sure that delta is below 1/N; errors call it `name`.
+
+    Raises:
+        Refused: It is not.
+    """
+    if delta * dataset_size >= 1:
+        raise Refused(
+            f"{name} {delta:g} is not below 1/N = {1 / dataset_size:.2g}: a mechanism that publishes one "
+            f"person's record outright would satisfy it. Set {name} to auto (here {auto_delta(dataset_size):g})."
+        )
+
+
+def _fitting(sigma: float, event_of: Callable[[float, int], Event], steps: int, fit: Fit) -> float:
+    """The noise multiplier that meets the target and fits the filter."""
+    if fit.allowance <= 0:
+        raise BudgetExceeded(
+            "nothing is left of this dataset's Renyi filter, so that no amount of noise makes a run fit. "
+            "Train on other data, or have the budget's owner open another budget."
+        )
+    if "rdp" not in accounting.accountants(event_of(sigma, steps)):
+        raise Refused(
+            "data.sampling: example is accounted by a mixture of Gaussians, whose Renyi divergence is not known, so that an "
+            "adaptive budget cannot count it. Set data.sampling: unit, or use a dataset with a planned budget."
+        )
+    fits = renyi.smallest_noise_multiplier(lambda s: event_of(s, steps), fit)
+    if fits <= 2 * sigma:
+        return max(sigma, fits)
+    most = renyi.largest_num_steps(lambda n: event_of(sigma, n), fit)
+    needed = f"a noise multiplier of {fits:g}" if math.isfinite(fits) else "more noise than any that is considered"
+    raise BudgetExceeded(
+        f"what is left of this dataset's Renyi filter ({fit.allowance:.4g} at order {fit.order:g}) is too little: "
+        f"{steps} steps would need {needed}, more than twice the {sigma:g} that privacy.epsilon asks for; at {sigma:g}, "
+        f"{most} steps would fit. Train fewer steps, lower privacy.epsilon or the sampling rate, or set "
+        "privacy.noise_multiplier yourself."
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _adaptive(config: RunConfig, sigma: float, expected_batch_size: int) -> AdaptiveClipping | None:
@@ -179,9 +271,12 @@ def _adaptive(config: RunConfig, sigma: float, expected_batch_size: int) -> Adap
     if privacy.clipping != "adaptive":
         return None
     wanted = privacy.adaptive
-    return adaptive_clipping(
+    split = adaptive_clipping(
         sigma, expected_batch_size, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
     )
+    # To the last bit: noise rounded down could cost more than the sigma that was calibrated.
+    gradient = events.gradient_noise_multiplier(sigma, split.count_noise_multiplier)
+    return replace(split, gradient_noise_multiplier=gradient)
 
 
 def auto_delta(dataset_size: int) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpllm.data import TokenSequence, Unit
+from dpllm.privacy.noise import uniform_stream
 from dpllm.privacy.plan import Schedule
 
 
@@ -59,23 +60,30 @@ class PoissonSampler:
 
     Guarantee:
         In each draw every one of ``num_slots`` slots joins independently with probability ``schedule.sampling_rate``,
-        up to the 53-bit resolution of the uniform variates. The stream is numpy's Philox4x64 keyed with ``entropy``;
-        Philox passes the usual statistical batteries but is not proven to be cryptographic.
+        up to the 53-bit resolution of the uniform variates. The stream is numpy's Philox4x64 keyed with ``entropy``, which
+        passes the usual statistical batteries but is not proven to be cryptographic; with ``secure`` it is ChaCha20.
 
     References:
         Abadi et al. 2016, Deep Learning with Differential Privacy, section 3; Zhu and Wang 2019, Poisson Subsampled
         Renyi Differential Privacy.
     """
 
-    def __init__(self, schedule: Schedule, num_slots: int, entropy: int) -> None:
-        """Keys the stream; ``entropy`` is a secret 128-bit integer, the same on every rank."""
+    def __init__(self, schedule: Schedule, num_slots: int, entropy: int, *, secure: bool = False) -> None:
+        """Keys the stream.
+
+        Args:
+            schedule: Gives the sampling rate.
+            num_slots: Units, and slots of canaries.
+            entropy: A secret integer of 128 bits, or of 256 with ``secure``; the same on every rank.
+            secure: ChaCha20 (``privacy.secure_noise``).
+        """
         self._rate = schedule.sampling_rate
         self._num_slots = num_slots
-        self._generator = np.random.Generator(np.random.Philox(key=entropy))
+        self._stream = uniform_stream(entropy, secure=secure)
 
     def draw(self) -> list[int]:
         """Indices of the slots that join the next logical batch; possibly none."""
-        joins = self._generator.random(self._num_slots) < self._rate
+        joins = self._stream.uniform(self._num_slots) < self._rate
         return [int(index) for index in np.flatnonzero(joins)]
 
 

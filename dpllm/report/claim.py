@@ -151,17 +151,30 @@ def _terms(config: RunConfig, plan: Json, record: Json) -> Json:
         **({"adaptive": plan["adaptive"]} if plan.get("adaptive") else {}),
         "sampling": {
             "scheme": "poisson",
+            "of": plan.get("sampling", "unit"),
             "sampling_rate": plan["sampling_rate"],
             "expected_batch_size": plan["expected_batch_size"],
             "dataset_size": plan["dataset_size"],
             "canary_slots": plan["canary_slots"],
         },
+        "randomness": {
+            "generator": "chacha20" if config.privacy.secure_noise else "philox",
+            "secure_noise": config.privacy.secure_noise,
+        },
         "accountant": plan["accountant"],
         "cross_check": plan["cross_check"],
+        **_profile(plan, record),
         "event": plan["event"],
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
         "data_public": config.data.public,
     }
+
+
+def _profile(plan: Json, record: Json) -> Json:
+    """The other words for the planned epsilon; none where more was spent than planned, of which they are not true."""
+    if stated_epsilon(plan, record) > plan["epsilon"]:
+        return {}
+    return {name: plan[name] for name in ("accountants", "limits", "curve") if plan.get(name)}
 
 
 def _composed(record: Json) -> Json | None:
@@ -173,7 +186,12 @@ def _composed(record: Json) -> Json | None:
     return {
         "dataset": ledger["dataset"],
         "budget": budget,
+        "gate": budget["gate"] if budget else None,
+        "order": budget["order"] if budget else None,
         "spent_epsilon": ledger["spent_epsilon"],
+        "filter_epsilon": ledger["filter_epsilon"],
+        "imported": ledger["imported"],
+        "made_up_by": ledger["made_up_by"],
         "delta": budget["delta"] if budget else record["delta"],
         "entries": ledger["head"]["count"],
         "entry": ledger["entry"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import tiny
 from running import Place, contents, done, dpllm_, make_place, python, rows
 from safetensors.torch import load_file
 
-from dpllm.ledger import Ledger
+from dpllm.ledger import Budget, Ledger, budgets, gates
+from dpllm.privacy import renyi
 from dpllm.privacy.engine import Engine
 
 TOTAL = 6
@@ -59,6 +61,11 @@ def copy(place: Place, root: Path) -> Place:
     return other
 
 
+def newest(place: Place) -> Path:
+    """The last checkpoint."""
+    return max((place.run / "private" / "resume").iterdir())
+
+
 def commits(place: Place) -> list[tuple[str, int]]:
     with Ledger(place.ledger) as book:
         assert book.verify() == []
@@ -85,7 +92,7 @@ def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int
     assert record["guarantee"]["holds"] is True
     assert any("outside the guarantee" in note for note in record["deviations"])
     assert (place.run / "export" / "adapter_model.safetensors").exists()
-    assert json.loads((place.run / "private/resume/state.json").read_text())["step"] == 3
+    assert json.loads((newest(place) / "state.json").read_text())["step"] == 3
     assert charged(place) == (1, 3)
     assert commits(place) == [("interrupted", 3)]
 
@@ -118,10 +125,12 @@ def test_resuming_twice_draws_other_noise(terminated: tuple[Place, int, str], tm
 def test_a_checkpoint_holds_no_generator_state(terminated: tuple[Place, int, str]) -> None:
     import torch
 
-    folder = terminated[0].run / "private" / "resume"
+    folder = newest(terminated[0])
     assert {path.name for path in folder.iterdir()} == {"state.json", "trainable.safetensors", "optimizer.pt"}
     state = json.loads((folder / "state.json").read_text())
-    assert set(state) == {"schema_version", "step", "entry", "trainable", "optimizer", "max_grad_norm"}
+    assert set(state) == {
+        "schema_version", "step", "entry", "head", "event", "files", "max_grad_norm", "digest",
+    }  # fmt: skip
     assert set(torch.load(folder / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
 
 
@@ -156,13 +165,13 @@ def test_resuming_as_another_run_is_refused_and_changes_nothing(
     assert charged(place) == spent
 
 
-def test_data_of_another_size_are_another_promise(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
+def test_other_data_are_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(terminated[0], tmp_path / "copy")
     tiny.write_rows(place.train, rows(50))
     before = contents(place.run)
     answer = dpllm_("train", place.recipe, "--resume")
     assert answer.code == 3
-    assert "promises another" in answer.err
+    assert "no longer holds the records" in answer.err
     assert contents(place.run) == before
     assert charged(place) == (1, 3)
 
@@ -174,16 +183,30 @@ def test_a_ledger_that_lost_the_reservation_is_refused(terminated: tuple[Place, 
     before = contents(place.run)
     answer = dpllm_("train", place.recipe, "--resume")
     assert answer.code == 2
-    assert "has no reservation" in answer.err
+    assert "is not there" in answer.err
     assert contents(place.run) == before
+    assert not place.ledger.exists()
 
 
-def test_a_damaged_checkpoint_is_refused_and_charges_nothing(
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
     terminated: tuple[Place, int, str], tmp_path: Path
 ) -> None:
     place = copy(terminated[0], tmp_path / "copy")
-    weights = place.run / "private" / "resume" / "trainable.safetensors"
+    weights = newest(place) / "trainable.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
+    done("train", place.recipe, "--resume")
+    record = place.json("run.json")
+    assert any("the newest checkpoint was damaged" in note and "step 2" in note for note in record["deviations"])
+    assert any("1 charged steps were lost" in note for note in record["deviations"])
+    assert charged(place) == (1, TOTAL)
+
+
+def test_where_all_checkpoints_are_damaged_nothing_is_charged(
+    terminated: tuple[Place, int, str], tmp_path: Path
+) -> None:
+    place = copy(terminated[0], tmp_path / "copy")
+    for weights in place.run.glob("private/resume/*/trainable.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-4])
     answer = dpllm_("train", place.recipe, "--resume")
     assert answer.code == 3
     assert "truncated or was edited" in answer.err
@@ -209,13 +232,55 @@ def test_a_killed_run_claims_nothing_and_stays_charged(killed: tuple[Place, int,
 
 def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(killed[0], tmp_path / "copy")
-    assert json.loads((place.run / "private/resume/state.json").read_text())["step"] == 2
+    assert json.loads((newest(place) / "state.json").read_text())["step"] == 2
     done("train", place.recipe, "--resume")
     record = place.json("run.json")
     assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
     assert record["guarantee"]["holds"] is True
     assert any("1 charged steps were lost" in note for note in record["deviations"])
     assert charged(place) == (1, TOTAL)
+
+
+def test_lost_steps_can_be_made_up_and_are_paid_for(killed: tuple[Place, int, str], tmp_path: Path) -> None:
+    place = copy(killed[0], tmp_path / "copy")
+    before = place.json("plan.json")
+    done("train", place.recipe, "--resume", "--make-up-lost-steps")
+    record, plan = place.json("run.json"), place.json("plan.json")
+    assert (record["status"], record["steps_taken"], record["steps_planned"]) == ("completed", TOTAL + 1, TOTAL + 1)
+    assert (plan["num_steps"], plan["event"]["count"]) == (TOTAL + 1, TOTAL + 1)
+    assert plan["noise_multiplier"] == before["noise_multiplier"]
+    assert record["epsilon_spent"] == plan["epsilon"] > before["epsilon"]
+    assert plan["cross_check"]["epsilon"] > before["cross_check"]["epsilon"]
+    assert any("made up by as many more" in note for note in record["deviations"])
+    with Ledger(place.ledger) as book:
+        runs = book.runs("notes")
+        assert [(run.steps, run.state) for run in runs] == [(TOTAL, "completed"), (1, "completed")]
+        assert runs[1].reservation.extends == runs[0].reservation.entry
+        assert book.spent("notes") == pytest.approx(plan["epsilon"])
+    lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 4, 5, 6, 7]  # step 3 was lost; TOTAL updates in all
+
+
+def test_lost_steps_that_the_budget_does_not_hold_are_refused(killed: tuple[Place, int, str], tmp_path: Path) -> None:
+    place = copy(killed[0], tmp_path / "copy")
+    with Ledger(place.ledger) as book:  # an adaptive budget that is just what the run took
+        claim = book.runs("notes")[0].reservation
+        spent = renyi.rdp(book.event(claim.entry), 2.0)
+        wanted = Budget(1.0, claim.delta, claim.unit, claim.relation, "adaptive", 2.0, by="x", reason="y")
+        budget = replace(wanted, epsilon=renyi.to_epsilon(spent, claim.delta / len(gates.LATE_ORDERS), 2.0) + 1e-9)
+        budgets.set_budget(book, "notes", budget)
+    answer = dpllm_("train", place.recipe, "--resume", "--make-up-lost-steps")
+    assert answer.code == 3
+    assert "dataset 'notes'" in answer.err
+    assert charged(place) == (1, 3)
+    done("train", place.recipe, "--resume")
+    assert charged(place) == (1, TOTAL)
+
+
+def test_making_up_belongs_to_resuming(place: Place) -> None:
+    answer = dpllm_("train", place.recipe, "--make-up-lost-steps")
+    assert answer.code == 2
+    assert "--resume" in answer.err
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(killed: tuple[Place, int, str], tmp_path: Path) -> None:

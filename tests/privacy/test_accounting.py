@@ -1,31 +1,26 @@
 """The stated epsilon is right: against closed forms, published grids, other accountants, and itself."""
 
-import json
+from __future__ import annotations
+
 import math
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom, norm
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy import accounting
-from dpllm.privacy.accounting import (
-    attacker_limits,
-    calibrate_noise_multiplier,
-    compose,
-    count_releases,
-    cross_check,
-    dp_sgd_event,
-    epsilon,
-    to_dp_event,
-)
+from dpllm.privacy import accounting, privacy_loss
+from dpllm.privacy.accounting import beside, compose, cross_check, curve, dp_sgd_event, epsilon, stated
+from dpllm.privacy.events import Sampled, sampled_steps
 
 RUN = dp_sgd_event(0.02, 0.8, 150)  # epsilon 2.9633 at delta 1e-5
+TRIAL = dp_sgd_event(0.02, 1.5, 150)
 
 # Gaussian mechanism with mean shift mu (sensitivity over standard deviation): exact, from the closed form.
 EXACT_GAUSSIAN = [
@@ -54,275 +49,344 @@ DP_SGD = [
 ]
 
 
+def imported(eps: float, delta: float = 0.0) -> accounting.Event:
+    return {"type": "imported", "epsilon": eps, "delta": delta}
+
+
+def best_of(event: accounting.Event, mean: float, distribution: str) -> accounting.Event:
+    return {"type": "repeat_and_select", "event": event, "mean": mean, "distribution": distribution}
+
+
 @pytest.mark.parametrize(("mu", "delta", "exact"), EXACT_GAUSSIAN)
-def test_gaussian_matches_the_closed_form(mu, delta, exact):
+def test_gaussian_matches_the_closed_form(mu: float, delta: float, exact: float) -> None:
     once = {"type": "gaussian", "noise_multiplier": 1 / mu}
     hundred = {"type": "self_composed", "count": 100, "event": {"type": "gaussian", "noise_multiplier": 10 / mu}}
     for event in (once, hundred, dp_sgd_event(1.0, 1 / mu, 1)):
         assert exact - 1e-9 <= epsilon(event, delta, "add_or_remove_one") <= exact + 2e-3
+    # Replacing moves a sum by twice as much as taking out.
+    half = {"type": "gaussian", "noise_multiplier": 2 / mu}
+    assert exact - 1e-9 <= epsilon(half, delta, "replace_one") <= exact + 2e-3
 
 
 @pytest.mark.parametrize(("q", "sigma", "delta", "exact"), EXACT_ONE_STEP)
-def test_one_step_matches_the_exact_value(q, sigma, delta, exact):
+def test_one_step_matches_the_exact_value(q: float, sigma: float, delta: float, exact: float) -> None:
     assert exact - 1e-9 <= epsilon(dp_sgd_event(q, sigma, 1), delta, "zero_out") <= exact + 2e-3
 
 
 @pytest.mark.parametrize(("q", "sigma", "num_steps", "delta", "pld", "prv", "rdp"), DP_SGD)
-def test_dp_sgd_matches_published_values(q, sigma, num_steps, delta, pld, prv, rdp):
+def test_dp_sgd_matches_published_values(
+    q: float, sigma: float, num_steps: int, delta: float, pld: float, prv: float, rdp: float
+) -> None:
     event = dp_sgd_event(q, sigma, num_steps)
-    stated = epsilon(event, delta, "zero_out")
-    assert pld - 1e-3 <= stated <= pld + 2e-3
+    figure = epsilon(event, delta, "zero_out")
+    assert pld - 1e-3 <= figure <= pld + 2e-3
     assert epsilon(event, delta, "zero_out", "prv") == pytest.approx(prv, abs=2e-3)
-    assert stated <= epsilon(event, delta, "zero_out", "prv") <= stated + 0.03
+    assert figure <= epsilon(event, delta, "zero_out", "prv") <= figure + 0.03
     assert epsilon(event, delta, "zero_out", "rdp") == pytest.approx(rdp, rel=5e-3)
 
 
-@pytest.mark.parametrize(("runs", "pld", "rdp"), [(2, 3.788, 4.460), (5, 5.599, 6.342), (10, 7.863, 8.730)])
-def test_runs_compose_for_less_than_their_sum(runs, pld, rdp):
+@pytest.mark.parametrize(
+    ("runs", "pld", "rdp", "added"), [(2, 3.788, 4.460, 5.93), (5, 5.599, 6.342, 14.8), (10, 7.863, 8.730, 29.6)]
+)
+def test_runs_compose_for_less_than_their_sum(runs: int, pld: float, rdp: float, added: float) -> None:
     assert pld - 1e-3 <= epsilon(compose([RUN] * runs), 1e-5, "zero_out") <= pld + 2e-3
     assert epsilon(compose([RUN] * runs), 1e-5, "zero_out", "rdp") == pytest.approx(rdp, rel=1e-3)
+    assert runs * epsilon(RUN, 1e-5, "zero_out") == pytest.approx(added, rel=3e-3)
 
 
-def test_different_runs_compose_in_any_order():
+def test_different_runs_compose_in_any_order() -> None:
     runs = [RUN, dp_sgd_event(0.05, 1.2, 300), dp_sgd_event(0.01, 0.7, 500)]
     together = epsilon(compose(runs), 1e-5, "zero_out")
     assert together == pytest.approx(5.822, abs=2e-3)
     assert epsilon(compose([compose(runs[:0:-1]), runs[0]]), 1e-5, "zero_out") == together
 
 
-def test_prv_composes_different_runs_too():
+def test_prv_composes_different_runs_too() -> None:
     runs = compose([dp_sgd_event(0.2, 2.0, 30), dp_sgd_event(0.1, 1.5, 50)])
-    stated = epsilon(runs, 1e-5, "zero_out")
-    assert stated <= epsilon(runs, 1e-5, "zero_out", "prv") <= stated + 0.03
+    figure = epsilon(runs, 1e-5, "zero_out")
+    assert figure <= epsilon(runs, 1e-5, "zero_out", "prv") <= figure + 0.03
 
 
-def test_both_relations_cost_the_same_under_poisson_sampling():
+def test_zero_out_costs_what_adding_costs_and_replacing_costs_more() -> None:
     for accountant in ("pld", "rdp"):
         assert epsilon(RUN, 1e-5, "zero_out", accountant) == epsilon(RUN, 1e-5, "add_or_remove_one", accountant)
+    assert 3.5358 - 1e-3 <= epsilon(RUN, 1e-5, "replace_one") <= 3.5358 + 2e-3
+    with pytest.raises(ConfigError, match="replace_one"):
+        epsilon(RUN, 1e-5, "replace_one", "rdp")
+    for event in (imported(1.0), dp_sgd_event(0.02, 0.8, 3, 2)):
+        with pytest.raises(ConfigError, match="replace_one"):
+            epsilon(event, 1e-5, "replace_one")
 
 
-def test_event_is_plain_json_and_says_what_ran():
-    assert RUN == {
-        "type": "self_composed",
-        "count": 150,
-        "event": {
-            "type": "poisson_sampled",
-            "probability": 0.02,
-            "event": {"type": "gaussian", "noise_multiplier": 0.8},
-        },
-    }
-    assert json.loads(json.dumps(RUN)) == RUN
-    import dp_accounting as dp
-
-    sampled = dp.PoissonSampledDpEvent(0.02, dp.GaussianDpEvent(0.8))
-    assert to_dp_event(RUN) == dp.SelfComposedDpEvent(sampled, 150)
-    assert count_releases(compose([RUN, RUN, dp_sgd_event(0.5, 3.0, 7)])) == 307
+def test_adaptive_clipping_costs_its_joint_gaussian() -> None:
+    both = {"type": "adaptive_clipping", "gradient_noise_multiplier": 1.0, "count_noise_multiplier": 0.5}
+    for accountant in ("pld", "rdp", "prv"):
+        joint = epsilon(sampled_steps(both, 0.02, 50), 1e-5, "zero_out", accountant)
+        assert joint == pytest.approx(epsilon(dp_sgd_event(0.02, 2**-0.5, 50), 1e-5, "zero_out", accountant), rel=1e-6)
 
 
-GAUSSIAN = {"type": "gaussian", "noise_multiplier": 1.0}
+# Several rows of a unit, each drawn and clipped on its own (q .01, sigma 1.5, T 300, delta 1e-5).
+@pytest.mark.parametrize(("rows", "pld"), [(1, 0.497), (2, 1.063), (4, 2.299), (8, 5.076), (16, 11.65)])
+def test_groups_match_published_values(rows: int, pld: float) -> None:
+    assert pld - 1e-3 <= epsilon(dp_sgd_event(0.01, 1.5, 300, rows), 1e-5, "zero_out") <= pld + 2e-3
 
 
 @pytest.mark.parametrize(
-    "event",
+    ("q", "sigma", "rows", "delta"), [(0.3, 1.0, 2, 1e-3), (0.05, 2.0, 5, 1e-5), (0.5, 4.0, 20, 1e-6)]
+)
+def test_one_step_of_a_group_matches_its_exact_mixture(q: float, sigma: float, rows: int, delta: float) -> None:
+    """delta at the stated epsilon, integrated over a grid: both directions below delta, and one of them near it."""
+    eps = epsilon(dp_sgd_event(q, sigma, 1, rows), delta, "zero_out")
+    x = np.linspace(-12 * sigma, rows + 12 * sigma, 400_001)
+    with_them = sum(binom.pmf(j, rows, q) * norm.pdf(x, j, sigma) for j in range(rows + 1))
+    without = norm.pdf(x, 0, sigma)
+    exact = [
+        np.trapezoid(np.maximum(p - math.exp(eps) * r, 0), x) for p, r in ((with_them, without), (without, with_them))
+    ]
+    assert max(exact) <= delta * (1 + 1e-6)
+    assert max(exact) >= delta * (1 - 1e-3)
+
+
+def test_mixtures_are_those_of_dp_accounting() -> None:
+    """The points are inverted in another way; nothing else is."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    for q, sigma, rows in ((0.02, 0.8, 3), (0.3, 2.0, 7), (1e-4, 0.6, 2)):
+        weights = [float(binom.pmf(j, rows, q)) for j in range(rows + 1)]
+        theirs = pld.from_mixture_gaussian_mechanism(
+            sigma, list(range(rows + 1)), weights, value_discretization_interval=0.02
+        )
+        ours = privacy_loss._mixture_loss(Sampled(q, sigma, rows, 1), 0.02)
+        at = np.linspace(0.0, 5.0, 60)
+        assert ours.get_delta_for_epsilon(list(at)) == pytest.approx(theirs.get_delta_for_epsilon(list(at)), abs=1e-10)
+        assert (ours.get_delta_for_epsilon(list(at)) >= theirs.get_delta_for_epsilon(list(at)) - 1e-12).all()
+
+
+def test_a_mixture_of_one_is_the_sampled_gaussian() -> None:
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    ours = privacy_loss._mixture_loss(Sampled(0.05, 1.1, 1, 1), 1e-3)
+    theirs = pld.from_gaussian_mechanism(1.1, value_discretization_interval=1e-3, sampling_prob=0.05)
+    at = list(np.linspace(0.0, 3.0, 40))
+    assert ours.get_delta_for_epsilon(at) == pytest.approx(theirs.get_delta_for_epsilon(at), abs=1e-11)
+
+
+def test_a_group_costs_more_the_larger_and_less_than_group_privacy_says() -> None:
+    delta, before = 1e-5, 0.0
+    for rows in (1, 2, 3, 5, 9, 33):
+        here = epsilon(dp_sgd_event(0.01, 2.0, 100, rows), delta, "zero_out", interval=1e-3)
+        assert here > before
+        before = here
+    alone = dp_sgd_event(0.01, 1.5, 300)
+    for rows in (2, 4):  # (eps, d) for one gives (k eps, d (e^(k eps) - 1) / (e^eps - 1)) for k
+        eps = epsilon(alone, 1e-7, "zero_out")
+        widened = 1e-7 * math.expm1(rows * eps) / math.expm1(eps)
+        assert epsilon(dp_sgd_event(0.01, 1.5, 300, rows), widened, "zero_out") <= rows * eps
+
+
+def test_an_imported_run_costs_what_it_says() -> None:
+    assert epsilon(imported(1.0, 1e-6), 1e-6, "zero_out") == pytest.approx(1.0, abs=2e-4)
+    assert epsilon(imported(1.0, 1e-6), 0.9e-6, "zero_out") == math.inf
+    assert epsilon(imported(1.0, 1e-6), 0.9e-6, "zero_out", "rdp") == math.inf
+    assert 1.0 - 1e-9 <= epsilon(imported(1.0), 1e-12, "zero_out") <= 1.0 + 1e-4
+    assert epsilon(imported(0.0, 0.0), 1e-6, "zero_out") == 0.0
+    both = epsilon(compose([RUN, imported(0.5, 1e-6)]), 1e-5, "zero_out")
+    assert epsilon(RUN, 1e-5, "zero_out") < both <= epsilon(RUN, 9e-6, "zero_out") + 0.5 + 1e-3
+    assert both <= epsilon(compose([RUN, imported(0.5, 1e-6)]), 1e-5, "zero_out", "rdp")
+
+
+@pytest.mark.parametrize(("eps", "times"), [(0.1, 40), (1.0, 4), (0.5, 1)])
+def test_imported_runs_compose_as_randomised_response(eps: float, times: int) -> None:
+    """The worst (eps, 0)-DP mechanism: the delta of its k-fold composition is a binomial sum (Kairouz et al. 2015)."""
+    event = {"type": "self_composed", "count": times, "event": imported(eps)}
+    found = epsilon(event, 1e-3, "zero_out")
+    yes = np.arange(times + 1)
+    losses = (2 * yes - times) * eps
+    mass = binom.pmf(yes, times, 1 / (1 + math.exp(-eps)))
+
+    def delta(at: float) -> float:
+        return float(np.sum(mass * np.maximum(0.0, -np.expm1(at - losses))))
+
+    assert delta(found) <= 1e-3 * (1 + 1e-9)
+    assert delta(found - 2e-4 * times) >= 1e-3
+    assert found <= epsilon(event, 1e-3, "zero_out", "rdp")
+
+
+def test_an_imported_delta_composes_too() -> None:
+    """Of two runs that tell all with probability d each, one tells with 1 - (1 - d)^2."""
+    twice = {"type": "self_composed", "count": 2, "event": imported(0.0, 0.01)}
+    assert epsilon(twice, 0.0199 + 1e-9, "zero_out") == pytest.approx(0.0, abs=1e-6)
+    assert epsilon(twice, 0.0199 - 1e-9, "zero_out") == math.inf
+
+
+# q .02, sigma 1.5, T 150, delta 1e-5: RDP of one run .861.
+@pytest.mark.parametrize(
+    ("distribution", "mean", "rdp"),
     [
-        {"type": "os.system", "command": "true"},
-        {"class_name": "GaussianDpEvent", "module_name": "dp_accounting.dp_event", "noise_multiplier": 1.0},
-        {"type": "gaussian"},
-        {"type": "gaussian", "noise_multiplier": 0.0},
-        {"type": "gaussian", "noise_multiplier": -1.0},
-        {"type": "gaussian", "noise_multiplier": math.nan},
-        {"type": "gaussian", "noise_multiplier": math.inf},
-        {"type": "gaussian", "noise_multiplier": True},
-        {"type": "gaussian", "noise_multiplier": "1"},
-        {"type": "gaussian", "noise_multiplier": 1.0, "sensitivity": 0.1},
-        {"type": "poisson_sampled", "probability": 0.0, "event": GAUSSIAN},
-        {"type": "poisson_sampled", "probability": 1.1, "event": GAUSSIAN},
-        {"type": "poisson_sampled", "probability": 0.5, "event": dp_sgd_event(0.5, 1.0, 2)},
-        {"type": "self_composed", "count": -1, "event": GAUSSIAN},
-        {"type": "self_composed", "count": 1.5, "event": GAUSSIAN},
-        {"type": "self_composed", "count": True, "event": GAUSSIAN},
-        {"type": "self_composed", "count": 0, "event": {"type": "unknown"}},
-        {"type": "composed", "events": [GAUSSIAN, None]},
-        {"type": "composed", "events": "gaussian"},
-        {"type": ["gaussian"]},
-        "gaussian",
-        None,
+        ("geometric", 10, 1.814),
+        ("poisson", 10, 1.829),
+        ("logarithmic", 10, 1.530),
+        ("geometric", 50, 2.201),
+        ("poisson", 100, 6.19),
     ],
 )
-def test_malformed_or_foreign_events_are_refused(event):
-    with pytest.raises(ConfigError):
-        to_dp_event(event)
-    with pytest.raises(ConfigError):
-        epsilon(event, 1e-5, "zero_out")
+def test_selection_matches_published_values(distribution: str, mean: float, rdp: float) -> None:
+    assert stated(best_of(TRIAL, mean, distribution), 1e-5, "zero_out") == (pytest.approx(rdp, abs=5e-3), "rdp")
 
 
-def test_gdp_is_refused_because_it_is_optimistic():
+def test_selection_costs_more_than_one_run_and_composes() -> None:
+    one = epsilon(TRIAL, 1e-5, "zero_out", "rdp")
+    before = one
+    for mean in (1, 2, 10, 100):
+        here = epsilon(best_of(TRIAL, mean, "geometric"), 1e-5, "zero_out", "rdp")
+        assert here > before
+        before = here
+    with_run = epsilon(compose([RUN, best_of(TRIAL, 10, "geometric")]), 1e-5, "zero_out", "rdp")
+    assert with_run > epsilon(RUN, 1e-5, "zero_out", "rdp")
+    imported_too = compose([best_of(TRIAL, 10, "geometric"), imported(0.1, 1e-6)])
+    assert epsilon(imported_too, 1e-5, "zero_out", "rdp") > epsilon(
+        best_of(TRIAL, 10, "geometric"), 1e-5, "zero_out", "rdp"
+    )
+
+
+def test_what_is_stated_is_pld_where_it_knows_the_event() -> None:
+    assert stated(RUN, 1e-5, "zero_out") == (epsilon(RUN, 1e-5, "zero_out"), "pld")
+    assert stated(compose([RUN, imported(1.0)]), 1e-5, "zero_out")[1] == "pld"
+    assert stated(compose([]), 1e-5, "zero_out") == (0.0, "pld")
+    with pytest.raises(Refused, match="no accountant"):
+        stated(compose([dp_sgd_event(0.1, 1.0, 2, 3), best_of(TRIAL, 2, "poisson")]), 1e-5, "zero_out")
+
+
+def test_gdp_is_refused_because_it_is_optimistic() -> None:
     with pytest.raises(ConfigError, match="understates"):
         epsilon(RUN, 1e-5, "zero_out", "gdp")
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_refused() -> None:
     for delta in (0.0, 1.0, -1e-5, math.nan, None):
         with pytest.raises(ConfigError, match="delta"):
-            epsilon(RUN, delta, "zero_out")
-    with pytest.raises(ConfigError, match="replace_one"):
-        epsilon(RUN, 1e-5, "replace_one")
+            epsilon(RUN, delta, "zero_out")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="replace_two"):
+        epsilon(RUN, 1e-5, "replace_two")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="moments"):
         epsilon(RUN, 1e-5, "zero_out", "moments")
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "prv"])
-def test_zero_steps_cost_nothing(accountant):
-    for event in (dp_sgd_event(0.1, 1.0, 0), compose([])):
-        assert epsilon(event, 1e-5, "zero_out", accountant) == 0.0
+def test_nothing_released_costs_nothing(accountant: str) -> None:
+    for nothing in (compose([]), dp_sgd_event(0.02, 0.8, 0), dp_sgd_event(0.02, 0.8, 0, 9)):
+        assert epsilon(nothing, 1e-5, "zero_out", accountant) == 0.0
+        event = compose([RUN, nothing])
+        assert epsilon(event, 1e-5, "zero_out", accountant) == epsilon(RUN, 1e-5, "zero_out", accountant)
 
 
-def test_hardly_any_noise_is_answered_with_a_bound_and_not_with_a_crash():
+def test_hardly_any_noise_is_answered_with_a_bound_and_not_with_a_crash() -> None:
     assert 20_000 < epsilon(dp_sgd_event(0.02, 0.01, 10), 1e-5, "zero_out") < 60_000
     assert epsilon(dp_sgd_event(0.02, 1e-6, 1000), 1e-5, "zero_out") == math.inf
+    assert epsilon(dp_sgd_event(0.02, 0.5, 10, 1024), 1e-5, "zero_out") > 1000
+    assert epsilon(dp_sgd_event(0.02, 1e-6, 10, 4), 1e-5, "zero_out") == math.inf
+    assert epsilon({"type": "gaussian", "noise_multiplier": 1e-5}, 1e-5, "zero_out") == math.inf
+    assert epsilon({"type": "self_composed", "count": 100, "event": imported(1000.0)}, 1e-5, "zero_out") == math.inf
 
 
 quick = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 rates, sigmas, steps = st.floats(0.005, 0.5), st.floats(0.7, 5.0), st.integers(1, 300)
 deltas = st.sampled_from([1e-7, 1e-6, 1e-5, 1e-4])
 more = st.floats(1.0, 3.0)
+# Fourier transforms move epsilon by up to 2.4e-7 at delta 1e-7 (1500 draws of mechanisms that differ in their last bits).
+# One step more costs at least 2.6e-5 here, and another delta is read off the same distribution: both are exact.
+ROUND_OFF = 1e-6
 
 
-def cost(q, sigma, num_steps, delta):
-    return epsilon(dp_sgd_event(q, sigma, num_steps), delta, "zero_out", interval=1e-3)
+def cost(q: float, sigma: float, num_steps: int, delta: float, rows: int = 1) -> float:
+    return epsilon(dp_sgd_event(q, sigma, num_steps, rows), delta, "zero_out", interval=1e-3)
 
 
 @quick
 @given(rates, sigmas, steps, deltas, more)
-def test_epsilon_rises_with_steps_and_sampling_and_falls_with_noise_and_delta(q, sigma, num_steps, delta, by):
+def test_epsilon_rises_with_steps_and_sampling_and_falls_with_noise_and_delta(
+    q: float, sigma: float, num_steps: int, delta: float, by: float
+) -> None:
     here = cost(q, sigma, num_steps, delta)
-    assert cost(q, sigma, math.ceil(num_steps * by), delta) >= here - 1e-5
-    assert cost(min(1.0, q * by), sigma, num_steps, delta) >= here - 1e-3
-    assert cost(q, sigma * by, num_steps, delta) <= here + 1e-3
-    assert cost(q, sigma, num_steps, min(0.5, delta * by)) <= here + 1e-6
+    assert cost(q, sigma, math.ceil(num_steps * by), delta) >= here
+    assert cost(min(1.0, q * by), sigma, num_steps, delta) >= here - ROUND_OFF
+    assert cost(q, sigma * by, num_steps, delta) <= here + ROUND_OFF
+    assert cost(q, sigma, num_steps, min(0.5, delta * by)) <= here
+    assert cost(q, sigma, num_steps, delta, rows=2) >= here - ROUND_OFF
 
 
 @quick
 @given(rates, sigmas, steps, deltas)
-def test_rdp_is_never_below_pld_and_a_fine_pld_never_above_a_coarse_one(q, sigma, num_steps, delta):
+def test_rdp_is_never_below_pld_and_a_fine_pld_never_above_a_coarse_one(
+    q: float, sigma: float, num_steps: int, delta: float
+) -> None:
     event = dp_sgd_event(q, sigma, num_steps)
     coarse = epsilon(event, delta, "zero_out", interval=2e-3)
-    assert epsilon(event, delta, "zero_out", interval=5e-4) <= coarse + 1e-6
+    assert epsilon(event, delta, "zero_out", interval=5e-4) <= coarse + ROUND_OFF
     assert epsilon(event, delta, "zero_out", "rdp") >= epsilon(event, delta, "zero_out", interval=5e-4) - 1e-3
 
 
 @quick
 @given(rates, sigmas, steps, rates, sigmas, steps, deltas)
-def test_composition_commutes_and_costs_at_least_each_part(q, sigma, num_steps, q2, sigma2, num_steps2, delta):
-    one, two = dp_sgd_event(q, sigma, num_steps), dp_sgd_event(q2, sigma2, num_steps2)
+def test_composition_commutes_and_costs_at_least_each_part(
+    q: float, sigma: float, num_steps: int, q2: float, sigma2: float, num_steps2: int, delta: float
+) -> None:
+    one, two = dp_sgd_event(q, sigma, num_steps), dp_sgd_event(q2, sigma2, num_steps2, 2)
     both = epsilon(compose([one, two]), delta, "zero_out", interval=1e-3)
     assert both == epsilon(compose([two, one]), delta, "zero_out", interval=1e-3)
     parts = [epsilon(e, delta, "zero_out", interval=1e-3) for e in (one, two)]
-    assert both >= max(parts) - 1e-3
+    assert both >= max(parts) - ROUND_OFF
     assert epsilon(compose([one, two]), 2 * delta, "zero_out", interval=1e-3) <= sum(parts) + 1e-2
 
 
-CALIBRATIONS = [
-    (8.0, 1e-5, 0.02, 150, 0.560556),
-    pytest.param(3.0, 1 / 84122, 1024 / 42061, 410, 1.01264, marks=slow),
-    (1.0, 1e-6, 0.1, 512, 9.66),
-    (1.0, 1e-5, 0.2, 1000, None),
-    (0.1, 1e-6, 0.01, 1000, 11.5709),
-    (3.0, 1e-5, 1.0, 30, None),
-]
+def test_a_curve_is_the_epsilon_at_each_delta() -> None:
+    points = curve(RUN, "zero_out", [1e-4, 1e-5, 1e-6])
+    assert points == [(d, epsilon(RUN, d, "zero_out")) for d in (1e-4, 1e-5, 1e-6)]
+    assert [e for _, e in points] == sorted(e for _, e in points)
+    assert curve(best_of(TRIAL, 10, "geometric"), "zero_out", [1e-5])[0][1] == pytest.approx(1.814, abs=3e-3)
 
 
-@pytest.mark.parametrize(("target", "delta", "q", "num_steps", "published"), CALIBRATIONS)
-def test_calibrated_noise_meets_the_target_and_no_smaller_noise_does(target, delta, q, num_steps, published):
-    sigma = calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out")
-    assert round(sigma * 1e4) / 1e4 == sigma
-    assert published is None or sigma == pytest.approx(published, abs=3e-3)
-    assert epsilon(dp_sgd_event(q, sigma, num_steps), delta, "zero_out") <= target
-    assert epsilon(dp_sgd_event(q, sigma - 1e-3, num_steps), delta, "zero_out") > target
+def test_accountants_stand_side_by_side() -> None:
+    assert beside(RUN, 1e-5, "zero_out") == {
+        "pld": epsilon(RUN, 1e-5, "zero_out"),
+        "rdp": epsilon(RUN, 1e-5, "zero_out", "rdp"),
+    }
+    assert beside(RUN, 1e-5, "zero_out", prv=True).keys() == {"pld", "rdp", "prv"}
+    assert beside(RUN, 1e-5, "replace_one").keys() == {"pld"}
+    assert beside(best_of(TRIAL, 2, "geometric"), 1e-5, "zero_out", prv=True).keys() == {"rdp"}
+    million = dp_sgd_event(0.001, 1.0, 1_000_000)  # more than PRV may take
+    assert beside(million, 1e-6, "zero_out", prv=True).keys() == {"pld", "rdp"}
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(st.floats(0.3, 8.0), st.sampled_from([1e-8, 1e-6, 1e-5]), st.floats(0.05, 1.0), st.integers(50, 2000))
-def test_calibration_is_never_above_any_target_and_tight(target, delta, q, num_steps):
-    sigma = calibrate_noise_multiplier(target, delta, q, num_steps, "add_or_remove_one")
-    assert epsilon(dp_sgd_event(q, sigma, num_steps), delta, "add_or_remove_one") <= target
-    assert epsilon(dp_sgd_event(q, sigma - 1e-3, num_steps), delta, "add_or_remove_one") > target
+@pytest.mark.parametrize(("name", "off"), [("rdp", -0.002), ("prv", -0.002), ("prv", 0.06)])
+def test_accountants_that_contradict_each_other_are_an_error(monkeypatch: Any, name: str, off: float) -> None:
+    true = epsilon(RUN, 1e-5, "zero_out")
+    monkeypatch.setattr(accounting, "rdp_epsilon", lambda *_: true + (off if name == "rdp" else 0.5))
+    monkeypatch.setattr(accounting, "_prv", lambda *_: true + (off if name == "prv" else 0.01))
+    with pytest.raises(Refused, match=f"contradicted by {name}"):
+        beside(RUN, 1e-5, "zero_out", prv=True)
 
 
-@pytest.mark.parametrize(
-    ("target", "delta", "q", "num_steps", "says"),
-    [
-        (1e-9, 1e-9, 0.5, 1000, "not reachable.*Raise privacy.epsilon"),
-        pytest.param(1.0, 0.01, 0.001, 1, "not reachable.*lower privacy.epsilon", marks=slow),
-        (0.0, 1e-5, 0.1, 10, "privacy.epsilon"),
-        (-1.0, 1e-5, 0.1, 10, "privacy.epsilon"),
-        (math.nan, 1e-5, 0.1, 10, "privacy.epsilon"),
-        (math.inf, 1e-5, 0.1, 10, "privacy.epsilon"),
-        (1.0, 0.0, 0.1, 10, "privacy.delta"),
-        (1.0, 1.0, 0.1, 10, "privacy.delta"),
-        (1.0, 1e-5, 0.0, 10, "sampling_rate"),
-        (1.0, 1e-5, 0.1, 0, "num_steps"),
-    ],
-)
-def test_impossible_targets_are_refused_with_what_to_change(target, delta, q, num_steps, says):
-    with pytest.raises(ConfigError, match=says):
-        calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out")
-
-
-def test_cache_answers_the_same_question_only(tmp_path: Path, monkeypatch):
-    cache = tmp_path / "new" / "cache"
-    ask = (1.0, 1e-5, 0.2, 100, "zero_out")
-    sigma = calibrate_noise_multiplier(*ask, cache)
-    [file] = cache.iterdir()
-    monkeypatch.setattr(accounting, "_calibrate", lambda *_: 99.0)
-    assert calibrate_noise_multiplier(*ask, cache) == sigma
-    for place, other in enumerate((1.1, 2e-5, 0.21, 101, "add_or_remove_one")):
-        assert calibrate_noise_multiplier(*ask[:place], other, *ask[place + 1 :], cache) == 99.0
-    monkeypatch.setattr(accounting, "versions", lambda: {"name": "dp-accounting", "version": "99"})
-    assert calibrate_noise_multiplier(*ask, cache) == 99.0
-    assert json.loads(file.read_text())["noise_multiplier"] == sigma
-
-
-@pytest.mark.parametrize(
-    "damage",
-    ["", "{", "[]", "null", '{"key": 1}', '{"noise_multiplier": 0.01}', "\x00", "below"],
-)
-def test_damaged_cache_is_computed_again(tmp_path: Path, monkeypatch, damage):
-    monkeypatch.setattr(accounting, "_calibrate", lambda *_: 1.5)
-    ask = (1.0, 1e-5, 0.2, 100, "zero_out", tmp_path)
-    calibrate_noise_multiplier(*ask)
-    [file] = tmp_path.iterdir()
-    if damage == "below":  # well-formed but for the value
-        damage = json.dumps({**json.loads(file.read_text()), "noise_multiplier": -1.0})
-    file.write_text(damage)
-    monkeypatch.setattr(accounting, "_calibrate", lambda *_: 2.5)
-    assert calibrate_noise_multiplier(*ask) == 2.5
-    assert json.loads(file.read_text())["noise_multiplier"] == 2.5
-
-
-def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(accounting, "_calibrate", lambda *_: 1.5)
-    (tmp_path / "file").write_text("")
-    assert calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out", tmp_path / "file") == 1.5
-
-
-def test_second_accountant_agrees_or_refuses():
-    stated = epsilon(RUN, 1e-5, "zero_out")
-    second = cross_check(RUN, 1e-5, "zero_out", stated)
+def test_second_accountant_agrees_or_refuses() -> None:
+    figure = epsilon(RUN, 1e-5, "zero_out")
+    second = cross_check(RUN, 1e-5, "zero_out", figure)
+    assert second is not None
     assert second["name"] == "opacus-prv"
     assert second["version"]
-    assert stated <= second["epsilon"] <= stated + 0.03
-    for wrong in (stated + 0.02, stated - 0.05, 2.0, 4.0, math.inf):
+    assert figure <= second["epsilon"] <= figure + 0.03
+    for wrong in (figure + 0.02, figure - 0.05, 2.0, 4.0, math.inf):
         with pytest.raises(Refused):
             cross_check(RUN, 1e-5, "zero_out", wrong)
-    assert cross_check(compose([]), 1e-5, "zero_out", 0.0)["epsilon"] == 0.0
+    nothing = cross_check(compose([]), 1e-5, "zero_out", 0.0)
+    assert nothing is not None
+    assert nothing["epsilon"] == 0.0
 
 
-def test_rdp_stands_in_where_prv_cannot_answer():
+def test_rdp_stands_in_where_prv_cannot_answer() -> None:
     million = dp_sgd_event(0.001, 1.0, 1_000_000)
-    stated = epsilon(million, 1e-6, "zero_out")
-    second = cross_check(million, 1e-6, "zero_out", stated)
-    assert second["name"].startswith("dp-accounting-rdp")
+    second = cross_check(million, 1e-6, "zero_out", epsilon(million, 1e-6, "zero_out"))
+    assert second is not None
+    assert second["name"] == "dp-accounting-rdp (prv cannot answer)"
     assert second["epsilon"] == pytest.approx(7.1441, abs=1e-3)
     with pytest.raises(Refused):
         cross_check(million, 1e-6, "zero_out", 7.2)
@@ -330,34 +394,30 @@ def test_rdp_stands_in_where_prv_cannot_answer():
         epsilon(million, 1e-6, "zero_out", "prv")
 
 
-@pytest.mark.parametrize("eps", [0.0, 0.1, 1.0, 3.0, 8.0, 50.0])
-@pytest.mark.parametrize("delta", [0.0, 1e-5, 0.1])
-def test_attacker_limits_are_the_trade_off_curve(eps, delta):
-    def tpr(fpr):  # every line that (epsilon, delta)-DP of the test, and of its complement, puts above the curve
-        return np.minimum(1.0, np.minimum(np.exp(eps) * fpr + delta, 1 - np.exp(-eps) * (1 - delta - fpr)))
-
-    # Refined towards 0, where the curve of a large epsilon bends.
-    fpr = np.concatenate([[0.0], np.geomspace(1e-30, 1.0, 400_000)])
-    limits = attacker_limits(eps, delta)
-    assert limits["auc"] == pytest.approx(np.trapezoid(tpr(fpr), fpr), abs=1e-7)
-    assert limits["tpr_at_fpr_0.01"] == pytest.approx(float(tpr(0.01)))
-    assert limits["tpr_at_fpr_0.001"] == pytest.approx(float(tpr(0.001)))
-
-
-def test_attacker_limits_of_known_and_of_no_guarantee():
-    assert attacker_limits(3.0, 0.0)["auc"] == pytest.approx(0.95257, abs=1e-5)
-    assert attacker_limits(1.0, 1e-5)["tpr_at_fpr_0.01"] == pytest.approx(0.0271928, abs=1e-6)
-    assert set(attacker_limits(math.inf, 0.0).values()) == {1.0}
-    assert attacker_limits(0.0, 0.0) == {"tpr_at_fpr_0.01": 0.01, "tpr_at_fpr_0.001": 0.001, "auc": 0.5}
+def test_a_second_accountant_is_one_that_knows_the_event_or_none() -> None:
+    event = compose([RUN, imported(0.5, 1e-6)])
+    second = cross_check(event, 1e-5, "zero_out", epsilon(event, 1e-5, "zero_out"))
+    assert second is not None
+    assert second["name"] == "dp-accounting-rdp (prv does not know this event)"
+    for alone in (dp_sgd_event(0.02, 1.0, 10, 4), best_of(TRIAL, 10, "geometric")):
+        assert cross_check(alone, 1e-5, "zero_out", stated(alone, 1e-5, "zero_out")[0]) is None
+        with pytest.raises(Refused):
+            cross_check(alone, 1e-5, "zero_out", math.inf)
+    with pytest.raises(Refused, match="no accountant"):
+        cross_check(compose([dp_sgd_event(0.1, 1.0, 2, 3), best_of(TRIAL, 2, "poisson")]), 1e-5, "zero_out", 1.0)
 
 
-def test_accounting_and_calibration_never_import_torch():
+def test_accounting_and_calibration_never_import_torch() -> None:
     code = """
 import sys
-from dpllm.privacy import accounting
+from dpllm.privacy import accounting, limits, renyi
 assert not {"torch", "dp_accounting", "scipy", "numpy"} & sys.modules.keys()
 sigma = accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
-accounting.epsilon(accounting.dp_sgd_event(0.2, sigma, 100), 1e-5, "zero_out", "rdp")
+event = accounting.dp_sgd_event(0.2, sigma, 100)
+accounting.beside(event, 1e-5, "zero_out")
+accounting.epsilon(accounting.dp_sgd_event(0.2, sigma, 9, 4), 1e-5, "zero_out")
+limits.attacker_limits_of(event, "zero_out")
+renyi.choose_order(2.0, 1e-5, event)
 assert "torch" not in sys.modules
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

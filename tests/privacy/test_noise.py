@@ -18,7 +18,7 @@ from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
-from dpllm.privacy.noise import GaussianNoise, os_entropy
+from dpllm.privacy.noise import CHUNK, ChaCha20Stream, GaussianNoise, key_bits, keystream, os_entropy
 
 STEPS = 400
 
@@ -48,6 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "several physical batches, bf16": {"size": 1, "autocast": BF16},
     "ghost": {"grad_sample_mode": "ghost"},
     "per_sample": {"grad_sample_mode": "per_sample"},
+    "secure": {"secure_noise": True},
 }
 
 
@@ -150,3 +151,111 @@ def test_without_a_plan_there_is_no_noise() -> None:
     )  # fmt: skip
     assert torch.equal(engine._release(engine.clipped_sum([])[0]), torch.zeros(64))
     assert engine.self_check(tm.VOCABULARY, 32) == 0.0
+
+
+# --- privacy.secure_noise --------------------------------------------------------------------------------------------
+
+RFC_8439_KEYSTREAM = """
+    22 4f 51 f3 40 1b d9 e1 2f de 27 6f b8 63 1d ed 8c 13 1f 82 3d 2c 06 e2 7e 4f ca ec 9e f3 cf 78
+    8a 3b 0a a3 72 60 0a 92 b5 79 74 cd ed 2b 93 34 79 4c ba 40 c6 3e 34 cd ea 21 2c 4c f0 7d 41 b7
+    69 a6 74 9f 3f 63 0f 41 22 ca fe 28 ec 4d c4 7e 26 d4 34 6d 70 b9 8c 73 f3 e9 c5 3a c4 0c 59 45
+    39 8b 6e da 1a 83 2c 89 c1 67 ea cd 90 1d 7e 2b f3 63
+"""  # section 2.4.2: key 00 01 .. 1f, nonce 00 00 00 00 00 00 00 4a 00 00 00 00, first block 1
+KEY = 2**255 + 2**77 + 13
+
+
+def secure(seed: int = 0) -> GaussianNoise:
+    return GaussianNoise(KEY + seed, CPU, secure=True)
+
+
+def test_the_keystream_is_that_of_rfc_8439() -> None:
+    key, nonce = bytes(range(32)), bytes.fromhex("00000000 0000004a 00000000")
+    expected = bytes.fromhex(RFC_8439_KEYSTREAM)
+    assert keystream(key, nonce, 1).update(bytes(len(expected))) == expected
+
+
+def test_a_stream_takes_a_new_nonce_at_each_call_and_counts_its_blocks_from_zero() -> None:
+    stream = ChaCha20Stream(KEY, b"nois")
+    for call in range(3):
+        expected = keystream(KEY.to_bytes(32, "little"), b"nois" + call.to_bytes(8, "little"), 0)
+        assert stream.take(100) == expected.update(bytes(100))
+
+
+def test_uniform_variates_are_the_first_53_bits_of_each_word() -> None:
+    taken = ChaCha20Stream(KEY, b"samp").take(800)
+    words = [int.from_bytes(taken[start : start + 8], "little") for start in range(0, 800, 8)]
+    assert ChaCha20Stream(KEY, b"samp").uniform(100).tolist() == [(word >> 11) / 2**53 for word in words]
+    uniform = ChaCha20Stream(KEY, b"samp").uniform(200_000)
+    assert 0 <= uniform.min() < 1e-3
+    assert 1 - 1e-3 < uniform.max() < 1
+    assert stats.kstest(uniform, "uniform").pvalue > ALARM
+
+
+def test_every_variate_is_half_the_sum_of_four_by_box_and_muller() -> None:
+    """Written out one by one from the same uniform variates: u for the radius, v for the angle, four pairs each."""
+    size = 7
+    u, v = ChaCha20Stream(KEY, b"nois").uniform(32).reshape(2, 4, 4)
+    expected = []
+    for turn in (np.cos, np.sin):
+        for column in range(4):
+            four = [(-2 * np.log(1 - u[row, column])) ** 0.5 * turn(2 * np.pi * v[row, column]) for row in range(4)]
+            expected.append(sum(four) / 2)
+    np.testing.assert_allclose(secure().draw(size).numpy(), np.float32(expected[:size]), rtol=1e-6)
+
+
+def test_secure_noise_is_standard_normal(full: bool, seed: int) -> None:
+    size = 2_000_000 if full else 400_000
+    noise = secure(seed).draw(size).numpy().astype(float)
+    assert 2 * stats.norm.sf(abs(noise.mean()) * size**0.5) > ALARM
+    assert 2 * stats.norm.sf(abs((noise**2).mean() - 1) * (size / 2) ** 0.5) > ALARM
+    assert 2 * stats.norm.sf(abs((noise**3).mean()) * (size / 15) ** 0.5) > ALARM
+    assert 2 * stats.norm.sf(abs((noise**4).mean() - 3) * (size / 96) ** 0.5) > ALARM
+    assert stats.kstest(noise, "norm").pvalue > ALARM
+    for beyond in (3.0, 4.0):
+        count, share = int((abs(noise) > beyond).sum()), 2 * stats.norm.sf(beyond)
+        assert stats.binomtest(count, size, share).pvalue > ALARM
+
+
+def test_secure_noise_is_independent_within_a_draw_between_draws_and_across_chunks(seed: int) -> None:
+    stream = secure(seed)
+    draws = np.stack([stream.draw(50_000).numpy() for _ in range(6)]).astype(float)
+    half = draws[0].size // 2
+    pairs = [(draws[i], draws[j]) for i in range(6) for j in range(i)]
+    pairs += [(draws[0][:-lag], draws[0][lag:]) for lag in (1, 2, 7, half)]  # half: a cosine and the sine of its pairs
+    long = stream.draw(2 * CHUNK).numpy().astype(float)
+    pairs.append((long[:CHUNK], long[CHUNK:]))
+    for one, other in pairs:
+        for power in (1, 2):  # squares too: of a shared radius the variates are uncorrelated and their squares are not
+            a, b = ((x**power - (power - 1)) / (1 if power == 1 else 2**0.5) for x in (one, other))
+            assert 2 * stats.norm.sf(abs((a * b).sum()) / len(a) ** 0.5) > ALARM / 100
+
+
+def test_zero_uniform_variates_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (bytes, lambda size: b"\xff" * size):
+        monkeypatch.setattr(ChaCha20Stream, "take", lambda self, size, words=words: words(size))
+        noise = secure().draw(11)
+        assert bool(torch.isfinite(noise).all())
+        assert float(noise.abs().max()) < 17.2
+
+
+def test_every_bit_of_the_long_key_and_the_purpose_count() -> None:
+    first = secure().draw(1000)
+    for bit in (0, 63, 127, 128, 200, 254):
+        assert abs(float((first * GaussianNoise(KEY ^ 2**bit, CPU, secure=True).draw(1000)).mean())) < 0.3
+    assert ChaCha20Stream(KEY, b"nois").take(64) != ChaCha20Stream(KEY, b"samp").take(64)
+    assert (key_bits(True), key_bits(False)) == (256, 128)
+    assert max(os_entropy(key_bits(True)) for _ in range(50)).bit_length() > 240
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 3])
+def test_any_number_of_variates_can_be_drawn(size: int) -> None:
+    noise = secure().draw(size)
+    assert noise.shape == (size,)
+    assert noise.dtype == torch.float32
+    assert size < 2 or len(set(noise[:1000].tolist())) > 0.9 * min(size, 1000)
+
+
+def test_secure_noise_is_what_the_engine_adds() -> None:
+    engine = tm.make_engine(Toy(), tm.plan(C, SIGMA), noise_entropy=KEY, secure_noise=True)
+    expected_P = SIGMA * C * secure().draw(64).double() / tm.schedule().expected_batch_size
+    torch.testing.assert_close(engine._release(engine.clipped_sum([])[0]).double(), expected_P, rtol=1e-6, atol=0)

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import FrozenInstanceError
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import recipe
 
-from dpllm.errors import Refused
-from dpllm.privacy import accounting
-from dpllm.privacy.plan import Plan, auto_delta, make_plan, make_schedule
+from dpllm.data import count_units
+from dpllm.errors import BudgetExceeded, Refused
+from dpllm.privacy import accounting, limits, renyi
+from dpllm.privacy.plan import CURVE_DELTAS, Plan, auto_delta, make_plan, make_schedule
+from dpllm.privacy.renyi import Fit
 
 N = 500
 
@@ -61,6 +64,8 @@ def test_knobs_that_are_no_part_of_the_mechanism_leave_the_plan_equal(base: Plan
         {"privacy": {"delta": 1e-5}},
         {"data": {"public_size": N + 1}},
         {"data": {"unit": "author", "max_examples_per_unit": 4}},
+        {"data": {"unit": "author", "max_examples_per_unit": 2, "sampling": "example"}},
+        {"privacy": {"clipping": "adaptive"}},
         {"audit": {"canaries": {"groups": {1: 20}}}},
         {"num_units": N + 1},
     ],
@@ -159,3 +164,125 @@ def test_plan_json_is_enough_to_recompute_epsilon(base: Plan) -> None:
     ):
         assert key in stored
     assert stored["expected_batch_size"] / stored["dataset_size"] == stored["sampling_rate"]
+
+
+CALIBRATED = {"noise_multiplier": None, "epsilon": 4.0}
+ROWS = {"unit": "author", "max_examples_per_unit": 4, "sampling": "example"}
+
+
+def test_with_example_sampling_the_guarantee_is_for_all_rows_of_a_unit() -> None:
+    made = plan(data=ROWS, privacy=CALIBRATED)
+    schedule = made.schedule
+    assert made.sampling == "example"
+    assert made.event == accounting.dp_sgd_event(schedule.sampling_rate, made.noise_multiplier, schedule.num_steps, 4)
+    assert made.event["event"]["group_size"] == 4
+    assert 3.9 <= made.epsilon <= 4.0
+    assert made.noise_multiplier > plan(data={**ROWS, "sampling": "unit"}, privacy=CALIBRATED).noise_multiplier
+    assert made.accountants.keys() == {"pld"}
+    assert accounting.count_releases(made.event) == schedule.num_steps
+    one = plan(data={**ROWS, "max_examples_per_unit": 1}, privacy=CALIBRATED)
+    assert one.noise_multiplier == plan(privacy=CALIBRATED).noise_multiplier
+
+
+def test_what_is_counted_is_what_is_sampled(tmp_path: Path) -> None:
+    """Rows after the cap with example sampling, units without it."""
+    path = tmp_path / "rows.jsonl"
+    authors = ["a"] * 5 + ["b"] * 2 + ["c"]
+    path.write_text("".join(json.dumps({"text": f"row {n}", "author": who}) + "\n" for n, who in enumerate(authors)))
+    counted = {
+        sampling: count_units(recipe(data={**ROWS, "train": str(path), "sampling": sampling}).data, tmp_path)
+        for sampling in ("unit", "example")
+    }
+    assert counted == {"unit": 3, "example": 4 + 2 + 1}
+
+
+def test_adaptive_clipping_is_recorded_as_its_joint_event() -> None:
+    made = plan(privacy={**CALIBRATED, "clipping": "adaptive"})
+    assert made.adaptive is not None
+    assert made.event["event"]["event"] == {
+        "type": "adaptive_clipping",
+        "gradient_noise_multiplier": made.adaptive.gradient_noise_multiplier,
+        "count_noise_multiplier": made.adaptive.count_noise_multiplier,
+    }
+    plain = plan(privacy=CALIBRATED)
+    assert made.noise_multiplier == plain.noise_multiplier < made.adaptive.gradient_noise_multiplier
+    assert made.epsilon == plain.epsilon <= made.target_epsilon
+    assert made.event_after(3)["event"] == made.event["event"]
+
+
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(epsilon=st.floats(0.5, 8.0), batch=st.integers(2, N), count=st.one_of(st.none(), st.floats(30.0, 500.0)))
+def test_splitting_the_noise_never_refuses_a_calibrated_run(epsilon: float, batch: int, count: float | None) -> None:
+    adaptive = {"count_noise_multiplier": count}
+    privacy = {"noise_multiplier": None, "epsilon": epsilon, "clipping": "adaptive", "adaptive": adaptive}
+    made = plan(privacy=privacy, train={"batch_size": batch, "steps": 3})
+    assert made.epsilon <= epsilon
+
+
+def test_the_plan_says_what_an_attacker_can_do_and_what_other_accountants_and_deltas_say(base: Plan) -> None:
+    stored = json.loads(json.dumps(base.to_json(), allow_nan=False))
+    assert stored["accountants"] == accounting.beside(base.event, base.delta, base.neighbouring_relation)
+    assert stored["accountants"]["pld"] == base.epsilon
+    assert stored["limits"] == limits.attacker_limits_of(base.event, base.neighbouring_relation)
+    assert [delta for delta, _ in stored["curve"]] == list(CURVE_DELTAS) == [1e-4, 1e-5, 1e-6, 1e-7, 1e-8]
+    assert [value for _, value in stored["curve"]] == sorted(value for _, value in stored["curve"])
+    for delta, value in stored["curve"]:
+        assert value == accounting.epsilon(base.event, delta, base.neighbouring_relation)
+
+
+def test_more_steps_than_the_recipe_has_cost_more_at_the_same_noise() -> None:
+    usual, longer = plan(privacy=CALIBRATED), make_plan(recipe(privacy=CALIBRATED), N, extra_steps=3)
+    assert longer.noise_multiplier == usual.noise_multiplier
+    assert longer.schedule.num_steps == usual.schedule.num_steps + 3 == accounting.count_releases(longer.event)
+    assert longer.target_epsilon == 4.0 >= usual.epsilon
+    assert longer.epsilon > 4.0
+    assert longer.epsilon == accounting.epsilon(longer.event, longer.delta, longer.neighbouring_relation)
+
+
+ORDER = 3.0
+
+
+def filter_with(share: float) -> Fit:
+    """What is left, as a share of what the noise of the target costs."""
+    return Fit(ORDER, share * renyi.rdp(plan(privacy=CALIBRATED).event, ORDER))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
+def test_noise_is_the_larger_of_what_meets_the_target_and_what_fits_the_filter(clipping: str) -> None:
+    config = recipe(privacy={**CALIBRATED, "clipping": clipping})
+    usual = make_plan(config, N)
+    roomy, tight = filter_with(1.5), filter_with(0.6)
+    assert make_plan(config, N, fit=roomy) == usual
+    fitted = make_plan(config, N, fit=tight)
+    assert usual.noise_multiplier < fitted.noise_multiplier < 2 * usual.noise_multiplier
+    assert fitted.epsilon < usual.epsilon
+    assert renyi.rdp(fitted.event, ORDER) <= tight.allowance
+    rate, steps = fitted.schedule.sampling_rate, fitted.schedule.num_steps
+    less = accounting.dp_sgd_event(rate, fitted.noise_multiplier - 1e-4, steps)
+    assert renyi.rdp(less, ORDER) > tight.allowance
+
+
+def test_a_run_that_needs_more_than_twice_the_noise_is_refused_with_what_would_fit() -> None:
+    config = recipe(privacy=CALIBRATED, train={"batch_size": N // 2, "steps": 50})
+    usual = make_plan(config, N)
+    left = Fit(ORDER, 0.1 * renyi.rdp(usual.event, ORDER))
+    with pytest.raises(BudgetExceeded, match="more than twice") as refused:
+        make_plan(config, N, fit=left)
+    rate, steps = usual.schedule.sampling_rate, usual.schedule.num_steps
+    smallest = renyi.smallest_noise_multiplier(lambda s: accounting.dp_sgd_event(rate, s, steps), left)
+    assert f"a noise multiplier of {smallest:g}" in str(refused.value)
+    most = renyi.largest_num_steps(lambda n: accounting.dp_sgd_event(rate, usual.noise_multiplier, n), left)
+    assert most == 5
+    assert "5 steps would fit" in str(refused.value)
+    with pytest.raises(BudgetExceeded, match="nothing is left"):
+        make_plan(config, N, fit=Fit(ORDER, 0.0))
+
+
+def test_noise_that_the_recipe_sets_is_left_for_the_ledger_to_judge() -> None:
+    config = recipe(privacy={"noise_multiplier": 1.0, "epsilon": 20.0})
+    assert make_plan(config, N, fit=Fit(ORDER, -1.0)) == make_plan(config, N)
+
+
+def test_a_filter_cannot_count_a_mixture() -> None:
+    with pytest.raises(Refused, match="sampling: unit"):
+        make_plan(recipe(privacy=CALIBRATED, data=ROWS), N, fit=Fit(ORDER, 1.0))

@@ -88,8 +88,11 @@ def record(**changes: Any) -> Json:
             "dataset": "ward-7-notes",
             "entry": 3,
             "head": {"hash": "ab12" * 16, "count": 4},
-            "budget": {"epsilon": 10.0, "delta": 1e-5},
+            "budget": {"epsilon": 10.0, "delta": 1e-5, "gate": "planned", "order": None},
             "spent_epsilon": 4.25,
+            "filter_epsilon": None,
+            "imported": 0,
+            "made_up_by": [],
         },
         "versions": {"dpllm": "0.1.0", "torch": "2.9.1", "opacus": "1.6.0"},
         "hardware": {"device": "NVIDIA H200", "processes": 1, "cache": f"{HOME}/cache"},
@@ -292,10 +295,21 @@ def test_spent_at_another_delta_is_refused() -> None:
 def test_budget_is_stated_or_its_absence() -> None:
     ledger = record()["ledger"]
     text, _ = render_card(config(), plan(), record(), None)
-    assert "ε = 4.25 at δ = 1e-05. The budget set for the dataset is ε = 10" in text
+    assert "ε = 4.25 at δ = 1e-05, composed as if all had been fixed in advance. The budget set for the dataset is" in text
+    assert "is ε = 10 at δ = 1e-05, for a list of runs that was sealed before the first of them" in text
     text, block = render_card(config(), plan(), record(ledger={**ledger, "budget": None}), None)
     assert "No budget was set for this dataset: it is charged without limit." in text
     assert block["composed"]["budget"] is None
+
+
+def test_under_an_adaptive_budget_the_figure_of_its_rule_is_the_total() -> None:
+    budget = {"epsilon": 10.0, "delta": 1e-5, "gate": "adaptive", "order": 3.2}
+    ledger = {**record()["ledger"], "budget": budget, "filter_epsilon": 5.5, "imported": 2}
+    text, block = render_card(config(), plan(), record(ledger=ledger), None)
+    assert "ε = 5.5 at δ = 1e-05 by a Renyi filter at order 3.2" in text
+    assert "(composed as if all had been fixed in advance: 4.25)" in text
+    assert "2 entries for runs made elsewhere" in text
+    assert (block["composed"]["gate"], block["composed"]["filter_epsilon"]) == ("adaptive", 5.5)
 
 
 def test_no_card_calls_a_model_private_or_free_of_memorisation() -> None:
@@ -483,6 +497,24 @@ def test_a_run_with_dp_needs_its_plan_and_a_refused_one_has_no_card(tmp_path: Pa
         write_card(make_run(tmp_path / "a", config(), None, record(), None))
     with pytest.raises(ConfigError, match="refused"):
         write_card(make_run(tmp_path / "b", config(), plan(), record(status="refused"), None))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_card_names_the_generator_and_what_it_does_not_cover(secure: bool) -> None:
+    text, block = render_card(config(privacy={"secure_noise": secure}), plan(), record(), audit())
+    assert block["randomness"] == {"generator": "chacha20" if secure else "philox", "secure_noise": secure}
+    assert front_matter(text)["privacy"]["randomness"] == block["randomness"]
+    assert "the theorem does not cover that difference" in text
+    assert ("ChaCha20" in text, "sum of four draws" in text) == (secure, secure)
+    assert ("Philox" in text, "not a cryptographic generator" in text) == (not secure, not secure)
+    assert "does not remove the difference" in text or not secure
+
+
+def test_a_seeded_run_names_no_generator_as_secret() -> None:
+    recipe = config(privacy={"secure_noise": True, "insecure_seed": SECRET_SEED})
+    text, block = render_card(recipe, plan(), broken(), None)
+    assert "randomness" not in block
+    assert "keyed by the operating system" not in text
 
 
 def test_tables_of_the_card_are_whole() -> None:

@@ -75,15 +75,6 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         assert command in answer.stdout
 
 
-def test_plan_loads_no_torch(recipe: Path) -> None:
-    answer = fresh("plan", recipe, "--json")
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stderr.strip().splitlines()[-1] == "LOADED"
-    value = json.loads(answer.stdout)
-    assert (value["dataset_size"], value["num_steps"], value["noise_multiplier"]) == (50, 3, 2.0)
-    assert value["epsilon"] < 8
-
-
 def test_keys_lists_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan", "train"):
         assert main([command, "--keys"]) == 0
@@ -97,15 +88,6 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
     assert plan(capsys, "--train.steps=7", "--config", recipe, "--privacy.epsilon", 20) == wanted
     assert main(["--train.steps", "7", "plan", "--json", str(recipe), "--privacy.epsilon", "20"]) == 0
     assert json.loads(capsys.readouterr().out) == wanted
-
-
-def test_a_baseline_has_a_schedule_and_no_promise(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    public = ("--privacy.enabled", "false", "--data.public", "true")
-    value = plan(capsys, recipe, *public)
-    assert value["num_steps"] == 3
-    assert "epsilon" not in value
-    assert main(["plan", str(recipe), *public]) == 0
-    assert "No differential privacy" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

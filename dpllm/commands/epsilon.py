@@ -1,0 +1,237 @@
+"""``dpllm epsilon``: what DP-SGD with given numbers guarantees, or the noise for a given epsilon, without a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from fractions import Fraction
+from typing import Any
+
+from dpllm.errors import ConfigError, Refused
+
+DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+LIMITS_IN_WORDS = {
+    "tpr_at_fpr_0.001": "true positive rate at 0.1% false positives, at most",
+    "tpr_at_fpr_0.01": "true positive rate at 1% false positives, at most",
+    "auc": "area under the ROC curve, at most",
+    "gdp_mu": "mu of Gaussian DP, as a summary",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The numbers of a run."""
+    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="how many units can be sampled")
+    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="how many are expected in a batch")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", metavar="E", help="expected passes over the data, such as 3 or 0.5")
+    length.add_argument("--steps", type=int, metavar="T", help="number of steps")
+    noise = parser.add_mutually_exclusive_group(required=True)
+    noise.add_argument(
+        "--noise-multiplier", type=float, metavar="S", help="noise over clipping norm: what does it give?"
+    )
+    noise.add_argument("--epsilon", type=float, metavar="EPS", help="target: which noise multiplier does it take?")
+    parser.add_argument(
+        "--delta", default="auto", metavar="D", help="below 1/N; auto: 1/(10 N), rounded down to a digit"
+    )
+    parser.add_argument("--group-size", type=int, default=1, metavar="K", help="units protected together (default: 1)")
+    parser.add_argument(
+        "--relation",
+        default="zero_out",
+        choices=["zero_out", "add_or_remove_one", "replace_one"],
+        help="neighbouring relation (default: zero_out)",
+    )
+    parser.add_argument(
+        "--trials", type=float, metavar="M", help="mean of the random number of runs of which the best is kept"
+    )
+    parser.add_argument(
+        "--select",
+        choices=["geometric", "logarithmic", "poisson"],
+        help="distribution of that number (default with --trials: geometric)",
+    )
+    parser.add_argument("--prv", action="store_true", help="ask Opacus' PRV accountant too (imports torch)")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints epsilon, a table, an attacker's limits, and the guarantee in prose."""
+    from dpllm.report.statement import statement
+
+    answer = answer_to(known)
+    answer["statement"] = statement(answer)
+    if known.json:
+        print(json.dumps(answer, indent=2, sort_keys=True, allow_nan=False))
+    else:
+        _show(answer)
+    return 0
+
+
+def answer_to(known: argparse.Namespace) -> dict[str, Any]:
+    """Every number of the answer, infinite ones as None.
+
+    Raises:
+        ConfigError: a number out of range, or numbers that do not go together.
+        Refused: delta is not below 1/N, the batch is larger than the data, or no accountant knows the event.
+    """
+    from dpllm.privacy import accounting, events, limits
+
+    size, batch, group, relation = known.dataset_size, known.batch_size, known.group_size, known.relation
+    steps, delta = _steps(known), _delta(known)
+    if relation == "replace_one" and (group > 1 or known.trials is not None):
+        raise ConfigError(
+            "no accountant knows --relation replace_one with --group-size or --trials. Use --relation zero_out."
+        )
+    select = (known.select or "geometric") if known.trials is not None else None
+    rate = batch / size
+
+    def best_of(event: events.Event) -> events.Event:
+        if select is None:
+            return event
+        return {"type": "repeat_and_select", "event": event, "mean": known.trials, "distribution": select}
+
+    sigma = known.noise_multiplier
+    if sigma is None:
+        sigma = _calibrated(known, best_of, rate, steps, delta)
+    event = best_of(events.dp_sgd_event(rate, sigma, steps, group))
+    value, accountant = accounting.stated(event, delta, relation)
+    epochs = math.ceil(Fraction(steps * batch, size))
+    shuffled: events.Event = {"type": "gaussian", "noise_multiplier": sigma / group}
+    shuffled = best_of({"type": "self_composed", "count": epochs, "event": shuffled})
+    answer = {
+        "epsilon": value,
+        "delta": delta,
+        "accountant": accountant,
+        "relation": relation,
+        "dataset_size": size,
+        "batch_size": batch,
+        "sampling_rate": rate,
+        "num_steps": steps,
+        "noise_multiplier": sigma,
+        "target_epsilon": known.epsilon,
+        "group_size": group,
+        "trials": known.trials,
+        "select": select,
+        "accountants": accounting.beside(event, delta, relation, prv=known.prv),
+        "curve": accounting.curve(event, relation, sorted({*DELTAS, delta}, reverse=True)),
+        "limits": limits.attacker_limits_of(event, relation),
+        "one_unit": None,
+        "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs},
+        "event": event,
+        "software": accounting.versions(),
+    }
+    if group > 1:
+        answer["one_unit"] = accounting.epsilon(events.dp_sgd_event(rate, sigma, steps), delta, relation)
+    finite: dict[str, Any] = _finite(answer)
+    return finite
+
+
+def _steps(known: argparse.Namespace) -> int:
+    size, batch = known.dataset_size, known.batch_size
+    for name, value, least in (
+        ("--dataset-size", size, 1),
+        ("--batch-size", batch, 1),
+        ("--steps", known.steps, 1),
+        ("--group-size", known.group_size, 1),
+        ("--trials", known.trials, 1),
+    ):
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise ConfigError(f"{name} is {value}, from which no epsilon follows. Type a number of {least} or more.")
+    if known.select and known.trials is None:
+        raise ConfigError("--select says how the number of runs was drawn, and no --trials says how many. Type both.")
+    if known.epsilon is not None and not (math.isfinite(known.epsilon) and known.epsilon > 0):
+        raise ConfigError(f"--epsilon is {known.epsilon}, which no noise can meet. Type a finite number above 0.")
+    if batch > size:
+        raise Refused(
+            f"--batch-size {batch} is larger than --dataset-size {size}, so that the sampling rate would exceed 1. "
+            f"Type --batch-size {max(1, size // 10)} or less."
+        )
+    if known.steps is not None:
+        return int(known.steps)
+    try:
+        epochs = Fraction(known.epochs)
+    except (ValueError, ZeroDivisionError):
+        epochs = Fraction(0)
+    if epochs <= 0:
+        raise ConfigError(
+            f"--epochs is {known.epochs!r}, from which no steps follow. Type a number above 0, such as 3."
+        )
+    steps: int = math.ceil(epochs * size / batch)  # exact: int(epochs / q) in floating point is often off by one
+    return steps
+
+
+def _delta(known: argparse.Namespace) -> float:
+    from dpllm.privacy.plan import auto_delta, check_delta
+
+    if known.delta == "auto":
+        return auto_delta(known.dataset_size)
+    try:
+        delta = float(known.delta)
+    except ValueError:
+        delta = math.nan
+    if not 0 < delta < 1:
+        raise ConfigError(f"--delta is {known.delta!r}. Type auto, or a number above 0 and below 1/N, such as 1e-6.")
+    check_delta(delta, known.dataset_size, "--delta")
+    return delta
+
+
+def _calibrated(known: argparse.Namespace, best_of: Any, rate: float, steps: int, delta: float) -> float:
+    from dpllm import ledger
+    from dpllm.privacy import accounting, events, renyi
+
+    if known.trials is None:
+        cache = ledger.default_path().parent / "calibration"
+        return accounting.calibrate_noise_multiplier(
+            known.epsilon, delta, rate, steps, known.relation, cache, known.group_size
+        )
+
+    def meets(sigma: float) -> bool:
+        event = best_of(events.dp_sgd_event(rate, sigma, steps, known.group_size))
+        return bool(accounting.stated(event, delta, known.relation)[0] <= known.epsilon)
+
+    sigma = renyi.smallest_on_grid(meets)
+    if math.isinf(sigma):
+        raise ConfigError(
+            f"epsilon {known.epsilon:g} at delta {delta:g} is not reachable for the best of {known.trials:g} runs. "
+            "Raise --epsilon or --delta, or take fewer runs or steps."
+        )
+    return sigma
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _show(answer: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dpllm.report.statement import up
+
+    console = Console(highlight=False)
+    epsilon = up(answer["epsilon"])
+    if answer["target_epsilon"] is not None:
+        console.print(f"noise multiplier [bold]{answer['noise_multiplier']:g}[/], with which epsilon is {epsilon}")
+    else:
+        console.print(f"epsilon [bold]{epsilon}[/]")
+    console.print(f"at delta {answer['delta']:g}, q {answer['sampling_rate']:.6g}, {answer['num_steps']} steps\n")
+    table = Table("", "delta", "epsilon", title="Epsilon, rounded up")
+    for delta, value in answer["curve"]:
+        table.add_row(f"by {answer['accountant']}", f"{delta:g}", up(value))
+    table.add_section()
+    for name, value in answer["accountants"].items():
+        if name != answer["accountant"]:
+            table.add_row(f"by {name}", f"{answer['delta']:g}", up(value))
+    if answer["one_unit"] is not None:
+        table.add_row("of one unit alone", f"{answer['delta']:g}", up(answer["one_unit"]))
+    table.add_row("if shuffled, not sampled", f"{answer['delta']:g}", up(answer["shuffled"]["epsilon"]))
+    console.print(table)
+    bounds = Table("limit on an attacker", "", title="What follows for membership tests")
+    for name, words in LIMITS_IN_WORDS.items():
+        bounds.add_row(words, up(answer["limits"][name]))
+    console.print(bounds)
+    console.print()
+    console.print(answer["statement"], soft_wrap=False)

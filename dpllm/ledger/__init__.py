@@ -1,0 +1,24 @@
+"""The privacy budget of each dataset, across all runs.
+
+Comes in: budgets, accounting events, keyed hashes of records. Goes out: reservations, refusals, history. Knows nothing
+of models or training. Read ``book.py`` first, then ``gates.py``.
+
+Guarantee:
+    In a ledger that only dpllm writes, everything ever reserved for a dataset with a budget is, together,
+    (epsilon, delta)-differentially private with the budget's epsilon and delta, for its unit and relation: under the
+    gate ``planned`` if the runs of the sealed list do not depend on one another's results, under ``adaptive`` also
+    if each was chosen after seeing all results before it. A reservation counts in full whether its run completed,
+    stopped or crashed, until a named person reconciles it. Concurrent processes cannot overspend, and no reservation
+    executes more steps than it paid for, nor one step twice.
+
+    The ledger binds the code of dpllm. It does not stop someone who trains without it, changes every record a little
+    and gives the result a new name, deletes the file or rewrites it whole: the hash chain shows an edit in the middle,
+    but a chain that was cut or computed afresh only contradicts a head that was copied elsewhere, as run.json does.
+"""
+
+from dpllm.ledger.book import Ledger, open_ledger
+from dpllm.ledger.chain import Entry
+from dpllm.ledger.store import default_path
+from dpllm.ledger.values import Budget, Outlook, Reservation, Run
+
+__all__ = ["Budget", "Entry", "Ledger", "Outlook", "Reservation", "Run", "default_path", "open_ledger"]

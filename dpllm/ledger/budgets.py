@@ -1,0 +1,228 @@
+"""What people enter into the ledger: budgets, sealed lists, exceptions, and runs that were made elsewhere.
+
+Comes in: a ledger, and who wants what, and why. Goes out: entries of the chain. Each of them is made once and stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import get_args
+
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.ledger import gates
+from dpllm.ledger.book import Ledger
+from dpllm.ledger.fingerprint import Fingerprint
+from dpllm.ledger.values import Budget, Gate, Sealed, check_name, check_person, seal_content
+from dpllm.privacy.accounting import Event, Relation, compose, count_releases, stated
+
+
+def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerprint | None = None) -> Budget:
+    """Fixes, once, what all runs on ``dataset`` may spend; the same budget again is no change.
+
+    Args:
+        book: The ledger.
+        dataset: Name of the data in this ledger.
+        budget: As wanted; ``order`` is kept where nothing of the dataset has been released yet.
+        records: What the name stands for, so that the budget protects copies from now on.
+
+    Returns:
+        The budget as entered: ``late`` and ``order`` are chosen here where runs or imports came first.
+
+    Raises:
+        ConfigError: A value is out of range.
+        Refused: Another budget is set; runs with another unit or relation are reserved; a planned budget where runs
+            came first; or the data are those of another dataset.
+    """
+    wanted = replace(budget, epsilon=float(budget.epsilon), delta=float(budget.delta))
+    _check_budget(dataset, wanted)
+    book.refuse_if_tampered()
+    with book.chain.writing():
+        parent = book.records.account_name(dataset)
+        if parent != dataset:
+            raise Refused(
+                f"dataset {dataset!r} derives from {parent!r}, whose budget it is charged to. Set the budget of {parent!r}.",
+                dataset=dataset,
+                reason="derived",
+            )
+        present = book.budget(dataset)
+        if present is not None:
+            # What init chooses by itself does not make the same wish another budget.
+            asked = replace(wanted, by=present.by, reason=present.reason, order=present.order, late=present.late)
+            if present.late and asked.import_delta <= present.import_delta:
+                asked = replace(asked, import_delta=present.import_delta)
+            if asked == present:
+                return present
+            raise Refused(
+                f"dataset {dataset!r} has a budget already: {describe(present)}. A budget that can be raised later limits "
+                "nothing. Keep it, or keep new data under a new name.",
+                dataset=dataset,
+                reason="budget_set",
+            )
+        book.same_unit(dataset, wanted.unit, wanted.relation)
+        account = replace(book.account(dataset), budget=wanted)
+        if account.runs or account.imports:
+            if wanted.gate == "planned":
+                raise Refused(
+                    f"dataset {dataset!r} has runs already, and a run planned after seeing their results needs another "
+                    "rule than a list sealed in advance. Type --gate adaptive.",
+                    dataset=dataset,
+                    reason="late",
+                )
+            imported = gates.delta_imported(account)
+            if not imported < wanted.delta:
+                raise Refused(
+                    f"dataset {dataset!r}: imported runs spent a delta of {imported:g}, and {wanted.delta:g} for everything "
+                    "together leaves no room beside it. Set a larger --delta, or use other data.",
+                    dataset=dataset,
+                    reason="over_budget",
+                )
+            wanted = replace(wanted, late=True, import_delta=max(wanted.import_delta, imported))
+            wanted = replace(wanted, order=gates.late_order(account, wanted))
+        if wanted.gate == "adaptive" and wanted.order is None:
+            raise ConfigError("an adaptive budget needs the order of its filter, chosen from a declared reference run.")
+        book.chain.append("budget", dataset, asdict(wanted))
+        if records is not None:
+            book.records.register(dataset, records, None)
+    return wanted
+
+
+def seal(book: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -> float:
+    """Fixes the list of all runs of a planned budget, before the first of them.
+
+    Returns:
+        Epsilon of all of them together, and of what was imported, at the budget's delta.
+
+    Raises:
+        Refused: No planned budget, a list or a run is there already, or the list exceeds the budget.
+        ConfigError: The list is empty, an event is malformed, or nobody is named.
+    """
+    check_person("a list of runs is sealed", by, reason)
+    if not runs:
+        raise ConfigError("a list without runs would admit none. Name the recipes of all runs.")
+    for run in runs:
+        if not 0 < run.num_steps <= count_releases(run.event):
+            raise ConfigError("a sealed run needs steps, and an event that pays for them. Build both from one Plan.")
+    book.refuse_if_tampered()
+    while True:
+        with book.chain.moment():
+            seen = book.chain.length()
+            account = book.account(dataset)
+        budget, name = account.budget, account.dataset
+        if budget is None or budget.gate != "planned" or account.sealed is not None or account.runs:
+            raise Refused(
+                f"dataset {name!r} has no planned budget without a list and without runs, so there is nothing to seal.",
+                dataset=name,
+                reason="sealed",
+            )
+        if over := gates.over_plan(account, budget, runs):
+            raise BudgetExceeded(over, dataset=name, reason="over_budget")
+        together = stated(compose([*account.imports, *(r.event for r in runs)]), budget.delta, budget.relation)[0]
+        with book.chain.writing():
+            if book.outdated(seen, name, dataset):
+                continue
+            book.chain.append("seal", name, seal_content(runs, by, reason))
+        return together
+
+
+def open_adaptive(book: Ledger, dataset: str, by: str, reason: str) -> Budget:
+    """Turns a planned budget into an adaptive one for what is left; what was sealed and has not run, cannot any more.
+
+    Raises:
+        Refused: No planned budget, or nothing is left by the rule of the filter.
+        ConfigError: Nobody is named.
+    """
+    check_person("a planned budget is opened", by, reason)
+    book.refuse_if_tampered()
+    with book.chain.writing():
+        account = book.account(dataset)
+        budget, name = account.budget, account.dataset
+        if budget is None or budget.gate != "planned":
+            raise Refused(f"dataset {name!r} has no planned budget that could be opened.", dataset=name, reason="gate")
+        found = gates.opened(account, budget)
+        if found is None:
+            raise Refused(
+                f"dataset {name!r}: the rule of an adaptive budget finds nothing left of epsilon {budget.epsilon:g} after "
+                "its runs, although PLD may. Use other data.",
+                dataset=name,
+                reason="over_budget",
+            )
+        content = {**asdict(found[0]), "opened_by": by, "why": reason}
+        book.chain.append("gate", name, content)
+    return found[0]
+
+
+def import_run(
+    book: Ledger, dataset: str, *, event: Event, run: str, unit: str, relation: Relation, by: str, reason: str
+) -> None:
+    """Enters what was spent on ``dataset`` elsewhere. A fact is not refused, also where it exceeds the budget.
+
+    Args:
+        book: The ledger.
+        dataset: Name of the data in this ledger.
+        event: What was released; ``{"type": "imported", "epsilon": e, "delta": d}`` where no more is known.
+        run: Name of the run, for people.
+        unit: The privacy unit of that statement.
+        relation: The neighbouring relation of that statement.
+        by: Who says so.
+        reason: From what it is known.
+
+    Raises:
+        Refused: Its unit or relation is another than this dataset's.
+        ConfigError: The event is malformed, or nobody is named.
+    """
+    check_person("a run made elsewhere is entered", by, reason)
+    check_name(dataset)
+    if not unit.strip() or relation not in get_args(Relation):
+        raise ConfigError(f"an import needs a unit, and one of the relations {', '.join(get_args(Relation))}.")
+    count_releases(event)  # refuses what is malformed
+    book.refuse_if_tampered()
+    with book.chain.writing():
+        name = book.records.account_name(dataset)
+        book.same_unit(name, unit, relation)
+        content = {"run": run, "event": event, "unit": unit, "relation": relation, "by": by, "reason": reason}
+        book.chain.append("import", name, content)
+
+
+def except_from_privacy(book: Ledger, dataset: str, by: str, reason: str) -> None:
+    """Permits training without differential privacy on ``dataset``; every later card says so.
+
+    Raises:
+        Refused: The budget has another owner.
+        ConfigError: Nobody is named.
+    """
+    check_person("an exception is recorded", by, reason)
+    check_name(dataset)
+    book.refuse_if_tampered()
+    with book.chain.writing():
+        name = book.records.account_name(dataset)
+        budget = book.budget(name)
+        if budget is not None and budget.by != by:
+            raise Refused(
+                f"the budget of dataset {name!r} was set by {budget.by or 'nobody named'!r}, who alone may except it from "
+                "privacy. Ask for an exception, or set privacy.enabled: true.",
+                dataset=name,
+                reason="not_owner",
+            )
+        book.chain.append("exception", name, {"by": by, "reason": reason})
+
+
+def describe(budget: Budget) -> str:
+    """A budget in words."""
+    gate = "planned" if budget.gate == "planned" else f"adaptive at order {budget.order:g}"
+    who = f", set by {budget.by} ({budget.reason})" if budget.by else ""
+    return (
+        f"epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} under {budget.relation}, {gate}{who}"
+    )
+
+
+def _check_budget(dataset: str, budget: Budget) -> None:
+    check_name(dataset)
+    bounded = 0 < budget.epsilon < float("inf") and 0 < budget.delta < 1 and 0 <= budget.import_delta < budget.delta
+    known = budget.relation in get_args(Relation) and budget.gate in get_args(Gate)
+    ordered = budget.order is None or 1 < budget.order < float("inf")
+    if not (budget.unit.strip() and bounded and known and ordered):
+        raise ConfigError(
+            f"{budget} for dataset {dataset!r} bounds nothing. Give names for dataset and unit, epsilon > 0, "
+            f"0 <= import delta < delta < 1, one of the relations {', '.join(get_args(Relation))}, and the gate planned or "
+            "adaptive."
+        )

@@ -1,0 +1,240 @@
+"""Whether a run fits a budget: the two gates, and what would fit instead.
+
+Comes in: one dataset as the chain has it, and an event. Goes out: a refusal in words, or nothing. Must not write.
+
+planned: a list of runs is sealed before the first of them starts, and composed by PLD. A run is admitted if the list
+has it and it has not run yet. Without a list, the first run seals a list of one.
+
+adaptive: a Renyi filter at one order. A run is admitted while the Renyi divergences at that order of everything
+reserved add up to at most the allowance, which is the budget's epsilon less the price of the conversion at its delta.
+
+References:
+    Feldman and Zrnic 2021, "Individual Privacy Accounting via a Renyi Filter" (arXiv 2008.11193), theorem 4.3: the
+    adaptive gate. Haney et al. 2023, "Concurrent Composition for Interactive Differential Privacy with Adaptive
+    Privacy-Loss Parameters" (arXiv 2309.05901): runs may overlap in time. Why PLD may not stop an adaptive sequence:
+    arXiv 2602.06756.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from dpllm.ledger.advice import what_fits
+from dpllm.ledger.chain import canonical
+from dpllm.ledger.values import Account, Budget, Sealed
+from dpllm.privacy import accounting, events, renyi
+from dpllm.privacy.accounting import Event, compose
+
+# For an order that is chosen when results are known: each has an equal part of delta, so that whichever is chosen, the
+# guarantee holds (the runs of the world split by the order that is chosen in them, and the parts of delta add up).
+LATE_ORDERS = (1.5, 2.0, 3.2, 5.0, 8.0, 16.0, 32.0, 64.0)
+
+
+def conversion_delta(budget: Budget) -> float:
+    """The delta at which the filter's divergence becomes an epsilon."""
+    parts = len(LATE_ORDERS) if budget.late else 1
+    return (budget.delta - budget.import_delta) / parts
+
+
+def filter_allowance(budget: Budget) -> float:
+    """The Renyi divergence that an adaptive budget allows in all; below 0 where it allows none."""
+    assert budget.order is not None
+    return renyi.allowance(budget.epsilon, conversion_delta(budget), budget.order)
+
+
+def filter_spent(account: Account, order: float) -> float:
+    """The Renyi divergence at ``order`` of everything that counts; infinite where an event has none."""
+    counted = [*map(canonical, account.imports), *(run.kept() for run in account.runs)]
+    return math.fsum(_divergence(text, order) for text in counted)
+
+
+def divergence(event: Event, order: float) -> float:
+    """The Renyi divergence of one run as the filter counts it; infinite where none is known.
+
+    The delta of imported runs does not enter it: it is set aside from the budget's.
+    """
+    return _divergence(canonical(event), order)
+
+
+@lru_cache(maxsize=65_536)
+def _divergence(text: str, order: float) -> float:
+    pure = _without_delta(json.loads(text))
+    return renyi.rdp(pure, order) if "rdp" in events.accountants(pure) else math.inf
+
+
+def _without_delta(event: Event) -> Event:
+    if event["type"] == "imported":
+        return {**event, "delta": 0.0}
+    if event["type"] == "composed":
+        return {**event, "events": [_without_delta(part) for part in event["events"]]}
+    return {**event, "event": _without_delta(event["event"])} if "event" in event else event
+
+
+def delta_imported(account: Account, event: Event | None = None) -> float:
+    """The deltas of imported runs, wherever they stand."""
+    texts = [*map(canonical, account.imports), *(run.whole() for run in account.runs)]
+    texts += [canonical(event)] if event else []
+    return math.fsum(_delta_imported(text) for text in texts if '"imported"' in text)
+
+
+@lru_cache(maxsize=65_536)
+def _delta_imported(text: str) -> float:
+    return events.imported_delta(json.loads(text))
+
+
+def filter_left(account: Account) -> renyi.Fit | None:
+    """What is left of an adaptive budget; None under another gate. An allowance of 0 or less admits nothing."""
+    budget = account.budget
+    if budget is None or budget.gate != "adaptive" or budget.order is None:
+        return None
+    left = filter_allowance(budget) - filter_spent(account, budget.order)
+    return renyi.Fit(budget.order, left if delta_imported(account) <= budget.import_delta else -math.inf)
+
+
+def filter_epsilon(account: Account, event: Event | None = None) -> float | None:
+    """The epsilon that the filter states for what is reserved, with ``event`` if given; None under another gate."""
+    budget = account.budget
+    if budget is None or budget.gate != "adaptive" or budget.order is None:
+        return None
+    if delta_imported(account, event) > budget.import_delta:
+        return math.inf
+    rho = filter_spent(account, budget.order) + (divergence(event, budget.order) if event else 0.0)
+    return renyi.to_epsilon(rho, conversion_delta(budget), budget.order)
+
+
+def late_order(account: Account, budget: Budget) -> float:
+    """Of the fixed orders, the one that leaves the largest share of its allowance; none leaves any: the smallest loss.
+
+    Where nothing is spent, the one with the largest allowance for its order: a Gaussian costs in proportion to it.
+    """
+    delta = conversion_delta(budget)
+
+    def share(order: float) -> float:
+        allowance = renyi.allowance(budget.epsilon, delta, order)
+        if not (account.runs or account.imports):
+            return allowance / order
+        return 1 - filter_spent(account, order) / allowance if allowance > 0 else -math.inf
+
+    return max(LATE_ORDERS, key=share)
+
+
+def opened(account: Account, budget: Budget) -> tuple[Budget, float] | None:
+    """A planned budget as an adaptive one for the rest, and the Renyi divergence left; None if nothing is."""
+    imported = max(budget.import_delta, delta_imported(account))
+    if not imported < budget.delta:
+        return None
+    late = bool(account.runs or account.imports)
+    wanted = replace(budget, gate="adaptive", late=late, import_delta=imported)
+    wanted = replace(wanted, order=late_order(account, wanted))
+    left = filter_left(replace(account, budget=wanted))
+    return (wanted, left.allowance) if left is not None and left.allowance > 0 else None
+
+
+def refusal(account: Account, event: Event, num_steps: int, *, extends: bool = False) -> str | None:
+    """Why a run does not fit; None if it does, or if the dataset has no budget."""
+    budget = account.budget
+    if budget is None:
+        return None
+    if budget.gate == "adaptive":
+        return _over_filter(account, budget, event)
+    if extends:
+        return (
+            f"dataset {account.dataset!r} has a planned budget, whose runs were sealed: lost steps cannot be made up. "
+            "Resume without them, or open an adaptive budget for the rest: dpllm ledger open."
+        )
+    if account.sealed is None and not account.runs:
+        return over_plan(account, budget, [Sealed(event, num_steps)])
+    if account.sealed and listed(account, event, num_steps):
+        # What was imported after the list was sealed counts too.
+        return over_plan(account, budget, account.sealed) if account.imports else None
+    used, sealed = len(account.runs), len(account.sealed or account.runs)  # the first version kept no lists
+    what = "is spent" if used >= sealed else "does not hold this run"
+    return (
+        f"dataset {account.dataset!r} has a planned budget, and its list of {sealed} sealed runs ({used} "
+        f"reserved) {what}: a run chosen after seeing results needs another rule than PLD. {_way_on(account, budget)}"
+    )
+
+
+def listed(account: Account, event: Event, num_steps: int) -> bool:
+    """Whether the sealed list holds a run more often than it was reserved."""
+    wanted = Sealed(event, num_steps).key
+    free = sum(run.key == wanted for run in account.sealed or ())
+    return free > sum((run.whole(), run.reservation.num_steps) == wanted for run in account.runs)
+
+
+def over_plan(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str | None:
+    """Why a list of runs cannot be sealed; None if it fits together with what was imported."""
+    past = list(account.imports)
+
+    def cost(parts: Sequence[Event]) -> float:
+        return accounting.stated(compose(parts), budget.delta, budget.relation)[0] if parts else 0.0
+
+    together = cost([*past, *(run.event for run in runs)])
+    if together <= budget.epsilon:
+        return None
+    requested, spent = cost([run.event for run in runs]), cost(past)
+
+    def fits(last: Event, interval: float) -> bool:
+        whole = compose([*past, *(run.event for run in runs[:-1]), last])
+        kind = "pld" if "pld" in events.accountants(whole) else "rdp"
+        return accounting.epsilon(whole, budget.delta, budget.relation, kind, interval=interval) <= budget.epsilon
+
+    many = len(runs) > 1
+    return (
+        f"dataset {account.dataset!r}: {f'these {len(runs)} runs request' if many else 'this run requests'} epsilon "
+        f"{requested:.4f}; {spent:.4f} is spent and {max(0.0, budget.epsilon - spent):.4f} remains of {budget.epsilon:.4f} at "
+        f"delta {budget.delta:g}; together they come to {together:.4f}. "
+        f"{what_fits(runs[-1].event, fits, ' of the last run' if many else '')}"
+    )
+
+
+def _over_filter(account: Account, budget: Budget, event: Event) -> str | None:
+    left = filter_left(account)
+    assert left is not None
+    if delta_imported(account, event) > budget.import_delta:
+        return (
+            f"dataset {account.dataset!r}: imported runs spent more delta than the {budget.import_delta:g} that was set aside "
+            "for them, so the filter admits nothing more. Use other data."
+        )
+    wanted = divergence(event, left.order)
+    if wanted <= left.allowance:
+        return None
+    if math.isinf(left.allowance):
+        return (
+            f"dataset {account.dataset!r}: what was spent before its budget became adaptive has no Renyi divergence at order "
+            f"{left.order:g}, so the filter admits nothing more. Use other data."
+        )
+    if math.isinf(wanted):
+        return (
+            f"dataset {account.dataset!r} has an adaptive budget, which adds up Renyi divergences at order {left.order:g}, and "
+            "this run's event has none (dp-accounting knows no RDP of mixtures of Gaussians, or its noise is too small). Set "
+            "data.sampling: unit, raise privacy.noise_multiplier, or keep the data under a planned budget."
+        )
+    whole = filter_allowance(budget)
+    alone = accounting.stated(event, budget.delta, budget.relation)[0]
+
+    def fits(smaller: Event, _interval: float) -> bool:
+        return divergence(smaller, left.order) <= left.allowance
+
+    return (
+        f"dataset {account.dataset!r}: this run requests epsilon {alone:.4f} at delta {budget.delta:g}, which is {wanted:.4f} of "
+        f"Renyi divergence at order {left.order:g}; {whole - left.allowance:.4f} is spent and "
+        f"{max(0.0, left.allowance):.4f} remains of the {max(0.0, whole):.4f} that a budget of epsilon {budget.epsilon:g} "
+        f"allows. {what_fits(event, fits)}"
+    )
+
+
+def _way_on(account: Account, budget: Budget) -> str:
+    """How to open an adaptive budget for the rest, if there is a rest."""
+    rest = opened(account, budget)
+    if rest is None:
+        return "No adaptive budget can be opened for a rest: its rule finds none. Use other data."
+    wanted, left = rest
+    return (
+        f"To open an adaptive budget for the rest: dpllm ledger open {account.dataset} --by NAME --reason WHY "
+        f"(order {wanted.order:g}; {left:.4f} of Renyi divergence would be left)."
+    )

@@ -1,0 +1,154 @@
+"""Which data a name stands for, and whom a run on them is charged to.
+
+Comes in: fingerprints. Goes out: names of datasets. Must not see text.
+"""
+
+from __future__ import annotations
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.ledger.chain import Chain
+from dpllm.ledger.fingerprint import Fingerprint, new_nonce, share_in_common
+
+# Entries of an account of its own: a dataset with one of them derives from none.
+OWN = ("budget", "seal", "gate", "reserve", "reconcile", "import")
+
+LEAST_SHARE = 0.01  # of the smaller dataset: below it, common records are taken for chance (short texts, formulas)
+
+
+class Records:
+    """The records of every dataset that the ledger has met."""
+
+    def __init__(self, chain: Chain) -> None:
+        """Nothing is read yet."""
+        self._chain = chain
+        self._store = chain.store
+
+    def key(self) -> bytes:
+        """The secret of this ledger's fingerprints."""
+        return bytes.fromhex(self._store.rows("SELECT value FROM meta WHERE key = 'fingerprint_key'")[0][0])
+
+    def account_name(self, dataset: str) -> str:
+        """The dataset that ``dataset`` derives from, however far back; itself where it derives from none."""
+        with self._chain.moment():
+            parents = (entry.facts["derived_from"] for entry in self._chain.of(dataset, "data"))
+            parent = next((name for name in parents if name is not None), None)
+            return dataset if parent is None else self.account_name(parent)
+
+    def charged_to(self, dataset: str, derived_from: str | None) -> str:
+        """The account of a run on ``dataset`` that declares from what it derives.
+
+        Raises:
+            ConfigError: It derives from itself or from what the ledger does not know.
+            Refused: It has an account of its own, or derives from something else.
+        """
+        with self._chain.moment():
+            return self._charged_to(dataset, derived_from)
+
+    def _charged_to(self, dataset: str, derived_from: str | None) -> str:
+        name = self.account_name(dataset)
+        if derived_from is None:
+            return name
+        if not self._chain.knows(derived_from):
+            raise ConfigError(
+                f"privacy.derived_from: the ledger knows no dataset {derived_from!r}. dpllm ledger show lists its names."
+            )
+        parent = self.account_name(derived_from)
+        if dataset in (derived_from, parent):
+            raise ConfigError(f"privacy.derived_from: dataset {dataset!r} would derive from itself. Remove the key.")
+        if name not in (dataset, parent) or (name == dataset and self._chain.of(dataset, *OWN, "data")):
+            raise Refused(
+                f"dataset {dataset!r} stands in the ledger already, charged to {name!r}, so it cannot be charged to "
+                f"{parent!r}. Give the derived data a new privacy.dataset.",
+                dataset=dataset,
+                reason="derived",
+            )
+        return parent
+
+    def known_as(self, records: Fingerprint) -> str | None:
+        """Under which name these very records are known."""
+        statement = "SELECT dataset FROM records JOIN entries USING (seq) WHERE fingerprint = ? ORDER BY seq"
+        found = self._store.rows(statement, records.digest)
+        return str(found[0][0]) if found else None
+
+    def of_account(self, account: str) -> set[str]:
+        """Digests of all records that are charged to an account."""
+        rows = self._store.rows("SELECT dataset, fingerprint FROM records JOIN entries USING (seq)")
+        with self._chain.moment():
+            return {digest for name, digest in rows if self.account_name(name) == account}
+
+    def overlaps(self, records: Fingerprint) -> dict[str, float]:
+        """Datasets with records in common, and the share of the smaller of the two."""
+        shares: dict[str, float] = {}
+        for name, hashes in self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)"):
+            share = share_in_common(bytes(hashes), records.hashes)
+            if share > 0:
+                shares[name] = max(share, shares.get(name, 0.0))
+        return shares
+
+    def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
+        """Why these records may not be charged to ``dataset``; None if they may."""
+        account = self.charged_to(dataset, derived_from)
+        known = self.known_as(records)
+        if known is not None:
+            if self.account_name(known) == account:
+                return None  # compared with all others when they were entered
+            return Refused(
+                f"these very records are dataset {known!r} in the ledger, whatever the file is called: charged to {account!r} "
+                f"they would have a second budget. Set privacy.dataset: {known}.",
+                dataset=known,
+                reason="renamed",
+            )
+        for other, share in sorted(self.overlaps(records).items(), key=lambda item: -item[1]):
+            if share >= LEAST_SHARE and self.account_name(other) != account:
+                return Refused(
+                    f"data.train and dataset {other!r} of the ledger have {share:.1%} of their records in common (of the smaller "
+                    f"one): charged to {account!r} they would have a second budget. Set privacy.derived_from: {other}.",
+                    dataset=other,
+                    reason="overlap",
+                )
+        return None
+
+    def register(self, dataset: str, records: Fingerprint | None, derived_from: str | None) -> None:
+        """Enters what a name stands for, within ``Chain.writing``; once.
+
+        Args:
+            dataset: The name.
+            records: What it stands for; None where only its name is known.
+            derived_from: The dataset that is charged instead.
+
+        Raises:
+            Refused: See ``conflict``.
+        """
+        if records is None:
+            if derived_from is not None and self.account_name(dataset) == dataset:
+                self._chain.append("data", dataset, {"records": None, "commitment": None, "derived_from": derived_from})
+            return
+        if clash := self.conflict(dataset, records, derived_from):
+            raise clash
+        if self.known_as(records) is not None:
+            return
+        nonce = new_nonce()
+        commitment = self._commitment(records, nonce)
+        content = {"records": records.num_records, "commitment": commitment, "derived_from": derived_from}
+        seq = self._chain.append("data", dataset, content)
+        self._store.rows("INSERT INTO records VALUES (?, ?, ?, ?)", seq, records.digest, nonce, records.hashes)
+
+    def _commitment(self, records: Fingerprint, nonce: str) -> str:
+        """It binds the ledger's key too: under another one, no copy of these records would be recognised."""
+        return records.commitment(f"{nonce}:{self.key().hex()}")
+
+    def verify(self) -> list[str]:
+        """Where the records are not those that the chain commits to."""
+        with self._store.read():
+            entries = self._chain.entries()
+            rows = self._store.rows("SELECT seq, fingerprint, nonce, hashes FROM records")
+            try:
+                held = {seq: self._commitment(Fingerprint(str(d), bytes(h), 0), str(n)) for seq, d, n, h in rows}
+            except (IndexError, TypeError, ValueError):  # of a row or a key that dpllm never writes
+                held = {}
+        shown = {entry.seq: entry.facts["commitment"] for entry in entries if entry.kind == "data"}
+        return [
+            f"the records of entry {seq} are not those that it commits to."
+            for seq in sorted(shown.keys() | held.keys())
+            if shown.get(seq) != held.get(seq)
+        ]

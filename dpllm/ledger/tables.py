@@ -1,0 +1,138 @@
+"""The ledger as tables for people.
+
+Comes in: a ledger. Goes out: rich tables. Must not decide anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from dpllm.errors import Refused
+from dpllm.ledger import gates
+from dpllm.ledger.book import Ledger
+from dpllm.ledger.chain import Entry
+from dpllm.ledger.values import Run
+
+
+def overview(book: Ledger, datasets: Sequence[str]) -> Group:
+    """Runs and totals of each dataset, and which figure gates."""
+    parts: list[Any] = []
+    for name in datasets:
+        table = Table(title=_plain(name), title_justify="left", title_style="bold")
+        for column in ("entry", "run", "steps", "state", "epsilon", "delta"):
+            table.add_column(column, justify="right" if column in ("steps", "epsilon", "delta") else "left")
+        runs = book.runs(name)
+        for one in runs:
+            claim = one.reservation
+            steps = f"{one.steps}/{claim.num_steps}"
+            table.add_row(
+                claim.entry, _plain(claim.run), steps, _state(one), f"{claim.epsilon:.3f}", f"{claim.delta:g}"
+            )
+        for entry in book.history(name):
+            if entry.kind == "import":
+                table.add_row("", _plain(f"{entry.content()['run']} (imported)"), "", "imported", "", "")
+        parts += [table, *map(_plain, totals(book, name)), ""]
+    refusals = [f"{dataset}: {reason} {number}" for (dataset, reason), number in book.refusals().items()]
+    if refusals:
+        parts.append(_plain("Refused: " + "; ".join(refusals)))
+    problems = book.verify()
+    head = book.head()
+    sound = f"{book.location}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
+    return Group(*parts, _plain(problems[0] if problems else sound))
+
+
+def totals(book: Ledger, dataset: str) -> list[str]:
+    """What a dataset has spent by each rule, which of them gates, and the sum of epsilons beside them."""
+    account = book.account(dataset)
+    budget = account.budget
+    try:
+        planned = f"{book.spent(dataset):.3f}"
+    except Refused:  # imports may be of kinds that no accountant knows together
+        planned = "unknown, as no accountant knows all of them together"
+    lines = []
+    if budget is None:
+        lines.append(
+            f"All runs, composed by PLD: epsilon {planned}. No budget is set: runs are charged without a limit."
+        )
+    else:
+        left = gates.filter_left(account)
+        gate = "gates" if budget.gate == "planned" else "is shown for comparison: it holds for runs fixed in advance"
+        lines.append(
+            f"Budget: epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} ({budget.relation}), set by "
+            f"{budget.by or 'an unnamed person'}: {budget.reason or 'no reason given'}."
+        )
+        lines.append(f"All runs, composed by PLD: epsilon {planned}. This figure {gate}.")
+        if left is not None:
+            stated = gates.filter_epsilon(account) or 0.0
+            whole = gates.filter_allowance(budget)
+            lines.append(
+                f"Renyi filter at order {left.order:g}: {max(0.0, whole - left.allowance):.4f} of {whole:.4f} spent, which is "
+                f"epsilon {stated:.3f}. This figure gates."
+            )
+        elif account.sealed is not None:
+            lines.append(f"Sealed list: {len(account.runs)} of {len(account.sealed)} runs reserved.")
+    total = sum(one.reservation.epsilon for one in account.runs)
+    if len(account.runs) > 1:
+        lines.append(
+            f"The sum of their epsilons would be {total:.3f}; it is no bound at one delta, and shown to compare."
+        )
+    for exception in book.exceptions(dataset):
+        lines.append(
+            f"Exception: training without differential privacy permitted by {exception['by']} on {exception['at'][:10]}: "
+            f"{exception['reason']}. No figure here covers it."
+        )
+    return lines
+
+
+def chain_table(entries: Sequence[Entry]) -> Table:
+    """Every entry with its time, what it did and who did it."""
+    table = Table("no.")
+    for column in ("time (UTC)", "dataset", "entry"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what")
+    table.add_column("hash", no_wrap=True)
+    for entry in entries:
+        try:
+            content = entry.content()
+            time_, what = str(content["at"]).rstrip("Z").replace("T", " "), _what(entry.kind, content)
+        except (Refused, KeyError, TypeError, ValueError):
+            time_, what = "", "not readable: changed by something other than dpllm"
+        row = (entry.seq, time_, entry.dataset, entry.kind, what, str(entry.hash)[:12])
+        table.add_row(*(_plain(cell) for cell in row))
+    return table
+
+
+def _state(one: Run) -> str:
+    if one.state not in ("reserved", "running"):
+        return one.state
+    age = max(0, round(time.time() - one.heartbeat))
+    unit = f"{age} s" if age < 120 else f"{age // 60} min" if age < 7200 else f"{age // 3600} h"
+    return f"{one.state} (last sign of life {unit} ago)"
+
+
+def _what(kind: str, content: dict[str, Any]) -> str:
+    by, why = content.get("opened_by", content.get("by")), content.get("why", content.get("reason"))
+    who = f", by {by}: {why}" if by else ""
+    if kind in ("budget", "gate"):
+        return f"epsilon {content['epsilon']:g} at delta {content['delta']:g}, {content.get('gate', 'planned')}{who}"
+    if kind == "reserve":
+        return f"{content['run']}: {content['num_steps']} steps, epsilon {content['epsilon']:.3f}, entry {content['entry']}"
+    if kind in ("commit", "reconcile"):
+        return f"{content['entry']}: {content.get('status', 'closed')} after {content['steps']} steps{who}"
+    if kind == "seal":
+        return f"{len(content['runs'])} runs{who}"
+    if kind == "data":
+        parent = f", derived from {content['derived_from']}" if content["derived_from"] else ""
+        return f"{content['records']} records{parent}"
+    return f"{content.get('run', '')}{who}".lstrip(", ")
+
+
+def _plain(text: object) -> Text:
+    """Text as it is: no markup, and nothing that moves the cursor or cannot be encoded."""
+    return Text("".join(letter if letter.isprintable() else "?" for letter in str(text)))

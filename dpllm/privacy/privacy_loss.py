@@ -1,0 +1,208 @@
+"""The privacy-loss distribution of an event: every epsilon and delta of it at once.
+
+Comes in: an event in normal form, a neighbouring relation, a discretisation. Goes out: a ``PrivacyLoss``, which answers
+"which epsilon at this delta" and "which delta at this epsilon". Knows nothing of recipes and ledgers; dp-accounting
+does the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.events import Sampled, Terms, dp_event_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    from numpy.typing import NDArray
+
+Relation = Literal["zero_out", "add_or_remove_one"]  # what a Plan or a ledger may promise
+AnyRelation = Literal["zero_out", "add_or_remove_one", "replace_one"]  # what can be asked for
+
+FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
+# Array elements that the deltas of one mixture may take: 8 MB a copy, and some tenths of a second.
+MIXTURE_ELEMENTS = 1_000_000
+
+
+@dataclass(frozen=True)
+class PrivacyLoss:
+    """The privacy profile of an event, the worse of both directions.
+
+    Attributes:
+        epsilon_at: delta in (0, 1) -> the smallest epsilon >= 0 that is certified; infinite where none is.
+        deltas_at: epsilons >= 0 in ascending order -> an upper bound on delta at each.
+    """
+
+    epsilon_at: Callable[[float], float]
+    deltas_at: Callable[[Sequence[float]], NDArray[np.float64]]
+
+
+def versions() -> dict[str, str]:
+    """Name and version of the library behind every stated epsilon."""
+    return {"name": "dp-accounting", "version": metadata.version("dp-accounting")}
+
+
+@lru_cache(maxsize=8)
+def privacy_loss(terms: Terms, relation: AnyRelation, interval: float) -> PrivacyLoss:
+    """The privacy loss of an event that "pld" knows.
+
+    Args:
+        terms: not empty, without selections.
+        relation: replace_one is known for Gaussian sums alone.
+        interval: discretisation; a wider one is faster, and overstates rather than understates. Where the losses are so
+            large that they would fill the memory, a wider one is taken.
+
+    Raises:
+        ConfigError: the relation is not known for this event.
+        OverflowError: the loss of hardly any noise does not fit a float.
+    """
+    import numpy as np
+    from dp_accounting.pld import PLDAccountant
+
+    grouped = any(part.group_size > 1 for part in terms.sampled)
+    if relation == "replace_one" and (grouped or terms.imported):
+        raise ConfigError(
+            "relation replace_one is not known for groups and imported runs. Use zero_out or add_or_remove_one."
+        )
+    interval = _interval(terms, interval)
+    if grouped or terms.imported:
+        whole = _assembled(terms, relation, interval)
+        return PrivacyLoss(
+            lambda delta: float(whole.get_epsilon_for_delta(delta)),
+            lambda epsilons: np.asarray(whole.get_delta_for_epsilon(list(epsilons))),
+        )
+    accountant: Any = PLDAccountant(_neighbours(relation), interval).compose(dp_event_of(terms))
+    return PrivacyLoss(
+        lambda delta: float(accountant.get_epsilon(delta)),
+        lambda epsilons: np.asarray(accountant.get_delta(list(epsilons))),
+    )
+
+
+def _neighbours(relation: AnyRelation) -> NeighboringRelation:
+    from dp_accounting import NeighboringRelation
+
+    return {
+        "zero_out": NeighboringRelation.REPLACE_SPECIAL,
+        "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
+        "replace_one": NeighboringRelation.REPLACE_ONE,
+    }[relation]
+
+
+def _interval(terms: Terms, interval: float) -> float:
+    """The interval asked for, or a wider one where losses of thousands would need gigabytes."""
+    from dpllm.privacy.renyi import rdp_epsilon
+
+    if any(part.noise_multiplier / part.group_size < 0.3 for part in terms.sampled):
+        # A millionth of the whole is fine enough. k rows together have about k times the loss.
+        size = max(part.group_size for part in terms.sampled)
+        alone = Terms(tuple(part._replace(group_size=1) for part in terms.sampled))
+        interval = max(interval, 1e-6 * size * rdp_epsilon(alone, 1e-5))
+    if terms.imported:
+        interval = max(interval, 1e-6 * sum(part.epsilon * part.times for part in terms.imported))
+    for part in terms.sampled:
+        if part.group_size > 1:
+            bounds = [_mixture(part, removes=removes).connect_dots_bounds() for removes in (True, False)]
+            widest = max(bound.epsilon_upper - bound.epsilon_lower for bound in bounds)
+            interval = max(interval, widest * (part.group_size + 1) / MIXTURE_ELEMENTS)
+    return interval
+
+
+def _assembled(terms: Terms, relation: AnyRelation, interval: float) -> PrivacyLossDistribution:
+    """The whole distribution from dp-accounting's public functions, for what its PLDAccountant has no event.
+
+    It has none for an imported (epsilon, delta), and inverts the loss of a mixture point by point, which takes 5 to 20 s.
+    """
+    from dp_accounting.pld import common
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    whole = pld.identity(interval)
+    for part in terms.sampled:
+        q, sigma, size, times = part
+        if q == 1.0:
+            run = pld.from_gaussian_mechanism(
+                sigma / math.sqrt(times),
+                value_discretization_interval=interval,
+                neighboring_relation=_neighbours(relation),
+            )
+        elif size == 1:
+            run = pld.from_gaussian_mechanism(
+                sigma,
+                value_discretization_interval=interval,
+                sampling_prob=q,
+                neighboring_relation=_neighbours(relation),
+            ).self_compose(times)
+        else:
+            run = _mixture_loss(part, interval).self_compose(times)
+        whole = whole.compose(run)
+    for release in terms.imported:
+        known = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
+        whole = whole.compose(pld.from_privacy_parameters(known, interval).self_compose(release.times))
+    return whole
+
+
+def _mixture_loss(part: Sampled, interval: float) -> PrivacyLossDistribution:
+    """One step for a group, discretised by connecting the dots as dp-accounting does."""
+    import numpy as np
+    from dp_accounting.pld import pld_pmf
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+    directions = []
+    for removes in (True, False):
+        mixture = _mixture(part, removes=removes)
+        bounds = mixture.connect_dots_bounds()
+        low, high = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
+        deltas = mixture.get_delta_for_epsilon(np.arange(low, high + 1) * interval)
+        directions.append(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas))
+    return PrivacyLossDistribution(*directions)
+
+
+def _mixture(part: Sampled, *, removes: bool) -> Any:
+    """dp-accounting's loss of a mixture of Gaussians, with all points inverted at once by Newton's method.
+
+    With k rows of weight w_j at distance j and y = -x (remove) or x (add), the loss is log(w_0 + e^G(y)) with
+    G(y) = log sum_{j>0} w_j exp(j y / s^2 - j^2 / (2 s^2)), or its negative. G is convex and rises with a slope of 1/s^2
+    to k/s^2, so that Newton's method converges from above from the smallest root of its terms. A delta computed at
+    an inexact point is too small by the square of the error only, 1e-20 here.
+    """
+    import numpy as np
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MixtureGaussianPrivacyLoss
+    from scipy.special import logsumexp
+    from scipy.stats import binom
+
+    variance = part.noise_multiplier**2
+    many = np.arange(part.group_size + 1)
+    weights = binom.pmf(many, part.group_size, part.probability)
+    weights[-1] += 1.0 - weights.sum()  # rounding, to the dearest
+    present = np.flatnonzero(weights[1:] > 0) + 1
+    log_terms = np.log(weights[present]) - present**2 / (2 * variance)
+    slopes = present / variance
+
+    class Mixture(MixtureGaussianPrivacyLoss):  # type: ignore[misc]  # dp-accounting has no types
+        def inverse_privacy_losses(self, privacy_losses: Any, precision: float = 1e-10) -> Any:
+            losses = np.asarray(privacy_losses, dtype=float) * (1.0 if removes else -1.0)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                goal = losses + np.log(np.maximum(-np.expm1(math.log(weights[0]) - losses), 0.0))
+            y = np.min((goal[:, None] - log_terms) / slopes, axis=1)
+            for _ in range(100):
+                exponents = log_terms + slopes * y[:, None]
+                value = logsumexp(exponents, axis=1)
+                slope = np.sum(slopes * np.exp(exponents - value[:, None]), axis=1)
+                step = np.where(np.isfinite(y), (value - goal) / slope, 0.0)
+                y = y - step
+                if np.max(np.abs(step), initial=0.0) < precision:
+                    break
+            return -y if removes else y
+
+    return Mixture(
+        part.noise_multiplier,
+        many.astype(float),
+        weights,
+        adjacency_type=AdjacencyType.REMOVE if removes else AdjacencyType.ADD,
+    )

@@ -1,0 +1,293 @@
+"""Renyi differential privacy at one order: what an event costs, what a budget allows, and what still fits.
+
+Comes in: events, an order, a budget. Goes out: Renyi divergences and the sums that a filter compares. Knows neither
+ledgers nor recipes, and imports dp-accounting only when it computes.
+
+Why one order: composed privacy-loss distributions hold for runs that were all fixed in advance. Where a later run
+depends on the results of earlier ones, sums of the Renyi divergence at one order, chosen before the first run and
+never changed, still bound the whole.
+
+References:
+    Feldman and Zrnic 2021, "Individual Privacy Accounting via a Renyi Filter" (arXiv 2008.11193), theorem 4.5.
+    Canonne, Kamath and Steinke 2020, "The Discrete Gaussian for Differential Privacy" (arXiv 2004.00010), proposition 12.
+    Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the Sampled Gaussian Mechanism".
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy.events import Event, Sampled, Terms, dp_event_of, normal_form, number, require, scaled
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# 1.1 to 11 in tenths, then whole numbers: what choose_order considers. Part of a budget's meaning: never change it.
+ORDERS = tuple(n / 10 for n in range(11, 110)) + tuple(float(n) for n in range(11, 65))
+MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # what calibration considers
+MAX_STEPS = 10**9
+BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is left of a Renyi filter.
+
+    Attributes:
+        order: alpha > 1, the filter's only order.
+        allowance: the Renyi divergence of that order which further runs may still have together.
+    """
+
+    order: float
+    allowance: float
+
+
+def rdp(event: Event, order: float) -> float:
+    """The Renyi divergence of `event` at one order; infinite where no finite bound is known.
+
+    Args:
+        event: of a family that "rdp" knows, see ``events.accountants``.
+        order: alpha > 1.
+
+    Returns:
+        An upper bound, cached by part. Infinite also for an event that imports a delta above 0: its worst case has
+        no finite divergence.
+
+    Raises:
+        ConfigError: a malformed event, an order of 1 or less, or an event that "rdp" does not know.
+        Refused: no accountant knows the event.
+    """
+    number("order", order, 1.0)
+    terms = normal_form(event)
+    require(terms, "rdp")
+    if any(part.delta for part in terms.imported):
+        return math.inf
+    total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in terms.sampled)
+    if terms.selected:
+        total += float(_curve(Terms(selected=terms.selected), (*_default_orders(), order))[-1])
+    return total + sum(part.times * _pure(part.epsilon, order) for part in terms.imported)
+
+
+def allowance(epsilon: float, delta: float, order: float) -> float:
+    """The largest Renyi divergence at `order` that implies (epsilon, delta)-DP; below 0 where none does.
+
+    Args:
+        epsilon: > 0.
+        delta: in (0, 1).
+        order: alpha > 1.
+
+    References:
+        Canonne, Kamath and Steinke 2020, proposition 12.
+    """
+    number("epsilon", epsilon, 0.0)
+    return epsilon - _conversion(delta, order)
+
+
+def to_epsilon(divergence: float, delta: float, order: float) -> float:
+    """The epsilon at `delta` that a Renyi divergence at `order` implies; the inverse of ``allowance``, at least 0."""
+    return max(0.0, divergence + _conversion(delta, order)) if divergence > 0 else 0.0
+
+
+def choose_order(epsilon: float, delta: float, reference_event: Event) -> float:
+    """The order at which a budget admits most copies of a reference run.
+
+    Args:
+        epsilon: of the budget, > 0.
+        delta: of the budget, in (0, 1).
+        reference_event: a run as it is expected; only the choice depends on it, and no guarantee does.
+
+    Returns:
+        One of ``ORDERS``; among orders that admit equally many, the one with most left over, relative to its allowance,
+        and the smallest of those. Where not one copy fits as it is, the order at which one fits with the least more noise
+        (up to twice as much).
+
+    Raises:
+        Refused: not even one copy with twice the noise fits, at any order.
+        ConfigError: the reference costs nothing, or "rdp" does not know it.
+    """
+    if rdp(reference_event, ORDERS[0]) <= 0:
+        raise ConfigError("the reference run costs nothing, so no order follows from it. Name a run with steps.")
+    if best := _best_order(epsilon, delta, reference_event):
+        return best
+    low, high = 1.0, 2.0  # times the noise
+    found = _best_order(epsilon, delta, scaled(reference_event, high))
+    if found is None:
+        cheapest = min(to_epsilon(rdp(reference_event, order), delta, order) for order in ORDERS)
+        raise Refused(
+            f"not one copy of the reference run fits a budget of epsilon {epsilon:g} at delta {delta:g} under a Renyi filter, "
+            f"even with twice its noise: it needs {cheapest:.2f}. Raise the budget's epsilon, or name a reference run with more "
+            "noise or fewer steps."
+        )
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        if order := _best_order(epsilon, delta, scaled(reference_event, middle)):
+            high, found = middle, order
+        else:
+            low = middle
+    return found
+
+
+def _best_order(epsilon: float, delta: float, event: Event) -> float | None:
+    """The order that admits most copies of ``event``; None where none admits one."""
+    best, choice = (0, 0.0), None
+    for order in ORDERS:
+        left, cost = allowance(epsilon, delta, order), rdp(event, order)
+        if left <= 0 or math.isinf(cost):
+            continue
+        copies = math.floor(left / cost)
+        rank = (copies, (left - copies * cost) / left)
+        if copies and rank > best:
+            best, choice = rank, order
+    return choice
+
+
+def largest_num_steps(event_of: Callable[[int], Event], fit: Fit) -> int:
+    """The most steps whose event fits; 0 where none does, 1e9 where it ends looking.
+
+    Args:
+        event_of: steps -> event, whose cost never falls with steps.
+        fit: what is left.
+    """
+
+    def fits(steps: int) -> bool:
+        return rdp(event_of(steps), fit.order) <= fit.allowance
+
+    if fit.allowance <= 0 or not fits(1):
+        return 0
+    low, high = 1, 2
+    while high < MAX_STEPS and fits(high):
+        low, high = high, 2 * high
+    high = min(high, MAX_STEPS + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> float:
+    """The smallest noise multiplier, in steps of 1e-4 from 0.05 to 1e4, whose event fits; infinite where none does.
+
+    Args:
+        event_of: noise multiplier -> event, whose cost never rises with noise.
+        fit: what is left.
+    """
+    if fit.allowance <= 0:
+        return math.inf
+    return smallest_on_grid(lambda sigma: rdp(event_of(sigma), fit.order) <= fit.allowance)
+
+
+def smallest_on_grid(meets: Callable[[float], bool]) -> float:
+    """The smallest noise multiplier, in steps of 1e-4 from 0.05 to 1e4, that `meets`; infinite where none does."""
+    low, top = round(MIN_NOISE_MULTIPLIER * 1e4), round(MAX_NOISE_MULTIPLIER * 1e4)
+    if meets(low / 1e4):
+        return low / 1e4
+    high = 10_000
+    while not meets(high / 1e4):  # from 1 upwards in doublings: few noise multipliers are thousands
+        if high == top:
+            return math.inf
+        low, high = high, min(top, 2 * high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if meets(middle / 1e4) else (middle, high)
+    return high / 1e4
+
+
+def rdp_epsilon(terms: Terms, delta: float) -> float:
+    """The epsilon at `delta` by Renyi divergences of all of dp-accounting's default orders; see ``accounting.epsilon``.
+
+    An imported run is, at worst, randomised response that tells all with probability delta (Kairouz et al. 2015). What
+    it imports therefore comes off the delta at which the rest is stated.
+    """
+    from dp_accounting.rdp import compute_epsilon
+
+    left = delta - sum(part.delta * part.times for part in terms.imported)
+    if left <= 0:
+        return math.inf
+    orders = _default_orders()
+    with _quiet():
+        return float(compute_epsilon(orders, _curve(terms, orders), left)[0])
+
+
+def rdp_deltas(terms: Terms, epsilons: list[float]) -> list[float]:
+    """An upper bound on delta at each epsilon, as ``rdp_epsilon``."""
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
+    orders, spent = _default_orders(), sum(part.delta * part.times for part in terms.imported)
+    with _quiet():
+        curve = _curve(terms, orders)
+        return [min(1.0, spent + float(compute_delta(orders, curve, e)[0])) for e in epsilons]
+
+
+def _conversion(delta: float, order: float) -> float:
+    number("delta", delta, 0.0, BELOW_ONE)
+    number("order", order, 1.0)
+    return math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+
+
+@lru_cache(maxsize=1)
+def _default_orders() -> tuple[float, ...]:
+    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
+
+    return tuple(float(order) for order in DEFAULT_RDP_ORDERS)
+
+
+@lru_cache(maxsize=65_536)
+def _sampled(part: Sampled, order: float) -> float:
+    """One sum; at a fractional order the smaller of dp-accounting's bound and one from the whole orders beside it.
+
+    dp-accounting adds up a series whose terms change their signs as if all were positive: at orders below 2 that can be
+    twice the divergence, and may not converge, which gives infinity. But (alpha - 1) times the divergence is the logarithm
+    of a moment, 0 at order 1 and convex in alpha, so that between two whole orders, which are finite sums, it lies
+    below the straight line.
+    """
+    from dp_accounting.rdp import RdpAccountant
+
+    with _quiet():
+        found = float(RdpAccountant([order]).compose(dp_event_of(Terms((part,)))).rdp[0])
+    if float(order).is_integer():
+        return max(0.0, found)
+    below = math.floor(order)
+    moments = [(whole - 1) * _sampled(part, float(whole)) if whole > 1 else 0.0 for whole in (below, below + 1)]
+    line = ((below + 1 - order) * moments[0] + (order - below) * moments[1]) / (order - 1)
+    return max(0.0, min(found, line))
+
+
+@lru_cache(maxsize=64)
+def _curve(terms: Terms, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """The divergence at each order, without what is imported as delta."""
+    import numpy as np
+    from dp_accounting.rdp import RdpAccountant
+
+    with _quiet():
+        curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(terms._replace(imported=()))).rdp
+    for part in terms.imported:
+        curve = curve + part.times * np.array([_pure(part.epsilon, order) for order in orders])
+    return curve
+
+
+def _pure(epsilon: float, order: float) -> float:
+    """The divergence of randomised response, which no (epsilon, 0)-DP mechanism exceeds; at most eps and alpha eps^2/2."""
+    # log(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1), with p = e^eps / (1 + e^eps)
+    log_p, log_rest = -math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))
+    one = order * log_p + (1 - order) * log_rest
+    two = order * log_rest + (1 - order) * log_p
+    return min(epsilon, max(0.0, (one + math.log1p(math.exp(two - one))) / (order - 1)))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """dp-accounting 0.6.0 logs every order whose series does not converge; its divergence is infinite, and that holds."""
+    absl = logging.getLogger("absl")
+    before, absl.disabled = absl.disabled, True
+    try:
+        yield
+    finally:
+        absl.disabled = before

@@ -1,0 +1,232 @@
+"""Whole runs under a budget: what the gates admit, what a copy of the data cannot escape, and what every command refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tiny
+from running import STEPS, Place, contents, done, dpllm_, rows
+
+from dpllm.ledger import Ledger
+from dpllm.privacy import renyi
+
+TERMS = ("--delta", "1e-3", "--reason", "a test", "--by", "Ada")
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets of one test must not protect the data of another."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data_home"))
+
+
+def init(place: Place, *arguments: object, epsilon: float = 8.0) -> None:
+    done("ledger", "init", "notes", "--ledger", place.ledger, "--epsilon", epsilon, *TERMS, *arguments)
+
+
+def refused(place: Place, *arguments: object, ledger: Path | None = None) -> str:
+    """The message of a run that is refused, is charged nothing, and leaves no weights."""
+    book_path = ledger or place.ledger
+    with Ledger(book_path) as book:
+        before = book.head()
+    answer = dpllm_("train", place.recipe, *arguments)
+    assert answer.code == 3, answer.err or answer.out
+    with Ledger(book_path) as book:
+        assert book.head() == before
+    return answer.err
+
+
+def another(place: Place, name: str) -> tuple[str, Path]:
+    return "--output_dir", place.root / name
+
+
+def test_a_planned_budget_admits_one_run_unless_a_longer_list_was_sealed(place: Place) -> None:
+    place.write({"privacy.epsilon": 2.0})
+    init(place, "--data", place.train)
+    done("train", place.recipe)
+    record = place.json("run.json")
+    assert record["ledger"]["budget"]["gate"] == "planned"
+    message = refused(place, *another(place, "second"))
+    assert "list of 1 sealed runs (1 reserved) is spent" in message
+    assert "dpllm ledger open notes" in message
+    with Ledger(place.ledger) as book:
+        assert book.refusals() == {("notes", "over_budget"): 1}
+        assert book.verify(record["ledger"]["head"]) == []
+    done("ledger", "open", "notes", "--ledger", place.ledger, "--reason", "what is left", "--by", "Ada")
+    done("train", place.recipe, *another(place, "second"))
+    opened = json.loads((place.root / "second" / "run.json").read_text())["ledger"]
+    assert opened["budget"]["gate"] == "adaptive"
+    assert record["epsilon_spent"] < opened["filter_epsilon"] <= 8.0
+
+
+def test_a_sealed_list_admits_its_runs_in_any_order_and_nothing_else(place: Place) -> None:
+    first = place.write({"privacy.epsilon": 2.0})
+    other = place.root / "other.yaml"
+    other.write_text(first.read_text().replace("epsilon: 2.0", "epsilon: 3.0"))
+    init(place, "--runs", first, other)
+    done("train", other, *another(place, "a"))
+    refused(place, "--privacy.epsilon", 4, *another(place, "b"))
+    done("train", first, *another(place, "c"))
+    assert "is spent" in refused(place, *another(place, "d"))
+
+
+def test_under_an_adaptive_budget_the_noise_is_calibrated_to_what_is_left(place: Place) -> None:
+    init(place, "--gate", "adaptive", "--reference", place.recipe, "--data", place.train)
+    done("train", place.recipe)
+    plan = place.json("plan.json")
+    with Ledger(place.ledger) as book:
+        budget = book.budget("notes")
+        assert budget is not None
+        assert budget.order is not None
+        whole = renyi.allowance(budget.epsilon, budget.delta, budget.order)
+        assert renyi.rdp(plan["event"], budget.order) <= whole  # although it was planned for the whole budget
+        smaller = json.loads(json.dumps(plan["event"]))
+        smaller["event"]["event"]["noise_multiplier"] -= 1e-3
+        assert renyi.rdp(smaller, budget.order) > whole
+    assert plan["epsilon"] < 7.9
+    message = refused(place, *another(place, "second"))
+    assert all(word in message for word in ("this run requests epsilon", "is spent", "remains", "What would fit"))
+    with Ledger(place.ledger) as book:
+        assert book.refusals() == {("notes", "over_budget"): 1}
+
+
+def test_resuming_under_an_adaptive_budget_keeps_the_noise(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpllm.privacy.engine import Engine
+
+    init(place, "--gate", "adaptive", "--reference", place.recipe)
+    place.write({"train.checkpoint_every": 1})
+    step, calls = Engine.step, []
+
+    def fail(engine: Engine, batches: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError
+        return step(engine, batches)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(MemoryError):
+        dpllm_("train", place.recipe)
+    before = place.json("plan.json")
+    done("train", place.recipe, "--resume")
+    assert place.json("plan.json") == before
+    with Ledger(place.ledger) as book:
+        assert [run.steps for run in book.runs("notes")] == [STEPS]
+
+
+@pytest.mark.parametrize("disguise", ["renamed", "reordered", "another format"])
+def test_a_copy_of_budgeted_data_is_the_same_dataset(place: Place, disguise: str) -> None:
+    init(place, "--data", place.train)
+    copied = rows()
+    random.Random(3).shuffle(copied)
+    path = place.root / "elsewhere" / "copy.jsonl"
+    if disguise == "renamed":
+        tiny.write_rows(path, rows())
+    elif disguise == "reordered":
+        tiny.write_rows(path, copied)
+    else:
+        path = path.with_suffix(".csv")
+        path.parent.mkdir()
+        path.write_text("id,text\n" + "".join(f'{n},"{row["text"]}"\n' for n, row in enumerate(copied)))
+    assert "these very records are dataset 'notes'" in refused(
+        place, "--data.train", path, "--privacy.dataset", "fresh"
+    )
+    # Without a name of its own it is charged to the budget.
+    place.write({"data.train": str(path), "privacy.dataset": None})
+    done("train", place.recipe)
+    assert place.json("run.json")["ledger"]["dataset"] == "notes"
+
+
+def test_a_subset_or_an_extended_copy_charges_its_parent_and_cannot_hide(place: Place) -> None:
+    init(place, "--gate", "adaptive", "--reference", "q=0.2,sigma=1,steps=4", "--data", place.train)
+    subset, extended = place.root / "subset.jsonl", place.root / "extended.jsonl"
+    tiny.write_rows(subset, rows(20))
+    tiny.write_rows(extended, rows(90))
+    for path in (subset, extended):
+        place.write()
+        message = refused(place, "--data.train", path, "--privacy.dataset", path.stem)
+        assert "100.0% of their records in common" in message
+        assert "privacy.derived_from: notes" in message
+        # One run of the whole budget, refused or not, is too much for two.
+        place.write(
+            {
+                "data.train": str(path),
+                "privacy.dataset": path.stem,
+                "privacy.derived_from": "notes",
+                "privacy.epsilon": 2.0,
+            }
+        )
+        done("train", place.recipe, *another(place, path.stem))
+        record = json.loads((place.root / path.stem / "run.json").read_text())
+        assert record["ledger"]["dataset"] == "notes"
+    with Ledger(place.ledger) as book:
+        assert book.records.account_name("subset") == "notes"
+        assert len(book.runs("notes")) == 2
+        assert book.datasets() == ["notes"]
+
+
+def test_budgeted_data_are_not_trained_on_outside_their_ledger(place: Place) -> None:
+    init(place, "--data", place.train)
+    other = place.root / "other.sqlite"
+    message = refused(place, "--privacy.ledger", other, "--privacy.dataset", "fresh", ledger=other)
+    assert "whose budget lies in another ledger" in message
+    assert str(place.ledger) in message
+    answer = dpllm_("plan", place.recipe, "--privacy.ledger", other)
+    assert answer.code == 3
+    assert "another ledger" in answer.out + answer.err
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_training_without_privacy_on_budgeted_data_needs_an_exception_of_the_owner(place: Place, public: bool) -> None:
+    init(place, "--gate", "adaptive", "--reference", "q=0.2,sigma=1,steps=4", "--data", place.train)
+    baseline = ("--privacy.enabled", "false", "--data.public", str(public).lower())
+    message = refused(place, *baseline)
+    assert "dpllm ledger except notes" in message
+    assert dpllm_("plan", place.recipe, *baseline).code == 3
+    exception = ("ledger", "except", "notes", "--ledger", place.ledger, "--reason", "baseline for the paper")
+    assert dpllm_(*exception, "--by", "Eve").code == 3  # the budget is Ada's
+    done(*exception, "--by", "Ada")
+    done("train", place.recipe, *baseline, *another(place, "baseline"))
+    done("train", place.recipe, "--privacy.epsilon", 2)
+    for run in ("baseline", "run"):  # it is in every later record, and so in every later card
+        record = json.loads((place.root / run / "run.json").read_text())
+        assert any("permitted by Ada" in note and "baseline for the paper" in note for note in record["deviations"])
+    done("card", place.run)
+    assert "permitted by Ada" in (place.run / "export" / "README.md").read_text()
+
+
+def test_refusals_are_counted_by_reason(place: Place) -> None:
+    init(place, "--data", place.train)
+    refused(place, "--privacy.enabled", "false")
+    refused(place, "--privacy.dataset", "fresh")
+    refused(place, "--data.unit", "text", "--data.max_examples_per_unit", 1)
+    with Ledger(place.ledger) as book:
+        reasons = {reason for _, reason in book.refusals()}
+    assert reasons == {"no_privacy", "renamed", "other_unit"}
+
+
+def test_no_fingerprint_leaves_the_ledger(place: Place) -> None:
+    init(place, "--data", place.train)
+    done("train", place.recipe)
+    with Ledger(place.ledger) as book:
+        secrets = [
+            book.records.key().hex(),
+            *(digest for (digest,) in book.store.rows("SELECT fingerprint FROM records")),
+        ]
+    exported = done("ledger", "export", "--ledger", place.ledger).out
+    for name, data in {**contents(place.run), "export": exported.encode()}.items():
+        assert not any(secret.encode() in data for secret in secrets), name
+
+
+def test_the_plan_says_what_the_ledger_would(place: Place) -> None:
+    init(place, "--data", place.train)
+    before = json.loads(done("plan", place.recipe, "--json").out)
+    assert (before["ledger"]["gate"], before["refusals"]) == ("planned", [])
+    done("train", place.recipe)
+    answer = dpllm_("plan", place.recipe, "--json", *another(place, "second"))
+    assert answer.code == 3
+    after = json.loads(answer.out)
+    assert any("is spent" in refusal["message"] for refusal in after["refusals"])
+    with Ledger(place.ledger) as book:
+        assert book.refusals() == {}  # planning is not trying

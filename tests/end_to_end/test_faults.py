@@ -1,0 +1,254 @@
+"""Whatever a run is killed in, the ledger has every step that was ever noised, and at most one more for each kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+from running import Json, Place, done, dpllm_
+
+import dpllm
+from dpllm import checkpoint
+from dpllm.ledger import Ledger
+from dpllm.privacy import accounting
+from dpllm.privacy.engine import Engine
+from dpllm.privacy.noise import GaussianNoise
+from dpllm.rundir import RunDir
+
+HERE = Path(__file__).parent
+
+
+def reservations(place: Place) -> dict[str, int]:
+    """Each reservation of a place's ledger, and the steps that are charged to it."""
+    with Ledger(place.ledger) as book:
+        assert book.verify() == []
+        entries = [link.content()["entry"] for link in book.history("notes") if link.kind == "reserve"]
+        return {entry: book.steps(entry) for entry in entries}
+
+
+def epsilon_of(place: Place, count: int) -> float:
+    plan = place.json("plan.json")
+    return accounting.epsilon({**plan["event"], "count": count}, plan["delta"], plan["neighbouring_relation"])
+
+
+# --- random moments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.full)])
+def test_runs_killed_at_random_moments_are_covered_by_the_ledger(
+    kills: int, tmp_path: Path, base: Path, seed: int
+) -> None:
+    """One test for all that is promised of the same runs, so that no process kills them a second time."""
+    attempts, places = kill_and_resume(tmp_path, base, kills, seed)
+    killed_as_often_as_asked_and_in_every_phase(attempts, kills)
+    in_the_exact_case_one_step_is_charged_and_not_noised(attempts, places[0])
+    for place in places:
+        mine = [attempt for attempt in attempts if attempt["run"] == place.root.name]
+        the_ledger_has_every_noised_step_and_at_most_one_more_for_each_kill(mine, place)
+        the_run_is_complete_and_its_epsilon_covers_what_was_noised(place)
+        the_adapter_loads_and_nothing_half_written_is_left(place)
+
+
+def kill_and_resume(root: Path, base: Path, kills: int, seed: int) -> tuple[list[Json], list[Place]]:
+    """Every attempt, and the places in which the runs lie."""
+    paths = [str(Path(dpllm.__file__).parents[1]), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "faults.py"), str(root), str(base), str(kills), str(seed)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert process.returncode == 0, process.stderr[-4000:]
+    attempts = json.loads((root / "attempts.json").read_text())
+    return attempts, [Place(root / name, base) for name in {attempt["run"]: 0 for attempt in attempts}]
+
+
+def noised(place: Place) -> Counter[tuple[str, int]]:
+    """How often each step of each reservation was noised, as the children wrote down before they had the noise."""
+    log = place.root / "noise.log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return Counter((entry, int(step)) for _, entry, step in (line.split() for line in lines))
+
+
+def killed_as_often_as_asked_and_in_every_phase(attempts: list[Json], kills: int) -> None:
+    assert sum(attempt["killed"] for attempt in attempts) >= kills
+    assert {attempt["hit"] for attempt in attempts} >= set(faults.TARGETS.values())
+    assert kills < 50 or sum(attempt["killed"] and attempt["aim"] == "moment" for attempt in attempts) >= 10
+
+
+def in_the_exact_case_one_step_is_charged_and_not_noised(attempts: list[Json], place: Place) -> None:
+    """Killed between the charge and the update of step 3; resumed, it takes the five steps that remain of eight."""
+    assert [attempt["aim"] for attempt in attempts[:2]] == ["itself", "none"]
+    assert [attempt["killed"] for attempt in attempts[:2]] == [True, False]
+    ((entry, steps),) = reservations(place).items()
+    assert steps == faults.STEPS
+    assert noised(place) == Counter({(entry, step): 1 for step in (1, 2, 4, 5, 6, 7, 8)})
+    assert attempts[1]["seen"].count("+step") == faults.STEPS - 3
+    assert any("charged steps were lost" in note for note in place.json("run.json")["deviations"])
+
+
+def the_ledger_has_every_noised_step_and_at_most_one_more_for_each_kill(attempts: list[Json], place: Place) -> None:
+    charged, updates = reservations(place), noised(place)
+    assert set(updates.values()) <= {1}  # no step of a reservation is noised twice
+    for entry, step in updates:
+        assert step <= charged[entry]
+    assert 0 <= sum(charged.values()) - len(updates) <= sum(attempt["killed"] for attempt in attempts)
+
+
+def the_run_is_complete_and_its_epsilon_covers_what_was_noised(place: Place) -> None:
+    record, plan = place.json("run.json"), place.json("plan.json")
+    assert (record["status"], record["steps_taken"]) == ("completed", plan["num_steps"])
+    assert record["guarantee"]["holds"] is True
+    charged, updates = reservations(place), noised(place)
+    runs: dict[str, set[str]] = {}  # a run's reservation, and those that made up its lost steps
+    with Ledger(place.ledger) as book:
+        for entry in charged:
+            runs.setdefault(book.reservation(entry).extends or entry, set()).add(entry)
+    last = runs[record["ledger"]["entry"]]
+    assert sum(charged[entry] for entry in last) == plan["num_steps"] >= faults.STEPS
+    for entries in runs.values():
+        assert epsilon_of(place, sum(name in entries for name, _ in updates)) <= plan["epsilon"]
+    assert epsilon_of(place, len(updates)) <= record["ledger"]["spent_epsilon"]
+
+
+def the_adapter_loads_and_nothing_half_written_is_left(place: Place) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place.base), place.run / "export")
+    assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
+    run = RunDir(place.run)
+    assert not run.checkpoints()
+    assert not list(run.root.glob(".export.*"))
+
+
+# --- two resumes of one checkpoint -----------------------------------------------------------------------------------
+
+TOTAL = 8
+STEP = Engine.step
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each noised sum."""
+    seen: list[int] = []
+    draw = GaussianNoise.draw
+
+    def drawing(stream: GaussianNoise, size: int) -> Any:
+        seen.append(size)
+        return draw(stream, size)
+
+    monkeypatch.setattr(GaussianNoise, "draw", drawing)
+    return seen
+
+
+def stopping_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """The process fails in the step after so many more."""
+    step, calls = STEP, []
+
+    def stop(engine: Engine, batches: Any) -> Any:
+        calls.append(1)
+        if len(calls) > steps:
+            raise MemoryError
+        return step(engine, batches)
+
+    monkeypatch.setattr(Engine, "step", stop)
+
+
+def twin(place: Place, name: str) -> tuple[Path, Path]:
+    """A copy of the run directory with a recipe of its own, and the same ledger."""
+    run = place.root / name
+    shutil.copytree(place.run, run)
+    recipe = place.root / f"{name}.yaml"
+    for path, source in ((recipe, place.recipe), (run / "config.yaml", run / "config.yaml")):
+        path.write_text(source.read_text().replace(f"{place.run}\n", f"{run}\n"))
+    return run, recipe
+
+
+def test_resuming_one_checkpoint_twice_never_takes_more_steps_than_are_charged(
+    place: Place, monkeypatch: pytest.MonkeyPatch, updates: list[int]
+) -> None:
+    place.write({"train.steps": TOTAL, "train.checkpoint_every": 1})
+    stopping_after(monkeypatch, 3)
+    with pytest.raises(MemoryError):
+        dpllm_("train", place.recipe)
+    (_, second), (third_run, third) = twin(place, "second"), twin(place, "third")
+    assert (len(updates), list(reservations(place).values())) == (3, [4])  # the step that failed stays charged
+
+    stopping_after(monkeypatch, 1)  # step 5, and step 6 fails
+    with pytest.raises(MemoryError):
+        dpllm_("train", place.recipe, "--resume")
+    assert (len(updates), list(reservations(place).values())) == (4, [6])
+
+    monkeypatch.setattr(Engine, "step", STEP)
+    done("train", second, "--resume")  # from the checkpoint of step 3: only steps 7 and 8 are left
+    assert (len(updates), list(reservations(place).values())) == (6, [TOTAL])
+
+    answer = dpllm_("train", third, "--resume")  # nothing is left
+    assert answer.code in (0, 3), answer.err
+    assert (len(updates), list(reservations(place).values())) == (6, [TOTAL])
+    record = json.loads((third_run / "run.json").read_text())
+    assert record["status"] != "completed" or any("5 charged steps were lost" in note for note in record["deviations"])
+
+
+# --- damage, and a ledger from elsewhere -----------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_makes_way_for_the_one_before_it_and_the_record_says_so(
+    place: Place, monkeypatch: pytest.MonkeyPatch, updates: list[int]
+) -> None:
+    place.write({"train.steps": TOTAL, "train.checkpoint_every": 1})
+    stopping_after(monkeypatch, 4)
+    with pytest.raises(MemoryError):
+        dpllm_("train", place.recipe)
+    newest, before = RunDir(place.run).checkpoints()
+    assert (newest.name, before.name) == ("step-00000004", "step-00000003")
+    state = json.loads((newest / "state.json").read_text())
+    (entry,) = reservations(place)
+    assert (state["step"], state["entry"]) == (4, entry)
+    assert state["event"] == {**place.json("plan.json")["event"], "count": 4}
+    with Ledger(place.ledger) as book:
+        assert book.verify(state["head"]) == []
+    (newest / "state.json").write_text((newest / "state.json").read_text().replace('"step": 4', '"step": 1'))
+    monkeypatch.setattr(Engine, "step", STEP)
+    done("train", place.recipe, "--resume")
+    notes = place.json("run.json")["deviations"]
+    assert "the newest checkpoint was damaged; the one before it, of step 3, was used" in notes
+    assert any("2 charged steps were lost" in note for note in notes)
+    assert (len(updates), list(reservations(place).values())) == (TOTAL - 1, [TOTAL])
+
+
+def test_a_ledger_that_was_replaced_by_an_older_copy_is_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch, updates: list[int]
+) -> None:
+    place.write({"train.steps": TOTAL, "train.checkpoint_every": 1})
+    older = place.root / "older.sqlite"
+    save = checkpoint.save_resume
+
+    def copying(*arguments: Any, **more: Any) -> None:
+        if more["step"] == 2:  # its chain has the same head, and two steps less
+            source, target = sqlite3.connect(place.ledger), sqlite3.connect(older)
+            source.backup(target)
+            source.close()
+            target.close()
+        save(*arguments, **more)
+
+    monkeypatch.setattr(checkpoint, "save_resume", copying)
+    stopping_after(monkeypatch, 4)
+    with pytest.raises(MemoryError):
+        dpllm_("train", place.recipe)
+    monkeypatch.setattr(Engine, "step", STEP)
+    for content in (older.read_bytes(), b""):
+        for path in place.root.glob("ledger.sqlite*"):
+            path.unlink()
+        place.ledger.write_bytes(content)
+        answer = dpllm_("train", place.recipe, "--resume")
+        assert answer.code == 3, answer.err
+        assert "replaced by an older copy" in " ".join(answer.err.split())
+        assert len(updates) == 4

@@ -1,0 +1,134 @@
+"""Calibrated noise meets its target, and hardly less noise does; the cache answers the same question only."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dpllm.errors import ConfigError
+from dpllm.privacy import calibration
+from dpllm.privacy.accounting import calibrate_noise_multiplier, dp_sgd_event, epsilon
+
+slow = pytest.mark.full
+CALIBRATIONS = [
+    (8.0, 1e-5, 0.02, 150, 0.560556),
+    pytest.param(3.0, 1 / 84122, 1024 / 42061, 410, 1.01264, marks=slow),
+    (1.0, 1e-6, 0.1, 512, 9.66),
+    (1.0, 1e-5, 0.2, 1000, None),
+    (0.1, 1e-6, 0.01, 1000, 11.5709),
+    (3.0, 1e-5, 1.0, 30, None),
+]
+
+
+@pytest.mark.parametrize(("target", "delta", "q", "num_steps", "published"), CALIBRATIONS)
+def test_calibrated_noise_meets_the_target_and_no_smaller_noise_does(
+    target: float, delta: float, q: float, num_steps: int, published: float | None
+) -> None:
+    sigma = calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out")
+    assert round(sigma * 1e4) / 1e4 == sigma
+    assert published is None or sigma == pytest.approx(published, abs=3e-3)
+    assert epsilon(dp_sgd_event(q, sigma, num_steps), delta, "zero_out") <= target
+    assert epsilon(dp_sgd_event(q, sigma - 1e-3, num_steps), delta, "zero_out") > target
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.floats(0.3, 8.0), st.sampled_from([1e-8, 1e-6, 1e-5]), st.floats(0.05, 1.0), st.integers(50, 2000))
+def test_calibration_is_never_above_any_target_and_tight(target: float, delta: float, q: float, num_steps: int) -> None:
+    sigma = calibrate_noise_multiplier(target, delta, q, num_steps, "add_or_remove_one")
+    assert epsilon(dp_sgd_event(q, sigma, num_steps), delta, "add_or_remove_one") <= target
+    assert epsilon(dp_sgd_event(q, sigma - 1e-3, num_steps), delta, "add_or_remove_one") > target
+
+
+@pytest.mark.parametrize(
+    ("target", "delta", "q", "num_steps", "rows"),
+    [
+        (5.0, 1e-5, 0.01, 100, 4),
+        (1.0, 1e-6, 0.3, 5, 2),
+        pytest.param(8.0, 1e-5, 0.02, 300, 16, marks=slow),
+        pytest.param(2.0, 1e-5, 1e-3, 2000, 64, marks=slow),
+    ],
+)
+def test_calibration_for_groups_is_tight_too(target: float, delta: float, q: float, num_steps: int, rows: int) -> None:
+    sigma = calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out", group_size=rows)
+    assert epsilon(dp_sgd_event(q, sigma, num_steps, rows), delta, "zero_out") <= target
+    assert epsilon(dp_sgd_event(q, sigma - 1e-3, num_steps, rows), delta, "zero_out") > target
+    assert sigma > calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out")
+
+
+def test_calibration_for_replacement_is_tight_too() -> None:
+    sigma = calibrate_noise_multiplier(3.0, 1e-5, 0.1, 20, "replace_one")
+    assert epsilon(dp_sgd_event(0.1, sigma, 20), 1e-5, "replace_one") <= 3.0
+    assert epsilon(dp_sgd_event(0.1, sigma - 1e-3, 20), 1e-5, "replace_one") > 3.0
+
+
+@pytest.mark.parametrize(
+    ("target", "delta", "q", "num_steps", "says"),
+    [
+        (1e-9, 1e-9, 0.5, 1000, "not reachable.*Raise privacy.epsilon"),
+        pytest.param(1.0, 0.01, 0.001, 1, "not reachable.*lower privacy.epsilon", marks=slow),
+        (0.0, 1e-5, 0.1, 10, "privacy.epsilon"),
+        (-1.0, 1e-5, 0.1, 10, "privacy.epsilon"),
+        (math.nan, 1e-5, 0.1, 10, "privacy.epsilon"),
+        (math.inf, 1e-5, 0.1, 10, "privacy.epsilon"),
+        (1.0, 0.0, 0.1, 10, "privacy.delta"),
+        (1.0, 1.0, 0.1, 10, "privacy.delta"),
+        (1.0, 1e-5, 0.0, 10, "sampling_rate"),
+        (1.0, 1e-5, 0.1, 0, "num_steps"),
+    ],
+)
+def test_impossible_targets_are_refused_with_what_to_change(
+    target: float, delta: float, q: float, num_steps: int, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out")
+
+
+def test_cache_answers_the_same_question_only(tmp_path: Path, monkeypatch: Any) -> None:
+    cache = tmp_path / "new" / "cache"
+    ask: Any = (1.0, 1e-5, 0.2, 100, "zero_out")
+    sigma = calibrate_noise_multiplier(*ask, cache)
+    [file] = cache.iterdir()
+    monkeypatch.setattr(calibration, "_calibrate", lambda *_: 99.0)
+    assert calibrate_noise_multiplier(*ask, cache) == sigma
+    for place, other in enumerate((1.1, 2e-5, 0.21, 101, "add_or_remove_one")):
+        assert calibrate_noise_multiplier(*ask[:place], other, *ask[place + 1 :], cache) == 99.0
+    assert calibrate_noise_multiplier(*ask, cache, group_size=2) == 99.0
+    for name, other in (
+        ("versions", lambda: {"name": "dp-accounting", "version": "99"}),
+        ("FINE_INTERVAL", 2e-4),
+        ("FORMAT", 99),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(calibration, name, other)
+            assert calibrate_noise_multiplier(*ask, cache) == 99.0, name
+    assert json.loads(file.read_text())["noise_multiplier"] == sigma
+    assert calibrate_noise_multiplier(*ask, cache) == sigma
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", "null", '{"key": 1}', '{"noise_multiplier": 0.01}', "\x00", "below"],
+)
+def test_damaged_cache_is_computed_again(tmp_path: Path, monkeypatch: Any, damage: str) -> None:
+    monkeypatch.setattr(calibration, "_calibrate", lambda *_: 1.5)
+    ask: Any = (1.0, 1e-5, 0.2, 100, "zero_out", tmp_path)
+    calibrate_noise_multiplier(*ask)
+    [file] = tmp_path.iterdir()
+    if damage == "below":  # well-formed but for the value
+        damage = json.dumps({**json.loads(file.read_text()), "noise_multiplier": -1.0})
+    file.write_text(damage)
+    monkeypatch.setattr(calibration, "_calibrate", lambda *_: 2.5)
+    assert calibrate_noise_multiplier(*ask) == 2.5
+    assert json.loads(file.read_text())["noise_multiplier"] == 2.5
+
+
+def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(calibration, "_calibrate", lambda *_: 1.5)
+    (tmp_path / "file").write_text("")
+    assert calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out", tmp_path / "file") == 1.5

@@ -1,0 +1,188 @@
+"""The Renyi filter counts right: divergences, the conversion to epsilon, and what still fits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy.accounting import Event, compose, dp_sgd_event, epsilon
+from dpllm.privacy.events import to_dp_event
+from dpllm.privacy.renyi import (
+    ORDERS,
+    Fit,
+    allowance,
+    choose_order,
+    largest_num_steps,
+    rdp,
+    smallest_noise_multiplier,
+    smallest_on_grid,
+    to_epsilon,
+)
+
+RUN = dp_sgd_event(0.02, 0.8, 150)
+
+
+def imported(eps: float, delta: float = 0.0) -> Event:
+    return {"type": "imported", "epsilon": eps, "delta": delta}
+
+
+@pytest.mark.parametrize("order", [1.1, 2.0, 3.2, 64.0])
+@pytest.mark.parametrize("sigma", [0.5, 3.0])
+def test_the_divergence_of_a_gaussian_is_its_closed_form(order: float, sigma: float) -> None:
+    event = {"type": "self_composed", "count": 7, "event": {"type": "gaussian", "noise_multiplier": sigma}}
+    assert rdp(event, order) == pytest.approx(7 * order / (2 * sigma**2), rel=1e-12)
+
+
+@pytest.mark.parametrize("order", [1.3, 2.0, 3.2, 7.7])
+@pytest.mark.parametrize(("q", "sigma"), [(0.02, 0.8), (0.3, 2.0), (0.001, 0.6)])
+def test_the_divergence_of_a_sampled_step_is_that_of_the_mixture(order: float, q: float, sigma: float) -> None:
+    """Integrated over a grid, in the direction that dominates. Whole orders are exact, fractional ones near or above."""
+    exact = log_moment(order, q, sigma) / (order - 1)
+    found = rdp(dp_sgd_event(q, sigma, 1), order)
+    assert exact * (1 - 1e-9) <= found <= exact * (1.01 if order >= 2 else 1.7)
+
+
+def log_moment(order: float, q: float, sigma: float) -> float:
+    x = np.linspace(-15 * sigma, order + 15 * sigma, 1_000_001)
+    base = norm.logpdf(x, 0, sigma)
+    mixture = np.logaddexp(math.log1p(-q) + base, math.log(q) + norm.logpdf(x, 1, sigma))
+    return math.log(np.trapezoid(np.exp(order * mixture + (1 - order) * base), x))
+
+
+@pytest.mark.parametrize(("q", "sigma"), [(0.3, 2.0), (0.5, 4.0), (0.7, 1.0)])
+@pytest.mark.parametrize("order", [1.1, 1.5, 1.9, 2.1, 2.5])
+def test_an_order_that_does_not_converge_is_bounded_by_those_beside_it(order: float, q: float, sigma: float) -> None:
+    from dp_accounting.rdp import RdpAccountant
+
+    event = dp_sgd_event(q, sigma, 1)
+    if order == 1.1:
+        assert math.isinf(RdpAccountant([order]).compose(to_dp_event(event)).rdp[0])  # why there is such a bound
+    exact = log_moment(order, q, sigma) / (order - 1)
+    assert exact <= rdp(event, order) <= rdp(event, math.ceil(order))
+    assert rdp(event, order) <= exact * 2.2
+
+
+@pytest.mark.parametrize("eps", [0.01, 0.5, 1.0, 5.0, 10.0])
+@pytest.mark.parametrize("order", [1.1, 2.0, 3.2, 64.0])
+def test_a_pure_import_costs_what_randomised_response_does(eps: float, order: float) -> None:
+    p = 1 / (1 + math.exp(-eps))
+    rest = math.exp(-eps) * p
+    exact = math.log(p**order * rest ** (1 - order) + rest**order * p ** (1 - order)) / (order - 1)
+    assert rdp(imported(eps), order) == pytest.approx(exact, rel=1e-9)
+    assert rdp(imported(eps), order) <= min(eps, order * eps**2 / 2) * (1 + 1e-12)
+
+
+def test_an_imported_delta_has_no_finite_divergence() -> None:
+    assert rdp(imported(0.1, 1e-9), 3.2) == math.inf
+    assert rdp(compose([RUN, imported(0.1)]), 3.2) == pytest.approx(rdp(RUN, 3.2) + rdp(imported(0.1), 3.2))
+
+
+def test_selection_has_a_divergence_above_that_of_one_run() -> None:
+    best = {"type": "repeat_and_select", "event": RUN, "mean": 10, "distribution": "geometric"}
+    assert rdp(best, 3.2) > rdp(RUN, 3.2) + math.log(10) / 2.2
+    assert rdp(compose([best, RUN]), 3.2) == pytest.approx(rdp(best, 3.2) + rdp(RUN, 3.2))
+    # On the accountant's own grid, the same as the accountant finds.
+    found = min(to_epsilon(rdp(best, order / 10), 1e-5, order / 10) for order in range(24, 60, 3))
+    assert found == pytest.approx(epsilon(best, 1e-5, "zero_out", "rdp"), abs=0.02)
+
+
+def test_events_without_a_divergence_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rdp.*poisson_sampled_group"):
+        rdp(dp_sgd_event(0.02, 0.8, 5, 3), 3.2)
+    for order in (1.0, 0.5, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="order"):
+            rdp(RUN, order)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.floats(0.05, 20.0), st.floats(1e-9, 0.01), st.floats(1.05, 64.0))
+def test_allowance_and_epsilon_are_each_others_inverse(eps: float, delta: float, order: float) -> None:
+    left = allowance(eps, delta, order)
+    conversion = math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+    assert left == pytest.approx(eps - conversion)
+    if left > 0:
+        assert to_epsilon(left, delta, order) == pytest.approx(eps)
+        assert to_epsilon(left * 1.001, delta, order) > to_epsilon(left, delta, order)
+    assert to_epsilon(0.0, delta, order) == 0.0
+
+
+def test_what_a_filter_allows_is_what_the_rdp_accountant_states() -> None:
+    best = min(to_epsilon(rdp(RUN, order), 1e-5, order) for order in ORDERS)
+    assert best == pytest.approx(epsilon(RUN, 1e-5, "zero_out", "rdp"), rel=1e-3)
+    assert best >= epsilon(RUN, 1e-5, "zero_out")
+
+
+@pytest.mark.parametrize(("order", "copies"), [(3.2, 8), (4.0, 7), (5.0, 3), (10.0, 0)])
+def test_a_budget_of_8_admits_so_many_runs(order: float, copies: int) -> None:
+    left = allowance(8.0, 1e-5, order)
+    assert rdp(compose([RUN] * copies), order) <= left
+    assert rdp(compose([RUN] * (copies + 1)), order) > left
+
+
+def test_the_chosen_order_admits_the_most_and_leaves_the_most() -> None:
+    order = choose_order(8.0, 1e-5, RUN)
+    assert order == choose_order(8.0, 1e-5, RUN) == 3.3
+
+    def rank(at: float) -> tuple[int, float]:
+        left = allowance(8.0, 1e-5, at)
+        copies = math.floor(left / rdp(RUN, at)) if left > 0 else 0
+        return copies, (left - copies * rdp(RUN, at)) / left if copies else 0.0
+
+    assert rank(order) == max(rank(at) for at in ORDERS)
+    assert rank(order)[0] == 8
+    assert order in ORDERS
+    assert ORDERS[0] == 1.1
+    assert ORDERS[-1] == 64.0
+    assert list(ORDERS) == sorted(set(ORDERS))
+    assert {10.9, 11.0, 12.0} <= set(ORDERS)
+
+
+def test_a_reference_that_nearly_fits_chooses_where_the_least_more_noise_would_do() -> None:
+    order = choose_order(2.0, 1e-5, RUN)
+    needed = {
+        at: smallest_noise_multiplier(lambda s: dp_sgd_event(0.02, s, 150), Fit(at, allowance(2.0, 1e-5, at)))
+        for at in (order, 3.3, 5.0, 12.0)
+    }
+    assert needed[order] == min(needed.values())
+    assert 0.8 < needed[order] < 1.6
+
+
+def test_a_reference_that_does_not_fit_or_costs_nothing_is_refused() -> None:
+    with pytest.raises(Refused, match="twice its noise"):
+        choose_order(0.3, 1e-5, RUN)
+    with pytest.raises(ConfigError, match="costs nothing"):
+        choose_order(8.0, 1e-5, compose([]))
+
+
+FIT = Fit(3.2, allowance(8.0, 1e-5, 3.2) - 7 * rdp(RUN, 3.2))  # after seven runs
+
+
+def test_the_largest_number_of_steps_fits_and_one_more_does_not() -> None:
+    most = largest_num_steps(lambda steps: dp_sgd_event(0.02, 0.8, steps), FIT)
+    assert rdp(dp_sgd_event(0.02, 0.8, most), 3.2) <= FIT.allowance < rdp(dp_sgd_event(0.02, 0.8, most + 1), 3.2)
+    assert most == 200
+    assert largest_num_steps(lambda steps: dp_sgd_event(0.02, 0.8, steps), Fit(3.2, 0.0)) == 0
+    assert largest_num_steps(lambda steps: dp_sgd_event(1.0, 0.1, steps), FIT) == 0
+    assert largest_num_steps(lambda steps: compose([]), FIT) == 10**9
+
+
+def test_the_smallest_noise_fits_and_a_grid_step_less_does_not() -> None:
+    for rate, steps in ((0.02, 150), (0.5, 100), (1.0, 10_000)):
+        sigma = smallest_noise_multiplier(lambda s, q=rate, t=steps: dp_sgd_event(q, s, t), FIT)  # type: ignore[misc]
+        assert rdp(dp_sgd_event(rate, sigma, steps), 3.2) <= FIT.allowance
+        assert rdp(dp_sgd_event(rate, sigma - 1e-4, steps), 3.2) > FIT.allowance
+        assert round(sigma * 1e4) / 1e4 == sigma
+    assert smallest_noise_multiplier(lambda s: dp_sgd_event(0.02, s, 150), Fit(3.2, 0.0)) == math.inf
+    assert smallest_noise_multiplier(lambda s: dp_sgd_event(1.0, s, 10**8), Fit(3.2, 1e-12)) == math.inf
+
+
+@pytest.mark.parametrize("least", [0.05, 0.0501, 0.9999, 1.0, 1.0001, 2.0, 9999.9999, 1e4, 1.1e4])
+def test_the_grid_is_searched_to_its_ends(least: float) -> None:
+    found = smallest_on_grid(lambda sigma: sigma >= least)
+    assert found == (least if least <= 1e4 else math.inf)

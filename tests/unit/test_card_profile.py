@@ -1,0 +1,54 @@
+"""What a card says beside one epsilon: other deltas, an attacker's limits, and accountants that do not know the event."""
+
+from __future__ import annotations
+
+from test_card import config, plan, record
+
+from dpllm.report.card import render_card
+
+LIMITS = {"tpr_at_fpr_0.001": 0.00618481, "tpr_at_fpr_0.01": 0.0367772, "auc": 0.6265405, "gdp_mu": 0.933221}
+CURVE = [[1e-4, 2.31541], [1e-5, 2.96331], [1e-30, None]]
+
+
+def text(**changes: object) -> str:
+    return " ".join(render_card(config(), plan(**changes), record(), None)[0].split())
+
+
+def test_the_limits_of_the_whole_profile_and_other_deltas_are_stated_rounded_up() -> None:
+    card = text(limits=LIMITS, curve=CURVE)
+    assert "the same limits are 0.7%, 3.7% and 0.6266." in card
+    assert "Gaussian DP with μ = 0.9333" in card
+    assert "At other δ, ε is 2.316 at 0.0001, 2.964 at 1e-05, not certified at 1e-30." in card
+    assert "μ" not in text(limits={**LIMITS, "gdp_mu": None})
+    assert "At other δ" not in text()
+    assert "From every ε and δ" not in text()
+
+
+def test_they_are_left_out_where_more_was_spent_than_planned() -> None:
+    """They are about the plan, and would be too small."""
+    block = render_card(config(), plan(limits=LIMITS, curve=CURVE), record(), None)[1]
+    assert block["limits"] == LIMITS
+    assert block["curve"] == CURVE
+    more = record(epsilon_spent=3.5)
+    card, block = render_card(config(), plan(limits=LIMITS, curve=CURVE), more, None)
+    assert "limits" not in block
+    assert "curve" not in block
+    assert "At other δ" not in card
+
+
+def test_a_card_without_a_second_accountant_says_so() -> None:
+    card = text(cross_check=None)
+    assert "| Second accountant | none supports this event |" in card
+    assert "no second accountant supports this event" in card
+    assert "none supports" not in text()
+
+
+def test_a_card_of_rows_drawn_one_by_one_says_what_was_drawn() -> None:
+    card = text(sampling="example")
+    assert "N = 888 rows, public" in card
+    assert "gradient of each row clipped" in card
+    assert "64 rows expected in a step" in card
+    assert "at most 6 rows of a unit together, by a mixture of Gaussians" in card
+    units = text()
+    assert "N = 888 units, public" in units
+    assert "mixture of Gaussians" not in units

@@ -1,0 +1,187 @@
+"""``dpllm epsilon``: the number, its inverse, the table, the prose, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from dpllm.cli import main
+from dpllm.privacy.accounting import dp_sgd_event, epsilon
+
+RUN = ["--dataset-size", "5000", "--batch-size", "100", "--steps", "150", "--delta", "1e-5"]
+NOISE = ["--noise-multiplier", "0.8"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+
+def ask(capsys: Any, *arguments: str) -> dict[str, Any]:
+    assert main(["epsilon", *arguments, "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def refusal(capsys: Any, *arguments: str, code: int) -> str:
+    assert main(["epsilon", *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    return str(err)
+
+
+def test_the_number_is_the_accountants(capsys: Any) -> None:
+    answer = ask(capsys, *RUN, *NOISE)
+    assert answer["epsilon"] == epsilon(dp_sgd_event(0.02, 0.8, 150), 1e-5, "zero_out")
+    assert 2.9633 - 1e-3 <= answer["epsilon"] <= 2.9633 + 2e-3
+    assert answer["accountant"] == "pld"
+    assert answer["accountants"]["rdp"] == pytest.approx(3.6226, abs=1e-3)
+    assert answer["event"] == dp_sgd_event(0.02, 0.8, 150)
+    assert dict(map(tuple, answer["curve"]))[1e-5] == answer["epsilon"]
+    assert [delta for delta, _ in answer["curve"]] == [1e-4, 1e-5, 1e-6, 1e-7, 1e-8]
+    assert set(answer["limits"]) == {"tpr_at_fpr_0.001", "tpr_at_fpr_0.01", "auc", "gdp_mu"}
+    assert "2.964" in answer["statement"]
+
+
+def test_epsilon_without_amplification_is_one_gaussian_an_epoch(capsys: Any) -> None:
+    answer = ask(capsys, *RUN, *NOISE)
+    assert answer["shuffled"]["epochs"] == 3
+    three = {"type": "self_composed", "count": 3, "event": {"type": "gaussian", "noise_multiplier": 0.8}}
+    assert answer["shuffled"]["epsilon"] == epsilon(three, 1e-5, "zero_out")
+    # A group may lie in one batch as a whole.
+    four = {**three, "event": {"type": "gaussian", "noise_multiplier": 0.2}}
+    assert ask(capsys, *RUN, *NOISE, "--group-size", "4")["shuffled"]["epsilon"] == epsilon(four, 1e-5, "zero_out")
+
+
+def test_the_inverse_meets_the_target_and_hardly_less_noise_does(capsys: Any) -> None:
+    answer = ask(capsys, *RUN, "--epsilon", "8")
+    sigma = answer["noise_multiplier"]
+    assert sigma == pytest.approx(0.560556, abs=1e-3)
+    assert answer["epsilon"] <= 8.0 == answer["target_epsilon"]
+    assert epsilon(dp_sgd_event(0.02, sigma - 1e-3, 150), 1e-5, "zero_out") > 8.0
+    assert ask(capsys, *RUN, "--noise-multiplier", str(sigma))["epsilon"] == answer["epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "epochs", "steps"), [(75, 1, "3", 225), (93, 1, "1", 93), (1000, 300, "0.1", 1), (7, 3, "1/3", 1)]
+)
+def test_steps_follow_from_epochs_exactly(capsys: Any, size: int, batch: int, epochs: str, steps: int) -> None:
+    sizes = ["--dataset-size", str(size), "--batch-size", str(batch), "--noise-multiplier", "4"]
+    assert ask(capsys, *sizes, "--epochs", epochs)["num_steps"] == steps
+
+
+def test_delta_is_automatic(capsys: Any) -> None:
+    automatic = ask(capsys, "--dataset-size", "888", "--batch-size", "64", "--steps", "10", "--noise-multiplier", "2")
+    assert automatic["delta"] == 1e-4
+    assert len(automatic["curve"]) == 5
+    other = ["--dataset-size", "888", "--batch-size", "64", "--steps", "10", "--noise-multiplier", "2"]
+    assert len(ask(capsys, *other, "--delta", "2e-5")["curve"]) == 6
+
+
+def test_groups_relations_and_selections(capsys: Any) -> None:
+    group = ask(capsys, *RUN, "--noise-multiplier", "2", "--group-size", "3")
+    assert group["epsilon"] == epsilon(dp_sgd_event(0.02, 2.0, 150, 3), 1e-5, "zero_out")
+    assert group["one_unit"] == epsilon(dp_sgd_event(0.02, 2.0, 150), 1e-5, "zero_out") < group["epsilon"]
+    assert group["accountants"].keys() == {"pld"}
+    replaced = ask(capsys, *RUN, *NOISE, "--relation", "replace_one")
+    assert replaced["epsilon"] == pytest.approx(3.5358, abs=2e-3)
+    best = ask(capsys, *RUN, "--noise-multiplier", "1.5", "--trials", "10")
+    assert best["accountant"] == "rdp"
+    assert best["select"] == "geometric"
+    assert best["epsilon"] == pytest.approx(1.814, abs=3e-3)
+    inverse = ask(capsys, *RUN, "--epsilon", "2", "--trials", "10", "--select", "logarithmic")
+    assert 1.999 < inverse["epsilon"] <= 2.0
+
+
+def test_prv_stands_beside_the_others_if_asked(capsys: Any) -> None:
+    assert ask(capsys, *RUN, *NOISE, "--prv")["accountants"]["prv"] == pytest.approx(2.9736, abs=2e-3)
+
+
+def test_a_reader_gets_number_table_limits_and_prose(capsys: Any) -> None:
+    assert main(["epsilon", *RUN, *NOISE]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("epsilon 2.964\n")
+    for words in ("by pld", "by rdp", "if shuffled", "area under the ROC curve", "Poisson sampling", "base model"):
+        assert words in out
+    assert main(["epsilon", *RUN, "--epsilon", "8", "--group-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("noise multiplier 0.")
+    assert "of one unit alone" in out
+
+
+def test_what_has_no_finite_epsilon_is_still_answered(capsys: Any) -> None:
+    answer = ask(capsys, *RUN, "--noise-multiplier", "1e-5")
+    assert answer["epsilon"] is None
+    assert "no guarantee" in answer["statement"]
+    assert main(["epsilon", *RUN, "--noise-multiplier", "1e-5"]) == 0
+    assert "infinite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("delta", ["2e-4", "0.5"])
+def test_a_delta_of_1_over_n_or_more_is_refused(capsys: Any, delta: str) -> None:
+    assert "--delta" in refusal(capsys, *RUN[:-1], delta, *NOISE, code=3)
+
+
+def test_a_batch_larger_than_the_data_is_refused(capsys: Any) -> None:
+    sizes = ["--dataset-size", "50", "--batch-size", "51", "--steps", "1"]
+    assert "--batch-size 51" in refusal(capsys, *sizes, *NOISE, code=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((*RUN[:-1], "0", *NOISE), "--delta"),
+        ((*RUN[:-1], "nan", *NOISE), "--delta"),
+        ((*RUN[:-1], "small", *NOISE), "--delta"),
+        ((*RUN, "--noise-multiplier", "0"), "noise_multiplier"),
+        ((*RUN, "--noise-multiplier", "nan"), "noise_multiplier"),
+        ((*RUN, "--epsilon", "-1"), "--epsilon"),
+        ((*RUN, "--epsilon", "inf"), "--epsilon"),
+        ((*RUN, *NOISE, "--group-size", "0"), "--group-size"),
+        ((*RUN, *NOISE, "--group-size", "2000"), "group_size"),
+        ((*RUN, *NOISE, "--trials", "0.5"), "--trials"),
+        ((*RUN, *NOISE, "--select", "poisson"), "--trials"),
+        ((*RUN, *NOISE, "--relation", "replace_one", "--group-size", "2"), "replace_one"),
+        (("--dataset-size", "0", "--batch-size", "1", "--steps", "1", *NOISE), "--dataset-size"),
+        (("--dataset-size", "9", "--batch-size", "0", "--steps", "1", *NOISE), "--batch-size"),
+        (("--dataset-size", "9", "--batch-size", "1", "--steps", "0", *NOISE), "--steps"),
+        (("--dataset-size", "9", "--batch-size", "1", "--epochs", "0", *NOISE), "--epochs"),
+        (("--dataset-size", "9", "--batch-size", "1", "--epochs", "many", *NOISE), "--epochs"),
+        (("--dataset-size", "9", "--batch-size", "1", "--epochs", "1/0", *NOISE), "--epochs"),
+        ((*RUN, *NOISE, "--train.seed", "1"), "unknown argument"),
+    ],
+)
+def test_bad_input_is_answered_by_its_name(capsys: Any, arguments: tuple[str, ...], says: str) -> None:
+    assert says in refusal(capsys, *arguments, code=2)
+
+
+def test_a_group_cannot_be_selected_from(capsys: Any) -> None:
+    assert "no accountant knows" in refusal(capsys, *RUN, *NOISE, "--group-size", "2", "--trials", "5", code=3)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[*RUN[2:], *NOISE], [*RUN], [*RUN, *NOISE, "--epsilon", "3"], [*RUN, *NOISE, "--epochs", "3"]]
+)
+def test_too_few_or_too_many_numbers_are_a_wrong_command(capsys: Any, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["epsilon", *arguments])
+    assert stopped.value.code == 2
+
+
+def test_torch_is_not_imported() -> None:
+    code = f"""
+import sys
+from dpllm.cli import main
+assert main(["epsilon", *{RUN!r}, "--epsilon", "8", "--group-size", "2"]) == 0
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert math.isfinite(float(done.stdout.split("with which epsilon is ")[1].split()[0]))

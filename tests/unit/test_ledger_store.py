@@ -1,0 +1,427 @@
+"""What was entered stays: edits, cuts and reordering are found, and what is no ledger is one clear error."""
+
+import json
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, reserve
+
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.ledger import Ledger, budgets, default_path, open_ledger
+from dpllm.ledger.chain import GENESIS, Entry, canonical
+from dpllm.ledger.exchange import to_export, verify_export
+from dpllm.ledger.fingerprint import fingerprint
+from dpllm.ledger.store import GUARDS
+
+ROWS = [{"text": f"record {n}"} for n in range(50)]
+
+
+@pytest.fixture
+def full_ledger(ledger: Ledger) -> Ledger:
+    """Budget, data, seal, run, commit, exception, import and a refusal."""
+    records = fingerprint(ROWS, ["text"], ledger.records.key())
+    budgets.set_budget(ledger, "notes", budget(100.0), records=records)
+    first = reserve(ledger)
+    ledger.charge(first.entry, 1)
+    ledger.finish(first.entry, "interrupted")
+    budgets.except_from_privacy(ledger, "notes", "alice", "a baseline")
+    budgets.import_run(ledger, "notes", event=EVENT, run="x", by="a", reason="b", **TERMS)
+    with pytest.raises(BudgetExceeded), ledger.counting():
+        reserve(ledger)
+    return ledger
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE entries SET payload = '{}'",
+        "DELETE FROM entries",
+        "INSERT INTO entries SELECT seq + 100, kind, dataset, payload, prev_hash, hash FROM entries",
+        "UPDATE progress SET steps = 0",
+        "UPDATE progress SET steps = 3",
+        "DELETE FROM progress",
+        "UPDATE records SET nonce = 'x'",
+        "DELETE FROM records",
+        "UPDATE refusals SET number = 0",
+        "DELETE FROM refusals",
+        "UPDATE meta SET value = 'x' WHERE key = 'fingerprint_key'",
+        "DELETE FROM meta",
+    ],
+)
+def test_every_table_only_grows(full_ledger: Ledger, place: Place, statement):
+    with pytest.raises(Exception, match="only grows"):
+        place.raw(statement)
+    assert full_ledger.verify() == []
+
+
+@pytest.mark.parametrize("table", ["entries", "progress", "records", "refusals", "meta"])
+def test_no_row_is_replaced_and_no_table_emptied(full_ledger: Ledger, place: Place, table):
+    if place.kind == "sqlite":
+        with pytest.raises(sqlite3.IntegrityError):
+            place.raw("PRAGMA recursive_triggers = ON", f"INSERT OR REPLACE INTO {table} SELECT * FROM {table}")
+    else:
+        with pytest.raises(Exception, match="only grows"):
+            place.raw(f"TRUNCATE {table}")
+    assert full_ledger.verify() == []
+
+
+EDITS = [
+    "UPDATE entries SET payload = replace(payload, '40.0', '99.0') WHERE seq = 4",
+    "UPDATE entries SET payload = payload || ' ' WHERE seq = 2",
+    "UPDATE entries SET dataset = 'other' WHERE seq = 2",
+    "UPDATE entries SET kind = 'note' WHERE seq = 3",
+    "UPDATE entries SET hash = prev_hash WHERE seq = 2",
+    "DELETE FROM entries WHERE seq = 1",
+    "DELETE FROM entries WHERE seq = 3",
+    "DELETE FROM entries WHERE seq >= 4",
+    "DELETE FROM entries",
+    "UPDATE progress SET steps = 0",
+    "UPDATE progress SET steps = 40",
+    "DELETE FROM progress",
+    "UPDATE entries SET seq = seq + 100",
+    "UPDATE entries SET seq = 99 - seq",
+    "UPDATE records SET nonce = 'x'",
+    "UPDATE records SET fingerprint = nonce",
+    "DELETE FROM records",
+    "UPDATE meta SET value = '00ff' WHERE key = 'fingerprint_key'",
+    "DELETE FROM meta WHERE key = 'fingerprint_key'",
+]
+
+
+@pytest.mark.parametrize("statement", EDITS)
+def test_tampering_is_found_and_nothing_more_is_reserved(full_ledger: Ledger, place: Place, statement):
+    head = full_ledger.head()
+    assert full_ledger.verify() == full_ledger.verify(head) == []
+    place.edit(statement)
+    assert full_ledger.verify()
+    with place.open() as fresh:
+        assert fresh.verify()
+        with pytest.raises(Refused, match="changed by something other than dpllm"):
+            reserve(fresh, "other")
+    if "records" not in statement and "meta" not in statement:  # which each process checks once
+        with pytest.raises(Refused, match="changed by something other than dpllm"):
+            reserve(full_ledger, "other")
+
+
+def test_forged_types_are_found_and_crash_nothing(place: Place):
+    if place.kind != "sqlite":
+        pytest.skip("columns of PostgreSQL have types")
+    with place.open() as ledger:
+        reserve(ledger)
+        reserve(ledger)
+    forged = [f"UPDATE entries SET {name} = x'00ff' WHERE seq = 1" for name in ("payload", "dataset", "kind", "hash")]
+    forged += ["UPDATE entries SET prev_hash = x'00' WHERE seq = 2", "UPDATE progress SET steps = 'many'"]
+    content = Path(place.location).read_bytes()
+    for statement in forged:
+        for old in Path(place.location).parent.glob("*"):
+            old.unlink()
+        Path(place.location).write_bytes(content)
+        place.edit(statement)
+        with place.open() as ledger:
+            assert ledger.verify(), statement
+            with pytest.raises(Refused):
+                reserve(ledger)
+
+
+def _rewrite(place: Place, change) -> None:
+    """Computes the whole chain anew, with ``change`` applied to every (kind, payload)."""
+    previous, statements = GENESIS, []
+    for seq, kind, dataset, payload in place.raw("SELECT seq, kind, dataset, payload FROM entries ORDER BY seq"):
+        kind, payload = change(kind, payload)
+        link = Entry(seq, kind, dataset, payload, previous, "")
+        quoted = payload.replace("'", "''")
+        statements.append(
+            f"UPDATE entries SET kind = '{kind}', payload = '{quoted}', prev_hash = '{previous}', "
+            f"hash = '{link.expected_hash()}' WHERE seq = {seq}"
+        )
+        previous = link.expected_hash()
+    place.edit(*statements)
+
+
+def test_a_chain_computed_afresh_contradicts_earlier_heads_and_this_process(full_ledger: Ledger, place: Place):
+    heads = [{"hash": link.hash, "count": link.seq} for link in full_ledger.history()]
+    _rewrite(place, lambda kind, payload: (kind, payload.replace('"epsilon":100.0', '"epsilon":200.0')))
+    with pytest.raises(Refused):
+        reserve(full_ledger)
+    assert full_ledger.verify() == ["the chain is another than this process read before."]
+    with place.open() as fresh:  # as the docstring of the package says: no head from elsewhere, no contradiction
+        assert fresh.verify() == []
+        for head in heads:
+            assert fresh.verify(head)
+
+
+@pytest.mark.parametrize("payload", ["[]", "null", "{", "{}", '{"at": 3}', "[" * 5000])
+def test_a_chain_computed_afresh_over_nonsense_is_found(full_ledger: Ledger, place: Place, payload):
+    _rewrite(place, lambda kind, old: (kind, payload if kind == "reserve" else old))
+    with place.open() as fresh:
+        assert "nothing that dpllm writes" in fresh.verify()[0]
+        with pytest.raises(Refused):
+            reserve(fresh)
+        with pytest.raises(Refused):
+            fresh.account("notes")
+
+
+def test_a_wrong_head_is_found(full_ledger: Ledger):
+    head = full_ledger.head()
+    wrong = [{**head, "count": head["count"] - 1}, {**head, "count": 99}, {**head, "count": -1}, {"count": 1}]
+    for other in [*wrong, {"hash": "0" * 64, "count": 2}, {"hash": head["hash"], "count": "many"}]:
+        assert full_ledger.verify(other)
+    assert full_ledger.verify({"hash": GENESIS, "count": 0}) == []
+
+
+@pytest.mark.parametrize("name", sorted(GUARDS))
+def test_missing_and_blunted_guards_are_found(ledger: Ledger, place: Place, name):
+    table, moment, _ = GUARDS[name]
+    if place.kind == "sqlite":
+        place.raw(f"DROP TRIGGER {name}")
+        assert f"guard {name} is missing." in ledger.verify()
+        place.raw(f"CREATE TRIGGER {name} BEFORE {moment} ON {table} WHEN 0 BEGIN SELECT 1; END")
+    else:
+        place.raw(f"ALTER TABLE {table} DISABLE TRIGGER {name}")
+        assert f"guard {name} is missing." in ledger.verify()
+        place.raw(f"ALTER TABLE {table} ENABLE TRIGGER {name}")
+        assert ledger.verify() == []
+        back = "BEGIN RETURN NEW; END"
+        place.raw(f"CREATE OR REPLACE FUNCTION dpllm_{name}() RETURNS trigger LANGUAGE plpgsql AS '{back}'")
+    assert f"guard {name} is missing." in ledger.verify()
+    with pytest.raises(Refused, match="guard"):
+        reserve(ledger)
+
+
+def test_every_link_hangs_on_the_one_before(ledger: Ledger):
+    reserve(ledger)
+    reserve(ledger)
+    links = ledger.history("notes")
+    assert links[0].prev_hash == GENESIS
+    assert links[1].prev_hash == links[0].hash == links[0].expected_hash()
+    assert ledger.head() == {"hash": links[1].hash, "count": 2}
+    assert json.loads(links[0].payload)["num_steps"] == 4
+    assert canonical({"b": 1, "a": 2}) == '{"a":2,"b":1}'
+
+
+def test_an_export_shows_edits_cuts_and_other_heads(full_ledger: Ledger):
+    head = full_ledger.head()
+    value = to_export(full_ledger)
+    assert verify_export(value) == verify_export(value, head) == []
+    assert verify_export(value, {"hash": "0" * 64, "count": 1})
+    last = value["entries"][-1]
+    for edited in (
+        {**value, "entries": value["entries"][:-1]},
+        {**value, "entries": []},
+        {**value, "entries": value["entries"][::-1]},
+        {**value, "entries": [*value["entries"][:-1], {**last, "payload": "{}"}]},
+        {**value, "entries": [*value["entries"][:-1], {**last, "payload": 3}]},
+        {**value, "progress": {}},
+        {**value, "progress": dict.fromkeys(value["progress"], 0)},
+        {**value, "progress": {**value["progress"], "more": 1}},
+    ):
+        assert verify_export(edited)
+
+
+def test_the_file_is_private_and_durable(tmp_path: Path):
+    with Ledger(tmp_path / "new" / "ledger.sqlite") as ledger:
+        if os.name == "posix":
+            assert stat.S_IMODE((tmp_path / "new" / "ledger.sqlite").stat().st_mode) == 0o600
+        assert ledger.store.rows("PRAGMA journal_mode") == [("wal",)]
+        assert ledger.store.rows("PRAGMA synchronous") == [(2,)]
+        assert ledger.store.rows("PRAGMA busy_timeout") == [(60_000,)]
+
+
+def test_the_server_is_asked_for_durability(postgres_server):
+    url = postgres_server.new_database()
+    with open_ledger(url) as ledger:
+        assert ledger.store.rows("SHOW synchronous_commit") == [("on",)]
+        assert ledger.store.rows("SHOW fsync") == [("on",)]
+    postgres_server.drop(url)
+
+
+def test_what_cannot_be_a_ledger_is_one_clear_error(tmp_path: Path):
+    (tmp_path / "text").write_text("not a database, " * 100)
+    with closing(sqlite3.connect(tmp_path / "other.sqlite")) as db:
+        db.execute("CREATE TABLE songs (title)")
+    with Ledger(tmp_path / "newer.sqlite") as newer:
+        newer.store.rows("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+    for name in ("text", ".", "text/below", "other.sqlite", "newer.sqlite", "x" * 300):
+        with pytest.raises(ConfigError, match=r"privacy\.ledger") as error:
+            open_ledger(str(tmp_path / name))
+        assert str(tmp_path) in str(error.value)
+        assert "\n" not in str(error.value)
+    with closing(sqlite3.connect(tmp_path / "other.sqlite")) as db:
+        assert [row[0] for row in db.execute("SELECT name FROM sqlite_master")] == ["songs"]
+    for url in ("mysql://host/db", "postgresql+psycopg://host/db", "http://x"):
+        with pytest.raises(ConfigError, match="unknown kind"):
+            open_ledger(url)
+
+
+def test_a_database_that_cannot_be_a_ledger_is_one_clear_error(postgres_server):
+    import psycopg
+
+    url = postgres_server.new_database()
+    with psycopg.connect(url, autocommit=True) as db:
+        db.execute("CREATE TABLE entries (title TEXT)")
+    newer = postgres_server.new_database()
+    with open_ledger(newer) as ledger:
+        ledger.store.rows("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+    for wrong in (url, newer, url + "0", "postgresql://nobody@/x?host=/nowhere", "postgresql://[", url + "&songs=1"):
+        with pytest.raises(ConfigError, match=r"privacy\.ledger") as error:
+            open_ledger(wrong)
+        assert "\n" not in str(error.value)
+    for url in (url, newer):
+        postgres_server.drop(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:secret@host/db",
+        "postgresql://me:@host/db",
+        "postgresql://host/db?password=secret",
+        "postgresql://host/db?p%61ssword=secret",
+        "postgres://host/db?sslpassword=secret",
+    ],
+)
+def test_a_password_in_the_url_is_refused_and_not_repeated(url):
+    with pytest.raises(ConfigError, match="holds a password") as error:
+        open_ledger(url)
+    assert "secret" not in str(error.value)
+
+
+def test_without_psycopg_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dpllm\[postgres\]'"):
+        open_ledger("postgresql://host/db")
+
+
+def test_a_database_that_sets_another_isolation_level_changes_nothing(postgres_server):
+    import psycopg
+
+    url = postgres_server.new_database()
+    with psycopg.connect(url, autocommit=True) as db:
+        name = url.partition("@/")[2].partition("?")[0]
+        db.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
+    place = Place(url)
+    with place.open() as one, place.open() as two:
+        for ledger in (one, two, one):
+            reserve(ledger)
+        assert one.verify() == two.verify() == []
+    postgres_server.drop(url)
+
+
+def test_a_file_damaged_in_the_middle_is_an_error_of_ours(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        for _ in range(20):
+            reserve(ledger)
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xff" * (len(content) - 4096)
+    path.write_bytes(content)
+    with pytest.raises((ConfigError, Refused)), Ledger(path) as ledger:
+        reserve(ledger)
+
+
+VERSION_1 = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE entries (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL,
+    dataset TEXT NOT NULL, payload TEXT NOT NULL, prev_hash TEXT NOT NULL, hash TEXT NOT NULL);
+CREATE TABLE progress (entry TEXT PRIMARY KEY, seq INTEGER NOT NULL,
+    steps INTEGER NOT NULL, updated_at REAL NOT NULL);
+INSERT INTO meta VALUES ('schema_version', '1');
+CREATE TRIGGER entries_insert BEFORE INSERT ON entries
+    WHEN NEW.seq <> (SELECT COALESCE(MAX(seq), 0) + 1 FROM entries) BEGIN SELECT RAISE(ABORT, 'the ledger only grows'); END;
+CREATE TRIGGER entries_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'the ledger only grows'); END;
+CREATE TRIGGER entries_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'the ledger only grows'); END;
+CREATE TRIGGER progress_insert BEFORE INSERT ON progress
+    WHEN NEW.steps <> 0 OR EXISTS (SELECT 1 FROM progress WHERE entry = NEW.entry)
+    BEGIN SELECT RAISE(ABORT, 'the ledger only grows'); END;
+CREATE TRIGGER progress_update BEFORE UPDATE ON progress
+    WHEN NEW.entry <> OLD.entry OR NEW.seq <> OLD.seq OR NEW.steps <> OLD.steps + 1
+    BEGIN SELECT RAISE(ABORT, 'the ledger only grows'); END;
+CREATE TRIGGER progress_delete BEFORE DELETE ON progress BEGIN SELECT RAISE(ABORT, 'the ledger only grows'); END;
+"""
+
+
+@pytest.fixture
+def version_1(tmp_path: Path) -> Path:
+    """A file of the first version: a budget, and one run of one step."""
+    path, at = tmp_path / "old.sqlite", {"at": "2026-01-02T03:04:05Z"}
+    wanted = {"epsilon": cost_of(3), "delta": DELTA, **TERMS}
+    claim = {"entry": "e" * 16, "dataset": "notes", "run": "old", "num_steps": 4, "epsilon": cost_of(1), "delta": DELTA}
+    claim |= {**TERMS, "config_hash": None, "event": EVENT}
+    previous, rows = GENESIS, []
+    for seq, (kind, content) in enumerate([("budget", wanted), ("reserve", claim)], start=1):
+        payload = canonical({**content, **at})
+        digest = Entry(seq, kind, "notes", payload, previous, "").expected_hash()
+        rows.append((seq, kind, "notes", payload, previous, digest))
+        previous = digest
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(VERSION_1)
+        db.executemany("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)", rows)
+        db.execute("INSERT INTO progress VALUES (?, 2, 0, 0)", (claim["entry"],))
+        db.execute("UPDATE progress SET steps = 1")
+        db.commit()
+    return path
+
+
+def test_a_file_of_the_first_version_opens_keeps_its_chain_and_verifies(version_1: Path):
+    with closing(sqlite3.connect(version_1)) as db:
+        before = db.execute("SELECT * FROM entries").fetchall()
+    with Ledger(version_1) as ledger:
+        assert ledger.verify() == []
+        assert ledger.store.rows("SELECT * FROM entries") == before
+        found = ledger.budget("notes")
+        assert (found.gate, found.order, found.by, found.epsilon) == ("planned", None, "", cost_of(3))
+        assert [(run.state, run.steps) for run in ledger.runs("notes")] == [("running", 1)]
+        assert ledger.spent("notes") == cost_of(1)
+        ledger.charge("e" * 16, 2)
+        assert len(ledger.records.key()) == 32
+    with Ledger(version_1) as again:
+        assert again.verify() == []
+        assert again.store.rows("SELECT value FROM meta WHERE key = 'schema_version'") == [("2",)]
+
+
+def test_runs_of_the_first_version_are_a_spent_list(version_1: Path):
+    """They were admitted after results were seen, so that nothing more can be planned beside them."""
+    with Ledger(version_1) as ledger:
+        with pytest.raises(BudgetExceeded, match="is spent"):
+            reserve(ledger)
+        reserve(ledger, "unlimited")
+        assert ledger.verify() == []
+
+
+def test_a_migration_that_is_killed_leaves_the_first_version(version_1: Path):
+    code = """
+import os, sys
+from pathlib import Path
+from dpllm.ledger import store
+rows = store.SQLite.rows
+def dies(self, statement, *values):
+    if "UPDATE meta SET value = '2'" in statement:
+        os._exit(9)
+    return rows(self, statement, *values)
+store.SQLite.rows = dies
+store.SQLite(Path(sys.argv[1]))
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code, str(version_1)], env=env).returncode == 9
+    with Ledger(version_1) as ledger:
+        assert ledger.verify() == []
+
+
+def test_default_path_is_in_the_users_data_directory(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert default_path() == tmp_path / ".local" / "share" / "dpllm" / "ledger.sqlite"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert default_path() == tmp_path / "data" / "dpllm" / "ledger.sqlite"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert default_path() == tmp_path / "Library" / "Application Support" / "dpllm" / "ledger.sqlite"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("APPDATA", str(tmp_path / "roaming"))
+    assert default_path() == tmp_path / "roaming" / "dpllm" / "ledger.sqlite"
