@@ -189,6 +189,15 @@ class Server:
             db.execute(f"CREATE DATABASE {name}")
         return self.url(name)
 
+    def new_schema(self) -> str:
+        """The URL of an empty schema, which is made more quickly than a database."""
+        import psycopg
+
+        name = "t" + secrets.token_hex(6)
+        with psycopg.connect(self.url("postgres"), autocommit=True) as db:
+            db.execute(f"CREATE SCHEMA {name}")
+        return self.url("postgres") + f"&options=-csearch_path%3D{name}"
+
     def drop(self, url: str) -> None:
         import psycopg
 

@@ -43,6 +43,7 @@ GUARDS = {
     ),
     "refusals_update": ("refusals", "UPDATE", "NEW.number < OLD.number"),
     "refusals_delete": ("refusals", "DELETE", "true"),
+    "meta_insert": ("meta", "INSERT", "EXISTS (SELECT 1 FROM meta WHERE key = NEW.key)"),
     "meta_update": ("meta", "UPDATE", "OLD.key = 'fingerprint_key'"),
     "meta_delete": ("meta", "DELETE", "true"),
 }

@@ -28,9 +28,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ledger_sto
         yield ledger_stores.Place(str(tmp_path / "new" / "ledger.sqlite"))
         return
     server: ledger_stores.Server = request.getfixturevalue("postgres_server")
-    url = server.new_database()
-    yield ledger_stores.Place(url)
-    server.drop(url)
+    yield ledger_stores.Place(server.new_schema())
 
 
 @pytest.fixture
