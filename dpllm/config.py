@@ -119,8 +119,8 @@ class DataConfig(Section):
     eval_public: bool = False
     """The evaluation data are public, so that figures computed from them may be published."""
     public_size: PositiveInt | None = None
-    """Declared number of privacy units, not read from the data (the relation is then add/remove-one). null: counted,
-    and the count is published (the relation is then zero-out)."""
+    """Declared number of privacy units (rows, with sampling: example), not read from the data (the relation is then
+    add/remove-one). null: counted, and the count is published (the relation is then zero-out)."""
     format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
     """How a row reads; auto looks at the column names."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -234,7 +234,8 @@ class TrainConfig(Section):
     """The loop. Nothing here is read from private data while it runs."""
 
     batch_size: PositiveInt = 256
-    """Expected logical batch size B, in privacy units; the sampling rate is B / N and the divisor of the sum is B."""
+    """Expected logical batch size B, in privacy units (rows, with data.sampling: example); the sampling rate is B / N and
+    the divisor of the sum is B."""
     physical_batch_size: PositiveInt = 16
     """Sequences in one forward pass: memory and speed, never the promise."""
     epochs: float | None = Field(default=None, gt=0)

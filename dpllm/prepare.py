@@ -76,7 +76,7 @@ def prepare(
     config = config.model_copy(update={"data": config.data.model_copy(update={"format": table.format})})
     book = None
     if state.is_main_process:
-        book = ledger.open_ledger(config.privacy.ledger, create=config.privacy.enabled and not resume)
+        book = ledger.open_ledger(config.privacy.ledger, create=False)
     try:
         custody = shared(protect.take_custody(config, table, book) if state.is_main_process else None)
         return _prepare(config, run, state, console, table, book, custody, resume, make_up_lost_steps)
@@ -183,7 +183,7 @@ def _prepare(
     if standing:
         saved = checkpoint.load_resume(run, net, optimizer)
         first_step, claims = standing.charged, standing.claims
-        notes += saved["notes"]
+        notes += [note for note in (*standing.notes, *saved["notes"]) if note not in notes]
         engine.max_grad_norm = saved.get("max_grad_norm", engine.max_grad_norm)
         if plan and make_up_lost_steps and standing.lost_steps:
             claims += shared((make_up(plan, run, book, custody, standing),) if book else None)
@@ -193,6 +193,9 @@ def _prepare(
         elif standing.lost_steps:
             notes.append(f"{standing.lost_steps} charged steps were lost before the checkpoint and were not repeated")
     elif plan:
+        if state.is_main_process and book is None:  # the first reservation makes the file; a refusal makes none
+            book = ledger.open_ledger(config.privacy.ledger)
+            custody = protect.take_custody(config, table, book)
         claims = shared((_reserve(plan, run, book, custody),) if book else None)
     if state.is_main_process:
         if not resume:

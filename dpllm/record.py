@@ -44,6 +44,7 @@ def write_record(
         "status": status,
         "guarantee": {"holds": reason is None and unfinished is None, "reason": reason or unfinished},
         "deviations": notes + p.notes,
+        "resumes": [note for note in p.notes if note not in p.custody.deviations()],
         "steps_planned": p.schedule.num_steps,
         "steps_taken": step,
         "epsilon_spent": p.plan.epsilon if p.plan else None,

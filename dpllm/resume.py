@@ -40,6 +40,7 @@ class Standing:
         charged: Steps that may have been released, by the ledger.
         lost_steps: Of these, how many the checkpoint does not have.
         extra_steps: Steps beyond the recipe's, reserved by earlier resumes to make up lost ones.
+        notes: What earlier resumes noted for run.json.
     """
 
     plan: dict[str, Any]
@@ -47,6 +48,7 @@ class Standing:
     charged: int
     lost_steps: int
     extra_steps: int
+    notes: tuple[str, ...]
 
 
 def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody) -> Standing:
@@ -57,8 +59,9 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
         Refused: No checkpoint is intact; the ledger was cut or replaced since; or the data are others than reserved for.
     """
     saved = checkpoint.newest(run)
+    notes = tuple(read_json(run.run).get("resumes", ())) if run.run.exists() else ()
     if not config.privacy.enabled:
-        return Standing({}, (), int(saved["step"]), 0, 0)
+        return Standing({}, (), int(saved["step"]), 0, 0, notes)
     if book is None:
         where = config.privacy.ledger or ledger.default_path()
         raise ConfigError(
@@ -99,7 +102,7 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
         )
     sizes = tuple((claim.entry, claim.num_steps) for claim in claims)
     extra = sum(claim.num_steps for claim in claims[1:])
-    return Standing(plan, sizes, charged, charged - int(saved["step"]), extra)
+    return Standing(plan, sizes, charged, charged - int(saved["step"]), extra, notes)
 
 
 def check_promise(plan: Plan, standing: Standing) -> dict[str, Any]:

@@ -74,6 +74,10 @@ def plan(
         accountant={},
         event={},
         adaptive=adaptive,
+        sampling="unit",
+        accountants={},
+        limits={},
+        curve=(),
     )
 
 

@@ -217,8 +217,10 @@ def _history(book: Ledger, known: argparse.Namespace) -> int:
 
     from dpllm.ledger.tables import chain_table
 
-    _names(book, known.dataset)
-    Console().print(chain_table(book.history(known.dataset)))
+    entries = book.history(known.dataset)  # as stored, so that an edited chain can be looked at
+    if known.dataset is not None and not entries:
+        _names(book, known.dataset)
+    Console().print(chain_table(entries))
     return 0
 
 

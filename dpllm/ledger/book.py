@@ -186,7 +186,7 @@ class Ledger:
     def outdated(self, seen: int, *datasets: str) -> bool:
         """Whether what decides about these datasets was entered after the first ``seen`` links."""
         added = self.chain.since(seen)
-        return any(e.kind == "data" or (e.kind in DECIDING and e.dataset in datasets) for e in added)
+        return any(entry.kind in DECIDING and entry.dataset in datasets for entry in added)
 
     def charge(self, entry: str, step: int) -> None:
         """Records that step number ``step``, counted from 1, is about to be applied; this is the heartbeat too.
@@ -307,13 +307,11 @@ class Ledger:
             ended: dict[str, tuple[State, int]] = {}
             for entry in self.chain.of(name, "commit", "reconcile"):
                 ended[entry.facts["entry"]] = (entry.facts.get("status", "reconciled"), entry.facts["steps"])
-            progress = {
-                entry: beat for entry, *beat in self.store.rows("SELECT entry, steps, updated_at FROM progress")
-            }
+            progress = {row[0]: row for row in self.store.rows("SELECT entry, steps, updated_at FROM progress")}
             found = []
             for entry in self.chain.of(name, "reserve"):
                 claim, text = self._reserved(entry)
-                steps, heartbeat = progress.get(claim.entry, (0, 0.0))
+                _, steps, heartbeat = progress.get(claim.entry, ("", 0, 0.0))
                 state, final = ended.get(claim.entry, ("running" if steps else "reserved", steps))
                 # Of a closed run the chain says how many steps it had; a row beside it could be changed.
                 steps = final if state == "reconciled" else steps

@@ -18,6 +18,7 @@ from dpllm.errors import Refused
 from dpllm.ledger.store import Store
 
 GENESIS = "0" * 64
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 BUDGET = {"epsilon", "delta", "unit", "relation"}
 # Every kind of entry, and what its payload must say.
 KINDS = {
@@ -125,7 +126,7 @@ def contradictions(entries: Sequence[Entry], executed: Mapping[str, int], head: 
 
 def canonical(value: object) -> str:
     """JSON with sorted keys and no spaces; two equal values have one text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 class Chain:
@@ -135,6 +136,7 @@ class Chain:
         """Nothing is read yet."""
         self.store = store
         self._links: list[Entry] = []
+        self._rows: list[tuple[Any, ...]] = []  # the same as they are stored
         self._index: dict[tuple[str, str], list[Entry]] = {}
         self._names: dict[str, int] = {}  # dataset -> how many links
         self._holds = 0
@@ -145,9 +147,16 @@ class Chain:
         """All links as they are stored, unchecked."""
         return self._read("")
 
+    def stored(self, kind: str) -> list[Entry]:
+        """Links of one kind as they are stored, unchecked."""
+        return self._read("WHERE kind = ?", kind)
+
     def _read(self, where: str, *values: object) -> list[Entry]:
+        return [Entry(*row) for row in self._select(where, *values)]
+
+    def _select(self, where: str, *values: object) -> list[tuple[Any, ...]]:
         columns = "seq, kind, dataset, payload, prev_hash, hash"
-        return [Entry(*row) for row in self.store.rows(f"SELECT {columns} FROM entries {where} ORDER BY seq", *values)]
+        return self.store.rows(f"SELECT {columns} FROM entries {where} ORDER BY seq", *values)
 
     def of(self, dataset: str, *kinds: str) -> list[Entry]:
         """Links of a dataset and of these kinds, oldest first.
@@ -206,6 +215,7 @@ class Chain:
 
     def _keep(self, entry: Entry) -> None:
         self._links.append(entry)
+        self._rows.append((entry.seq, entry.kind, entry.dataset, entry.payload, entry.prev_hash, entry.hash))
         self._index.setdefault((entry.dataset, entry.kind), []).append(entry)
         self._names[entry.dataset] = self._names.get(entry.dataset, 0) + 1
 
@@ -227,6 +237,7 @@ class Chain:
         except BaseException:
             while length is not None and len(self._links) > length:
                 entry = self._links.pop()
+                self._rows.pop()
                 self._index[entry.dataset, entry.kind].pop()
                 self._names[entry.dataset] -= 1
             raise
@@ -250,16 +261,22 @@ class Chain:
     def verify(self, head: dict[str, Any] | None = None) -> list[str]:
         """Compares every stored link, and the steps of all runs, with the chain; see ``Ledger.verify``."""
         with self.store.read():  # all tables of one moment
-            entries = self.entries()
+            rows = self._select("")
             executed = dict(self.store.rows("SELECT entry, steps FROM progress"))
             missing = self.store.missing_guards()
         length = len(self._links)
-        if entries[:length] == self._links:  # what is equal to a link that was checked is checked
-            problems = broken(entries[length:], length, self._links[-1].hash if length else GENESIS)
+        if rows[:length] == self._rows:  # what is equal to a link that was checked is checked
+            added = [Entry(*row) for row in rows[length:]]
+            problems = broken(added, length, self._links[-1].hash if length else GENESIS)
         else:
-            problems = broken(entries) or ["the chain is another than this process read before."]
+            added = []
+            problems = broken([Entry(*row) for row in rows]) or ["the chain is another than this process read before."]
         problems += [f"guard {name} is missing." for name in missing]
-        return problems or contradictions(entries, executed, head)
+        if problems:
+            return problems
+        for entry in added:
+            self._keep(entry)
+        return contradictions(self._links, executed, head)
 
     def refuse_if_tampered(self) -> None:
         """Checks everything.

@@ -140,13 +140,13 @@ class Records:
     def verify(self) -> list[str]:
         """Where the records are not those that the chain commits to."""
         with self._store.read():
-            entries = self._chain.entries()
+            entries = self._chain.stored("data")
             rows = self._store.rows("SELECT seq, fingerprint, nonce, hashes FROM records")
             try:
                 held = {seq: self._commitment(Fingerprint(str(d), bytes(h), 0), str(n)) for seq, d, n, h in rows}
             except (IndexError, TypeError, ValueError):  # of a row or a key that dpllm never writes
                 held = {}
-        shown = {entry.seq: entry.facts["commitment"] for entry in entries if entry.kind == "data"}
+        shown = {entry.seq: entry.facts["commitment"] for entry in entries}
         return [
             f"the records of entry {seq} are not those that it commits to."
             for seq in sorted(shown.keys() | held.keys())

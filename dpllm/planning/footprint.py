@@ -3,7 +3,11 @@
 Comes in: the recipe and its Plan. Goes out: a ``Footprint``. The model is built on torch's meta device, where tensors have
 shapes and no content: no weights are read. Must not see data.
 
-How far off: MEASURED
+How far off, against steps that really ran (a builtin model of 0.8 million parameters and a Llama of 6 blocks and width 512,
+LoRA and frozen layers, float32, one thread of a shared CPU that also did other work, 2026-11-21): memory 0.95 to 1.20 times what
+was measured, time 0.75 to 1.15 times. On a GPU it was not compared. Command, which prints the ratios:
+
+    pytest --full -s -n 0 tests/unit/test_planning_footprint.py -k real_steps
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -86,7 +86,6 @@ class Plan:
     schedule: Schedule
     unit: str
     max_examples_per_unit: int | None
-    sampling: Literal["unit", "example"]
     neighbouring_relation: Relation
     noise_multiplier: float
     clipping: str
@@ -96,10 +95,11 @@ class Plan:
     target_epsilon: float
     accountant: dict[str, Any]
     event: Event
-    adaptive: AdaptiveClipping | None
-    accountants: dict[str, float | None]
-    limits: dict[str, float | None]
-    curve: tuple[tuple[float, float | None], ...]
+    adaptive: AdaptiveClipping | None = None
+    sampling: Literal["unit", "example"] = "unit"
+    accountants: dict[str, float | None] = field(default_factory=dict)
+    limits: dict[str, float | None] = field(default_factory=dict)
+    curve: tuple[tuple[float, float | None], ...] = ()
 
     def event_after(self, num_steps: int) -> Event:
         """The event of the first `num_steps` steps."""

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from running import SENTINEL, Answer, Place, contents, done, dpllm_, make_place, python, rows
 
-from dpllm.ledger import Ledger
+from dpllm.ledger import Budget, Ledger, budgets
 
 Change = dict[str, Any]
 WRONG, REFUSED = 2, 3
@@ -40,7 +40,7 @@ def empty(place: Place) -> Change:
 
 def budget(place: Place) -> Change:
     with Ledger(place.ledger) as book:
-        book.set_budget("small", 1.0, 1e-3, "example", "zero_out")
+        budgets.set_budget(book, "small", Budget(1.0, 1e-3, "example", "zero_out", by="Ada", reason="a test"))
     return {"privacy.dataset": "small", "privacy.delta": 1e-3}
 
 
@@ -130,7 +130,7 @@ def test_replacing_a_run_by_a_wrong_one_loses_nothing(
     monkeypatch.chdir(place.root)
     shutil.copytree(finished.run, place.run)
     with Ledger(place.ledger) as book:
-        book.set_budget("another", 1.0, 1e-5, "example", "zero_out")
+        budgets.set_budget(book, "another", Budget(1.0, 1e-5, "example", "zero_out", by="Ada", reason="a test"))
     code, words = changed(name, place)
     with Ledger(place.ledger) as book:
         head = book.head()
@@ -169,8 +169,9 @@ def test_plan_says_the_same_and_writes_nothing(name: str, place: Place, monkeypa
 def test_plan_announces_that_a_budget_would_refuse(place: Place) -> None:
     changed("budget", place)
     answer = dpllm_("plan", place.recipe)
-    assert answer.code == 0
-    assert "THIS RUN WOULD BE REFUSED" in " ".join(answer.out.split())
+    assert answer.code == REFUSED
+    assert "THIS RUN WOULD BE" in answer.out
+    assert re.search(r"requests epsilon [\d.]+; 0\.0000 is spent", answer.err)
 
 
 def test_a_refused_run_says_so_and_makes_room_for_a_right_one(place: Place) -> None:
@@ -218,14 +219,16 @@ def test_other_files_in_the_output_directory_survive(place: Place) -> None:
     assert (place.run / "notes.txt").read_text() == "mine"
 
 
-def test_the_second_run_over_a_budget_is_refused_with_all_three_figures(place: Place) -> None:
-    with Ledger(place.ledger) as book:
-        book.set_budget("notes", 9.0, 1e-3, "example", "zero_out")
+def test_a_run_over_a_budget_is_refused_with_all_three_figures(place: Place) -> None:
     place.write({"privacy.delta": 1e-3})
-    done("train", place.recipe)
     with Ledger(place.ledger) as book:
+        budget = Budget(9.0, 1e-3, "example", "zero_out", by="Ada", reason="a test")
+        budgets.set_budget(book, "notes", budget)
+        event = {"type": "imported", "epsilon": 4.0, "delta": 0.0}
+        terms = {"unit": "example", "relation": "zero_out", "by": "Ada", "reason": "its card"}
+        budgets.import_run(book, "notes", event=event, run="elsewhere", **terms)
         spent, head = book.spent("notes"), book.head()
-    answer = dpllm_("train", place.recipe, "--output_dir", place.root / "second")
+    answer = dpllm_("train", place.recipe)
     message = one_line(answer, "train", answer.code)
     assert answer.code == REFUSED
     figures = re.search(r"requests epsilon ([\d.]+); ([\d.]+) is spent and ([\d.]+) remains of 9", message)
@@ -234,7 +237,7 @@ def test_the_second_run_over_a_budget_is_refused_with_all_three_figures(place: P
     assert float(figures[3]) == pytest.approx(9.0 - spent, abs=1e-3)
     with Ledger(place.ledger) as book:
         assert book.head() == head
-    assert not (place.root / "second" / "export").exists()
+    assert not (place.run / "export").exists()
 
 
 def test_data_that_cannot_be_read_make_no_readable_copies(place: Place) -> None:

@@ -295,7 +295,9 @@ def test_spent_at_another_delta_is_refused() -> None:
 def test_budget_is_stated_or_its_absence() -> None:
     ledger = record()["ledger"]
     text, _ = render_card(config(), plan(), record(), None)
-    assert "ε = 4.25 at δ = 1e-05, composed as if all had been fixed in advance. The budget set for the dataset is" in text
+    assert (
+        "ε = 4.25 at δ = 1e-05, composed as if all had been fixed in advance. The budget set for the dataset is" in text
+    )
     assert "is ε = 10 at δ = 1e-05, for a list of runs that was sealed before the first of them" in text
     text, block = render_card(config(), plan(), record(ledger={**ledger, "budget": None}), None)
     assert "No budget was set for this dataset: it is charged without limit." in text

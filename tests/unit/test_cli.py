@@ -102,9 +102,11 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
         (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
         (["plan", "absent.yaml"], "no such recipe"),
-        (["ledger", "init", "notes"], "name dataset and budget"),
         (["ledger", "show", "--ledger", "absent.sqlite"], "no ledger there"),
-        (["ledger", "init", "n", "--epsilon", "-1", "--delta", "1e-5", "--ledger", "LEDGER"], "bounds nothing"),
+        (
+            ["ledger", "init", "n", "--epsilon", "-1", "--delta", "1e-5", "--reason", "r", "--ledger", "LEDGER"],
+            "bounds nothing",
+        ),
     ],
 )
 def test_wrong_commands_are_one_line_and_code_2(
@@ -118,7 +120,7 @@ def test_wrong_commands_are_one_line_and_code_2(
     assert message.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["fly"], ["ledger", "burn"], ["audit"]])
+@pytest.mark.parametrize("arguments", [["fly"], ["ledger", "burn"], ["ledger", "init", "notes"], ["audit"]])
 def test_what_argparse_refuses_is_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -153,18 +155,25 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: dpllm" in capsys.readouterr().out
 
 
-def test_a_budget_is_set_once_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_is_set_once_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     path = tmp_path / "ledger.sqlite"
-    budget = ["ledger", "init", "notes", "--delta", "1e-5", "--unit", "author", "--ledger", str(path), "--epsilon"]
+    budget = ["ledger", "init", "notes", "--delta", "1e-5", "--unit", "author", "--ledger", str(path), "--by", "Ada"]
+    budget += ["--reason", "DPIA 14", "--epsilon"]
     assert main([*budget, "4"]) == 0
-    assert "budget epsilon 4 at delta 1e-05 per author" in capsys.readouterr().out
+    assert (
+        "notes: epsilon 4 at delta 1e-05 per author under zero_out, planned, set by Ada (DPIA 14)"
+        in capsys.readouterr().out
+    )
     assert main([*budget, "4"]) == 0
     assert main([*budget, "9"]) == 3
     capsys.readouterr()
     assert main(["ledger", "show", "--ledger", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "notes" in shown
-    assert "of 4" in shown
+    assert "Budget: epsilon 4" in shown
     assert "chain unbroken" in shown
 
 

@@ -62,8 +62,8 @@ def test_epsilons_of_different_units_or_relations_never_add(ledger: Ledger):
         for other in ({"unit": "visit"}, {"relation": "add_or_remove_one"}):
             with pytest.raises(Refused, match="another quantity"):
                 reserve(ledger, dataset, **other)
+            terms = {**TERMS, **other}
             with pytest.raises(Refused, match="another quantity"):
-                terms = {**TERMS, **other}
                 budgets.import_run(ledger, dataset, event=EVENT, run="x", by="a", reason="b", **terms)
     with pytest.raises(Refused, match="another quantity"):
         budgets.set_budget(ledger, "free", adaptive(100.0, unit="visit"))

@@ -218,9 +218,9 @@ def test_events_without_renyi_divergence_are_refused(ledger: Ledger):
 
 
 def test_an_adaptive_refusal_has_the_numbers_and_what_fits(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", adaptive(4.0))
+    budgets.set_budget(ledger, "notes", adaptive(5.0))
     reserve(ledger, event=RUN, num_steps=150)
-    whole, one = renyi.allowance(4.0, DELTA, 3.2), renyi.rdp(RUN, 3.2)
+    whole, one = renyi.allowance(5.0, DELTA, 3.2), renyi.rdp(RUN, 3.2)
     long = dp_sgd_event(0.02, 0.8, 1500)
     with pytest.raises(BudgetExceeded) as refusal:
         reserve(ledger, event=long, num_steps=1500)

@@ -27,7 +27,8 @@ def test_order_spacing_composition_columns_and_ids_do_not_make_new_data(texts, r
     rows = [{"text": text} for text in texts]
     original = fingerprint(rows, ["text"], KEY)
     shuffled = [
-        {"a": " \n", "b": unicodedata.normalize("NFD", text).replace(" ", "\t  "), "id": n} for n, text in enumerate(texts)
+        {"a": " \n", "b": unicodedata.normalize("NFD", text).replace(" ", "\t  "), "id": n}
+        for n, text in enumerate(texts)
     ]
     random.shuffle(shuffled)
     assert fingerprint(shuffled, ["a", "b"], KEY) == original
@@ -114,7 +115,12 @@ def test_derived_data_charge_the_parent_and_grandparents(ledger: Ledger):
     # What was declared once holds when it is not declared again, with or without records.
     assert reserve(ledger, "subsub").dataset == "notes"
     assert reserve(ledger, "sub", records=of(ledger, ROWS[:100])).dataset == "notes"
-    assert [e.content()["data"] for e in ledger.history("notes") if e.kind == "reserve"] == ["sub", "subsub", "subsub", "sub"]
+    assert [e.content()["data"] for e in ledger.history("notes") if e.kind == "reserve"] == [
+        "sub",
+        "subsub",
+        "subsub",
+        "sub",
+    ]
     # A copy of the derived data under a new name is found too.
     with pytest.raises(Refused, match="these very records"):
         reserve(ledger, "new", records=of(ledger, ROWS[:50]))

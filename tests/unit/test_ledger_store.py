@@ -272,8 +272,8 @@ def test_a_database_that_cannot_be_a_ledger_is_one_clear_error(postgres_server):
         with pytest.raises(ConfigError, match=r"privacy\.ledger") as error:
             open_ledger(wrong)
         assert "\n" not in str(error.value)
-    for url in (url, newer):
-        postgres_server.drop(url)
+    for made in (url, newer):
+        postgres_server.drop(made)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from dpllm.config import dump_config, load_config
 from dpllm.errors import Refused
-from dpllm.prepare import _same_recipe
+from dpllm.resume import same_recipe
 from dpllm.rundir import RunDir
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smoke" / "clinic.yaml"
@@ -26,9 +26,7 @@ def interrupted(tmp_path: Path) -> RunDir:
 
 def resumed(run: RunDir, **changes: Any) -> None:
     overrides = {"output_dir": str(run.root), "privacy.insecure_seed": 3}
-    _same_recipe(
-        load_config(RECIPE, overrides | {key.replace("__", "."): value for key, value in changes.items()}), run
-    )
+    same_recipe(load_config(RECIPE, overrides | {key.replace("__", "."): value for key, value in changes.items()}), run)
 
 
 def test_the_same_recipe_resumes(interrupted: RunDir) -> None:

@@ -1,0 +1,112 @@
+"""How long a reservation takes: the median time of ``Ledger.reserve``, printed as JSON.
+
+python scripts/bench_ledger.py [--postgres postgresql://USER@HOST/DATABASE] [--repeats 50]
+
+The PostgreSQL database must be one that may be written to: each case makes a schema of its own there and drops it. "warm"
+is a ledger that is open, as in a process that reserved before; "cold" opens it, reads and checks all of it, and reserves,
+as a training run does once. In both, the run's own epsilon is known, because the plan computed it. The bar is 10 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dpllm.ledger import Budget, Ledger, budgets, open_ledger
+from dpllm.ledger.values import Sealed
+from dpllm.privacy import renyi
+from dpllm.privacy.accounting import dp_sgd_event
+
+SIZES = (0, 100, 1000)
+DELTA, ORDER = 1e-5, 3.2
+EVENT = dp_sgd_event(0.01, 4.0, 1000)
+CLAIM = {"event": EVENT, "delta": DELTA, "unit": "example", "relation": "zero_out", "num_steps": 1000, "run": "bench"}
+
+
+def prepare(book: Ledger, gate: str, runs: int, more: int) -> None:
+    """A budget for all runs, of which ``runs`` are reserved."""
+    terms: dict[str, Any] = {"unit": "example", "relation": "zero_out", "by": "bench", "reason": "bench"}
+    epsilon = 1.0 + renyi.to_epsilon((runs + more) * renyi.rdp(EVENT, ORDER), DELTA, ORDER)
+    if gate == "adaptive":
+        budgets.set_budget(book, "notes", Budget(epsilon, DELTA, gate="adaptive", order=ORDER, **terms))
+    else:
+        budgets.set_budget(book, "notes", Budget(epsilon, DELTA, **terms))
+        budgets.seal(book, "notes", [Sealed(EVENT, 1000)] * (runs + more), "bench", "bench")
+    for _ in range(runs):
+        book.reserve("notes", **CLAIM)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Milliseconds."""
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e3
+
+
+def cold(location: str) -> None:
+    """One reservation as a new process makes it."""
+    book = open_ledger(location)
+    assert book is not None
+    with book:
+        book.reserve("notes", **CLAIM)
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median and the middle half, in milliseconds."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {"median_ms": round(middle, 2), "quarter_ms": round(low, 2), "three_quarters_ms": round(high, 2)}
+
+
+@contextmanager
+def place(postgres: str | None) -> Iterator[str]:
+    """Where an empty ledger may lie."""
+    if postgres is None:
+        with tempfile.TemporaryDirectory() as root:
+            yield str(Path(root) / "ledger.sqlite")
+        return
+    import psycopg
+
+    name = "bench_" + secrets.token_hex(6)
+    with psycopg.connect(postgres, autocommit=True) as db:
+        db.execute(f"CREATE SCHEMA {name}")
+        try:
+            yield f"{postgres}{'&' if '?' in postgres else '?'}options=-csearch_path%3D{name}"
+        finally:
+            db.execute(f"DROP SCHEMA {name} CASCADE")
+
+
+def main() -> None:
+    """Measures every case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--postgres", help="URL of a database that may be written to")
+    parser.add_argument("--repeats", type=int, default=50)
+    known = parser.parse_args()
+    cases = []
+    for store, url in (("sqlite", None), ("postgres", known.postgres)):
+        for gate in ("adaptive", "planned"):
+            for runs in SIZES if store == "sqlite" or url else ():
+                with place(url) as location:
+                    book = open_ledger(location)
+                    assert book is not None
+                    with book:
+                        prepare(book, gate, runs, 2 * known.repeats)
+                        warm = [timed(lambda book=book: book.reserve("notes", **CLAIM)) for _ in range(known.repeats)]
+                    first = [timed(lambda location=location: cold(location)) for _ in range(known.repeats)]
+                case = {"store": store, "gate": gate, "runs": runs, "warm": summary(warm), "cold": summary(first)}
+                cases.append(case)
+    machine = {"processors": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "platform": platform.platform()}
+    print(json.dumps({"bar_ms": 10, "repeats": known.repeats, "machine": machine, "cases": cases}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
