@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def _has_user(name: str) -> bool:
 
 
 class Server:
-    """One PostgreSQL server, reached through a Unix socket in a directory of its own."""
+    """One PostgreSQL server on a free port of the loopback interface."""
 
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="dpllm-pg-", dir="/tmp"))  # a socket's path has at most 107 bytes
@@ -155,7 +156,11 @@ class Server:
         assert programs is not None
         options = ["--auth=trust", "--encoding=UTF8", "--locale=C", f"--username={ADMIN}", "--no-sync"]
         self._run(programs / "initdb", *options, "-D", self.root / "data")
-        settings = {"listen_addresses": "", "unix_socket_directories": self.root, "max_connections": 60, "fsync": "on"}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        settings = {"listen_addresses": "127.0.0.1", "port": self.port}
+        settings |= {"unix_socket_directories": self.root, "max_connections": 60, "fsync": "on"}
         command = [*self._as, str(programs / "postgres"), "-D", str(self.root / "data")]
         command += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         self._log = open(self.root / "log", "wb")  # noqa: SIM115
@@ -166,7 +171,7 @@ class Server:
         subprocess.run([*self._as, *map(str, command)], check=True, capture_output=True, cwd="/")
 
     def url(self, database: str) -> str:
-        return f"postgresql://{ADMIN}@/{database}?host={self.root}"
+        return f"postgresql://{ADMIN}@127.0.0.1:{self.port}/{database}"
 
     def _wait(self) -> None:
         import psycopg

@@ -43,5 +43,5 @@ def test_two_launched_processes_are_one_run(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], record["steps_taken"]) == ("completed", 2)
     with Ledger(ledger) as book:
-        ((claim, steps, status),) = book.runs("builtin:clinic")
-    assert (steps, status, claim.entry) == (2, "completed", record["ledger"]["entry"])
+        (run,) = book.runs("builtin:clinic")
+    assert (run.steps, run.state, run.reservation.entry) == (2, "completed", record["ledger"]["entry"])
