@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +162,7 @@ def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int
     points = sweep(known.config or known.recipe, parse_overrides(rest), sweeps, _cache())
     path = Path(known.figure or "plan-sweep.png")
     draw_sweep(list(sweeps), points, path)
-    own = look_ahead(config, _cache(), brief=True).plan
+    own = look_ahead(config, _cache(), directory=False).plan
     suggestion = signal.suggest(own) if own else None
     if known.json:
         rows = [{**asdict(point), "values": dict(zip(sweeps, point.values, strict=True))} for point in points]
@@ -169,8 +170,8 @@ def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int
     else:
         console = Console()
         console.print(table.sweep_table(list(sweeps), points))
-        for text in dict.fromkeys(point.refusal for point in points if point.refusal):
-            _say(console, f"Refused: {text}")
+        for text, same in groupby((point for point in points if point.refusal), lambda point: point.refusal):
+            _say(console, f"Refused ({'; '.join(', '.join(map(str, point.values)) for point in same)}): {text}")
         if suggestion:
             _say(console, table.suggestion_text(suggestion))
         _say(console, f"Drawn in {path}")

@@ -121,7 +121,7 @@ def _label_ends(ax: Axes, at: int, ends: Sequence[tuple[float, str, str]]) -> No
 
 
 def _written(value: float) -> str:
-    if value < 1000:
+    if value < 100:
         return f"{value:#.3g}"
     return f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
 

@@ -88,7 +88,7 @@ class Subject:
 
 
 def look_ahead(
-    config: RunConfig, cache_dir: Path | None = None, *, subject: Subject | None = None, brief: bool = False
+    config: RunConfig, cache_dir: Path | None = None, *, subject: Subject | None = None, directory: bool = True
 ) -> Outlook:
     """Everything that the recipe, the data and the ledger say about a run.
 
@@ -96,15 +96,14 @@ def look_ahead(
         config: The recipe.
         cache_dir: Where calibrations are remembered.
         subject: What is known of the data already; None: they are read.
-        brief: Leave out the output directory, and of the ledger all but what is left of an adaptive budget, from which the
-            noise follows.
+        directory: Whether the output directory may refuse too.
 
     Returns:
         The outlook; its ``refusals`` hold what ``dpllm train`` would refuse before the model is built.
     """
     found = _Refusals()
     found.attempt(lambda: guards.check_modes(config))
-    if not brief:
+    if directory:
         found.attempt(lambda: check_directory(config, RunDir(Path(config.output_dir)), resume=False, overwrite=False))
     book = found.attempt(lambda: _open(config))
     try:
@@ -113,7 +112,7 @@ def look_ahead(
             return Outlook(config, None, None, None, None, None, tuple(found.errors))
         schedule, plan = _promise(config, cache_dir, subject, book, found)
         batches = batches_of(config, schedule) if schedule else None
-        seen = _ask(book, subject, plan, found) if book is not None and plan is not None and not brief else None
+        seen = _ask(book, subject, plan, found) if book is not None and plan is not None else None
         return Outlook(config, subject.num_units, schedule, plan, batches, seen, tuple(found.errors))
     finally:
         if book is not None:

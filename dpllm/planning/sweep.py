@@ -110,7 +110,7 @@ def _point(values: tuple[Any, ...], config: RunConfig, subjects: dict[str, Subje
     key = repr((config.data, config.privacy.dataset, config.privacy.derived_from, config.privacy.ledger))
     if key not in subjects:
         subjects[key] = subject_of(config)
-    seen = look_ahead(config, cache_dir, subject=subjects[key], brief=True)
+    seen = look_ahead(config, cache_dir, subject=subjects[key], directory=False)
     schedule, plan = seen.schedule, seen.plan
     return Point(
         values=values,

@@ -136,11 +136,10 @@ def footprint_tables(needs: Footprint) -> list[Table]:
 
 def sweep_table(keys: Sequence[str], points: Sequence[Point]) -> Table:
     """One row for each combination."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(
-        *(key.replace(".", ".\n") for key in keys), "epsilon", "sigma", "q", "T", "noise per\nsignal", "", title="Sweep"
-    )
+    shown = [Column(key.replace(".", ".\n"), min_width=max(map(len, key.split(".")))) for key in keys]
+    table = Table(*shown, "epsilon", "sigma", "q", "T", "noise /\nsignal", "verdict", title="Sweep")
     for point in points:
         figures = (
             _number(point.epsilon),
@@ -149,7 +148,7 @@ def sweep_table(keys: Sequence[str], points: Sequence[Point]) -> Table:
             str(point.num_steps or "-"),
         )
         noise = "-" if point.noise_per_signal is None else f"{point.noise_per_signal:.3g}"
-        table.add_row(*map(str, point.values), *figures, noise, "refused" if point.refusal else "")
+        table.add_row(*map(str, point.values), *figures, noise, "refused" if point.refusal else "fits")
     return table
 
 
@@ -195,7 +194,7 @@ def comparison_text(comparison: Comparison) -> str:
     others = {"naive composition": comparison.naive[-1], "strong composition": comparison.strong[-1]}
     others |= {"RDP": comparison.rdp[-1]} if comparison.rdp else {}
     factors = [
-        f"{value / last:,.3g} times as much by {name}"
+        f"{_times(value / last)} times as much by {name}"
         for name, value in others.items()
         if last and math.isfinite(value)
     ]
@@ -204,6 +203,10 @@ def comparison_text(comparison: Comparison) -> str:
     if comparison.strong[-1] > comparison.naive[-1]:
         text += " Strong composition pays only where one step's epsilon is well below 1, and here it is not."
     return text
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.3g}" if factor < 1000 else f"{factor:,.0f}"
 
 
 def size_text(size: int) -> str:

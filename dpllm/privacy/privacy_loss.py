@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.events import Sampled, Terms, dp_event_of
+from dpllm.privacy.events import Sampled, Terms
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,24 +64,16 @@ def privacy_loss(terms: Terms, relation: AnyRelation, interval: float) -> Privac
         OverflowError: the loss of hardly any noise does not fit a float.
     """
     import numpy as np
-    from dp_accounting.pld import PLDAccountant
 
     grouped = any(part.group_size > 1 for part in terms.sampled)
     if relation == "replace_one" and (grouped or terms.imported):
         raise ConfigError(
             "relation replace_one is not known for groups and imported runs. Use zero_out or add_or_remove_one."
         )
-    interval = _interval(terms, interval)
-    if grouped or terms.imported:
-        whole = _assembled(terms, relation, interval)
-        return PrivacyLoss(
-            lambda delta: float(whole.get_epsilon_for_delta(delta)),
-            lambda epsilons: np.asarray(whole.get_delta_for_epsilon(list(epsilons))),
-        )
-    accountant: Any = PLDAccountant(_neighbours(relation), interval).compose(dp_event_of(terms))
+    whole = _distribution(terms, relation, _interval(terms, interval))
     return PrivacyLoss(
-        lambda delta: float(accountant.get_epsilon(delta)),
-        lambda epsilons: np.asarray(accountant.get_delta(list(epsilons))),
+        lambda delta: float(whole.get_epsilon_for_delta(delta)),
+        lambda epsilons: np.asarray(whole.get_delta_for_epsilon(list(epsilons))),
     )
 
 
@@ -114,37 +106,41 @@ def _interval(terms: Terms, interval: float) -> float:
     return interval
 
 
-def _assembled(terms: Terms, relation: AnyRelation, interval: float) -> PrivacyLossDistribution:
-    """The whole distribution from dp-accounting's public functions, for what its PLDAccountant has no event.
+def _distribution(terms: Terms, relation: AnyRelation, interval: float) -> PrivacyLossDistribution:
+    """The whole distribution from dp-accounting's public functions, composed as its PLDAccountant does.
 
-    It has none for an imported (epsilon, delta), and inverts the loss of a mixture point by point, which takes 5 to 20 s.
+    The accountant has no event for an imported (epsilon, delta), inverts the loss of a mixture point by point, which takes
+    5 to 20 s, and computes one step anew for every number of steps.
     """
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     whole = pld.identity(interval)
     for part in terms.sampled:
-        q, sigma, size, times = part
-        if q == 1.0:
-            run = pld.from_gaussian_mechanism(
-                sigma / math.sqrt(times),
-                value_discretization_interval=interval,
-                neighboring_relation=_neighbours(relation),
-            )
-        elif size == 1:
-            run = pld.from_gaussian_mechanism(
-                sigma,
-                value_discretization_interval=interval,
-                sampling_prob=q,
-                neighboring_relation=_neighbours(relation),
-            ).self_compose(times)
+        if part.probability == 1.0:
+            sigma = part.noise_multiplier / math.sqrt(part.times)
+            whole = whole.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
         else:
-            run = _mixture_loss(part, interval).self_compose(times)
-        whole = whole.compose(run)
+            whole = whole.compose(_step(part._replace(times=1), relation, interval).self_compose(part.times))
     for release in terms.imported:
         known = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
         whole = whole.compose(pld.from_privacy_parameters(known, interval).self_compose(release.times))
     return whole
+
+
+@lru_cache(maxsize=16)
+def _step(part: Sampled, relation: AnyRelation, interval: float) -> PrivacyLossDistribution:
+    """One step, the same for every number of them."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    if part.group_size > 1:
+        return _mixture_loss(part, interval)
+    return pld.from_gaussian_mechanism(
+        part.noise_multiplier,
+        value_discretization_interval=interval,
+        sampling_prob=part.probability,
+        neighboring_relation=_neighbours(relation),
+    )
 
 
 def _mixture_loss(part: Sampled, interval: float) -> PrivacyLossDistribution:

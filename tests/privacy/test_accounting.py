@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dp_accounting import NeighboringRelation
+from dp_accounting.pld import PLDAccountant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, norm
@@ -17,7 +19,8 @@ from scipy.stats import binom, norm
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, privacy_loss
 from dpllm.privacy.accounting import beside, compose, cross_check, curve, dp_sgd_event, epsilon, stated
-from dpllm.privacy.events import Sampled, sampled_steps
+from dpllm.privacy.events import Sampled, sampled_steps, to_dp_event
+from dpllm.privacy.privacy_loss import AnyRelation
 
 RUN = dp_sgd_event(0.02, 0.8, 150)  # epsilon 2.9633 at delta 1e-5
 TRIAL = dp_sgd_event(0.02, 1.5, 150)
@@ -422,3 +425,17 @@ assert "torch" not in sys.modules
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize("part", [(0.01, 1.0, 500), (1.0, 4.0, 10), (0.3, 2.0, 60), (0.002, 0.5, 3000)])
+def test_pld_is_that_of_dp_accountings_own_accountant(part: tuple[float, float, int], relation: AnyRelation) -> None:
+    """Steps are composed here, so that one step is computed once for every number of them; nothing may be lost by it."""
+    relations = {
+        "zero_out": NeighboringRelation.REPLACE_SPECIAL,
+        "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
+        "replace_one": NeighboringRelation.REPLACE_ONE,
+    }
+    event = compose([dp_sgd_event(*part), dp_sgd_event(0.05, 3.0, 7)])
+    theirs = PLDAccountant(relations[relation], 1e-3).compose(to_dp_event(event)).get_epsilon(1e-5)
+    assert epsilon(event, 1e-5, relation, "pld", interval=1e-3) == pytest.approx(theirs, rel=1e-12)

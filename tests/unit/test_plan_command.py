@@ -195,12 +195,21 @@ def test_a_sweep_draws_and_suggests(
     assert (tmp_path / "plan-sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "own compute and epsilon (5 x 3 = 15 examples" in out
     assert "planning heuristic" in out
-    assert "Refused: train.batch_size 60" in out
+    assert "Refused (2, 60; 3, 60): train.batch_size 60" in out
     found = value(capsys, 0, recipe, *sweep, "--privacy.epsilon", 2, "--figure", tmp_path / "other.png")
     assert (tmp_path / "other.png").exists()
     assert [row["values"] for row in found["sweep"]][1] == {"privacy.epsilon": 2, "train.batch_size": 60}
     assert found["sweep"][0]["epsilon"] <= 2
     assert found["suggestion"]["own"]["batch_size"] == 5
+
+
+def test_a_sweep_asks_the_ledger(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    give_budget(recipe.parent, 2.0)
+    sweep = ("--sweep", "privacy.epsilon=1.5,3", "--privacy.noise_multiplier=null", "--figure", tmp_path / "a.png")
+    low, high = (row["refusal"] for row in value(capsys, 0, recipe, *sweep)["sweep"])
+    assert low is None
+    assert "of 2.0000 at delta" in high
+    assert "fits" in answer(capsys, 0, recipe, *sweep)[0]
 
 
 def test_a_comparison_draws_and_says_what_it_buys(

@@ -148,17 +148,15 @@ def test_noise_is_calibrated_to_what_is_left_of_a_filter(tmp_path: Path) -> None
     config = recipe(tmp_path, privacy__noise_multiplier=None, privacy__epsilon=3.0, privacy__delta=1e-3)
     alone = look_ahead(config).plan
     give_budget(config, 3.0, "adaptive", 4.0)
-    for brief in (False, True):
-        seen = look_ahead(config, subject=subject_of(config), brief=brief)
+    for directory in (False, True):
+        seen = look_ahead(config, subject=subject_of(config), directory=directory)
         assert seen.refusals == ()
         assert seen.plan is not None
         assert alone is not None
         assert seen.plan.noise_multiplier > alone.noise_multiplier
-    assert seen.ledger is None
-    ledger = look_ahead(config).ledger
-    assert ledger is not None
-    assert ledger.filter_after is not None
-    assert ledger.filter_after <= 3.0
+        assert seen.ledger is not None
+        assert seen.ledger.filter_after is not None
+        assert seen.ledger.filter_after <= 3.0
 
 
 def test_a_spent_filter_is_refused_and_the_plan_shown(tmp_path: Path) -> None:
