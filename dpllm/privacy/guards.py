@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from torch import nn  # `dpllm plan` guards recipes without importing torch
 
 
-def check_config(config: RunConfig) -> None:
-    """What the recipe alone shows.
-
-    Raises:
-        Refused: A run without differential privacy on data not declared public, or a mode that cannot hold the unit.
-    """
-    if not config.privacy.enabled and not config.data.public:
-        raise Refused(
-            "privacy.enabled: false trains without differential privacy, and data.train is not declared public: whatever it "
-            "holds could be read out of the adapter. Set data.public: true if it is public, or privacy.enabled: true."
-        )
-    check_modes(config)
-
-
 def check_modes(config: RunConfig) -> None:
     """What the recipe alone shows.
 

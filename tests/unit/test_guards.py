@@ -10,7 +10,7 @@ from torch import nn
 
 from dpllm.config import RunConfig
 from dpllm.errors import Refused
-from dpllm.privacy.guards import check_config, check_model, deviations
+from dpllm.privacy.guards import check_model, check_modes, deviations
 
 
 def recipe(**sections: Any) -> RunConfig:
@@ -34,28 +34,15 @@ class Net(nn.Module):
         self.head.requires_grad_(True)
 
 
-def test_without_privacy_only_public_data() -> None:
-    with pytest.raises(Refused, match=r"data\.public: true"):
-        check_config(recipe(privacy={"enabled": False}))
-    check_config(recipe(privacy={"enabled": False}, data={"train": "rows.jsonl", "public": True}))
-    check_config(recipe(privacy={"enabled": False}, data={"train": "builtin:clinic"}))
-    check_config(recipe())
-
-
-def test_public_evaluation_data_do_not_make_the_training_data_public() -> None:
-    with pytest.raises(Refused):
-        check_config(recipe(privacy={"enabled": False}, data={"train": "rows.jsonl", "eval_public": True}))
-
-
 @pytest.mark.parametrize(
     "data", [{"unit": "author", "max_examples_per_unit": 2}, {"long_examples": "chunk"}], ids=["unit", "chunk"]
 )
 def test_the_stock_ghost_mode_holds_one_sequence_a_unit(data: dict[str, Any]) -> None:
     ghost = {"grad_sample_mode": "opacus_ghost"}
     with pytest.raises(Refused, match=r"grad_sample_mode: auto"):
-        check_config(recipe(privacy=ghost, data={"train": "rows.jsonl", **data}))
-    check_config(recipe(privacy=ghost))
-    check_config(recipe(data={"train": "rows.jsonl", **data}))
+        check_modes(recipe(privacy=ghost, data={"train": "rows.jsonl", **data}))
+    check_modes(recipe(privacy=ghost))
+    check_modes(recipe(data={"train": "rows.jsonl", **data}))
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2)])
@@ -87,9 +74,9 @@ def test_an_ordinary_model_passes() -> None:
 
 
 def test_opacus_ghost_clips_flat_only() -> None:
-    check_config(recipe(privacy={"clipping": "adaptive"}))
+    check_modes(recipe(privacy={"clipping": "adaptive"}))
     with pytest.raises(Refused, match="opacus_ghost clips flat only, not adaptive"):
-        check_config(recipe(privacy={"clipping": "adaptive", "grad_sample_mode": "opacus_ghost"}))
+        check_modes(recipe(privacy={"clipping": "adaptive", "grad_sample_mode": "opacus_ghost"}))
 
 
 @pytest.mark.parametrize(
