@@ -201,12 +201,12 @@ class Server:
         name = "t" + secrets.token_hex(6)
         with psycopg.connect(self.url("postgres"), autocommit=True) as db:
             db.execute(f"CREATE SCHEMA {name}")
-        return self.url("postgres") + f"&options=-csearch_path%3D{name}"
+        return self.url("postgres") + f"?options=-csearch_path%3D{name}"
 
     def drop(self, url: str) -> None:
         import psycopg
 
-        name = url.partition("@/")[2].partition("?")[0]
+        name = url.rpartition("/")[2]
         with psycopg.connect(self.url("postgres"), autocommit=True) as db:
             db.execute(f"DROP DATABASE {name} WITH (FORCE)")
 

@@ -314,7 +314,7 @@ class Ledger:
                 _, steps, heartbeat = progress.get(claim.entry, ("", 0, 0.0))
                 state, final = ended.get(claim.entry, ("running" if steps else "reserved", steps))
                 # Of a closed run the chain says how many steps it had; a row beside it could be changed.
-                steps = final if state == "reconciled" else steps
+                steps = final if state in ("completed", "reconciled") else steps
                 found.append(Run(claim, entry.facts["event"], steps, state, heartbeat, text))
             return found
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, reserve
+from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, budgets, gates
@@ -124,6 +124,13 @@ def test_a_planned_refusal_has_the_numbers_and_what_fits(ledger: Ledger):
     assert ledger.head() == before
 
 
+def test_the_largest_number_of_steps_is_found_to_the_last_one(ledger: Ledger):
+    """The search is coarse; its last steps are not."""
+    budgets.set_budget(ledger, "notes", budget(epsilon(dp_sgd_event(0.02, 0.8, 97), DELTA, "zero_out") + 1e-9))
+    with pytest.raises(BudgetExceeded, match="at most 97 steps"):
+        reserve(ledger, event=RUN, num_steps=150)
+
+
 def test_opening_charges_what_ran_at_a_late_order_and_an_eighth_of_delta(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(8.0))
     budgets.seal(ledger, "notes", [Sealed(RUN, 150)] * 3, "alice", "three")
@@ -236,6 +243,20 @@ def test_an_adaptive_refusal_has_the_numbers_and_what_fits(ledger: Ledger):
     assert renyi.rdp(dp_sgd_event(0.02, sigma, 1500), 3.2) <= left
     assert renyi.rdp(dp_sgd_event(0.02, 0.99 * sigma, 1500), 3.2) > left
     reserve(ledger, event=dp_sgd_event(0.02, sigma, 1500), num_steps=1500)
+
+
+def test_what_a_closed_run_gave_back_is_the_chains_to_say(ledger: Ledger, place: Place):
+    """Its counter of steps lies beside the chain, where it could be set to none."""
+    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    claim = reserve(ledger, event=RUN, num_steps=150)
+    for step in (1, 2):
+        ledger.charge(claim.entry, step)
+    ledger.reconcile(claim.entry, "alice", "crashed")
+    left = ledger.fit("notes").allowance
+    place.edit("UPDATE progress SET steps = 0")
+    (run,) = ledger.runs("notes")
+    assert run.steps == 2
+    assert ledger.fit("notes").allowance == left
 
 
 def test_reconciling_gives_back_what_never_ran_under_adaptive_only(ledger: Ledger):

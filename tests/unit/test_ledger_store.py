@@ -268,7 +268,7 @@ def test_a_database_that_cannot_be_a_ledger_is_one_clear_error(postgres_server):
     newer = postgres_server.new_database()
     with open_ledger(newer) as ledger:
         ledger.store.rows("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
-    for wrong in (url, newer, url + "0", "postgresql://nobody@/x?host=/nowhere", "postgresql://[", url + "&songs=1"):
+    for wrong in (url, newer, url + "0", "postgresql://nobody@/x?host=/nowhere", "postgresql://[", url + "?songs=1"):
         with pytest.raises(ConfigError, match=r"privacy\.ledger") as error:
             open_ledger(wrong)
         assert "\n" not in str(error.value)
@@ -303,7 +303,7 @@ def test_a_database_that_sets_another_isolation_level_changes_nothing(postgres_s
 
     url = postgres_server.new_database()
     with psycopg.connect(url, autocommit=True) as db:
-        name = url.partition("@/")[2].partition("?")[0]
+        name = url.rpartition("/")[2]
         db.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
     place = Place(url)
     with place.open() as one, place.open() as two:
