@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["geometric", "logarithmic", "poisson"],
         help="distribution of that number (default with --trials: geometric)",
     )
-    parser.add_argument("--prv", action="store_true", help="ask Opacus' PRV accountant too (imports torch)")
+    parser.add_argument(
+        "--accountant", metavar="NAME", help="ask prv (Opacus', imports torch) beside pld, which is stated, and rdp"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -94,7 +96,11 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         sigma = _calibrated(known, best_of, rate, steps, delta)
     event = best_of(events.dp_sgd_event(rate, sigma, steps, group))
     value, accountant = accounting.stated(event, delta, relation)
-    epochs = math.ceil(Fraction(steps * batch, size))
+    if (
+        known.accountant is not None
+    ):  # gdp, an unknown one, or one that does not know the event is refused with the reason
+        accounting.epsilon(event, delta, relation, known.accountant)
+    epochs = math.ceil(Fraction(steps * batch, size) if known.epochs is None else Fraction(known.epochs))
     shuffled: events.Event = {"type": "gaussian", "noise_multiplier": sigma / group}
     shuffled = best_of({"type": "self_composed", "count": epochs, "event": shuffled})
     answer = {
@@ -111,7 +117,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "group_size": group,
         "trials": known.trials,
         "select": select,
-        "accountants": accounting.beside(event, delta, relation, prv=known.prv),
+        "accountants": accounting.beside(event, delta, relation, prv=known.accountant == "prv"),
         "curve": accounting.curve(event, relation, sorted({*DELTAS, delta}, reverse=True)),
         "limits": limits.attacker_limits_of(event, relation),
         "one_unit": None,

@@ -100,7 +100,23 @@ def test_groups_relations_and_selections(capsys: Any) -> None:
 
 
 def test_prv_stands_beside_the_others_if_asked(capsys: Any) -> None:
-    assert ask(capsys, *RUN, *NOISE, "--prv")["accountants"]["prv"] == pytest.approx(2.9736, abs=2e-3)
+    assert ask(capsys, *RUN, *NOISE, "--accountant", "prv")["accountants"]["prv"] == pytest.approx(2.9736, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("gdp",), "central limit approximation that understates epsilon"),
+        (("magic",), "is unknown. Use pld, rdp or prv"),
+        (("prv", "--group-size", "4"), "prv"),
+    ],
+)
+def test_another_accountant_is_refused_with_the_reason(capsys: Any, arguments: tuple[str, ...], words: str) -> None:
+    code = main(["epsilon", *RUN, *NOISE, "--accountant", *arguments])
+    assert code in (2, 3)
+    said = capsys.readouterr()
+    assert words in said.err
+    assert said.out == ""
 
 
 def test_a_reader_gets_number_table_limits_and_prose(capsys: Any) -> None:
