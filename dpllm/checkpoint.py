@@ -68,6 +68,7 @@ def save_resume(
     max_grad_norm: float,
     head: dict[str, Any] | None = None,
     event: dict[str, Any] | None = None,
+    reserved: int | None = None,
 ) -> None:
     """Writes a checkpoint atomically, and keeps the intact one before it.
 
@@ -84,6 +85,7 @@ def save_resume(
         max_grad_norm: C of the next step, which adaptive clipping moves; a function of released values.
         head: The ledger's head by now, which the ledger of a resumed run must contain.
         event: The Plan's event; the part of it that was executed is saved.
+        reserved: Steps reserved by now, those included that make up lost ones.
     """
     for leftover in run.private.glob(".resume.*"):  # of a process that was killed while it wrote
         shutil.rmtree(leftover, ignore_errors=True)
@@ -96,6 +98,7 @@ def save_resume(
         "step": step,
         "entry": entry,
         "head": head,
+        "reserved": reserved,
         "event": executed(event, step) if event else None,
         "files": {name: _digest(temporary / name) for name in (WEIGHTS, MOMENTS)},
         # JSON has no infinity, which is C of a run without differential privacy.

@@ -115,7 +115,7 @@ class DataConfig(Section):
     revision: str | None = None
     """Commit, tag or branch, where the data come from the Hub."""
     public: bool = False
-    """The training data are public. Required for a run without differential privacy."""
+    """The training data are public. A run without differential privacy needs this, or an exception in the ledger."""
     eval_public: bool = False
     """The evaluation data are public, so that figures computed from them may be published."""
     public_size: PositiveInt | None = None
@@ -124,7 +124,7 @@ class DataConfig(Section):
     format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
     """How a row reads; auto looks at the column names."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Other names of the columns, as {prompt: meaning_representation, ...}; used where such a column exists."""
+    """Other names of the columns that hold text, as {prompt: meaning_representation, ...}; used where such a column exists."""
     unit: str = "example"
     """The privacy unit: example, or the name of a column that says whose row it is."""
     max_examples_per_unit: PositiveInt | None = None
@@ -149,6 +149,16 @@ class DataConfig(Section):
                 if str(values.get(source)).startswith("builtin:"):
                     values[flag] = True
         return values
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_of_text(cls, value: dict[str, str]) -> dict[str, str]:
+        if wrong := sorted(value.keys() - {"text", "prompt", "completion", "messages"}):
+            raise ValueError(
+                f"{wrong[0]!r} holds no text that a format reads, and another column under the name of a unit would change whose "
+                "protection is counted. Rename text, prompt, completion or messages; name the unit's own column in data.unit."
+            )
+        return value
 
     @field_validator("packing")
     @classmethod
@@ -209,7 +219,7 @@ class PrivacyConfig(Section):
     materialised per-example gradients (per_sample forces them) and ghost norms (ghost forces them); all three need one
     backward pass. opacus_ghost is the two-backward mode of Opacus, a cross-check without a guarantee."""
     ledger: str | None = None
-    """Path of the ledger; null: one file in the user's data directory."""
+    """Path of the ledger, or a postgresql:// URL; null: one file in the user's data directory."""
     dataset: str | None = None
     """Name of the dataset in the ledger; null: the name under which the ledger knows these records, or else made from
     data.train."""
@@ -454,7 +464,9 @@ def _explain(error: ValidationError) -> list[str]:
             lines.append(f"{key}: required, and missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message[0].lower()}{message[1:]} (got {_short(problem.get('input'))})")
+            got = problem.get("input")
+            given = "" if isinstance(got, dict | Section) else f" (got {_short(got)})"
+            lines.append(f"{key}: {message[0].lower()}{message[1:]}{given}")
     return list(dict.fromkeys(lines))
 
 

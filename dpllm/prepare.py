@@ -109,8 +109,8 @@ def _prepare(
     if config.audit.canaries:
         canary_plan = shared(canaries.load(run.canaries) if resume else canaries.plan_canaries(config.audit.canaries))
     plan_json = _plan_json(plan, canary_plan, standing)
-    if plan and standing and make_up_lost_steps and standing.lost_steps:
-        plan = _plan(config, num_units, book, custody, standing, more_steps=standing.lost_steps)
+    if plan and standing and make_up_lost_steps and standing.to_make_up:
+        plan = _plan(config, num_units, book, custody, standing, more_steps=standing.to_make_up)
         assert plan is not None
         schedule = plan.schedule
         plan_json = {**(plan_json or {}), **plan.to_json()}
@@ -185,13 +185,11 @@ def _prepare(
         first_step, claims = standing.charged, standing.claims
         notes += [note for note in (*standing.notes, *saved["notes"]) if note not in notes]
         engine.max_grad_norm = saved.get("max_grad_norm", engine.max_grad_norm)
-        if plan and make_up_lost_steps and standing.lost_steps:
+        if plan and make_up_lost_steps and standing.to_make_up:
             claims += shared((make_up(plan, run, book, custody, standing),) if book else None)
-            notes.append(
-                f"{standing.lost_steps} charged steps were lost before the checkpoint and were made up by as many more"
-            )
-        elif standing.lost_steps:
-            notes.append(f"{standing.lost_steps} charged steps were lost before the checkpoint and were not repeated")
+            notes.append(f"{standing.to_make_up} charged steps were lost and were made up by as many more")
+        elif standing.to_make_up:
+            notes.append(f"{standing.to_make_up} charged steps were lost before the checkpoint and were not repeated")
     elif plan:
         if state.is_main_process and book is None:  # the first reservation makes the file; a refusal makes none
             book = ledger.open_ledger(config.privacy.ledger)

@@ -15,7 +15,7 @@ from dpllm import checkpoint, environment, model
 from dpllm.ledger import gates
 from dpllm.prepare import Prepared
 from dpllm.privacy import guards
-from dpllm.rundir import write_json
+from dpllm.rundir import digest, read_json, write_json
 
 
 @dataclass
@@ -46,6 +46,7 @@ def write_record(
         "deviations": notes + p.notes,
         "resumes": [note for note in p.notes if note not in p.custody.deviations()],
         "steps_planned": p.schedule.num_steps,
+        "plan_digest": digest(read_json(p.run.plan)) if p.plan else None,
         "steps_taken": step,
         "epsilon_spent": p.plan.epsilon if p.plan else None,
         "delta": p.plan.delta if p.plan else None,

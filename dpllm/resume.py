@@ -40,6 +40,7 @@ class Standing:
         charged: Steps that may have been released, by the ledger.
         lost_steps: Of these, how many the checkpoint does not have.
         extra_steps: Steps beyond the recipe's, reserved by earlier resumes to make up lost ones.
+        to_make_up: Of the lost steps, how many none of these stand for.
         notes: What earlier resumes noted for run.json.
     """
 
@@ -48,6 +49,7 @@ class Standing:
     charged: int
     lost_steps: int
     extra_steps: int
+    to_make_up: int
     notes: tuple[str, ...]
 
 
@@ -61,7 +63,7 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
     saved = checkpoint.newest(run)
     notes = tuple(read_json(run.run).get("resumes", ())) if run.run.exists() else ()
     if not config.privacy.enabled:
-        return Standing({}, (), int(saved["step"]), 0, 0, notes)
+        return Standing({}, (), int(saved["step"]), 0, 0, 0, notes)
     if book is None:
         where = config.privacy.ledger or ledger.default_path()
         raise ConfigError(
@@ -73,6 +75,11 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
     if problems:
         raise _cut(run, problems[0])
     first, dataset = book.reservation(saved["entry"]), custody.dataset
+    if book.run(first.entry).state == "reconciled":
+        raise Refused(
+            f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and what never ran may have been given "
+            "to other runs. Start anew with --overwrite."
+        )
     if first.dataset != book.records.charged_to(dataset, custody.derived_from):
         raise Refused(
             f"{run.root}: the run reserved for dataset {first.dataset!r}, and data.train is dataset {dataset!r}. Resume with "
@@ -90,7 +97,7 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
         raise _cut(run, f"it has charged {charged} steps to this run, whose checkpoint has {saved['step']}.")
     for claim in claims:
         event = {**plan["event"], "count": claim.num_steps}
-        if book.event(claim.entry) != event:
+        if book.run(claim.entry).event != event:
             raise Refused(
                 f"{run.plan} is about another event than the run reserved, so its steps would be accounted as what they were "
                 "not. Start anew with --overwrite."
@@ -102,7 +109,9 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
         )
     sizes = tuple((claim.entry, claim.num_steps) for claim in claims)
     extra = sum(claim.num_steps for claim in claims[1:])
-    return Standing(plan, sizes, charged, charged - int(saved["step"]), extra, notes)
+    lost = charged - int(saved["step"])
+    since = sum(size for _, size in sizes) - int(saved["reserved"])  # the checkpoint stands on steps made up before it
+    return Standing(plan, sizes, charged, lost, extra, max(0, lost - since), notes)
 
 
 def check_promise(plan: Plan, standing: Standing) -> dict[str, Any]:
@@ -123,18 +132,18 @@ def check_promise(plan: Plan, standing: Standing) -> dict[str, Any]:
 
 
 def make_up(plan: Plan, run: RunDir, book: Ledger, custody: Custody, standing: Standing) -> tuple[str, int]:
-    """Reserves as many steps as were lost.
+    """Reserves as many steps as were lost and not made up yet.
 
     Raises:
         BudgetExceeded: The budget has no room for them, or is a planned one.
     """
     claim = book.reserve(
         custody.dataset,
-        event={**plan.event, "count": standing.lost_steps},
+        event={**plan.event, "count": standing.to_make_up},
         delta=plan.delta,
         unit=plan.unit,
         relation=plan.neighbouring_relation,
-        num_steps=standing.lost_steps,
+        num_steps=standing.to_make_up,
         run=f"{run.root.name}-{secrets.token_hex(4)}",
         extends=standing.claims[0][0],
         records=custody.records,

@@ -6,9 +6,13 @@ is readable by its owner alone.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +66,7 @@ class RunDir:
 
     def checkpoints(self) -> list[Path]:
         """Their directories, such as step-00000040, of the highest step first; none that is still being written."""
-        found = (path for path in self.resume.glob("step-*") if path.name[5:].isdigit() and path.is_dir())
+        found = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
         return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
     @property
@@ -73,6 +77,38 @@ class RunDir:
     def audit_dir(self, private_enabled: bool) -> Path:
         """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""
         return self.export / "audit" if private_enabled else self.private / "audit"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from training in this directory, whose files would then speak of two runs.
+
+        Raises:
+            ConfigError: Another process trains here, or the directory cannot be written to.
+        """
+        path = self.root / ".lock"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = open(path, "w")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(
+                f"{self.root}: cannot be written to ({error.strerror}). Type another --output_dir."
+            ) from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Not one that its holder removed meanwhile.
+                mine = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino
+            except BlockingIOError:
+                mine = False
+            if not mine:
+                raise ConfigError(
+                    f"{self.root}: another process trains in this directory, and two would write one record. Wait for it, or "
+                    "type another --output_dir."
+                ) from None
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     def make(self) -> None:
         """Creates the directories; private/ for its owner alone."""
@@ -146,6 +182,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def digest(value: dict[str, Any]) -> str:
+    """SHA-256 of a JSON object, the same however it is laid out."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
@@ -156,7 +197,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing; the run did not get that far, or this is no run directory.") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise ConfigError(f"{path}: is not readable as JSON; the file is damaged.") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds no JSON object; the file is damaged.")

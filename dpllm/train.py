@@ -65,6 +65,20 @@ def train(
     console = console or Console(quiet=not state.is_main_process)
     run = RunDir(Path(config.output_dir))
     guards.check_modes(config)
+    check_directory(config, run, resume=resume, overwrite=overwrite)  # before anything is made
+    with run.locked() if state.is_main_process else contextlib.nullcontext():
+        return _train(config, run, state, console, resume, overwrite, make_up_lost_steps)
+
+
+def _train(
+    config: RunConfig,
+    run: RunDir,
+    state: PartialState,
+    console: Console,
+    resume: bool,
+    overwrite: bool,
+    make_up_lost_steps: bool,
+) -> dict[str, Any]:
     check_directory(config, run, resume=resume, overwrite=overwrite)
     torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
     started = time.time()
@@ -102,7 +116,7 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float) -> 
         write_record(p, None, "interrupted", started, summary, "its process was killed; the ledger holds its steps")
     try:
         summary.before = _evaluate(p, state)
-        if summary.before is not None and not p.first_step:
+        if p.config.data.eval_public and summary.before is not None and not p.first_step:
             console.print(f"Held-out loss before: {summary.before:.4f} nats per token")
         for step in _loop(p, state, console):
             settings = p.config.train
@@ -130,8 +144,10 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float) -> 
         write_record(p, step, status, started, summary)
         if status == "completed":  # last, so that a run killed before it can still be resumed and recorded
             shutil.rmtree(p.run.resume, ignore_errors=True)
-        if summary.after is not None:
+        if p.config.data.eval_public and summary.after is not None:
             console.print(f"Held-out loss after: {summary.after:.4f} nats per token")
+        elif summary.after is not None:  # un-noised, and standard output goes into job logs
+            console.print(f"Held-out loss, which is private: {p.run.private / 'summary.json'}")
         console.print(f"[bold]{status}[/] after {step} of {p.schedule.num_steps} steps: {p.run.root}")
     state.wait_for_everyone()
     return read_json(p.run.run)
@@ -208,6 +224,7 @@ def _save(p: Prepared, step: int) -> None:
         max_grad_norm=norm,
         head=head,
         event=event,
+        reserved=sum(size for _, size in p.claims),
     )
 
 
@@ -222,12 +239,9 @@ def _charge(p: Prepared, ledger: Ledger, step: int) -> None:
 
 def _finish(p: Prepared, ledger: Ledger, status: Literal["completed", "interrupted"]) -> None:
     for entry, _ in p.claims:
-        try:
+        # A process that was killed between this and run.json finished the reservation; nothing was left to charge.
+        if ledger.run(entry).state != "completed":
             ledger.finish(entry, status)
-        except Refused:
-            # A process that was killed between this and run.json finished the reservation; nothing was left to charge.
-            if p.first_step < p.schedule.num_steps:
-                raise
 
 
 def _evaluate(p: Prepared, state: PartialState) -> float | None:

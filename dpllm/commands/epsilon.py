@@ -10,6 +10,7 @@ from typing import Any
 
 from dpllm.errors import ConfigError, Refused
 
+LARGEST = 1e12  # of a number of people or steps
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 LIMITS_IN_WORDS = {
     "tpr_at_fpr_0.001": "true positive rate at 0.1% false positives, at most",
@@ -140,8 +141,12 @@ def _steps(known: argparse.Namespace) -> int:
         ("--group-size", known.group_size, 1),
         ("--trials", known.trials, 1),
     ):
-        if value is not None and not (math.isfinite(value) and value >= least):
-            raise ConfigError(f"{name} is {value}, from which no epsilon follows. Type a number of {least} or more.")
+        if value is not None and not least <= value <= LARGEST:
+            raise ConfigError(
+                f"{name} is {value:.30g}, from which no epsilon follows. Type a number from {least} to {LARGEST:.0e}."
+                if isinstance(value, float)
+                else f"{name} is out of range, so that no epsilon follows. Type a number from {least} to {LARGEST:.0e}."
+            )
     if known.select and known.trials is None:
         raise ConfigError("--select says how the number of runs was drawn, and no --trials says how many. Type both.")
     if known.epsilon is not None and not (math.isfinite(known.epsilon) and known.epsilon > 0):
@@ -149,7 +154,7 @@ def _steps(known: argparse.Namespace) -> int:
     if batch > size:
         raise Refused(
             f"--batch-size {batch} is larger than --dataset-size {size}, so that the sampling rate would exceed 1. "
-            f"Type --batch-size {max(1, size // 10)} or less."
+            f"Type --batch-size {size} or less; a tenth of it or less is usual."
         )
     if known.steps is not None:
         return int(known.steps)

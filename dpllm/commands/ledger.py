@@ -13,6 +13,7 @@ from dpllm.errors import ConfigError, DpllmError, LedgerContradiction, Refused
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
+    from dpllm.ledger.values import Budget
     from dpllm.privacy.accounting import Event
 
 ACTIONS = {
@@ -32,8 +33,7 @@ ACTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Actions and what they take."""
-    parser.usage = "dpllm ledger ACTION [options]"
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog="dpllm ledger")
     made = {}
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
@@ -63,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument("--import-delta", type=float, default=0.0, help="adaptive: part of delta for imported runs")
     init.add_argument("--runs", nargs="+", metavar="RECIPE", help="planned: seal these recipes as the list")
     init.add_argument("--data", help="the data file, so that copies under other names are recognised from now on")
+    made["open"].add_argument(
+        "--forfeit", action="store_true", help="also where sealed runs that have not run are given up"
+    )
     made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help="recipes, one for each run")
     made["verify"].add_argument(
         "--head", help="HASH:COUNT, a head that was copied elsewhere, or the path of a run.json"
@@ -83,9 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_terms(parser: argparse.ArgumentParser, default: bool = True) -> None:
     relations = ["zero_out", "add_or_remove_one"]
     unit, relation = ("example", "zero_out") if default else (None, None)
-    parser.add_argument("--unit", default=unit, help="privacy unit (default: example)")
+    said = "" if default else "that of the budget, or else "
+    parser.add_argument("--unit", default=unit, help=f"privacy unit (default: {said}example)")
     parser.add_argument(
-        "--relation", default=relation, choices=relations, help="neighbouring relation (default: zero_out)"
+        "--relation", default=relation, choices=relations, help=f"neighbouring relation (default: {said}zero_out)"
     )
 
 
@@ -99,6 +103,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     if "by" in known:
         known.by = _user() if known.by is None else known.by
         check_person("an entry is made", known.by, known.reason)
+    wanted = _wanted(known) if known.action == "init" else None  # nothing is made for a budget that cannot be
     book = ledger.open_ledger(known.ledger, create=known.action in ("init", "except", "import"))
     if book is None:
         where = known.ledger or ledger.default_path()
@@ -106,6 +111,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     with book, book.counting():
         if known.action not in ("verify", "history", "export", "show"):
             book.refuse_if_tampered()
+        if wanted is not None:
+            return _init(book, known, wanted)
         code: int = globals()[f"_{known.action}"](book, known)
         return code
 
@@ -117,11 +124,18 @@ def _user() -> str:
         raise ConfigError("this user has no name, and an entry needs one: --by NAME") from None
 
 
-def _init(book: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger import budgets, protect
+def _wanted(known: argparse.Namespace) -> Budget:
+    """The budget that was typed.
+
+    Raises:
+        ConfigError: It bounds nothing, or something that was named is not there.
+    """
+    from dpllm.ledger import budgets
     from dpllm.ledger.values import Budget
     from dpllm.privacy import renyi
 
+    terms = (known.epsilon, known.delta, known.unit, known.relation, known.gate)
+    budgets.check_budget(known.dataset, Budget(*terms, None, False, known.import_delta, known.by, known.reason))
     order = None
     if known.gate == "adaptive":
         if known.runs:
@@ -132,17 +146,32 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
                 "kind: --reference q=0.02,sigma=0.8,steps=150, or a recipe."
             )
         order = renyi.choose_order(
-            known.epsilon, known.delta - known.import_delta, _reference(known.reference, known.delta)
+            known.epsilon, known.delta - known.import_delta, _reference(known.reference, known.unit, known.delta)
         )
     elif known.reference or known.import_delta:
         raise ConfigError("--reference and --import-delta belong to --gate adaptive.")
-    wanted = Budget(known.epsilon, known.delta, known.unit, known.relation, known.gate, order, False, known.import_delta,
-                    known.by, known.reason)  # fmt: skip
+    for name in [known.data, *(known.runs or [])]:
+        if name is not None and not os.path.exists(name) and not name.startswith("builtin:") and name.count("/") != 1:
+            raise ConfigError(f"{name}: no such file. Check the spelling.")
+    return Budget(*terms, order, False, known.import_delta, known.by, known.reason)
+
+
+def _init(book: Ledger, known: argparse.Namespace, wanted: Budget) -> int:
+    from dpllm.ledger import budgets, protect
+    from dpllm.privacy.plan import check_delta
+
     sources = [known.data] if known.data else [*(known.runs or [])]
     if known.reference and os.path.exists(known.reference):
         sources.append(known.reference)
-    records = protect.records_of(sources[0], book) if sources else None
-    sealed = [_run_of(recipe, known.dataset, known.delta) for recipe in known.runs or []]
+    records, units = protect.records_of(sources[0], book, known.unit) if sources else (None, None)
+    if units is not None:
+        check_delta(known.delta, units, "--delta")
+        if known.delta * units > 0.1 * (1 + 1e-9):
+            print(
+                f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so near to it that single records "
+                "could be published whole."
+            )
+    sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
     budget = budgets.set_budget(book, known.dataset, wanted, records=records)
     protect.remember_ledger(book)
     print(f"{known.dataset}: {budgets.describe(budget)}, in {book.location}")
@@ -159,8 +188,8 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
 
 def _seal(book: Ledger, known: argparse.Namespace) -> int:
     budget = book.budget(known.dataset)
-    largest_delta = budget.delta if budget else 1.0
-    return _seal_runs(book, known, [_run_of(recipe, known.dataset, largest_delta) for recipe in known.runs])
+    largest_delta, unit = (budget.delta, budget.unit) if budget else (1.0, None)
+    return _seal_runs(book, known, [_run_of(recipe, known.dataset, unit, largest_delta) for recipe in known.runs])
 
 
 def _seal_runs(book: Ledger, known: argparse.Namespace, runs: list[Any]) -> int:
@@ -176,7 +205,7 @@ def _seal_runs(book: Ledger, known: argparse.Namespace, runs: list[Any]) -> int:
 def _open(book: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger import budgets
 
-    budget = budgets.open_adaptive(book, known.dataset, known.by, known.reason)
+    budget = budgets.open_adaptive(book, known.dataset, known.by, known.reason, forfeit=known.forfeit)
     print(f"{known.dataset}: {budgets.describe(budget)}")
     _print_filter(book, known.dataset)
     return 0
@@ -260,8 +289,10 @@ def _head(text: str | None) -> dict[str, Any] | None:
             raise ConfigError(f"{text}: names no head of a ledger. Give the run.json of a private run, or HASH:COUNT.")
         return head
     digest, _, count = text.partition(":")
-    if len(digest) != 64 or not (count.isascii() and count.isdigit() and len(count) < 19):
-        raise ConfigError(f"--head {text!r} is neither HASH:COUNT nor the path of a run.json.")
+    if len(digest) != 64 or not (count.isascii() and count.isdigit() and int(count[:19]) > 0 and len(count) < 19):
+        raise ConfigError(
+            f"--head {text!r} is neither HASH:COUNT, with a count of 1 or more, nor the path of a run.json."
+        )
     return {"hash": digest, "count": int(count)}
 
 
@@ -298,14 +329,14 @@ def _import(book: Ledger, known: argparse.Namespace) -> int:
         event = {key: part for key, part in read_json(Path(known.event)).items() if key != "schema_version"}
     else:
         event = {"type": "imported", "epsilon": known.epsilon, "delta": known.delta}
+    budget = book.budget(known.dataset)
     terms = {
-        "unit": known.unit or "example",
-        "relation": known.relation or "zero_out",
+        "unit": known.unit or (budget.unit if budget else "example"),
+        "relation": known.relation or (budget.relation if budget else "zero_out"),
         "by": known.by,
         "reason": known.reason,
     }
     budgets.import_run(book, known.dataset, event=event, run=known.run, **terms)
-    budget = book.budget(known.dataset)
     try:
         remaining = book.remaining(known.dataset)
         print(f"{known.dataset}: entered; the total is now epsilon {book.spent(known.dataset):.4f}")
@@ -358,12 +389,16 @@ def _print_filter(book: Ledger, dataset: str) -> None:
         )
 
 
-def _reference(text: str, largest_delta: float) -> Event:
+def _reference(text: str, unit: str, largest_delta: float) -> Event:
     from dpllm.privacy.accounting import dp_sgd_event
 
     if os.path.exists(text):
-        event: Event = _plan_of(text, None, largest_delta).event
+        event: Event = _plan_of(text, None, unit, largest_delta).event
         return event
+    if "=" not in text:
+        raise ConfigError(
+            f"--reference {text}: no such recipe. Check the spelling, or type q=0.02,sigma=0.8,steps=150."
+        )
     try:
         values = dict(part.split("=", 1) for part in text.split(","))
         if values.keys() != {"q", "sigma", "steps"}:
@@ -377,14 +412,14 @@ def _reference(text: str, largest_delta: float) -> Event:
         ) from None
 
 
-def _run_of(recipe: str, dataset: str, largest_delta: float) -> Any:
+def _run_of(recipe: str, dataset: str, unit: str | None, largest_delta: float) -> Any:
     from dpllm.ledger.values import Sealed
 
-    plan = _plan_of(recipe, dataset, largest_delta)
+    plan = _plan_of(recipe, dataset, unit, largest_delta)
     return Sealed(plan.event, plan.schedule.num_steps)
 
 
-def _plan_of(recipe: str, dataset: str | None, largest_delta: float) -> Any:
+def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Any:
     import tempfile
 
     from dpllm import data
@@ -397,6 +432,11 @@ def _plan_of(recipe: str, dataset: str | None, largest_delta: float) -> Any:
         raise ConfigError(f"{recipe}: privacy.enabled is false, so it has no event to be accounted.")
     if dataset is not None and config.privacy.dataset not in (None, dataset):
         raise ConfigError(f"{recipe}: privacy.dataset is {config.privacy.dataset!r}, not {dataset!r}.")
+    if unit is not None and config.data.unit != unit:
+        raise ConfigError(
+            f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be charged to "
+            "it. Type --unit, or set data.unit."
+        )
     with tempfile.TemporaryDirectory() as cache:
         size = config.data.public_size or data.count_units(config.data, Path(cache))
     return make_plan(config, size, default_path().parent / "calibration", largest_delta=largest_delta)

@@ -89,9 +89,9 @@ def _check_flags(known: argparse.Namespace) -> None:
         raise ConfigError(
             "--figure draws a sweep or a comparison, and neither was asked for. Add --sweep or --compare."
         )
-    if known.figure and not Path(known.figure).resolve().parent.is_dir():
+    if known.figure and (Path(known.figure).is_dir() or not Path(known.figure).resolve().parent.is_dir()):
         raise ConfigError(
-            f"--figure {known.figure}: its directory does not exist, so nothing could be drawn there. Make it first."
+            f"--figure {known.figure}: is a directory or lies in none, so nothing could be drawn there. Type a path of a file."
         )
 
 

@@ -230,14 +230,14 @@ class Ledger:
         """
         return self._claim(entry)[0]
 
-    def event(self, entry: str) -> Event:
-        """All that a reservation pays for.
+    def run(self, entry: str) -> Run:
+        """A reservation, what it pays for and what became of it.
 
         Raises:
             ConfigError: This ledger has no such reservation.
         """
         runs = self.runs(self._claim(entry)[0].dataset)
-        return next(run.event for run in runs if run.reservation.entry == entry)
+        return next(run for run in runs if run.reservation.entry == entry)
 
     def finish(self, entry: str, status: Status) -> None:
         """Enters into the chain how many steps were executed; "interrupted" can be resumed.
@@ -257,7 +257,7 @@ class Ledger:
         list that is composed as if fixed in advance may not be cut short afterwards.
 
         Args:
-            entry: Of the reservation; the start of it will do where only one begins so.
+            entry: Of the reservation; the start of it will do where only one begins so, and so will the run's name.
             by: Who takes responsibility.
             reason: Why the run will not go on.
 
@@ -269,7 +269,9 @@ class Ledger:
         self.refuse_if_tampered()
         with self.chain.writing():
             known = [name for (name,) in self.store.rows("SELECT entry FROM progress ORDER BY entry")]
-            found = [name for name in known if name.startswith(entry)] if entry else []
+            claims = (run.reservation for name in self.datasets() for run in self.runs(name))
+            named = [claim.entry for claim in claims if claim.run == entry]
+            found = named or ([name for name in known if name.startswith(entry)] if entry else [])
             if len(found) > 1 and entry not in found:
                 raise ConfigError(
                     f"reservations {', '.join(found)} all begin with {entry!r}. Type more of the one you mean."
@@ -277,7 +279,7 @@ class Ledger:
             claim, steps = self._unfinished(found[0] if len(found) == 1 else entry)
             content = {"entry": claim.entry, "steps": steps, "by": by, "reason": reason}
             self.chain.append("reconcile", claim.dataset, content)
-        return next(run for run in self.runs(claim.dataset) if run.reservation.entry == claim.entry)
+        return self.run(claim.entry)
 
     # --- what it comes to ------------------------------------------------------------------------------------------
 
@@ -444,7 +446,8 @@ class Ledger:
         Raises:
             Refused: The budget, a run or an import of ``dataset`` has another unit or relation.
         """
-        for entry in self.chain.of(dataset, "budget", "reserve", "import"):
+        # A budget that was corrected was used by nothing.
+        for entry in [*self.chain.of(dataset, "budget")[-1:], *self.chain.of(dataset, "reserve", "import")]:
             past = entry.facts
             if (past["unit"], past["relation"]) != (unit, relation):
                 raise Refused(
@@ -460,7 +463,7 @@ class Ledger:
         if planned:
             return planned[1]
         known = self.chain.of(account.dataset, "budget", "reserve", "import")
-        return cast(Relation, known[0].facts["relation"])
+        return cast(Relation, known[-1].facts["relation"])
 
     def _reserved(self, entry: Entry) -> tuple[Reservation, str]:
         if entry.hash not in self._claims:

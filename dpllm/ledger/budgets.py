@@ -12,12 +12,12 @@ from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import gates
 from dpllm.ledger.book import Ledger
 from dpllm.ledger.fingerprint import Fingerprint
-from dpllm.ledger.values import Budget, Gate, Sealed, check_name, check_person, seal_content
+from dpllm.ledger.values import Account, Budget, Gate, Sealed, check_name, check_person, seal_content
 from dpllm.privacy.accounting import Event, Relation, compose, count_releases, stated
 
 
 def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerprint | None = None) -> Budget:
-    """Fixes, once, what all runs on ``dataset`` may spend; the same budget again is no change.
+    """Fixes what all runs on ``dataset`` may spend; its owner may correct it as long as nothing is sealed or spent.
 
     Args:
         book: The ledger.
@@ -30,11 +30,11 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
 
     Raises:
         ConfigError: A value is out of range.
-        Refused: Another budget is set; runs with another unit or relation are reserved; a planned budget where runs
-            came first; or the data are those of another dataset.
+        Refused: Another budget is set, by somebody else or with something sealed or spent; runs with another unit or relation
+            are reserved; a planned budget where runs came first; or the data are those of another dataset.
     """
     wanted = replace(budget, epsilon=float(budget.epsilon), delta=float(budget.delta))
-    _check_budget(dataset, wanted)
+    check_budget(dataset, wanted)
     book.refuse_if_tampered()
     with book.chain.writing():
         parent = book.records.account_name(dataset)
@@ -51,14 +51,20 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
             if present.late and asked.import_delta <= present.import_delta:
                 asked = replace(asked, import_delta=present.import_delta)
             if asked == present:
+                if records is not None:
+                    book.records.register(dataset, records, None)
                 return present
-            raise Refused(
-                f"dataset {dataset!r} has a budget already: {describe(present)}. A budget that can be raised later limits "
-                "nothing. Keep it, or keep new data under a new name.",
-                dataset=dataset,
-                reason="budget_set",
-            )
-        book.same_unit(dataset, wanted.unit, wanted.relation)
+            used = book.account(dataset)
+            if wanted.by != present.by or used.runs or used.imports or used.sealed is not None:
+                raise Refused(
+                    f"dataset {dataset!r} has a budget already: {describe(present)}. Only "
+                    f"{present.by or 'its owner'} may correct it, and nobody once a run is sealed, reserved or imported: a budget that can be raised limits nothing. Keep "
+                    "it, or keep new data under a new name.",
+                    dataset=dataset,
+                    reason="budget_set",
+                )
+        if present is None:
+            book.same_unit(dataset, wanted.unit, wanted.relation)
         account = replace(book.account(dataset), budget=wanted)
         if account.runs or account.imports:
             if wanted.gate == "planned":
@@ -110,7 +116,7 @@ def seal(book: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -
         budget, name = account.budget, account.dataset
         if budget is None or budget.gate != "planned" or account.sealed is not None or account.runs:
             raise Refused(
-                f"dataset {name!r} has no planned budget without a list and without runs, so there is nothing to seal.",
+                f"dataset {name!r} {_why_unsealable(account)}, so no list can be sealed. dpllm ledger show {name} says what is.",
                 dataset=name,
                 reason="sealed",
             )
@@ -124,8 +130,23 @@ def seal(book: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -
         return together
 
 
-def open_adaptive(book: Ledger, dataset: str, by: str, reason: str) -> Budget:
+def _why_unsealable(account: Account) -> str:
+    if account.budget is None:
+        return "has no budget"
+    if account.budget.gate != "planned":
+        return "has an adaptive budget, which needs no list"
+    return "has its list already" if account.sealed is not None else "has runs already, which are its list"
+
+
+def open_adaptive(book: Ledger, dataset: str, by: str, reason: str, *, forfeit: bool = False) -> Budget:
     """Turns a planned budget into an adaptive one for what is left; what was sealed and has not run, cannot any more.
+
+    Args:
+        book: The ledger.
+        dataset: Name of the data in this ledger.
+        by: Who opens it.
+        reason: Why.
+        forfeit: Also where sealed runs that have not run lose their place in the list.
 
     Raises:
         Refused: No planned budget, or nothing is left by the rule of the filter.
@@ -138,6 +159,13 @@ def open_adaptive(book: Ledger, dataset: str, by: str, reason: str) -> Budget:
         budget, name = account.budget, account.dataset
         if budget is None or budget.gate != "planned":
             raise Refused(f"dataset {name!r} has no planned budget that could be opened.", dataset=name, reason="gate")
+        if (waiting := gates.pending(account)) and not forfeit:
+            raise Refused(
+                f"dataset {name!r}: {len(waiting)} sealed runs have not run and would lose their place: "
+                f"{'; '.join(gates.described(run) for run in waiting)}. Type --forfeit if they will not run.",
+                dataset=name,
+                reason="sealed",
+            )
         found = gates.opened(account, budget)
         if found is None:
             raise Refused(
@@ -174,7 +202,7 @@ def import_run(
     check_name(dataset)
     if not unit.strip() or relation not in get_args(Relation):
         raise ConfigError(f"an import needs a unit, and one of the relations {', '.join(get_args(Relation))}.")
-    count_releases(event)  # refuses what is malformed
+    stated(event, 1e-5, relation)  # refuses what is malformed, and what no accountant can add up later
     book.refuse_if_tampered()
     with book.chain.writing():
         name = book.records.account_name(dataset)
@@ -215,14 +243,19 @@ def describe(budget: Budget) -> str:
     )
 
 
-def _check_budget(dataset: str, budget: Budget) -> None:
+def check_budget(dataset: str, budget: Budget) -> None:
+    """Makes sure that a budget limits something.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
     check_name(dataset)
     bounded = 0 < budget.epsilon < float("inf") and 0 < budget.delta < 1 and 0 <= budget.import_delta < budget.delta
     known = budget.relation in get_args(Relation) and budget.gate in get_args(Gate)
     ordered = budget.order is None or 1 < budget.order < float("inf")
     if not (budget.unit.strip() and bounded and known and ordered):
         raise ConfigError(
-            f"{budget} for dataset {dataset!r} bounds nothing. Give names for dataset and unit, epsilon > 0, "
-            f"0 <= import delta < delta < 1, one of the relations {', '.join(get_args(Relation))}, and the gate planned or "
-            "adaptive."
+            f"a budget of epsilon {budget.epsilon:g} at delta {budget.delta:g} (for imports {budget.import_delta:g}) per "
+            f"{budget.unit!r} under {budget.relation!r}, gate {budget.gate!r}, bounds nothing. Give epsilon > 0, 0 <= import delta "
+            f"< delta < 1, a unit, one of the relations {', '.join(get_args(Relation))}, and the gate planned or adaptive."
         )

@@ -23,7 +23,8 @@ class Fingerprint:
 
     Attributes:
         digest: Of all records, in hexadecimal; equal for two datasets with the same records in any order.
-        hashes: Sorted keyed hashes of the distinct records, ``HASH_BYTES`` bytes each, joined.
+        hashes: Sorted keyed hashes of the records and of their columns, ``HASH_BYTES`` bytes each, joined; one for each
+            repetition.
         num_records: How many records, duplicates included.
     """
 
@@ -36,27 +37,58 @@ class Fingerprint:
         return hashlib.sha256(f"{nonce}:{self.digest}".encode() + self.hashes).hexdigest()
 
 
-def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes) -> Fingerprint:
-    """Hashes the text of every row.
+def fingerprint(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], key: bytes) -> Fingerprint:
+    """Hashes the text of every row, and of each column that tells rows apart: it may come back as a dataset of its own.
 
     Args:
         rows: With the columns of their format.
         fields: The columns that hold text; others (ids, dates) do not count, so that adding one makes no new dataset.
         key: The ledger's secret.
     """
-    digests = sorted(hashlib.blake2b(_text(row, fields).encode(), key=key, digest_size=32).digest() for row in rows)
-    whole = hashlib.blake2b(b"".join(digests), key=key, digest_size=32).hexdigest()
-    return Fingerprint(whole, b"".join(sorted({digest[:HASH_BYTES] for digest in digests})), len(digests))
+
+    def hashed(texts: Iterable[str]) -> list[bytes]:
+        return sorted(hashlib.blake2b(text.encode(), key=key, digest_size=32).digest() for text in texts)
+
+    split = [_pieces(row, fields) for row in rows]
+    whole_texts = [_words(" ".join(text for _, text in pieces)) for pieces in split]
+    records = hashed(whole_texts)
+    parts = list(records)
+    names = {name for pieces in split for name, _ in pieces}
+    for name in names if len(names) > 1 else ():
+        columns = [_words(" ".join(text for other, text in pieces if other == name)) for pieces in split]
+        texts = [text for text, record in zip(columns, whole_texts, strict=True) if text not in ("", record)]
+        if len(set(texts)) * 2 > len(rows):  # not a label or an instruction that many rows share
+            parts += hashed(texts)
+    whole = hashlib.blake2b(b"".join(records), key=key, digest_size=32).hexdigest()
+    return Fingerprint(whole, b"".join(sorted(part[:HASH_BYTES] for part in parts)), len(records))
 
 
 def share_in_common(one: bytes, other: bytes) -> float:
-    """Records that two datasets share, over those of the smaller one; 0 where one is empty."""
+    """Distinct records that two datasets share, over those of the smaller one; 0 where one is empty."""
     import numpy as np
 
-    # Both are sorted and without repetitions, as eight bytes of which the first weighs most.
-    first, second = (np.frombuffer(hashes, ">u8") for hashes in (one, other))
+    first, second = (np.unique(_numbers(hashes)) for hashes in (one, other))
     few = min(len(first), len(second))
     return len(np.intersect1d(first, second, assume_unique=True)) / few if few else 0.0
+
+
+def share_repeated(hashes: bytes, known: Sequence[bytes]) -> float:
+    """Of the distinct records that are known, the share that now occurs more often than in any known dataset."""
+    import numpy as np
+
+    most: dict[int, int] = {}
+    for one in known:
+        for value, count in zip(*np.unique(_numbers(one), return_counts=True), strict=True):
+            most[int(value)] = max(most.get(int(value), 0), int(count))
+    values, counts = np.unique(_numbers(hashes), return_counts=True)
+    before = [(most[int(value)], int(count)) for value, count in zip(values, counts, strict=True) if int(value) in most]
+    return sum(count > least for least, count in before) / len(before) if before else 0.0
+
+
+def _numbers(hashes: bytes) -> Any:
+    import numpy as np
+
+    return np.frombuffer(hashes, ">u8")  # of eight bytes the first weighs most
 
 
 def new_nonce() -> str:
@@ -64,15 +96,20 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def _text(row: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """The words of a row; spaces, line breaks and Unicode composition do not matter, nor into how many columns it is cut."""
-    parts: list[str] = []
+def _pieces(row: Mapping[str, Any], fields: Sequence[str]) -> list[tuple[str, str]]:
+    """The texts of a row in their order, each with its column, or with the role of who said it."""
+    pieces: list[tuple[str, str]] = []
     for field in fields:
         value = row[field]
-        if isinstance(value, list):  # messages
-            parts += [
-                str(message.get("content", "")) if isinstance(message, dict) else str(message) for message in value
-            ]
-        else:
-            parts.append(str(value))
-    return " ".join(unicodedata.normalize("NFC", " ".join(parts)).split())
+        if not isinstance(value, list):
+            pieces.append((field, str(value)))
+            continue
+        for turn in value:
+            said = turn if isinstance(turn, dict) else {"content": turn}
+            pieces.append((str(said.get("role")), str(said.get("content", ""))))
+    return pieces
+
+
+def _words(text: str) -> str:
+    """Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut."""
+    return " ".join(unicodedata.normalize("NFC", text).split())

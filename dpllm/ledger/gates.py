@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from dpllm.ledger.advice import what_fits
+from dpllm.ledger.advice import noise_multiplier, what_fits
 from dpllm.ledger.chain import canonical
 from dpllm.ledger.values import Account, Budget, Sealed
 from dpllm.privacy import accounting, events, renyi
@@ -115,9 +116,10 @@ def late_order(account: Account, budget: Budget) -> float:
 
     def share(order: float) -> float:
         allowance = renyi.allowance(budget.epsilon, delta, order)
-        if not (account.runs or account.imports):
+        spent = filter_spent(account, order)
+        if spent == 0:
             return allowance / order
-        return 1 - filter_spent(account, order) / allowance if allowance > 0 else -math.inf
+        return 1 - spent / allowance if allowance > 0 else -math.inf
 
     return max(LATE_ORDERS, key=share)
 
@@ -166,6 +168,28 @@ def listed(account: Account, event: Event, num_steps: int) -> bool:
     return free > sum((run.whole(), run.reservation.num_steps) == wanted for run in account.runs)
 
 
+def pending(account: Account) -> list[Sealed]:
+    """The sealed runs that were not reserved yet."""
+    used = Counter((run.whole(), run.reservation.num_steps) for run in account.runs)
+    waiting = []
+    for run in account.sealed or ():
+        if used[run.key] > 0:
+            used[run.key] -= 1
+        else:
+            waiting.append(run)
+    return waiting
+
+
+def described(run: Sealed) -> str:
+    """A run of a list in a few words."""
+    step = run.event.get("event", {})
+    rate = f"q {step['probability']:.4g}, " if "probability" in step else ""
+    try:
+        return f"{rate}sigma {noise_multiplier(run.event):.4g}, {run.num_steps} steps"
+    except (KeyError, TypeError):
+        return f"{run.num_steps} steps"
+
+
 def over_plan(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str | None:
     """Why a list of runs cannot be sealed; None if it fits together with what was imported."""
     past = list(account.imports)
@@ -190,6 +214,12 @@ def over_plan(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str |
         f"delta {budget.delta:g}; together they come to {together:.4f}. "
         f"{what_fits(runs[-1].event, fits, ' of the last run' if many else '')}"
     )
+
+
+def list_epsilon(account: Account, budget: Budget) -> float:
+    """Epsilon of a sealed list and of what was imported, at the budget's delta."""
+    parts = [*account.imports, *(run.event for run in account.sealed or ())]
+    return accounting.stated(compose(parts), budget.delta, budget.relation)[0] if parts else 0.0
 
 
 def _over_filter(account: Account, budget: Budget, event: Event) -> str | None:
@@ -229,9 +259,20 @@ def _over_filter(account: Account, budget: Budget, event: Event) -> str | None:
 
 
 def _way_on(account: Account, budget: Budget) -> str:
-    """How to open an adaptive budget for the rest, if there is a rest."""
+    """What is sealed and has not run, or how to open an adaptive budget for the rest, if there is a rest."""
+    if waiting := pending(account):
+        return (
+            f"Of the list, {len(waiting)} have not run: {'; '.join(described(run) for run in waiting)}. A run must have the noise, "
+            "the sampling rate and the steps of one of them."
+        )
     rest = opened(account, budget)
     if rest is None:
+        stopped = [run.reservation.entry for run in account.runs if run.state not in ("completed", "reconciled")]
+        if stopped:
+            return (
+                "No adaptive budget can be opened for a rest as long as all of each run is held. If a run will not go on, close "
+                f"it first: dpllm ledger reconcile {stopped[0]} --by NAME --reason WHY."
+            )
         return "No adaptive budget can be opened for a rest: its rule finds none. Use other data."
     wanted, left = rest
     return (

@@ -6,19 +6,20 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 
 from __future__ import annotations
 
-import json
+import secrets
+import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from dpllm import data
-from dpllm.config import RunConfig
+from dpllm.config import DataConfig, RunConfig, load_config
 from dpllm.data import FIELDS, Table
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.book import Ledger, open_ledger
-from dpllm.ledger.fingerprint import Fingerprint, fingerprint
+from dpllm.ledger.fingerprint import Fingerprint, fingerprint, share_in_common
+from dpllm.ledger.records import LEAST_SHARE
 from dpllm.ledger.store import default_path
 from dpllm.privacy.renyi import Fit
 
@@ -58,7 +59,8 @@ def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custod
 
     Raises:
         Refused: Training without differential privacy on data that are not declared public, or that have a budget, and
-            no exception; records that are another dataset of the ledger; or a budget in another ledger.
+            no exception of its owner; records that are another dataset of the ledger, or repeated more often than before;
+            evaluation data declared public that are not; a budget in another ledger, or in one that cannot be asked.
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger.
     """
     records = fingerprint(table.rows, FIELDS[table.format], book.records.key()) if book else None
@@ -67,17 +69,25 @@ def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custod
     parent = config.privacy.derived_from
     if parent is not None and book is None:
         raise ConfigError(f"privacy.derived_from: there is no ledger yet that knows {parent!r}. Remove the key.")
-    budgeted, exceptions = False, []
+    budgeted, excepted, exceptions = False, False, []
     if book and records:
         if clash := book.records.conflict(name, records, parent):
             raise clash
         account = book.records.charged_to(name, parent)
-        budgeted, exceptions = book.budget(account) is not None, book.exceptions(account)
-    if not config.privacy.enabled and not exceptions:
+        budgeted, excepted = book.budget(account) is not None, book.excepted(account)
+        exceptions = book.exceptions(account)
+        if budgeted and config.data.unit == "example":
+            _refuse_repetitions(book, account, records)
+    if not config.privacy.enabled and not excepted:
         _refuse_without_privacy(config, name, budgeted)
+    evaluation = _public_evaluation(config)
+    if evaluation:
+        _refuse_evaluation(config, evaluation, table, book)
     for elsewhere in _other_ledgers(book):
         with elsewhere:
             _refuse_outside(config, table, elsewhere)
+            if evaluation:
+                _refuse_evaluation(config, evaluation, table, elsewhere)
     return Custody(name, parent, records, tuple(exceptions))
 
 
@@ -116,68 +126,161 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
         )
 
 
-def _refuse_outside(config: RunConfig, table: Table, elsewhere: Ledger) -> None:
-    records = fingerprint(table.rows, FIELDS[table.format], elsewhere.records.key())
-    known = elsewhere.records.known_as(records)
-    for other in [known] if known else elsewhere.records.overlaps(records):
-        share = 1.0 if known else elsewhere.records.overlaps(records)[other]
-        account = elsewhere.records.account_name(other)
-        if share < 0.01 or elsewhere.budget(account) is None:
-            continue
-        if not config.privacy.enabled and elsewhere.exceptions(account):
-            continue
+def _refuse_repetitions(book: Ledger, account: str, records: Fingerprint) -> None:
+    """Whoever repeats the rows of a budgeted dataset multiplies what each of its people gives, at the price of one row."""
+    share = book.records.repeated(account, records)
+    if share >= LEAST_SHARE:
         raise Refused(
-            f"data.train has records of dataset {other!r}, whose budget lies in another ledger, {elsewhere.location}: outside it "
-            f"nothing may be trained on them. Set privacy.ledger: {elsewhere.location}.",
+            f"{share:.1%} of the records that data.train shares with dataset {account!r} occur more often than in the data its "
+            "budget is about: each row would be protected as before, and whoever stands behind it less. Remove the repetitions.",
             dataset=account,
-            reason="outside_ledger",
+            reason="repeated",
         )
 
 
-def records_of(source: str, book: Ledger) -> Fingerprint:
-    """The records of a data file, or of the training data of a recipe.
+def _public_evaluation(config: RunConfig) -> Table | None:
+    """Evaluation data whose exact losses would be published."""
+    if config.data.eval is None or not config.data.eval_public:
+        return None
+    with tempfile.TemporaryDirectory() as cache:
+        return data.load_table(config.data.eval, config.data, config.data.eval_split, Path(cache))
+
+
+def _refuse_evaluation(config: RunConfig, evaluation: Table, table: Table, book: Ledger | None) -> None:
+    key = book.records.key() if book else secrets.token_bytes(32)
+    records = fingerprint(evaluation.rows, FIELDS[evaluation.format], key)
+    shares = {}
+    if not config.data.public:
+        own = fingerprint(table.rows, FIELDS[table.format], key)
+        shares["data.train, which is not"] = share_in_common(records.hashes, own.hashes)
+    for name, share in book.records.overlaps(records).items() if book else ():
+        if book and book.budget(name) is not None:
+            shares[f"dataset {name!r}, which has a privacy budget"] = share
+    for whose, share in shares.items():
+        if share >= LEAST_SHARE:
+            raise Refused(
+                f"data.eval is declared public and has {share:.1%} of its records in common with {whose}: exact losses on them "
+                "would stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
+                reason="public_evaluation",
+            )
+
+
+def _refuse_outside(config: RunConfig, table: Table, elsewhere: Ledger) -> None:
+    other, share = _budgeted_in(table, elsewhere)
+    if other is None or share < LEAST_SHARE:
+        return
+    if not config.privacy.enabled and elsewhere.excepted(other):
+        return
+    raise Refused(
+        f"data.train has records of dataset {other!r}, whose budget lies in another ledger, {elsewhere.location}: outside it "
+        f"nothing may be trained on them. Set privacy.ledger: {elsewhere.location}.",
+        dataset=other,
+        reason="outside_ledger",
+    )
+
+
+def _budgeted_in(table: Table, book: Ledger) -> tuple[str | None, float]:
+    """The account with a budget that shares most records with these rows, and the share."""
+    records = fingerprint(table.rows, FIELDS[table.format], book.records.key())
+    shares = {book.records.account_name(name): share for name, share in book.records.overlaps(records).items()}
+    budgeted = {name: share for name, share in shares.items() if book.budget(name) is not None}
+    most = max(budgeted, key=lambda name: budgeted[name], default=None)
+    return most, budgeted[most] if most is not None else 0.0
+
+
+def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
+    """The records of a data file, or of the training data of a recipe, for a budget that is about to be set on them.
+
+    Args:
+        source: A data file, or a recipe.
+        book: The ledger that the budget will lie in.
+        unit: The privacy unit of the budget: a column of the data, or "example".
+
+    Returns:
+        The records, and the number of units.
 
     Raises:
-        ConfigError: Neither can be read.
+        ConfigError: Neither can be read, or the data do not know the unit.
+        Refused: They have a budget in another ledger already.
     """
-    import tempfile
-
-    from dpllm.config import DataConfig, load_config
-
     recipe = Path(source).suffix in (".yaml", ".yml")
     wanted = load_config(source).data if recipe else DataConfig(train=source)
     with tempfile.TemporaryDirectory() as cache:
         table = data.load_table(wanted.train, wanted, wanted.train_split, Path(cache))
-    return fingerprint(table.rows, FIELDS[table.format], book.records.key())
+    if recipe and wanted.unit != unit:
+        raise ConfigError(
+            f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
+        )
+    if unit != "example" and not all(unit in row for row in table.rows):
+        raise ConfigError(
+            f"{wanted.train}: has no column {unit!r} in every row, so no run could keep a budget per {unit!r}. Type --unit with "
+            "the column that says whose row it is, or example."
+        )
+    for elsewhere in _other_ledgers(book):
+        with elsewhere:
+            other, share = _budgeted_in(table, elsewhere)
+            if other is not None and share >= LEAST_SHARE:
+                raise Refused(
+                    f"{wanted.train} has records of dataset {other!r}, whose budget lies in another ledger, "
+                    f"{elsewhere.location}: two budgets for the same people would be none. Keep to that one.",
+                    dataset=other,
+                    reason="outside_ledger",
+                )
+    units = len(table.rows) if unit == "example" else len({str(row[unit]) for row in table.rows})
+    return fingerprint(table.rows, FIELDS[table.format], book.records.key()), units
 
 
 def remember_ledger(book: Ledger) -> None:
     """Notes that this ledger holds a budget, so that runs that name another one are checked against it too."""
-    path = _registry()
-    known = _registered()
     location = book.location if "://" in book.location else str(Path(book.location).resolve())
-    if location not in known:
+    if location not in _registered():
+        path = _registry()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(sorted({*known, location}), indent=2) + "\n", encoding="utf-8")
+        with open(path, "a", encoding="utf-8") as file:  # one short line is appended whole, whoever else appends
+            file.write(location + "\n")
 
 
 def _registry() -> Path:
-    return default_path().parent / "ledgers.json"
+    return default_path().parent / "ledgers.txt"
 
 
 def _registered() -> list[str]:
-    with suppress(OSError, ValueError):
-        return [str(location) for location in json.loads(_registry().read_text(encoding="utf-8"))]
-    return []
+    """Where this user set budgets.
+
+    Raises:
+        Refused: The list cannot be read, so that nobody knows what has a budget.
+    """
+    try:
+        return [line for line in _registry().read_text(encoding="utf-8").splitlines() if line]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError):
+        raise Refused(
+            f"{_registry()}, the list of ledgers with budgets of this user, cannot be read, so whether data.train has a budget "
+            "in one of them cannot be told. Restore it, one location a line.",
+            reason="unreachable_ledger",
+        ) from None
 
 
 def _other_ledgers(book: Ledger | None) -> Iterator[Ledger]:
-    """Ledgers in which this user set budgets, and the default one; those that cannot be opened are left out."""
-    here = book.location if book else None
-    mine = here if here is None or "://" in here else str(Path(here).resolve())
+    """Ledgers in which this user set budgets, and the default one; a file that is gone is left out.
+
+    Raises:
+        Refused: One of them cannot be opened, so that it cannot be asked.
+    """
+    mine = book.records.key() if book else None
     for location in dict.fromkeys([str(default_path().resolve()), *_registered()]):
-        if location != mine:
-            with suppress(ConfigError):
-                other = open_ledger(location, create=False)
-                if other is not None:
-                    yield other
+        try:
+            other = open_ledger(location, create=False)
+        except ConfigError as error:
+            raise Refused(
+                f"a ledger with budgets of this user cannot be asked whether data.train is budgeted there: {error} If it is gone "
+                f"for good, remove its line from {_registry()}.",
+                reason="unreachable_ledger",
+            ) from None
+        if other is None:
+            continue
+        if other.records.key() == mine:  # the same one, whatever the path or URL
+            other.close()
+        else:
+            yield other

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.chain import Chain
-from dpllm.ledger.fingerprint import Fingerprint, new_nonce, share_in_common
+from dpllm.ledger.fingerprint import Fingerprint, new_nonce, share_in_common, share_repeated
 
 # Entries of an account of its own: a dataset with one of them derives from none.
 OWN = ("budget", "seal", "gate", "reserve", "reconcile", "import")
@@ -84,6 +84,13 @@ class Records:
             if share > 0:
                 shares[name] = max(share, shares.get(name, 0.0))
         return shares
+
+    def repeated(self, account: str, records: Fingerprint) -> float:
+        """Of the account's records that are here too, the share that occurs more often than in any of its datasets."""
+        rows = self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)")
+        with self._chain.moment():
+            known = [bytes(hashes) for name, hashes in rows if self.account_name(name) == account]
+        return share_repeated(records.hashes, known)
 
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
         """Why these records may not be charged to ``dataset``; None if they may."""

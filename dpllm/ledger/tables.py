@@ -26,7 +26,11 @@ def overview(book: Ledger, datasets: Sequence[str]) -> Group:
     for name in datasets:
         table = Table(title=_plain(name), title_justify="left", title_style="bold")
         for column in ("entry", "run", "steps", "state", "epsilon", "delta"):
-            table.add_column(column, justify="right" if column in ("steps", "epsilon", "delta") else "left")
+            table.add_column(
+                column,
+                justify="right" if column in ("steps", "epsilon", "delta") else "left",
+                no_wrap=column == "entry",
+            )
         runs = book.runs(name)
         for one in runs:
             claim = one.reservation
@@ -36,7 +40,11 @@ def overview(book: Ledger, datasets: Sequence[str]) -> Group:
             )
         for entry in book.history(name):
             if entry.kind == "import":
-                table.add_row("", _plain(f"{entry.content()['run']} (imported)"), "", "imported", "", "")
+                event = entry.content()["event"]
+                known = (
+                    (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event.get("type") == "imported" else ("", "")
+                )
+                table.add_row("", _plain(f"{entry.content()['run']} (imported)"), "", "imported", *known)
         parts += [table, *map(_plain, totals(book, name)), ""]
     refusals = [f"{dataset}: {reason} {number}" for (dataset, reason), number in book.refusals().items()]
     if refusals:
@@ -58,29 +66,40 @@ def totals(book: Ledger, dataset: str) -> list[str]:
     lines = []
     if budget is None:
         lines.append(
-            f"All runs, composed by PLD: epsilon {planned}. No budget is set: runs are charged without a limit."
+            f"All runs as reserved, composed by PLD: epsilon {planned}. No budget is set: runs are charged without a limit."
         )
     else:
         left = gates.filter_left(account)
-        gate = "gates" if budget.gate == "planned" else "is shown for comparison: it holds for runs fixed in advance"
+        gates_now = budget.gate == "planned" and account.sealed is None
+        gate = "gates" if gates_now else "is shown for comparison: it holds for runs fixed in advance"
         lines.append(
             f"Budget: epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} ({budget.relation}), set by "
             f"{budget.by or 'an unnamed person'}: {budget.reason or 'no reason given'}."
         )
-        lines.append(f"All runs, composed by PLD: epsilon {planned}. This figure {gate}.")
+        for entry in book.chain.of(account.dataset, "gate")[-1:]:
+            lines.append(f"Opened for what was left by {entry.facts['opened_by']}: {entry.facts['why']}.")
+        lines.append(f"All runs as reserved, composed by PLD: epsilon {planned}. This figure {gate}.")
         if left is not None:
             stated = gates.filter_epsilon(account) or 0.0
             whole = gates.filter_allowance(budget)
+            spent = max(0.0, whole - left.allowance)
             lines.append(
-                f"Renyi filter at order {left.order:g}: {max(0.0, whole - left.allowance):.4f} of {whole:.4f} spent, which is "
-                f"epsilon {stated:.3f}. This figure gates."
+                f"Renyi filter at order {left.order:g}: {_share(spent, whole)} of its allowance is spent ({spent:.4f} of "
+                f"{whole:.4f}). This figure gates."
+            )
+            lines.append(
+                f"As a guarantee for all so far, that is epsilon {stated:.3f}, which grows fast at first and slowly later."
             )
         elif account.sealed is not None:
-            lines.append(f"Sealed list: {len(account.runs)} of {len(account.sealed)} runs reserved.")
-    total = sum(one.reservation.epsilon for one in account.runs)
-    if len(account.runs) > 1:
+            lines.append(
+                f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was imported "
+                f"epsilon {gates.list_epsilon(account, budget):.3f}. This figure gates."
+            )
+    if len(account.runs) + len(account.imports) > 1:
+        total = sum(run.reservation.epsilon for run in account.runs)
+        outside = " (without what was imported)" if account.imports else ""
         lines.append(
-            f"The sum of their epsilons would be {total:.3f}; it is no bound at one delta, and shown to compare."
+            f"The sum of their epsilons{outside} would be {total:.3f}; it is no bound at one delta, and shown to compare."
         )
     for exception in book.exceptions(dataset):
         lines.append(
@@ -92,18 +111,17 @@ def totals(book: Ledger, dataset: str) -> list[str]:
 
 def chain_table(entries: Sequence[Entry]) -> Table:
     """Every entry with its time, what it did and who did it."""
-    table = Table("no.")
-    for column in ("time (UTC)", "dataset", "entry"):
+    table = Table("no.", show_lines=True)
+    for column in ("time (UTC)", "entry"):
         table.add_column(column, no_wrap=True)
-    table.add_column("what")
-    table.add_column("hash", no_wrap=True)
+    table.add_column("dataset, what, and the start of the hash", overflow="fold")
     for entry in entries:
         try:
             content = entry.content()
             time_, what = str(content["at"]).rstrip("Z").replace("T", " "), _what(entry.kind, content)
         except (Refused, KeyError, TypeError, ValueError):
             time_, what = "", "not readable: changed by something other than dpllm"
-        row = (entry.seq, time_, entry.dataset, entry.kind, what, str(entry.hash)[:12])
+        row = (entry.seq, time_, entry.kind, f"{entry.dataset}: {what} [{str(entry.hash)[:12]}]")
         table.add_row(*(_plain(cell) for cell in row))
     return table
 
@@ -113,7 +131,11 @@ def _state(one: Run) -> str:
         return one.state
     age = max(0, round(time.time() - one.heartbeat))
     unit = f"{age} s" if age < 120 else f"{age // 60} min" if age < 7200 else f"{age // 3600} h"
-    return f"{one.state} (last sign of life {unit} ago)"
+    return f"{one.state}, seen {unit} ago"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole > 0 else "all"
 
 
 def _what(kind: str, content: dict[str, Any]) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpllm.errors import ConfigError
 from dpllm.planning.composition import Comparison
 from dpllm.planning.sweep import Point
 
@@ -34,6 +36,7 @@ def draw_sweep(keys: Sequence[str], points: Sequence[Point], path: Path) -> None
         path: PNG file to write.
     """
     figure, (left, right) = _figure(2)
+    points = [replace(point, values=tuple(map(_one_value, point.values))) for point in points]
     shown = [point for point in points if point.noise_multiplier is not None and point.epsilon is not None]
     values = list(dict.fromkeys(point.values[-1] for point in points))
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in values)
@@ -126,6 +129,11 @@ def _written(value: float) -> str:
     return f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
 
 
+def _one_value(value: Any) -> Any:
+    """A list or a mapping is one value on an axis."""
+    return value if isinstance(value, (int, float, str)) else str(value)
+
+
 def _figure(panels: int) -> tuple[Figure, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -192,5 +200,11 @@ def _style(ax: Axes, title: str, unit: str) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(temporary, format="png", metadata={"Software": None})
-    os.replace(temporary, path)
+    try:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{path}: no picture can be written there ({error.strerror}). Type another --figure."
+        ) from None

@@ -39,7 +39,9 @@ class Outlook:
             have; None where there is nothing to compute, or without differential privacy.
         batches: None without a schedule.
         ledger: What the ledger holds and would hold; None where there is no ledger yet, or nothing to book.
-        refusals: Every guard that would refuse the run, in the order in which ``dpllm train`` meets them.
+        refusals: Every guard that would refuse the run, in the order in which ``dpllm train`` meets them, but for those that
+            need a tokenizer, the model or a second accountant, which needs torch: rows and canaries longer than
+            ``data.max_length``, what the model cannot be (``planning.footprint`` looks at it), PRV.
     """
 
     config: RunConfig
@@ -99,7 +101,7 @@ def look_ahead(
         directory: Whether the output directory may refuse too.
 
     Returns:
-        The outlook; its ``refusals`` hold what ``dpllm train`` would refuse before the model is built.
+        The outlook.
     """
     found = _Refusals()
     found.attempt(lambda: guards.check_modes(config))
@@ -151,6 +153,9 @@ def _study(config: RunConfig, book: Any, found: _Refusals) -> Subject | None:
             return None
         custody = found.attempt(lambda: protect.take_custody(config, table, book))
         rows = found.attempt(lambda: data.sampled_rows(table, config.data))
+        if config.data.eval is not None:
+            source, split = config.data.eval, config.data.eval_split
+            found.attempt(lambda: data.load_table(source, config.data, split, Path(cache)))
     if rows is None:
         return None
     # Where custody is refused, the declared name is shown: what the ledger holds under it is no secret from its owner.
@@ -182,8 +187,11 @@ def _plan(
         return plan
     # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
     relaxed = _update(config, "privacy", epsilon=UNBOUNDED) if config.privacy.noise_multiplier else config
-    plan = found.attempt(lambda: make_plan(relaxed, num_units, cache_dir, largest_delta=terms["largest_delta"]))
-    return replace(plan, target_epsilon=config.privacy.epsilon) if plan else None
+    try:
+        plan = make_plan(relaxed, num_units, cache_dir, largest_delta=terms["largest_delta"])
+    except DpllmError:  # what refuses even that was said already
+        return None
+    return replace(plan, target_epsilon=config.privacy.epsilon)
 
 
 def _open(config: RunConfig) -> Any:

@@ -68,6 +68,8 @@ FIELDS = {
 }
 MECHANISMS = ("gaussian", "adaptive_clipping")
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # multipliers; an accountant's squares of others do not fit a float
+MAX_STEPS = 1_000_000  # of one run; composing more takes longer than people wait
 MAX_GROUP_SIZE = 1024
 _SPLIT = Context(prec=60)
 
@@ -234,7 +236,10 @@ def normal_form(event: Any) -> Terms:
             # Without sampling, all of the group are in every sum: one Gaussian of that sensitivity.
             sampled[(rate, sigma, size) if rate < 1 else (1.0, sigma / size, 1)] += times
         elif kind == "self_composed":
-            walk(part["event"], times * _integer("self_composed count", part["count"], 0))
+            walk(
+                part["event"],
+                times * _integer("the number of steps (self_composed count)", part["count"], 0, MAX_STEPS),
+            )
         elif kind == "composed":
             if not isinstance(part["events"], list | tuple):
                 raise ConfigError(f"composed events are {type(part['events']).__name__}. Set a list of events.")
@@ -351,10 +356,10 @@ def _kind(part: Any) -> str:
 
 def _noise(part: Event) -> float:
     if part["type"] == "gaussian":
-        return number("noise_multiplier", part["noise_multiplier"], 0.0)
+        return number("noise_multiplier", part["noise_multiplier"], LEAST_NOISE, MOST_NOISE, including=True)
     return joint_noise_multiplier(
-        number("gradient_noise_multiplier", part["gradient_noise_multiplier"], 0.0),
-        number("count_noise_multiplier", part["count_noise_multiplier"], 0.0),
+        number("gradient_noise_multiplier", part["gradient_noise_multiplier"], LEAST_NOISE, MOST_NOISE, including=True),
+        number("count_noise_multiplier", part["count_noise_multiplier"], LEAST_NOISE, MOST_NOISE, including=True),
     )
 
 

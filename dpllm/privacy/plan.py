@@ -157,12 +157,13 @@ def make_plan(
         cache_dir: Where calibrations are remembered.
         fit: What is left of a Renyi filter that the run must fit: calibrated noise is then the larger of what meets the
             target epsilon and what fits. Noise that the recipe sets is left as it is, for the ledger to judge.
-        largest_delta: The delta of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that.
+        largest_delta: The delta of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that, and it must
+            be below 1/N itself.
         extra_steps: Steps beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
             stated epsilon, which is that of all steps, may exceed the target.
 
     Raises:
-        Refused: delta >= 1/N, or the given noise_multiplier exceeds the target epsilon, or the event is one that the
+        Refused: delta >= 1/N, the run's or the budget's, or the given noise_multiplier exceeds the target epsilon, or the event is one that the
             filter cannot count.
         BudgetExceeded: Nothing is left of the filter, or fitting it takes more than twice the noise of the target.
         ConfigError: The target epsilon cannot be reached.
@@ -173,6 +174,8 @@ def make_plan(
     size = schedule.dataset_size
     delta = min(auto_delta(size), largest_delta) if privacy.delta == "auto" else float(privacy.delta)
     check_delta(delta, size)
+    if largest_delta < 1.0:
+        check_delta(largest_delta, size, "the delta of the dataset's budget,")
     rate, steps = schedule.sampling_rate, schedule.num_steps
     group = config.data.max_examples_per_unit or 1 if config.data.sampling == "example" else 1
     sigma = privacy.noise_multiplier or accounting.calibrate_noise_multiplier(
@@ -190,6 +193,9 @@ def make_plan(
         }
     event = events.sampled_steps(mechanism, rate, steps, group)
     epsilon = accounting.epsilon(event, delta, relation)
+    if epsilon > privacy.epsilon and privacy.noise_multiplier is None and cache_dir is not None:
+        # Somebody changed the remembered noise.
+        return make_plan(config, num_units, fit=fit, largest_delta=largest_delta, extra_steps=extra_steps)
     if epsilon > privacy.epsilon:
         raise Refused(
             f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "

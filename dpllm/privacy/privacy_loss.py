@@ -175,30 +175,32 @@ def _mixture(part: Sampled, *, removes: bool) -> Any:
     variance = part.noise_multiplier**2
     many = np.arange(part.group_size + 1)
     weights = binom.pmf(many, part.group_size, part.probability)
-    weights[-1] += 1.0 - weights.sum()  # rounding, to the dearest
-    present = np.flatnonzero(weights[1:] > 0) + 1
+    weights /= weights.sum()  # which is 1 but for rounding
+    all_present = np.flatnonzero(weights > 0)
+    present = all_present[all_present > 0]
     log_terms = np.log(weights[present]) - present**2 / (2 * variance)
     slopes = present / variance
+    log_none = part.group_size * math.log1p(-part.probability)
 
     class Mixture(MixtureGaussianPrivacyLoss):  # type: ignore[misc]  # dp-accounting has no types
         def inverse_privacy_losses(self, privacy_losses: Any, precision: float = 1e-10) -> Any:
             losses = np.asarray(privacy_losses, dtype=float) * (1.0 if removes else -1.0)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                goal = losses + np.log(np.maximum(-np.expm1(math.log(weights[0]) - losses), 0.0))
-            y = np.min((goal[:, None] - log_terms) / slopes, axis=1)
-            for _ in range(100):
-                exponents = log_terms + slopes * y[:, None]
-                value = logsumexp(exponents, axis=1)
-                slope = np.sum(slopes * np.exp(exponents - value[:, None]), axis=1)
-                step = np.where(np.isfinite(y), (value - goal) / slope, 0.0)
-                y = y - step
-                if np.max(np.abs(step), initial=0.0) < precision:
-                    break
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # of losses that are never reached
+                goal = losses + np.log(np.maximum(-np.expm1(log_none - losses), 0.0))
+                y = np.min((goal[:, None] - log_terms) / slopes, axis=1)
+                for _ in range(100):
+                    exponents = log_terms + slopes * y[:, None]
+                    value = logsumexp(exponents, axis=1)
+                    slope = np.sum(slopes * np.exp(exponents - value[:, None]), axis=1)
+                    step = np.where(np.isfinite(y), (value - goal) / slope, 0.0)
+                    y = y - step
+                    if np.max(np.abs(step), initial=0.0) < precision:
+                        break
             return -y if removes else y
 
     return Mixture(
         part.noise_multiplier,
-        many.astype(float),
-        weights,
+        many[all_present].astype(float),
+        weights[all_present],
         adjacency_type=AdjacencyType.REMOVE if removes else AdjacencyType.ADD,
     )

@@ -14,6 +14,7 @@ from typing import Any
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
 from dpllm.report import words
+from dpllm.rundir import digest
 
 Json = dict[str, Any]
 
@@ -43,8 +44,10 @@ def privacy_block(config: RunConfig, plan: Json | None, record: Json, audit: Jso
         it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
 
     Raises:
-        ConfigError: See ``check_audit``; or the Plan and the record speak of different deltas.
+        ConfigError: See ``check_plan`` and ``check_audit``; or the Plan and the record speak of different deltas.
     """
+    if plan is not None:
+        check_plan(plan, record)
     if audit is not None:
         check_audit(plan, record, audit)
     reason = why_not(config, plan, record, audit)
@@ -111,6 +114,19 @@ def stated_epsilon(plan: Json, record: Json) -> float:
             "card cannot state one of them. The run directory is damaged: train again."
         )
     return max(float(plan["epsilon"]), float(spent or 0.0))
+
+
+def check_plan(plan: Json, record: Json) -> None:
+    """Makes sure that the promise and the record are those of one run.
+
+    Raises:
+        ConfigError: The record names another Plan, or another number of steps.
+    """
+    if record.get("plan_digest", digest(plan)) != digest(plan) or record["steps_planned"] != plan["num_steps"]:
+        raise ConfigError(
+            "plan.json is not the Plan of the run in run.json, so its figures say nothing about these weights. The run "
+            "directory holds parts of two runs: train again."
+        )
 
 
 def check_audit(plan: Json | None, record: Json, audit: Json) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from dpllm.ledger import Budget, Ledger, budgets, gates
 from dpllm.privacy import renyi
 from dpllm.privacy.engine import Engine
+from dpllm.rundir import RunDir
 
 TOTAL = 6
 STOP = """
@@ -129,7 +130,7 @@ def test_a_checkpoint_holds_no_generator_state(terminated: tuple[Place, int, str
     assert {path.name for path in folder.iterdir()} == {"state.json", "trainable.safetensors", "optimizer.pt"}
     state = json.loads((folder / "state.json").read_text())
     assert set(state) == {
-        "schema_version", "step", "entry", "head", "event", "files", "max_grad_norm", "digest",
+        "schema_version", "step", "entry", "head", "event", "reserved", "files", "max_grad_norm", "digest",
     }  # fmt: skip
     assert set(torch.load(folder / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
 
@@ -261,11 +262,96 @@ def test_lost_steps_can_be_made_up_and_are_paid_for(killed: tuple[Place, int, st
     assert [line["step"] for line in lines] == [1, 2, 4, 5, 6, 7]  # step 3 was lost; TOTAL updates in all
 
 
+KILLED_AT_ONCE = """
+import os, signal, sys
+from dpllm.cli import main
+from dpllm.privacy.engine import Engine
+Engine.step = lambda engine, batches: os.kill(os.getpid(), signal.SIGKILL)
+main(["train", *sys.argv[1:]])
+"""
+
+
+def test_lost_steps_are_made_up_once_however_often_the_resumed_run_dies(
+    killed: tuple[Place, int, str], tmp_path: Path
+) -> None:
+    place = copy(killed[0], tmp_path / "copy")
+    for _ in range(2):  # each charges one step and dies in it, so that one more is lost
+        assert python(KILLED_AT_ONCE, place.recipe, "--resume", "--make-up-lost-steps").returncode == -9
+    done("train", place.recipe, "--resume", "--make-up-lost-steps")
+    with Ledger(place.ledger) as book:
+        assert [(run.steps, run.reservation.num_steps) for run in book.runs("notes")] == [(TOTAL, TOTAL)] + 3 * [(1, 1)]
+    record = place.json("run.json")
+    assert (record["status"], record["steps_taken"]) == ("completed", TOTAL + 3)
+    assert record["guarantee"]["holds"] is True
+
+
+@pytest.mark.parametrize("make_up", [True, False])
+def test_a_run_that_was_reconciled_is_refused_and_pays_nothing_more(
+    killed: tuple[Place, int, str], tmp_path: Path, make_up: bool
+) -> None:
+    place = copy(killed[0], tmp_path / "copy")
+    with Ledger(place.ledger) as book:
+        book.reconcile(book.runs("notes")[0].reservation.entry, "alice", "the machine is gone")
+        before = book.head()
+    answer = dpllm_("train", place.recipe, "--resume", *(["--make-up-lost-steps"] if make_up else []))
+    assert (answer.code, "was closed" in answer.err) == (3, True)
+    with Ledger(place.ledger) as book:
+        assert book.head() == before
+
+
+def test_made_up_steps_of_a_run_whose_own_steps_were_finished_are_finished(
+    killed: tuple[Place, int, str], tmp_path: Path
+) -> None:
+    place = copy(killed[0], tmp_path / "copy")
+    saved = copy(killed[0], tmp_path / "saved")
+    done("train", place.recipe, "--resume")  # all of the reservation; then the checkpoint comes back from a backup
+    for part in ("private/resume", "run.json"):
+        source, target = saved.run / part, place.run / part
+        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+    done("train", place.recipe, "--resume", "--make-up-lost-steps")
+    with Ledger(place.ledger) as book:
+        assert [run.state for run in book.runs("notes")] == ["completed", "completed"]
+    assert place.json("run.json")["status"] == "completed"
+
+
+def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], tmp_path: Path) -> None:
+    place = copy(killed[0], tmp_path / "copy")
+    before = contents(place.run)
+    with RunDir(place.run).locked():
+        for flag in ("--resume", "--overwrite"):
+            answer = dpllm_("train", place.recipe, flag)
+            assert (answer.code, "another process trains" in answer.err) == (2, True)
+    assert contents(place.run).keys() - before.keys() <= {".lock"}
+    done("train", place.recipe, "--resume")
+    assert not (place.run / ".lock").exists()
+
+
+def test_a_card_of_two_runs_is_refused(place: Place) -> None:
+    done("train", place.recipe)
+    plan = place.json("plan.json")
+    (place.run / "plan.json").write_text(json.dumps({**plan, "epsilon": 1.0}))
+    answer = dpllm_("card", place.run)
+    assert (answer.code, "is not the Plan of the run" in answer.err) == (2, True)
+    (place.run / "plan.json").write_text(json.dumps(plan, indent=7))  # the same in another layout
+    done("card", place.run)
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_private_held_out_losses_are_not_printed(place: Place, public: bool) -> None:
+    held_out = place.root / "data" / "held_out.jsonl"
+    tiny.write_rows(held_out, rows(10, start=500))
+    out = done("train", place.recipe, "--data.eval", held_out, "--data.eval_public", str(public).lower()).out
+    losses = json.loads((place.run / "private" / "summary.json").read_text())
+    for name in ("eval_loss_before", "eval_loss_after"):
+        assert (f"{losses[name]:.4f}" in out) is public
+    assert ("summary.json" in out) is not public
+
+
 def test_lost_steps_that_the_budget_does_not_hold_are_refused(killed: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(killed[0], tmp_path / "copy")
     with Ledger(place.ledger) as book:  # an adaptive budget that is just what the run took
         claim = book.runs("notes")[0].reservation
-        spent = renyi.rdp(book.event(claim.entry), 2.0)
+        spent = renyi.rdp(book.run(claim.entry).event, 2.0)
         wanted = Budget(1.0, claim.delta, claim.unit, claim.relation, "adaptive", 2.0, by="x", reason="y")
         budget = replace(wanted, epsilon=renyi.to_epsilon(spent, claim.delta / len(gates.LATE_ORDERS), 2.0) + 1e-9)
         budgets.set_budget(book, "notes", budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -425,6 +426,26 @@ assert "torch" not in sys.modules
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+@pytest.mark.parametrize("rate", [0.000325, 0.001, 0.02, 0.3, 0.99])
+def test_groups_of_every_size_have_an_epsilon(rate: float) -> None:
+    """Binomial weights that add up to more or less than 1 by rounding, or vanish, are no reason to fail."""
+    sizes = [*range(2, 26), 64, 333, 1023, 1024]
+    values = [epsilon(dp_sgd_event(rate, 1.0, 3, size), 1e-5, "zero_out", interval=0.01) for size in sizes]
+    finite = [value for value in values if math.isfinite(value)]
+    assert len(finite) >= len(values) - 2
+    assert finite == values[: len(finite)]
+    assert all(after > before - 0.03 - 1e-3 * before for before, after in itertools.pairwise(finite))
+
+
+@pytest.mark.parametrize(
+    ("rate", "sigma", "steps", "delta"),
+    [(0.02, 1.0, 1000, 1e-13), (0.005, 0.6, 3000, 1e-12), (0.25, 0.1, 10, 1e-3), (0.02, 1.0, 1000, 1e-14)],
+)
+def test_round_off_and_large_epsilons_are_no_contradiction(rate: float, sigma: float, steps: int, delta: float) -> None:
+    event = dp_sgd_event(rate, sigma, steps)
+    assert cross_check(event, delta, "zero_out", epsilon(event, delta, "zero_out"))
 
 
 @pytest.mark.parametrize("relation", ["zero_out", "add_or_remove_one", "replace_one"])

@@ -168,7 +168,7 @@ def test_a_budget_is_set_once_and_shown(
         in capsys.readouterr().out
     )
     assert main([*budget, "4"]) == 0
-    assert main([*budget, "9"]) == 3
+    assert main([*budget, "9", "--by", "Bob"]) == 3
     capsys.readouterr()
     assert main(["ledger", "show", "--ledger", str(path)]) == 0
     shown = capsys.readouterr().out

@@ -35,7 +35,7 @@ def test_a_reservation_remembers_what_it_was_made_of(ledger: Ledger, place: Plac
     with place.open() as again:
         assert again.steps(claim.entry) == 1
         assert again.reservation(claim.entry) == claim
-        assert again.event(claim.entry) == EVENT
+        assert again.run(claim.entry).event == EVENT
         assert again.head() == ledger.head()
         assert again.history("notes")[0].content()["config_hash"] == "abc"
     with pytest.raises(FrozenInstanceError):
@@ -168,7 +168,7 @@ def test_a_reservation_of_another_ledger_is_unknown(ledger: Ledger, tmp_path):
     uses = (
         lambda: ledger.charge(entry, 1),
         lambda: ledger.steps(entry),
-        lambda: ledger.event(entry),
+        lambda: ledger.run(entry),
         lambda: ledger.finish(entry, "refused"),
         lambda: ledger.reconcile(entry, "alice", "gone"),
         lambda: reserve(ledger, extends=entry),

@@ -1,5 +1,6 @@
 """What people enter: budgets once, imports as facts, exceptions by the owner alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, reserv
 from dpllm.errors import BudgetExceeded, ConfigError, LedgerContradiction, Refused
 from dpllm.ledger import Budget, Ledger, budgets, gates
 from dpllm.ledger.exchange import event_of, read_export, to_export
+from dpllm.ledger.fingerprint import fingerprint
 from dpllm.ledger.values import Sealed
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import dp_sgd_event, epsilon
@@ -24,16 +26,41 @@ def test_a_budget_is_set_once(ledger: Ledger):
     assert budgets.set_budget(ledger, "notes", budget(3, by="carol", reason="again")) == wanted
     assert ledger.budget("notes") == wanted
     others = [budget(4.0), budget(3.0, delta=1e-4), budget(3.0, unit="visit"), adaptive(3.0)]
-    for other in [*others, budget(3.0, relation="add_or_remove_one")]:
-        with pytest.raises(Refused, match="has a budget already"):
-            budgets.set_budget(ledger, "notes", other)
+    others.append(budget(3.0, relation="add_or_remove_one"))
     budgets.set_budget(ledger, "more", adaptive(8.0, import_delta=1e-6))
+    for other in [*others, budget(4.0, by="carol")]:
+        with pytest.raises(Refused, match="has a budget already"):
+            budgets.set_budget(ledger, "notes", replace(other, by="carol"))
     with pytest.raises(Refused, match="has a budget already"):
-        budgets.set_budget(ledger, "more", adaptive(8.0, import_delta=2e-6))
+        budgets.set_budget(ledger, "more", adaptive(8.0, import_delta=2e-6, by="carol"))
     assert ledger.head()["count"] == 2
     assert ledger.remaining("notes") == 3.0
     content = ledger.history("notes")[0].content()
     assert (content["by"], content["reason"], content["gate"]) == ("alice", "study 7", "planned")
+
+
+@pytest.mark.parametrize("use", ["run", "import", "seal"])
+def test_its_owner_may_correct_a_budget_until_it_is_used(ledger: Ledger, use: str):
+    budgets.set_budget(ledger, "notes", budget(3.0, unit="patien"))
+    wanted = budget(4.0)
+    assert budgets.set_budget(ledger, "notes", wanted) == ledger.budget("notes") == wanted
+    assert [entry.content()["epsilon"] for entry in ledger.history("notes")] == [3.0, 4.0]  # both are on record
+    if use == "run":
+        reserve(ledger)
+    elif use == "import":
+        budgets.import_run(ledger, "notes", event=EVENT, run="x", by="bob", reason="paper", **TERMS)
+    else:
+        budgets.seal(ledger, "notes", [Sealed(EVENT, 4)], "alice", "one")
+    with pytest.raises(Refused, match="nobody once a run is sealed, reserved or imported"):
+        budgets.set_budget(ledger, "notes", budget(5.0))
+    assert ledger.budget("notes") == wanted
+
+
+def test_a_budget_set_again_with_its_data_knows_them(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(3.0))
+    records = fingerprint([{"text": f"row {n}"} for n in range(9)], ["text"], ledger.records.key())
+    budgets.set_budget(ledger, "notes", budget(3.0), records=records)
+    assert ledger.records.known_as(records) == "notes"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +251,7 @@ def test_what_is_entered_for_a_derived_dataset_is_entered_for_its_parent(ledger:
     with pytest.raises(Refused, match="derives from 'notes'"):
         budgets.set_budget(ledger, "sub", budget(8.0))
     budgets.import_run(ledger, "sub", event=EVENT, run="x", **TERMS, **WHO)
-    budgets.open_adaptive(ledger, "sub", "alice", "why")
+    budgets.open_adaptive(ledger, "sub", "alice", "why", forfeit=True)
     with pytest.raises(Refused, match="who alone"):
         budgets.except_from_privacy(ledger, "sub", "bob", "x")
     assert ledger.budget("notes").gate == ledger.budget("sub").gate == "adaptive"

@@ -65,7 +65,7 @@ def test_the_way_of_a_planned_budget(say, place: Place, tmp_path: Path):
     _, out = say("show", "notes")
     assert "1/4" in out
     assert "This figure gates" in out
-    assert "Sealed list: 1 of 1 runs reserved" in out
+    assert "Sealed list: 1 runs, of which 1 reserved" in out
     assert say("init", "notes", *BUDGET)[0] == 0  # the same again
     assert say("init", "notes", *BUDGET, "--epsilon", "9")[0] == 3
     code, out = say("open", "notes", *WHO)
@@ -106,7 +106,7 @@ def test_recipes_are_sealed_and_their_data_recognised(say, place: Place, recipe:
         assert len(ledger.account("notes").sealed) == 2
         assert [entry.kind for entry in ledger.history()] == ["budget", "data", "seal"]
     assert say("seal", "notes", recipe, *WHO)[0] == 3
-    code, out = say("init", "copy", *BUDGET, "--data", json.loads(json.dumps(str(recipe.parent / "rows.jsonl"))))
+    code, out = say("init", "copy", *BUDGET, "--unit", "example", "--data", recipe.parent / "rows.jsonl")
     assert (code, "these very records" in out) == (3, True)
     code, out = say("seal", "other", recipe, *WHO)
     assert (code, "privacy.dataset is 'notes'" in out) == (2, True)

@@ -42,7 +42,7 @@ def test_a_sealed_list_admits_exactly_its_runs_in_any_order(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(100.0))
     together = budgets.seal(ledger, "notes", [*LIST, LIST[0]], "alice", "the study")
     assert together == epsilon(compose([run.event for run in [*LIST, LIST[0]]]), DELTA, "zero_out")
-    with pytest.raises(Refused, match="nothing to seal"):
+    with pytest.raises(Refused, match="no list can be sealed"):
         budgets.seal(ledger, "notes", LIST, "alice", "again")
     strangers = [
         {"event": EVENT, "num_steps": 4},
@@ -135,7 +135,9 @@ def test_opening_charges_what_ran_at_a_late_order_and_an_eighth_of_delta(ledger:
     budgets.set_budget(ledger, "notes", budget(8.0))
     budgets.seal(ledger, "notes", [Sealed(RUN, 150)] * 3, "alice", "three")
     reserve(ledger, event=RUN, num_steps=150)
-    found = budgets.open_adaptive(ledger, "notes", "bob", "one more idea")
+    with pytest.raises(Refused, match=r"2 sealed runs have not run .* --forfeit"):
+        budgets.open_adaptive(ledger, "notes", "bob", "one more idea")
+    found = budgets.open_adaptive(ledger, "notes", "bob", "one more idea", forfeit=True)
     assert found == ledger.budget("notes")
     assert (found.gate, found.late, found.by) == ("adaptive", True, "alice")  # whoever opens does not become the owner
     assert found.order in gates.LATE_ORDERS
@@ -158,7 +160,7 @@ def test_opening_charges_what_ran_at_a_late_order_and_an_eighth_of_delta(ledger:
     assert admitted == math.floor(left / renyi.rdp(RUN, found.order)) >= 1
     with pytest.raises(Refused, match="no planned budget"):
         budgets.open_adaptive(ledger, "notes", "bob", "again")
-    with pytest.raises(Refused, match="nothing to seal"):
+    with pytest.raises(Refused, match="no list can be sealed"):
         budgets.seal(ledger, "notes", LIST, "bob", "again")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def opened(path: Path) -> Ledger:
 def with_budget(path: Path, config: RunConfig, dataset: str = "notes") -> Ledger:
     book = opened(path)
     budget = Budget(8.0, 1e-5, unit="example", relation="zero_out", by="alice", reason="study")
-    budgets.set_budget(book, dataset, budget, records=protect.records_of(config.data.train, book))
+    budgets.set_budget(book, dataset, budget, records=protect.records_of(config.data.train, book, "example")[0])
     protect.remember_ledger(book)
     return book
 
@@ -99,13 +98,97 @@ def test_a_ledger_that_is_gone_hinders_nobody(tmp_path: Path) -> None:
 
 
 def test_the_list_of_ledgers_is_kept_whole(tmp_path: Path) -> None:
-    registry = default_path().parent / "ledgers.json"
+    registry = default_path().parent / "ledgers.txt"
     for name in ("a", "b", "a"):
         with opened(tmp_path / f"{name}.sqlite") as book:
             protect.remember_ledger(book)
-    assert json.loads(registry.read_text()) == [str(tmp_path / "a.sqlite"), str(tmp_path / "b.sqlite")]
-    registry.write_text("[cut")
-    assert ask(recipe(tmp_path), None).exceptions == ()
+    assert registry.read_text() == f"{tmp_path / 'a.sqlite'}\n{tmp_path / 'b.sqlite'}\n"
+    registry.unlink()
+    registry.mkdir()
+    with pytest.raises(Refused, match="cannot be read") as refused:
+        ask(recipe(tmp_path), None)
+    assert refused.value.reason == "unreachable_ledger"
+
+
+@pytest.mark.parametrize("damage", ["text", "directory", "newer"])
+def test_a_ledger_that_cannot_be_asked_refuses(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with_budget(path, recipe(tmp_path)).close()
+    if damage == "newer":
+        with opened(path) as book:
+            book.store.rows("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+    else:
+        path.unlink()
+        path.mkdir() if damage == "directory" else path.write_text("not a database " * 99)
+    with pytest.raises(Refused, match=r"cannot be asked.*remove its line") as refused:
+        ask(recipe(tmp_path), None)
+    assert refused.value.reason == "unreachable_ledger"
+
+
+def test_one_ledger_under_two_names_is_one(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    with_budget(tmp_path / "ledger.sqlite", config).close()
+    (tmp_path / "link.sqlite").hardlink_to(tmp_path / "ledger.sqlite")
+    assert ask(config, opened(tmp_path / "link.sqlite")).dataset == "notes"
+
+
+def test_an_exception_of_somebody_else_before_the_budget_is_void(tmp_path: Path) -> None:
+    off = recipe(tmp_path, privacy={"enabled": False})
+    with opened(tmp_path / "ledger.sqlite") as book:
+        budgets.except_from_privacy(book, "notes", "mallory", "I want to")
+    with with_budget(tmp_path / "ledger.sqlite", off) as book:
+        with pytest.raises(Refused, match="which has a privacy budget"):
+            ask(off, book)
+        (deviation,) = ask(recipe(tmp_path), book).deviations()  # what may have happened before is said all the same
+        assert "mallory" in deviation
+
+
+@pytest.mark.parametrize("rows", [TEXTS * 10, [*TEXTS, TEXTS[0]]], ids=["all", "one of forty"])
+def test_rows_may_not_be_repeated_on_a_budget(tmp_path: Path, rows: list[str]) -> None:
+    with with_budget(tmp_path / "ledger.sqlite", recipe(tmp_path)) as book:
+        with pytest.raises(Refused, match="occur more often") as refused:
+            ask(recipe(tmp_path, rows, "more.jsonl", privacy={"dataset": "notes"}), book)
+        assert refused.value.reason == "repeated"
+        grown = [*TEXTS, "another record", "another record"]
+        assert ask(recipe(tmp_path, grown, "grown.jsonl", privacy={"dataset": "notes"}), book).dataset == "notes"
+        unit = {"unit": "text", "max_examples_per_unit": 20}  # a person's rows are clipped together
+        assert ask(recipe(tmp_path, TEXTS * 10, privacy={"dataset": "notes"}, data=unit), book).dataset == "notes"
+
+
+@pytest.mark.parametrize("budgeted", [True, False])
+def test_evaluation_data_that_are_private_are_not_public(tmp_path: Path, budgeted: bool) -> None:
+    config = recipe(tmp_path)
+    other = [f"{text}, seen again" for text in TEXTS]
+    evaluation = {"eval": str(tmp_path / "rows.jsonl"), "eval_public": True}
+    if budgeted:  # not the training data, and not in this ledger
+        with_budget(tmp_path / "ledger.sqlite", config).close()
+        asked = recipe(tmp_path, other, "other.jsonl", data={**evaluation, "public": True})
+    else:
+        asked = recipe(tmp_path, data=evaluation)
+    with pytest.raises(Refused, match="declared public") as refused:
+        ask(asked, None)
+    assert refused.value.reason == "public_evaluation"
+    ask(asked.model_copy(update={"data": asked.data.model_copy(update={"eval_public": False})}), None)
+
+
+@pytest.mark.parametrize("unit", ["patient", "example"])
+def test_a_budget_is_set_on_data_that_know_its_unit(tmp_path: Path, unit: str) -> None:
+    config = recipe(tmp_path)
+    with opened(tmp_path / "ledger.sqlite") as book:
+        if unit == "patient":
+            with pytest.raises(ConfigError, match="has no column 'patient'"):
+                protect.records_of(config.data.train, book, unit)
+        else:
+            records, units = protect.records_of(config.data.train, book, unit)
+            assert records.num_records == units == len(TEXTS)
+
+
+def test_a_second_budget_for_the_same_people_is_refused(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    with_budget(tmp_path / "ledger.sqlite", config).close()
+    with opened(tmp_path / "other.sqlite") as book, pytest.raises(Refused, match="two budgets") as refused:
+        protect.records_of(config.data.train, book, "example")
+    assert refused.value.reason == "outside_ledger"
 
 
 def test_a_parent_that_nobody_knows_is_an_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from dpllm.cli import main
 from dpllm.commands.plan import _dump
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
+from dpllm.ledger.store import default_path
 from dpllm.rundir import RunDir, write_json
 
 HEAVY = ("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "matplotlib")
@@ -203,6 +204,33 @@ def test_a_sweep_draws_and_suggests(
     assert found["suggestion"]["own"]["batch_size"] == 5
 
 
+def test_lists_can_be_swept(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ("--sweep", "audit.canaries.groups={1: 4},{1: 8}", "--figure", tmp_path / "a.png")
+    rows = value(capsys, 0, recipe, *sweep)["sweep"]
+    assert [row["values"]["audit.canaries.groups"] for row in rows] == [{"1": 4}, {"1": 8}]
+
+
+def test_a_remembered_noise_that_was_changed_is_computed_again(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = ("--privacy.noise_multiplier=null", "--privacy.epsilon", 3)
+    noise = value(capsys, 0, recipe, *wanted)["noise_multiplier"]
+    (cached,) = (default_path().parent / "calibration").iterdir()
+    stored = json.loads(cached.read_text())
+    for wrong in (noise / 2, noise * 2):
+        cached.write_text(json.dumps({**stored, "noise_multiplier": wrong}))
+        plan = value(capsys, 0, recipe, *wanted)
+        assert plan["epsilon"] <= 3
+    assert noise in (plan["noise_multiplier"], plan["noise_multiplier"] / 2)
+
+
+def test_data_that_evaluation_would_miss_are_missed_by_the_plan(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, err = answer(capsys, 2, recipe, "--data.eval", "absent.jsonl")
+    assert "absent.jsonl" in err
+
+
 def test_a_sweep_asks_the_ledger(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     give_budget(recipe.parent, 2.0)
     sweep = ("--sweep", "privacy.epsilon=1.5,3", "--privacy.noise_multiplier=null", "--figure", tmp_path / "a.png")
@@ -262,7 +290,7 @@ def test_what_the_model_refuses_is_among_the_refusals(recipe: Path, capsys: pyte
         (["--sweep", "train.steps"], "names no values"),
         (["--sweep", "train.steps=1,2", "--compare"], "Type one of them"),
         (["--figure", "a.png"], "Add --sweep or --compare"),
-        (["--compare", "--figure", "absent/a.png"], "directory does not exist"),
+        (["--compare", "--figure", "absent/a.png"], "is a directory or lies in none"),
         (["--after", "absent"], "missing"),
     ],
 )
