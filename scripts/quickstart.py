@@ -10,14 +10,19 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as dpllm.cli does, before torch is imported
 RECIPE = "recipes/smoke/clinic.yaml"
 
 
+def typing(console: Console, command: str) -> None:
+    """Shows what to type, whole, so that it can be copied."""
+    console.print(f"\n[bold]$ {command}[/]", soft_wrap=True, highlight=False)
+
+
 def main(output: Path) -> None:
     start = time.time()
-    from rich.console import Console
-
     from dpllm.audit.run import audit
     from dpllm.config import load_config
     from dpllm.report.card import write_card
@@ -35,13 +40,13 @@ def main(output: Path) -> None:
         typed = " ".join(
             f"--{key} {str(value).lower() if value is False else value}" for key, value in overrides.items()
         )
-        console.rule(f"dpllm train {RECIPE} --overwrite {typed}", align="left")
+        typing(console, f"dpllm train {RECIPE} --overwrite {typed}")
         train(load_config(RECIPE, overrides), overwrite=True, console=console)
-        console.rule(f"dpllm audit {output / name}", align="left")
+        typing(console, f"dpllm audit {output / name}")
         report = audit(RunDir(output / name))
         console.print(f"verdict: {report['verdict']} ({report['verdict_reason']})")
     baseline, private = RunDir(output / "baseline"), RunDir(output / "dp")
-    console.rule(f"dpllm card {private.root}; dpllm compare {baseline.root} {private.root}", align="left")
+    typing(console, f"dpllm card {private.root}; dpllm compare {baseline.root} {private.root}")
     card = write_card(private)
     write_card(baseline)
     comparison = compare(baseline, private)

@@ -434,8 +434,8 @@ def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: 
         raise ConfigError(f"{recipe}: privacy.dataset is {config.privacy.dataset!r}, not {dataset!r}.")
     if unit is not None and config.data.unit != unit:
         raise ConfigError(
-            f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be charged to "
-            "it. Type --unit, or set data.unit."
+            f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be "
+            "charged to it. Type --unit, or set data.unit."
         )
     with tempfile.TemporaryDirectory() as cache:
         size = config.data.public_size or data.count_units(config.data, Path(cache))

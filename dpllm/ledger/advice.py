@@ -35,7 +35,10 @@ def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "
     else:
         sigma = math.ceil(noise_multiplier(event) * factor * 1e4) / 1e4
         advice.append(f"a noise multiplier of at least {sigma:.4f} for {count} steps")
-    return f"What would fit: {', or '.join(advice)}. Ask for less (a lower privacy.epsilon, or more noise where the recipe sets it), train fewer steps, or use other data."
+    return (
+        f"What would fit: {', or '.join(advice)}. Ask for less (a lower privacy.epsilon, or more noise where the recipe sets "
+        "it), train fewer steps, or use other data."
+    )
 
 
 def _most_steps(event: Event, count: int, fits: Callable[[Event, float], bool]) -> int:

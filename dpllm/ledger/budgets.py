@@ -58,8 +58,8 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
             if wanted.by != present.by or used.runs or used.imports or used.sealed is not None:
                 raise Refused(
                     f"dataset {dataset!r} has a budget already: {describe(present)}. Only "
-                    f"{present.by or 'its owner'} may correct it, and nobody once a run is sealed, reserved or imported: a budget that can be raised limits nothing. Keep "
-                    "it, or keep new data under a new name.",
+                    f"{present.by or 'its owner'} may correct it, and nobody once a run is sealed, reserved or imported: a "
+                    "budget that can be raised limits nothing. Keep it, or keep new data under a new name.",
                     dataset=dataset,
                     reason="budget_set",
                 )
@@ -256,6 +256,6 @@ def check_budget(dataset: str, budget: Budget) -> None:
     if not (budget.unit.strip() and bounded and known and ordered):
         raise ConfigError(
             f"a budget of epsilon {budget.epsilon:g} at delta {budget.delta:g} (for imports {budget.import_delta:g}) per "
-            f"{budget.unit!r} under {budget.relation!r}, gate {budget.gate!r}, bounds nothing. Give epsilon > 0, 0 <= import delta "
-            f"< delta < 1, a unit, one of the relations {', '.join(get_args(Relation))}, and the gate planned or adaptive."
+            f"{budget.unit!r} under {budget.relation!r}, gate {budget.gate!r}, bounds nothing. Give epsilon > 0, 0 <= import "
+            f"delta < delta < 1, a unit, one of the relations {', '.join(get_args(Relation))}, and the gate planned or adaptive."
         )

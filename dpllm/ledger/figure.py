@@ -1,4 +1,4 @@
-"""The burn-down of each dataset: what is left of its budget after every entry, as a picture.
+"""The burn-down of each dataset: what is left of its budget after every run, as a picture.
 
 Comes in: a ledger. Goes out: a PNG. Must not decide anything.
 """
@@ -19,7 +19,9 @@ MOST_POINTS = 40
 
 
 def burn_down(book: Ledger, datasets: list[str], path: Path) -> Path:
-    """Draws one panel for each dataset: epsilon spent after each run, by each rule, and the budget.
+    """Draws one panel for each dataset: the share of its budget that is left after each run, by the rule that gates.
+
+    Without a budget nothing burns down: epsilon by PLD is drawn instead, as it grows.
 
     Args:
         book: The ledger.
@@ -42,25 +44,24 @@ def burn_down(book: Ledger, datasets: list[str], path: Path) -> Path:
     size = (7.5, 2.9 * len(accounts) + 0.3)
     figure, axes = pyplot.subplots(len(accounts), 1, figsize=size, squeeze=False, layout="constrained", facecolor=PAPER)
     for axis, account in zip(axes[:, 0], accounts, strict=True):
-        numbers, planned, filtered = _spent(account)
-        axis.step(numbers, planned, where="post", color=PLD, marker="o", markersize=4, label="all runs by PLD")
-        if filtered:
-            axis.step(numbers, filtered, where="post", color=FILTER, marker="s", markersize=4, label="Renyi filter")
-        budget = account.budget
-        if budget:
-            axis.axhline(budget.epsilon, color=INK, linestyle="--", linewidth=1)
-            gate = "the filter gates" if filtered else "PLD gates"
-            axis.annotate(f"budget {budget.epsilon:g}, {gate}", (0.01, budget.epsilon), xytext=(0, -4), va="top",
-                          xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=9, color=INK)  # fmt: skip
-        axis.set_title(account.dataset.replace("$", r"\$"), loc="left", fontsize=10, color=INK)
+        budget, name = account.budget, account.dataset.replace("$", r"\$")
+        numbers, values = _burnt(account)
+        adaptive = budget is not None and budget.gate == "adaptive"
+        axis.step(numbers, values, where="post", color=FILTER if adaptive else PLD, marker="o", markersize=4)
         axis.set_xlabel("runs reserved", color=INK)
-        delta = budget.delta if budget else max(run.reservation.delta for run in account.runs)
-        axis.set_ylabel(f"epsilon spent\nat delta {delta:g}", color=INK)
         axis.set_xlim(left=0)
-        axis.set_ylim(0, 1.12 * max([*planned, *filtered, budget.epsilon if budget else 0]))
+        if budget is None:
+            delta = max(run.reservation.delta for run in account.runs)
+            title, unit, top = f"{name}: no budget, so no limit", f"epsilon by PLD\nat delta {delta:g}", max(values)
+        else:
+            rule = "of the Renyi filter's allowance" if adaptive else "by PLD"
+            title = f"{name}: {values[-1]:.0f}% left of epsilon {budget.epsilon:g} at delta {budget.delta:g}, {rule}"
+            unit, top = "left of the budget\n(percent)", 100.0
+        axis.set_title(title, loc="left", fontsize=10, color=INK)
+        axis.set_ylabel(unit, color=INK)
+        axis.set_ylim(0, 1.05 * top)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=9, loc="lower right")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -71,19 +72,21 @@ def burn_down(book: Ledger, datasets: list[str], path: Path) -> Path:
     return path
 
 
-def _spent(account: Account) -> tuple[list[int], list[float], list[float]]:
-    """Runs so far, and epsilon by PLD and by the filter; at most MOST_POINTS of them."""
+def _burnt(account: Account) -> tuple[list[int], list[float]]:
+    """Runs so far, at most MOST_POINTS of them, and what is left of the budget in percent; without one, epsilon."""
     total = len(account.runs)
     numbers = sorted({round(total * point / MOST_POINTS) for point in range(MOST_POINTS + 1)} if total > MOST_POINTS
                      else range(total + 1))  # fmt: skip
     budget, first = account.budget, account.runs[0].reservation
-    delta = budget.delta if budget else max(run.reservation.delta for run in account.runs)
-    planned, filtered = [], []
+    values = []
     for number in numbers:
         upto = replace(account, runs=account.runs[:number])
-        events = upto.events()
-        planned.append(stated(compose(events), delta, first.relation)[0] if events else 0.0)
-        stated_by_filter = gates.filter_epsilon(upto)
-        if stated_by_filter is not None:
-            filtered.append(stated_by_filter)
-    return numbers, planned, filtered
+        filtered = gates.filter_left(upto)
+        if budget is not None and filtered is not None:
+            whole = gates.filter_allowance(budget)
+            values.append(100 * max(0.0, filtered.allowance / whole) if whole > 0 else 0.0)
+            continue
+        delta = budget.delta if budget else max(run.reservation.delta for run in account.runs)
+        spent = stated(compose(upto.events()), delta, first.relation)[0] if upto.events() else 0.0
+        values.append(100 * max(0.0, 1 - spent / budget.epsilon) if budget else spent)
+    return numbers, values

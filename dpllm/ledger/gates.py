@@ -262,8 +262,8 @@ def _way_on(account: Account, budget: Budget) -> str:
     """What is sealed and has not run, or how to open an adaptive budget for the rest, if there is a rest."""
     if waiting := pending(account):
         return (
-            f"Of the list, {len(waiting)} have not run: {'; '.join(described(run) for run in waiting)}. A run must have the noise, "
-            "the sampling rate and the steps of one of them."
+            f"Of the list, {len(waiting)} have not run: {'; '.join(described(run) for run in waiting)}. A run must have the "
+            "noise, the sampling rate and the steps of one of them."
         )
     rest = opened(account, budget)
     if rest is None:

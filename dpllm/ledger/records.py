@@ -107,6 +107,13 @@ class Records:
             )
         for other, share in sorted(self.overlaps(records).items(), key=lambda item: -item[1]):
             if share >= LEAST_SHARE and self.account_name(other) != account:
+                if derived_from is not None:
+                    return Refused(
+                        f"data.train and dataset {other!r} have {share:.1%} of their records in common (of the smaller one), and one "
+                        f"run is charged to one account. Leave out the records of {other!r}, or charge the run to it.",
+                        dataset=other,
+                        reason="overlap",
+                    )
                 return Refused(
                     f"data.train and dataset {other!r} of the ledger have {share:.1%} of their records in common (of the smaller "
                     f"one): charged to {account!r} they would have a second budget. Set privacy.derived_from: {other}.",

@@ -92,8 +92,8 @@ def totals(book: Ledger, dataset: str) -> list[str]:
             )
         elif account.sealed is not None:
             lines.append(
-                f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was imported "
-                f"epsilon {gates.list_epsilon(account, budget):.3f}. This figure gates."
+                f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was "
+                f"imported epsilon {gates.list_epsilon(account, budget):.3f}. This figure gates."
             )
     if len(account.runs) + len(account.imports) > 1:
         total = sum(run.reservation.epsilon for run in account.runs)

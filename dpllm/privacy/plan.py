@@ -163,8 +163,8 @@ def make_plan(
             stated epsilon, which is that of all steps, may exceed the target.
 
     Raises:
-        Refused: delta >= 1/N, the run's or the budget's, or the given noise_multiplier exceeds the target epsilon, or the event is one that the
-            filter cannot count.
+        Refused: delta >= 1/N, the run's or the budget's, or the given noise_multiplier exceeds the target epsilon, or
+            the event is one that the filter cannot count.
         BudgetExceeded: Nothing is left of the filter, or fitting it takes more than twice the noise of the target.
         ConfigError: The target epsilon cannot be reached.
     """
