@@ -109,8 +109,8 @@ class Records:
             if share >= LEAST_SHARE and self.account_name(other) != account:
                 if derived_from is not None:
                     return Refused(
-                        f"data.train and dataset {other!r} have {share:.1%} of their records in common (of the smaller one), and one "
-                        f"run is charged to one account. Leave out the records of {other!r}, or charge the run to it.",
+                        f"data.train and dataset {other!r} have {share:.1%} of their records in common (of the smaller one), and "
+                        f"one run is charged to one account. Leave out the records of {other!r}, or charge the run to it.",
                         dataset=other,
                         reason="overlap",
                     )
