@@ -168,8 +168,8 @@ def suggestion_text(found: Suggestion) -> str:
     else:
         advice = f"Suggested: --train.batch_size {best.batch_size} --train.steps {best.num_steps} ({words(best)})."
     return (
-        f"For the recipe's own compute and epsilon ({compute}; {words(own)}), where a larger batch means fewer steps: {advice} It "
-        "is the smallest batch, so the most steps, whose noise is within 10% of the least there is at this compute "
+        f"For the recipe's own compute and epsilon ({compute}; {words(own)}), where a larger batch means fewer steps: {advice} "
+        "It is the smallest batch, so the most steps, whose noise is within 10% of the least there is at this compute "
         f"({words(least)}); noise per unit of signal, sigma / (B sqrt T), falls as the batch grows and then flattens. A planning "
         "heuristic (Ponomareva et al. 2023; Li et al. 2021), no part of the guarantee."
     )
