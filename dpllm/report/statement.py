@@ -55,7 +55,7 @@ def _claim(answer: Mapping[str, Any]) -> str:
     who = "one unit" if size == 1 else f"up to {size} units together"
     pair = RELATION[answer["relation"]].format(who=who)
     sets = f"For any two sets of training data {pair}"
-    epsilon, delta = up(answer["epsilon"]), f"{answer['delta']:g}"
+    epsilon, delta = up(answer["epsilon"]), up(answer["delta"], 6)
     selected = ""
     if answer["trials"] is not None:
         selected = (
