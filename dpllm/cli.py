@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dpllm
-from dpllm.commands import epsilon, ledger, load_recipe, plan
-from dpllm.errors import AuditContradiction, ConfigError, DpllmError
+from dpllm.commands import audit, epsilon, ledger, load_recipe, plan
+from dpllm.errors import ConfigError, DpllmError
 
 OVERRIDES = "--SECTION.KEY VALUE"
 
@@ -95,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
                 help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
             )
             sub.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
-    sub = add("audit", _audit, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
-    sub.add_argument("run", help="run directory")
+    sub = add("audit", audit.run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
+    audit.add_arguments(sub)
     sub = add("compare", _compare, "with and without differential privacy, side by side")
     sub.add_argument("baseline", help="run directory without differential privacy")
     sub.add_argument("run", help="run directory with differential privacy")
@@ -123,20 +123,6 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 
     record = train(config, resume=known.resume, overwrite=known.overwrite, make_up_lost_steps=known.make_up_lost_steps)
     return 0 if record["status"] == "completed" else 1
-
-
-def _audit(known: argparse.Namespace, rest: list[str]) -> int:
-    from rich.console import Console
-
-    from dpllm.audit.run import audit
-    from dpllm.audit.summary import table
-    from dpllm.rundir import RunDir
-
-    report = audit(RunDir(Path(known.run)))
-    Console().print(table(report))
-    if report["verdict"] == "falsified":
-        raise AuditContradiction(report["verdict_reason"])
-    return 0
 
 
 def _compare(known: argparse.Namespace, rest: list[str]) -> int:

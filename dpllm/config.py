@@ -293,8 +293,11 @@ class AuditConfig(Section):
     """null: no canaries, so the audit has nothing to measure."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Probability that the epsilon lower bound exceeds the truth."""
-    guesses: list[PositiveInt] = Field(default_factory=lambda: [10, 20, 50, 100, 200], min_length=1)
-    """Numbers of guesses tried by the one-run bound, fixed before training; alpha is divided by how many there are."""
+    guesses: list[PositiveInt] = Field(default_factory=lambda: [40, 120, 400], min_length=1)
+    """Numbers of guesses tried by the one-run bound, half of them in and half out, fixed before training; alpha is divided by
+    how many there are, those of guesses_in included."""
+    guesses_in: list[PositiveInt] = Field(default_factory=lambda: [30, 120])
+    """The same for guesses that are all in: stronger where only some canaries are memorised."""
 
 
 class CardConfig(Section):

@@ -55,7 +55,9 @@ def audit(run: RunDir) -> dict[str, Any]:
     table = score_canaries(models, plan, _format(run, config), config.data.max_length, config.data.long_examples)
 
     report = {
-        **summarise(table, claim, alpha=config.audit.alpha, guesses=config.audit.guesses),
+        **summarise(
+            table, claim, alpha=config.audit.alpha, guesses=config.audit.guesses, guesses_in=config.audit.guesses_in
+        ),
         "canaries": _describe(plan, settings),
         "weights": weights,
         "audits_run": _count(run),

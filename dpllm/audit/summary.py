@@ -6,6 +6,7 @@ value with a verdict, and the same as a table for the terminal. Torch is not imp
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ import numpy as np
 
 from dpllm.audit import attacks
 from dpllm.audit.bounds import OneRunBound, epsilon_lower_bound
+from dpllm.audit.families import FamilyBound, gaussian_bound
+from dpllm.audit.rates import RateBound, one_run_rates
 from dpllm.audit.table import CanaryScores, by_group
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import attacker_limits
@@ -27,7 +30,7 @@ PRIMARY_ATTACK = "ratio"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
 METHOD = (
-    "one training run, guesses on both sides (Steinke, Nasr and Jagielski 2023), once-inserted canaries, score "
+    "one training run, guesses on both sides and on one (Steinke, Nasr and Jagielski 2023), once-inserted canaries, score "
     f"'{PRIMARY_ATTACK}', alpha divided by the number of guess counts"
 )
 
@@ -42,7 +45,12 @@ class Claim:
 
 
 def summarise(
-    scores: Sequence[CanaryScores], claim: Claim | None, *, alpha: float, guesses: Sequence[int]
+    scores: Sequence[CanaryScores],
+    claim: Claim | None,
+    *,
+    alpha: float,
+    guesses: Sequence[int],
+    guesses_in: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Everything that an audit concludes from its scores.
 
@@ -51,9 +59,11 @@ def summarise(
         claim: None for a run without differential privacy; the bound is then stated at delta = 1e-5.
         alpha: Of the recipe.
         guesses: Of the recipe.
+        guesses_in: Of the recipe.
 
     Returns:
-        The fields claim, attacks, exposure, extraction, epsilon_lower_bound, attacker_limits, verdict, verdict_reason.
+        The fields claim, attacks, exposure, extraction, epsilon_lower_bound, estimates, attacker_limits, verdict and
+        verdict_reason. What stands under ``estimates`` says itself what it assumes; it is no bound, and no verdict rests on it.
 
     Raises:
         ConfigError: The table holds no references.
@@ -63,20 +73,30 @@ def summarise(
     if not references:
         raise ConfigError("the score table holds no references, so nothing can be ranked; run dpllm audit again.")
     once = groups.get(1, [])
-    bound = epsilon_lower_bound(
-        attacks.ATTACKS[PRIMARY_ATTACK](once),
-        [bool(row.inserted) for row in once],
-        delta=claim.delta if claim else DELTA_WITHOUT_CLAIM,
-        alpha=alpha,
-        guesses=guesses,
-    )
+    scores_M, coins_M = attacks.ATTACKS[PRIMARY_ATTACK](once), [bool(row.inserted) for row in once]
+    delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
+    bound = epsilon_lower_bound(scores_M, coins_M, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in)
+    estimates: dict[str, RateBound | FamilyBound] = {}
+    if once:
+        estimates = {
+            "clopper_pearson": one_run_rates(scores_M, coins_M, delta=delta, alpha=alpha, guesses=guesses),
+            "gaussian": gaussian_bound(
+                scores_M, coins_M, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in
+            ),
+        }
     word, reason = verdict(claim, bound, len(attacks.members(once)))
     return {
         "claim": asdict(claim) if claim else None,
         "attacks": _attacks(min(groups), groups[min(groups)], references) if groups else {},
         "exposure": {str(group): _exposure(rows, references) for group, rows in groups.items()},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in groups.items()},
-        "epsilon_lower_bound": {**asdict(bound), "guesses": list(bound.guesses), "method": METHOD},
+        "epsilon_lower_bound": {
+            **asdict(bound),
+            "guesses": list(bound.guesses),
+            "guesses_in": list(bound.guesses_in),
+            "method": METHOD,
+        },
+        "estimates": {name: _as_json(asdict(estimate)) for name, estimate in estimates.items()},
         "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
         "verdict": word,
         "verdict_reason": reason,
@@ -189,6 +209,12 @@ def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) 
         "largest_possible": math.log2(len(references)),
         "p_value": attacks.rank_sum_p_value(attacks.loss(inside), attacks.loss([*outside, *references])),
     }
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """As it reads back: JSON has neither infinity nor tuples."""
+    finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+    return dict(json.loads(json.dumps(finite)))
 
 
 def _mean(values: np.ndarray[Any, Any]) -> float | None:

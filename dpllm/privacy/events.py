@@ -69,7 +69,6 @@ FIELDS = {
 MECHANISMS = ("gaussian", "adaptive_clipping")
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # multipliers; an accountant's squares of others do not fit a float
-MAX_STEPS = 1_000_000  # of one run; composing more takes longer than people wait
 MAX_GROUP_SIZE = 1024
 _SPLIT = Context(prec=60)
 
@@ -236,10 +235,7 @@ def normal_form(event: Any) -> Terms:
             # Without sampling, all of the group are in every sum: one Gaussian of that sensitivity.
             sampled[(rate, sigma, size) if rate < 1 else (1.0, sigma / size, 1)] += times
         elif kind == "self_composed":
-            walk(
-                part["event"],
-                times * _integer("the number of steps (self_composed count)", part["count"], 0, MAX_STEPS),
-            )
+            walk(part["event"], times * _integer("self_composed count", part["count"], 0))
         elif kind == "composed":
             if not isinstance(part["events"], list | tuple):
                 raise ConfigError(f"composed events are {type(part['events']).__name__}. Set a list of events.")

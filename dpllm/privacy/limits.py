@@ -75,7 +75,7 @@ def attacker_limits_of(event: Event, relation: AnyRelation) -> dict[str, float |
     terms = normal_form(event)
     if terms == Terms():
         return {**{f"tpr_at_fpr_{fpr}": fpr for fpr in FPRS}, "auc": 0.5, "gdp_mu": 0.0}
-    epsilons, deltas = _profile(terms, relation)
+    epsilons, deltas = profile(terms, relation)
     return {**roc_limits(epsilons, deltas), "gdp_mu": _gaussian_mu(epsilons, deltas)}
 
 
@@ -117,7 +117,7 @@ def _area(lines: list[tuple[float, float]]) -> float:
     return area
 
 
-def _profile(terms: Terms, relation: AnyRelation) -> tuple[list[float], list[float]]:
+def profile(terms: Terms, relation: AnyRelation) -> tuple[list[float], list[float]]:
     """512 epsilons up to where delta is 1e-10 (or cannot get there), and an upper bound on delta at each."""
     require(terms)
     if "pld" in accountants_of(terms):

@@ -27,6 +27,7 @@ Relation = Literal["zero_out", "add_or_remove_one"]  # what a Plan or a ledger m
 AnyRelation = Literal["zero_out", "add_or_remove_one", "replace_one"]  # what can be asked for
 
 FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
+MAX_STEPS = 1_000_000
 # Array elements that the deltas of one mixture may take: 8 MB a copy, and some tenths of a second.
 MIXTURE_ELEMENTS = 1_000_000
 
@@ -60,7 +61,7 @@ def privacy_loss(terms: Terms, relation: AnyRelation, interval: float) -> Privac
             large that they would fill the memory, a wider one is taken.
 
     Raises:
-        ConfigError: the relation is not known for this event.
+        ConfigError: the relation is not known for this event, or the steps are too many.
         OverflowError: the loss of hardly any noise does not fit a float.
     """
     import numpy as np
@@ -70,6 +71,8 @@ def privacy_loss(terms: Terms, relation: AnyRelation, interval: float) -> Privac
         raise ConfigError(
             "relation replace_one is not known for groups and imported runs. Use zero_out or add_or_remove_one."
         )
+    if any(part.times > MAX_STEPS for part in terms.sampled):
+        raise ConfigError(f"more than {MAX_STEPS} steps take longer to compose than people wait. Train fewer.")
     whole = _distribution(terms, relation, _interval(terms, interval))
     return PrivacyLoss(
         lambda delta: float(whole.get_epsilon_for_delta(delta)),

@@ -138,7 +138,8 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
     scores = read_table(run.export / "audit" / "scores.csv")
     assert len(scores) == 280
     claim = summary.Claim(**report["claim"])
-    again = summary.summarise(scores, claim, alpha=0.05, guesses=run.load_config().audit.guesses)
+    settings = run.load_config().audit
+    again = summary.summarise(scores, claim, alpha=0.05, guesses=settings.guesses, guesses_in=settings.guesses_in)
     assert json.loads(json.dumps(again)) == {key: report[key] for key in again}
 
 

@@ -225,8 +225,13 @@ def test_a_summary_has_what_reports_read_and_is_json(seed):
     assert set(report["exposure"]) == set(report["extraction"]) == {"1", "4"}
     assert {"mean", "null_mean", "p_value", "maximum", "base_mean", "inserted"} <= set(report["exposure"]["1"])
     wanted = {"value", "alpha", "delta", "method", "guesses", "best_guesses", "correct", "num_canaries", "ceiling"}
-    assert set(report["epsilon_lower_bound"]) == wanted
+    assert set(report["epsilon_lower_bound"]) == wanted | {"guesses_in", "best_side"}
     assert report["epsilon_lower_bound"]["num_canaries"] == 200
+    assert {name: found["kind"] for name, found in report["estimates"].items()} == {
+        "clopper_pearson": "heuristic",
+        "gaussian": "one_run_gaussian",
+    }
+    assert all(found["assumes"] for found in report["estimates"].values())
     assert 0.9 < report["attacker_limits"]["auc"] < 1
 
 

@@ -1,0 +1,205 @@
+"""Epsilon from error rates: what a true and a false positive rate prove, and when they prove nothing.
+
+Comes in: counts of right and wrong guesses, or scores. Goes out: a bound on epsilon with the word for what it is worth:
+exact where every trial is a training run of its own, heuristic where the trials are canaries of one run. Knows neither
+models nor texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import betaincinv
+
+from dpllm.audit.bounds import checked
+
+Kind = Literal["exact", "heuristic"]
+
+ASSUMES: dict[Kind, str] = {
+    "exact": "each trial is a training run of its own, its threshold chosen without these trials",
+    "heuristic": "the canaries of one run answer as if each had a run of its own, which nobody has proved",
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Guesses at a threshold, counted: members that were recognised or missed, others that were accused or not."""
+
+    true_positives: int
+    false_negatives: int
+    false_positives: int
+    true_negatives: int
+
+
+@dataclass(frozen=True)
+class RateBound:
+    """What error rates say about epsilon."""
+
+    value: float
+    """A lower bound on epsilon at ``delta`` if ``kind`` is exact; 0 where nothing is shown."""
+    kind: Kind
+    assumes: str
+    """What has to hold for ``value`` to be more than an estimate."""
+    alpha: float
+    delta: float
+    thresholds: int
+    """How many thresholds were tried; alpha was divided by it."""
+    rates: Rates | None
+    """At the threshold that gave ``value``; None where there was none."""
+    fnr_upper: float | None
+    """Upper confidence limit of the false negative rate there."""
+    fpr_upper: float | None
+
+
+def rate_limits(rates: Rates, alpha: float) -> tuple[float, float]:
+    """Upper limits of the false negative and the false positive rate that both hold with probability 1 - alpha.
+
+    Args:
+        rates: Counts of independent trials.
+        alpha: In (0, 1); each limit has half of it.
+
+    References:
+        Clopper and Pearson 1934.
+    """
+    fnr = _upper(rates.false_negatives, rates.true_positives, alpha / 2)
+    fpr = _upper(rates.false_positives, rates.true_negatives, alpha / 2)
+    return float(fnr), float(fpr)
+
+
+def epsilon_from_rates(rates: Rates, *, delta: float, alpha: float, independent_runs: bool) -> RateBound:
+    """Epsilon from the error rates at one threshold, in both directions.
+
+    Guarantee:
+        With ``independent_runs``: P[value > epsilon] <= alpha for every (epsilon, delta)-DP mechanism, if each count is
+        of independent training runs, members and others on neighbouring data, and the threshold was chosen without
+        them. Both directions rest on the same two limits, so looking at both costs nothing. Without: none; it is an
+        estimate with a margin.
+
+    Args:
+        rates: Counts at the threshold.
+        delta: The claim's delta, in [0, 1].
+        alpha: In (0, 1/2).
+        independent_runs: Whether every trial was a run of its own.
+
+    References:
+        Kairouz, Oh and Viswanath 2015 (the region of error rates that (epsilon, delta) allows); Jagielski, Ullman and
+        Oprea 2020, "Auditing Differentially Private Machine Learning" (the limits put into it).
+
+    Raises:
+        ValueError: Alpha or delta is out of range, or a count is negative.
+    """
+    if not 0 < alpha < 0.5 or not 0 <= delta <= 1:
+        raise ValueError(f"alpha must lie in (0, 1/2) and delta in [0, 1], got {alpha} and {delta}")
+    counts = (rates.true_positives, rates.false_negatives, rates.false_positives, rates.true_negatives)
+    if min(counts) < 0:
+        raise ValueError(f"a count of trials cannot be negative, got {counts}")
+    kind: Kind = "exact" if independent_runs else "heuristic"
+    fnr, fpr = rate_limits(rates, alpha)
+    value = float(_epsilon(np.array([fnr, fpr]), np.array([fpr, fnr]), delta).max())
+    return RateBound(value, kind, ASSUMES[kind], alpha, delta, 1, rates, fnr, fpr)
+
+
+def one_run_rates(
+    scores: ArrayLike, inserted: ArrayLike, *, delta: float, alpha: float, guesses: Sequence[int]
+) -> RateBound:
+    """A heuristic epsilon from the canaries of one run, at thresholds that are fixed ranks.
+
+    For each r of ``guesses`` the threshold lies once behind the r // 2 highest scores and once before the r // 2 lowest:
+    2 K thresholds, each at alpha / (2 K). Entries above m are dropped, as by ``epsilon_lower_bound``.
+
+    Args:
+        scores: Shape (M,); higher = more likely a member; finite. Equal scores are on the same side of a threshold.
+        inserted: Shape (M,), the coins.
+        delta: The claim's delta, in [0, 1].
+        alpha: In (0, 1/2).
+        guesses: The grid of r of the recipe.
+
+    Raises:
+        ValueError: Shapes differ, a score is not a finite number, or alpha or delta is out of range.
+    """
+    score_M, inserted_M = checked(scores, inserted)
+    order_M, num = np.sort(score_M), len(score_M)
+    tops = sorted({r // 2 for r in guesses if 2 <= r <= num})
+    # A score counts as in if it is above the threshold.
+    cuts = [order_M[num - top - 1] for top in tops if top < num] + [order_M[top - 1] for top in tops]
+    bounds = [
+        epsilon_from_rates(
+            count(score_M[inserted_M], score_M[~inserted_M], float(cut)),
+            delta=delta,
+            alpha=alpha / len(cuts),
+            independent_runs=False,
+        )
+        for cut in cuts
+    ]
+    return _best(bounds, "heuristic", alpha, delta)
+
+
+def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha: float) -> RateBound:
+    """A lower bound on epsilon from many training runs, with one score of each.
+
+    Every second run of either kind chooses the threshold, where the bound from those runs is largest; the others are
+    counted at it.
+
+    Guarantee:
+        That of ``epsilon_from_rates`` with independent runs, if all runs of a kind are alike and independent.
+
+    Args:
+        positives: Shape (P,), from runs with the canary; higher = more likely a member; finite.
+        negatives: Shape (N,), from runs without.
+        delta: The claim's delta, in [0, 1].
+        alpha: In (0, 1/2).
+
+    Raises:
+        ValueError: Fewer than two runs of a kind, a score that is not a finite number, or alpha or delta out of range.
+    """
+    positive_P, _ = checked(positives, np.ones(np.shape(positives), dtype=bool))
+    negative_N, _ = checked(negatives, np.zeros(np.shape(negatives), dtype=bool))
+    if min(len(positive_P), len(negative_N)) < 2:
+        raise ValueError(
+            f"half of the runs choose a threshold; got {len(positive_P)} with and {len(negative_N)} without"
+        )
+    tried_P, tried_N = np.sort(positive_P[::2]), np.sort(negative_N[::2])
+    cuts = np.concatenate((tried_P, tried_N))
+    below_P, below_N = np.searchsorted(tried_P, cuts, side="right"), np.searchsorted(tried_N, cuts, side="right")
+    fnr = _upper(below_P, len(tried_P) - below_P, alpha / 2)
+    fpr = _upper(len(tried_N) - below_N, below_N, alpha / 2)
+    found = np.maximum(_epsilon(fnr, fpr, delta), _epsilon(fpr, fnr, delta))
+    rates = count(positive_P[1::2], negative_N[1::2], float(cuts[found.argmax()]))
+    return epsilon_from_rates(rates, delta=delta, alpha=alpha, independent_runs=True)
+
+
+def count(positives: ArrayLike, negatives: ArrayLike, threshold: float) -> Rates:
+    """Counts where a score above the threshold is called a member.
+
+    Args:
+        positives: Shape (P,), of members.
+        negatives: Shape (N,), of others.
+        threshold: Of the score; equal is not above.
+    """
+    above_P, above_N = np.asarray(positives) > threshold, np.asarray(negatives) > threshold
+    return Rates(int(above_P.sum()), int((~above_P).sum()), int(above_N.sum()), int((~above_N).sum()))
+
+
+def _best(bounds: Sequence[RateBound], kind: Kind, alpha: float, delta: float) -> RateBound:
+    if not bounds:
+        return RateBound(0.0, kind, ASSUMES[kind], alpha, delta, 0, None, None, None)
+    best = max(bounds, key=lambda bound: bound.value)
+    return RateBound(
+        best.value, kind, best.assumes, alpha, delta, len(bounds), best.rates, best.fnr_upper, best.fpr_upper
+    )
+
+
+def _upper(events: ArrayLike, others: ArrayLike, alpha: float) -> NDArray[np.float64]:
+    """The largest rates that are not refuted at level alpha by so few events."""
+    known = np.asarray(others) > 0
+    limit = betaincinv(np.asarray(events) + 1.0, np.where(known, others, 1.0), 1 - alpha)
+    return np.where(known, limit, 1.0)
+
+
+def _epsilon(first: NDArray[np.float64], second: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
+    """log((1 - delta - first) / second), 0 where it is less: 1 - FNR <= e^eps FPR + delta and its mirror image."""
+    return np.log(np.maximum((1 - delta - first) / second, 1.0))

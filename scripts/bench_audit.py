@@ -1,0 +1,114 @@
+"""How long the statistics of an audit take: medians, printed as JSON.
+
+python scripts/bench_audit.py [--repeats 50]
+
+"cold" is the first audit of a process, with nothing tabulated; "warm" is a later one, with the outcomes of earlier ones
+kept, as in a simulation. The bars: 10 ms for the one-run bound at 1,000 canaries, 50 ms for an AUC with its interval at
+1,000 members and 1,000 others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from dpllm.audit import bounds, families, rates
+from dpllm.audit.attacks import auc
+from dpllm.privacy.accounting import dp_sgd_event
+
+NUM_CANARIES, ALPHA, DELTA = 1000, 0.05, 1e-5
+GUESSES, GUESSES_IN = (40, 120, 400), (30, 120)
+SHIFT = 0.9252  # the Gaussian mechanism with epsilon 4 at delta 1e-5
+EVENT = dp_sgd_event(0.01, 1.0, 1000)
+
+
+def forget() -> None:
+    """Empties every table that the statistics keep."""
+    for module in (bounds, families):
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+def timed(work: Callable[[np.random.Generator], Callable[[], object]], repeats: int, *, cold: bool) -> dict[str, float]:
+    """Median and the middle half, in milliseconds; ``work`` draws new scores and returns what is timed."""
+    times = []
+    for repeat in range(repeats + 1):
+        job = work(np.random.default_rng(repeat))
+        if cold:
+            forget()
+        began = time.perf_counter()
+        job()
+        times.append((time.perf_counter() - began) * 1e3)
+    low, middle, high = statistics.quantiles(times[1:], n=4)  # the first one also loads what is loaded late
+    return {"median_ms": round(middle, 3), "quarter_ms": round(low, 3), "three_quarters_ms": round(high, 3)}
+
+
+def main() -> None:
+    """Measures every case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=50)
+    repeats = parser.parse_args().repeats
+    terms: dict[str, Any] = {"alpha": ALPHA, "guesses": GUESSES}
+    both: dict[str, Any] = {"delta": DELTA, "guesses_in": GUESSES_IN}
+    configured = {"trade_off": families.event_trade_off(EVENT, "zero_out"), "guesses_in": GUESSES_IN}
+
+    def run(rng: np.random.Generator) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        coins = rng.random(NUM_CANARIES) < 0.5
+        return coins * SHIFT + rng.normal(size=NUM_CANARIES), coins
+
+    def on_run(statistic: Callable[..., object], **more: Any) -> Callable[[np.random.Generator], Callable[[], object]]:
+        def draw(rng: np.random.Generator) -> Callable[[], object]:
+            scores, coins = run(rng)
+            return lambda: statistic(scores, coins, **terms, **more)
+
+        return draw
+
+    def area(rng: np.random.Generator) -> Callable[[], object]:
+        scores = rng.normal(size=(2, 1000))
+        return lambda: auc(scores[0] + SHIFT, scores[1])
+
+    one_run = on_run(bounds.epsilon_lower_bound, **both)
+    cases = {
+        "one-run bound, cold": (timed(one_run, repeats, cold=True), 10),
+        "one-run bound, warm": (timed(one_run, repeats, cold=False), 10),
+        "AUC with DeLong's interval, 2 x 1000": (timed(area, repeats, cold=True), 50),
+        "Clopper-Pearson, one run": (timed(on_run(rates.one_run_rates, delta=DELTA), repeats, cold=True), None),
+        "Gaussian family, one run": (timed(on_run(families.gaussian_bound, **both), repeats, cold=True), None),
+        "configured mechanism": (timed(on_run(families.mechanism_test, **configured), repeats, cold=True), None),
+    }
+    packages = ("dpllm", "numpy", "scipy", "dp-accounting")
+    print(
+        json.dumps(
+            {
+                "num_canaries": NUM_CANARIES,
+                "guesses": GUESSES,
+                "guesses_in": GUESSES_IN,
+                "repeats": repeats,
+                "machine": {
+                    "processors": os.cpu_count(),
+                    "load": round(os.getloadavg()[0], 2),
+                    "platform": platform.platform(),
+                },
+                "versions": {
+                    "python": platform.python_version(),
+                    **{name: metadata.version(name) for name in packages},
+                },
+                "cases": {name: {**times, "bar_ms": bar} for name, (times, bar) in cases.items()},
+            },
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Ways in which an engine can break its Plan: each patches the real classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dpllm.audit.probe import EMPTY_SLOTS
+from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper
+from dpllm.privacy.engine import Engine
+from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.sampling import PoissonSampler
+
+Change = Callable[[pytest.MonkeyPatch], None]
+DRAW, JOIN, SUM, STEP, ADD = (
+    GaussianNoise.draw, PoissonSampler.draw, Engine.clipped_sum, Engine.step, PerUnitClipper.add,
+)  # fmt: skip
+
+
+def function(value: Callable[[Tensor, float], Tensor]) -> Change:
+    def change(patch: pytest.MonkeyPatch) -> None:
+        for name in FUNCTIONS:
+            patch.setitem(FUNCTIONS, name, value)
+
+    return change
+
+
+def drawn(value: Callable[[Tensor], Tensor]) -> Change:
+    """Noise as it should be, changed."""
+    return lambda patch: patch.setattr(GaussianNoise, "draw", lambda self, size: value(DRAW(self, size)))
+
+
+def scaled_by_the_batch(patch: pytest.MonkeyPatch) -> None:
+    """The noise is divided by B before the sum is."""
+    release = Engine._release
+
+    def releasing(self: Engine, flat_P: Tensor) -> Tensor:
+        divisor = self._schedule.expected_batch_size
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(GaussianNoise, "draw", lambda noise, size: DRAW(noise, size) / divisor)
+            return release(self, flat_P)
+
+    patch.setattr(Engine, "_release", releasing)
+
+
+def constant_seed(patch: pytest.MonkeyPatch) -> None:
+    def draw(self: GaussianNoise, size: int) -> Tensor:
+        return torch.from_numpy(np.random.default_rng(42).standard_normal(size, dtype=np.float32))
+
+    patch.setattr(GaussianNoise, "draw", draw)
+
+
+def one_step_again(patch: pytest.MonkeyPatch) -> None:
+    """Of all steps, the fortieth has the noise of the third."""
+    seen: dict[int, list[Tensor]] = {}
+
+    def draw(self: GaussianNoise, size: int) -> Tensor:
+        noise = seen.setdefault(id(self), [])
+        noise.append(DRAW(self, size))
+        return noise[2].clone() if len(noise) == 40 else noise[-1]
+
+    patch.setattr(GaussianNoise, "draw", draw)
+
+
+def canaries_at_ten_times_q(patch: pytest.MonkeyPatch) -> None:
+    def draw(self: PoissonSampler) -> list[int]:
+        joined = set(JOIN(self))
+        first = EMPTY_SLOTS
+        more = self._stream.uniform(self._num_slots - first) < min(1.0, 10 * self._rate)
+        return sorted({slot for slot in joined if slot < first} | {first + int(slot) for slot in np.flatnonzero(more)})
+
+    patch.setattr(PoissonSampler, "draw", draw)
+
+
+def shuffled(patch: pytest.MonkeyPatch) -> None:
+    """Batches of one size, through the data again and again."""
+    orders: dict[int, list[int]] = {}
+
+    def draw(self: PoissonSampler) -> list[int]:
+        order = orders.setdefault(id(self), [])
+        size = round(self._rate * self._num_slots)
+        if len(order) < size:
+            order += np.argsort(self._stream.uniform(self._num_slots)).tolist()
+        taken, order[:] = order[:size], order[size:]
+        return sorted(set(taken))
+
+    patch.setattr(PoissonSampler, "draw", draw)
+
+
+def parts_of_the_sum(value: Callable[[list[Any]], list[Any]]) -> Change:
+    def change(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Engine, "clipped_sum", lambda self, batches: SUM(self, value(list(batches))))
+
+    return change
+
+
+def divided_by_who_came(patch: pytest.MonkeyPatch) -> None:
+    def step(self: Engine, batches: Any) -> Any:
+        flat_P, seen = self.clipped_sum(batches)
+        self._apply(self._release(flat_P) * self._schedule.expected_batch_size / max(1, seen.units))
+        return seen
+
+    patch.setattr(Engine, "step", step)
+
+
+def rows_clipped_each(patch: pytest.MonkeyPatch) -> None:
+    def add(self: Any, losses: Any, batch: Any, *rest: Any) -> Any:
+        rows = len(batch.unit_R)
+        return ADD(self, losses, replace(batch, unit_R=torch.arange(rows), num_units=rows, goes_on=False), *rest)
+
+    patch.setattr(PerUnitClipper, "add", add)
+
+
+def pieces_clipped_each(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        PerUnitClipper,
+        "add",
+        lambda self, losses, batch, *rest: ADD(self, losses, replace(batch, goes_on=False), *rest),
+    )
+
+
+def noise_follows_the_batch(patch: pytest.MonkeyPatch) -> None:
+    """Smaller noise where fewer units came; on average it is right."""
+    came: list[float] = [1.0]
+
+    def summed(self: Engine, batches: Any) -> Any:
+        found = SUM(self, batches)
+        came[0] = (found[1].units + 1) / (self._schedule.expected_batch_size + 1)
+        return found
+
+    patch.setattr(Engine, "clipped_sum", summed)
+    patch.setattr(GaussianNoise, "draw", lambda self, size: DRAW(self, size) * came[0])
+
+
+def zeroed(start: float, end: float) -> Change:
+    def some(noise: Tensor) -> Tensor:
+        noise[int(start * len(noise)) : int(end * len(noise))] = 0.0
+        return noise
+
+    return drawn(some)
+
+
+def none_on_the_last_four(noise: Tensor) -> Tensor:
+    noise[-4:] = 0.0  # the bias of four
+    return noise
+
+
+def twice_the_same(noise: Tensor) -> Tensor:
+    half = len(noise) // 3
+    noise[half : 2 * half] = noise[:half]
+    return noise
+
+
+def laplace(noise: Tensor) -> Tensor:
+    uniform = torch.special.ndtr(noise.double()) - 0.5
+    return (-uniform.sign() * torch.log1p(-2 * uniform.abs()).clamp(min=-40) / 2**0.5).float()
+
+
+PLANNED: dict[str, Change] = {
+    "no clipping": function(lambda norm, bound: torch.ones_like(norm)),
+    "noise scaled by the wrong batch size": scaled_by_the_batch,
+    "constant noise seed": constant_seed,
+    "noise drawn once": lambda patch: patch.setattr(GaussianNoise, "draw", cache(DRAW)),
+    "canaries at ten times q": canaries_at_ten_times_q,
+    "noise on half of the coordinates": zeroed(0.5, 1.0),
+    "no noise on the bias": drawn(none_on_the_last_four),
+    "a physical batch dropped": parts_of_the_sum(lambda batches: batches[1:] if len(batches) > 1 else batches),
+    "a physical batch doubled": parts_of_the_sum(lambda batches: batches + batches[-1:] if len(batches) > 1 else batches),
+}  # fmt: skip
+"""The breaks that the audit of the mechanism is made for."""
+
+SUBTLE: dict[str, Change] = {
+    "clipping to 1.001 C": function(lambda norm, bound: (1.001 * bound / norm).clamp(max=1.0)),
+    "the noise of one step used again": one_step_again,
+    "7% less noise": drawn(lambda noise: 0.93 * noise),
+    "two layers share their noise": drawn(twice_the_same),
+    "laplace noise of the same variance": drawn(laplace),
+    "noise that follows the realised batch": noise_follows_the_batch,
+    "divided by the realised batch": divided_by_who_came,
+    "shuffled batches of one size": shuffled,
+    "rows clipped, not units": rows_clipped_each,
+    "pieces of a unit clipped each": pieces_clipped_each,
+}
+"""Smaller ones."""

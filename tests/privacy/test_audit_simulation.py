@@ -1,0 +1,180 @@
+"""Known mechanisms: the bound is hardly ever above the truth, is not zero, and finds nothing where nothing was learned."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from audit_simulation import (
+    ALPHA,
+    EPSILONS,
+    GRID,
+    GRID_IN,
+    MECHANISMS,
+    NUM_STEPS,
+    SAMPLED_NOISE,
+    SAMPLING_RATE,
+    SIGNIFICANCE,
+    SPREAD_GRID,
+    Mechanism,
+    audits,
+    false_alarm,
+    gaussian,
+    laplace,
+    randomized_response,
+)
+from scipy import stats
+
+from dpllm.audit.attacks import auc, exposure, exposure_null_mean, rank_sum_p_value
+from dpllm.audit.bounds import epsilon_lower_bound, group_claim, one_run_ceiling
+from dpllm.privacy.accounting import dp_sgd_event
+from dpllm.privacy.accounting import epsilon as stated_epsilon
+
+
+def test_the_sampled_gaussian_has_the_epsilon_that_the_simulations_say() -> None:
+    for epsilon, noise in SAMPLED_NOISE.items():
+        stated = stated_epsilon(dp_sgd_event(SAMPLING_RATE, noise, NUM_STEPS), 1e-5, "zero_out")
+        assert epsilon - 0.01 < stated <= epsilon
+
+
+@pytest.mark.parametrize("num_canaries", [100, 1000])
+@pytest.mark.parametrize("epsilon", EPSILONS)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_bound_exceeds_the_truth_at_most_as_often_as_alpha_says(name, epsilon, num_canaries, seed, full):
+    mechanism = MECHANISMS[name]
+    rng = np.random.default_rng([seed, num_canaries, int(10 * epsilon), list(MECHANISMS).index(name)])
+    bounds = audits(mechanism, epsilon, num_canaries, 4000 if full else 1000, rng, guesses_in=GRID_IN)
+    assert not false_alarm(bounds, epsilon)
+
+
+@pytest.mark.parametrize("epsilon", EPSILONS)
+def test_one_guess_count_on_randomized_response_is_nearly_tight(epsilon, seed, full):
+    """Here the theorem is an equality, so a bound that is much too careful would show as well."""
+    count = 4000 if full else 1000
+    rng = np.random.default_rng([seed, 7])
+    mechanism = Mechanism(randomized_response, 0.0)
+    bounds = audits(mechanism, epsilon, 400, count, rng, guesses=[300])
+    assert not false_alarm(bounds, epsilon)
+    false = sum(bound.value > epsilon for bound in bounds)
+    assert stats.binomtest(false, count, 0.015, alternative="less").pvalue > SIGNIFICANCE
+
+
+def test_many_guess_counts_are_paid_for_and_would_be_caught_if_not(seed, full):
+    epsilon, count = 0.5, 2000 if full else 800
+    rng = np.random.default_rng([seed, 8])
+    # Without delta and with a mechanism whose every extreme score is equally telling, no entry is better than another.
+    mechanism = Mechanism(laplace, 0.0)
+    assert not false_alarm(audits(mechanism, epsilon, 1000, count, rng, guesses=SPREAD_GRID), epsilon)
+    # Each entry tested at alpha itself, as if there were no others.
+    unpaid_alpha = ALPHA * len(SPREAD_GRID)
+    unpaid = audits(mechanism, epsilon, 1000, count, rng, alpha=unpaid_alpha, guesses=SPREAD_GRID)
+    assert false_alarm(unpaid, epsilon)
+
+
+def test_delta_is_paid_for_and_would_be_caught_if_not(seed):
+    mechanism, epsilon = Mechanism(MECHANISMS["name and shame"].run, 1e-2), 0.5
+    rng = np.random.default_rng([seed, 9])
+    # As many guesses as coins are published.
+    assert not false_alarm(audits(mechanism, epsilon, 1000, 200, rng, guesses=[10]), epsilon)
+    assert false_alarm(audits(mechanism, epsilon, 1000, 200, rng, guesses=[10], delta=0.0), epsilon)
+
+
+def test_repeated_canaries_are_judged_by_the_claim_for_groups(seed, full):
+    """Four answers about the same coin: within the claim for four, and above the claim for one."""
+    one, repetitions, count = 0.5, 4, 1000 if full else 200
+    claim = group_claim(one, 1e-6, repetitions)
+    rng = np.random.default_rng([seed, 11])
+
+    def answers(coins, epsilon, delta, rng):  # type: ignore[no-untyped-def]
+        return sum(randomized_response(coins, one, delta, rng) for _ in range(repetitions))
+
+    bounds = audits(Mechanism(answers, claim.delta), claim.epsilon, 1000, count, rng)
+    assert not false_alarm(bounds, claim.epsilon)
+    assert false_alarm(bounds, one)
+
+
+# Power. A bound of 0 would pass every test above.
+
+
+def test_the_bound_has_power(seed):
+    rng = np.random.default_rng([seed, 10])
+    bounds = audits(MECHANISMS["gaussian"], 4.0, 1000, 600, rng, guesses_in=GRID_IN)
+    assert np.mean([bound.value for bound in bounds]) >= 1.35
+
+
+def test_guesses_on_one_side_have_power_where_few_members_show(seed):
+    rng = np.random.default_rng([seed, 13])
+
+    def traces(coins, epsilon, delta, rng):  # type: ignore[no-untyped-def]
+        return np.where(coins & (rng.random(len(coins)) < 0.3), 8.0, 0.0) + rng.normal(size=len(coins))
+
+    without = audits(Mechanism(traces, 1e-5), math.inf, 1000, 50, rng)
+    bounds = audits(Mechanism(traces, 1e-5), math.inf, 1000, 50, rng, guesses_in=GRID_IN)
+    assert np.mean([bound.value for bound in bounds]) >= 2.5
+    assert np.mean([bound.value for bound in without]) <= 1.5
+
+
+@pytest.mark.parametrize("num_canaries", [100, 200, 1000])
+@pytest.mark.parametrize("delta", [0.0, 1e-5])
+def test_a_perfect_attack_shows_the_ceiling_and_nothing_shows_more(num_canaries, delta, seed):
+    rng = np.random.default_rng([seed, 12, num_canaries])
+    coins = rng.permutation(np.arange(num_canaries) % 2 == 0)
+    grids = {"guesses": GRID, "guesses_in": GRID_IN}
+    ceiling = one_run_ceiling(num_canaries, delta=delta, alpha=ALPHA, **grids)
+    # Half of the canaries on each side, so that at most all of them are right.
+    bound = epsilon_lower_bound(coins + rng.random(num_canaries) / 2, coins, delta=delta, alpha=ALPHA, **grids)
+    assert bound.value == bound.ceiling == ceiling
+    if delta == 0:
+        played = [r for r in GRID if r <= num_canaries]
+        level = ALPHA / (len(played) + sum(r <= num_canaries // 2 for r in GRID_IN))
+        q = level ** (1 / max(played))
+        assert ceiling == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
+    for epsilon in (1.0, 8.0):
+        bounds = audits(Mechanism(gaussian, 1e-5), epsilon, num_canaries, 50, rng, delta=delta, guesses_in=GRID_IN)
+        assert all(bound.value <= ceiling for bound in bounds)
+
+
+# Nothing learned: scores that do not depend on the coins.
+
+
+@pytest.mark.parametrize("num_canaries", [100, 1000])
+def test_nothing_learned_shows_nothing(num_canaries, seed, full):
+    """The bound is 0 in at least 95 % of audits, also where its labels are shuffled."""
+    rng = np.random.default_rng([seed, 20, num_canaries])
+    count = 1000 if full else 300
+    nothing = Mechanism(lambda coins, epsilon, delta, rng: rng.normal(size=len(coins)), 1e-5)
+    assert not false_alarm(audits(nothing, 0.0, num_canaries, count, rng, guesses_in=GRID_IN), 0.0)
+    shuffled = Mechanism(lambda coins, epsilon, delta, rng: rng.permutation(gaussian(coins, 4.0, 1e-5, rng)), 1e-5)
+    assert not false_alarm(audits(shuffled, 0.0, num_canaries, count, rng, guesses_in=GRID_IN), 0.0)
+
+
+@pytest.mark.parametrize("per_side", [50, 500])
+def test_intervals_of_the_auc_cover_one_half_in_93_to_97_percent(per_side, seed, full):
+    rng = np.random.default_rng([seed, 21, per_side])
+    count = 20_000 if full else 5000  # at a true coverage of 95 %, 93 and 97 % are six standard errors away
+    covered = 0
+    for scores in rng.normal(size=(count, 2, per_side)):
+        interval = auc(*scores)
+        assert interval is not None
+        covered += interval.low <= 0.5 <= interval.high
+    assert 0.93 <= covered / count <= 0.97
+
+
+def test_exposure_of_what_was_not_learned_has_its_known_mean(seed):
+    """1.443 bits within three standard errors, of a thousand canaries that share no references."""
+    rng = np.random.default_rng([seed, 22])
+    stated, references = 1000, 4000
+    drawn = 4 * stated  # the mean of these is within six of its own standard errors
+    bits = [exposure(scores[:1], scores[1:])[0] for scores in rng.normal(size=(drawn, 1 + references))]
+    assert exposure_null_mean(references) == pytest.approx(1.4427, abs=3e-3)
+    assert np.mean(bits) == pytest.approx(1.443, abs=3 * 1.443 / math.sqrt(stated))
+
+
+def test_rank_sum_p_values_of_what_was_not_learned_are_uniform(seed, full):
+    rng = np.random.default_rng([seed, 23])
+    values = [rank_sum_p_value(row[:100], row[100:]) for row in rng.normal(size=(4000 if full else 1000, 1100))]
+    assert stats.kstest(values, "uniform").pvalue > SIGNIFICANCE
+    # The test would see p-values of a weak effect.
+    shifted = [rank_sum_p_value(row[:100] + 0.2, row[100:]) for row in rng.normal(size=(1000, 1100))]
+    assert stats.kstest(shifted, "uniform").pvalue < SIGNIFICANCE

@@ -1,0 +1,174 @@
+"""What one step's gradient gives away: all tokens where nothing protects them, none that noise does not leave."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import tiny_models as tm
+import torch
+from rich.console import Console
+from scipy import stats
+
+from dpllm import model as dpllm_model
+from dpllm.audit import leakage, span
+from dpllm.audit.leakage import LeakageReport, gradient_leakage, reconstruction_bound
+from dpllm.data import TokenSequence, Unit
+from dpllm.errors import ConfigError
+from dpllm.privacy.clipping import FUNCTIONS
+from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.plan import Plan, make_plan
+
+WIDTH, VOCABULARY = 64, 500
+LENGTHS = (9, 7, 8)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    recipe = tm.recipe(privacy={"noise_multiplier": 0.5, "epsilon": 1e4}, train={"batch_size": 10, "steps": 20})
+    return make_plan(recipe, 1000)
+
+
+def net(family: str = "llama", r: int = 16, **adapter: Any) -> Any:
+    made = tiny.model(
+        family, **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "head_dim": WIDTH // 2}, **tm.NO_DROPOUT.get(family, {})
+    )  # fmt: skip
+    recipe = tm.recipe(adapter={"method": "lora", "r": r, "alpha": 2 * r, **adapter})
+    return dpllm_model._add_lora(made.requires_grad_(False), recipe.adapter, recipe).train()
+
+
+def sequences(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[TokenSequence]:
+    return [tm.unit((length,), 100 * seed + row, VOCABULARY).sequences[0] for row, length in enumerate(lengths)]
+
+
+def leak(family: str, plan: Plan, seed: int, r: int = 16, lengths: tuple[int, ...] = LENGTHS) -> LeakageReport:
+    return gradient_leakage(net(family, r), plan, sequences(lengths, seed), entropy=[seed, r, len(family)])
+
+
+@pytest.mark.parametrize(("family", "r"), [("llama", 16), ("qwen2", 16), ("gemma2", 16), ("gpt2", 32), ("opt", 16)])
+def test_the_raw_gradient_gives_all_tokens_away_and_the_noised_one_none(family, r, plan, seed):
+    report = leak(family, plan, seed, r)
+    assert report.tokens <= report.rank_limit
+    assert report.gradient_rank == report.tokens
+    assert report.raw.span_recall == report.clipped.span_recall == 1.0
+    assert report.raw.span_auc == report.clipped.span_auc == 1.0
+    assert report.noised.span_recall < 0.35
+    # 21 tokens against 479: the rank AUC's standard deviation under chance is 0.065.
+    assert abs(report.noised.span_auc - 0.5) < 6 * 0.065
+    assert abs(report.noised.energy_auc - 0.5) < 6 * 0.065
+
+
+def test_noise_is_what_protects(plan, monkeypatch, seed):
+    monkeypatch.setattr(GaussianNoise, "draw", lambda self, size: torch.zeros(size))
+    report = leak("llama", plan, seed)
+    assert report.noised.span_recall == 1.0
+
+
+def test_on_average_the_noised_gradient_is_chance(plan, full, seed):
+    found = [leak("llama", plan, 50 * seed + number).noised for number in range(60 if full else 12)]
+    for areas in ([one.span_auc for one in found], [one.energy_auc for one in found]):
+        assert stats.ttest_1samp(areas, 0.5).pvalue > 1e-8
+        assert abs(np.mean(areas) - 0.5) < 0.1
+
+
+def test_more_tokens_than_rank_hide_some(plan, seed):
+    report = leak("llama", plan, seed, r=2, lengths=(30, 30))
+    assert report.rank_limit == report.gradient_rank == 6 < report.tokens
+    assert 0.5 < report.raw.span_auc < 1.0
+    assert report.raw.span_recall < 0.8
+
+
+def test_at_the_first_step_the_gradient_of_a_is_zero(plan, seed):
+    fresh = net()
+    assert gradient_leakage(fresh, plan, sequences(seed=seed), entropy=seed).first_step_norm == 0.0
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+    assert gradient_leakage(fresh, plan, sequences(seed=seed), entropy=seed).first_step_norm is None
+
+
+def test_the_model_is_left_as_it_was(plan, seed):
+    fresh = net()
+    before = {name: p.detach().clone() for name, p in fresh.named_parameters()}
+    gradient_leakage(fresh, plan, sequences(seed=seed), entropy=seed)
+    for name, parameter in fresh.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+        assert parameter.requires_grad == ("lora_" in name)
+    assert fresh.training
+    tm.make_engine(fresh, plan)  # it carries no hooks
+
+
+def test_the_noise_is_the_engines(plan, monkeypatch, seed):
+    """Ten times less noise is seen as ten times less, and clipping that does nothing as a longer sum."""
+    report = leak("llama", plan, seed)
+    monkeypatch.setitem(FUNCTIONS, "flat", lambda norm, bound: torch.ones_like(norm))
+    unclipped = leak("llama", replace(plan, max_grad_norm=1e-3), seed)
+    assert report.signal_to_noise < 0.1
+    assert unclipped.signal_to_noise > 10 * report.signal_to_noise
+
+
+def test_adapters_that_read_the_same_are_taken_together(plan, seed):
+    report = leak("llama", plan, seed, r=4)
+    assert [name.split(".")[-3] for name in report.layers] == ["q_proj", "k_proj", "v_proj"]
+    assert report.rank_limit == 12
+
+
+def test_prompt_tokens_leak_and_the_last_token_does_not(plan):
+    ids = (10, 20, 30, 40, 50)
+    units = [Unit((TokenSequence(ids, (False, False, False, True, True), 2),))]
+    assert span.tokens_of(units, positional=False) == ({10, 20, 30, 40}, 4)
+    twice = [Unit((TokenSequence((10, 10, 30), (False, True, True), 2),))]
+    assert span.tokens_of(twice, positional=False) == ({10}, 1)
+    assert span.tokens_of(twice, positional=True) == ({10}, 2)
+
+
+def test_a_deeper_adapter_or_none_is_refused(plan, seed):
+    deep = net(target_modules=".*layers.1.*q_proj")
+    with pytest.raises(ConfigError, match="attention has mixed"):
+        gradient_leakage(deep, plan, sequences(seed=seed))
+    frozen = tm.build("llama", tm.FROZEN)
+    with pytest.raises(ConfigError, match="no LoRA adapter"):
+        gradient_leakage(frozen, plan, [tm.unit((5,), 1).sequences[0]])
+    with pytest.raises(ConfigError, match="no sequence has a target"):
+        gradient_leakage(net(), plan, [TokenSequence((5, 6), (False, False), 1)])
+
+
+def test_reconstruction_bounds_are_those_of_the_literature(plan):
+    one = replace(plan, noise_multiplier=1 / 0.925, limits={"gdp_mu": 0.925})
+    bound = reconstruction_bound(one, 1e-4)
+    assert bound.one_step == bound.run_gaussian == pytest.approx(stats.norm.cdf(stats.norm.ppf(1e-4) + 0.925))
+    assert bound.one_step == pytest.approx(0.0026, abs=1e-4)  # 0.26 %
+    stated = replace(plan, epsilon=math.log(3), delta=1e-3, curve=((1e-2, math.log(2)), (1e-9, None)))
+    assert reconstruction_bound(stated, 0.1).run == pytest.approx(0.1 * 2 + 1e-2)
+    assert reconstruction_bound(stated, 1e-4).run == pytest.approx(3e-4 + 1e-3)
+    assert reconstruction_bound(replace(stated, epsilon=math.inf, curve=()), 0.5).run == 1.0
+    rows = replace(plan, sampling="example", max_examples_per_unit=3)
+    assert reconstruction_bound(rows, 1e-4).one_step > reconstruction_bound(plan, 1e-4).one_step
+
+
+def test_the_report_is_json_and_a_table_and_says_when_it_matters(plan, seed):
+    report = leak("llama", plan, seed)
+    values = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert values["raw"]["span_recall"] == 1.0
+    assert len(values["reconstruction"]) == 3
+    assert "It does not matter for an adapter that is trained in one place and released" in values["statement"]
+    assert "the gradient of A is zero" in values["statement"]
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(leakage.table(report))
+    assert "noised" in console.export_text()
