@@ -1,7 +1,7 @@
 """One audit of one finished run.
 
-Comes in: a run directory. Goes out: audit.json, scores.csv and exposure.png. A run with differential privacy publishes
-them: they are computed from its output, from texts drawn before it saw any data, and from their coins. A run without
+Comes in: a run directory. Goes out: audit.json, scores.csv, tokens.parquet and exposure.png. A run with differential privacy
+publishes them: they are computed from its output, from texts drawn before it saw any data, and from their coins. A run without
 keeps them private. No canary's text leaves private/.
 """
 
@@ -17,6 +17,7 @@ from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.scores import score_canaries
 from dpllm.audit.summary import Claim, summarise
 from dpllm.audit.table import write_table
+from dpllm.audit.tokens import write_tokens
 from dpllm.config import CanaryConfig, RunConfig
 from dpllm.data import Format, load_table
 from dpllm.errors import ConfigError
@@ -52,11 +53,18 @@ def audit(run: RunDir) -> dict[str, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = model.load_for_scoring(config, run.export, device)
-    table = score_canaries(models, plan, _format(run, config), config.data.max_length, config.data.long_examples)
+    table, tokens = score_canaries(
+        models, plan, _format(run, config), config.data.max_length, config.data.long_examples
+    )
 
     report = {
         **summarise(
-            table, claim, alpha=config.audit.alpha, guesses=config.audit.guesses, guesses_in=config.audit.guesses_in
+            table,
+            claim,
+            alpha=config.audit.alpha,
+            guesses=config.audit.guesses,
+            guesses_in=config.audit.guesses_in,
+            tokens=tokens,
         ),
         "canaries": _describe(plan, settings),
         "weights": weights,
@@ -65,6 +73,7 @@ def audit(run: RunDir) -> dict[str, Any]:
     folder = run.audit_dir(config.privacy.enabled)
     folder.mkdir(parents=True, exist_ok=True)
     write_table(table, folder / "scores.csv")
+    write_tokens(tokens, folder / "tokens.parquet")
     figure.draw(table, folder / "exposure.png")
     write_json(folder / "audit.json", report)
     return report

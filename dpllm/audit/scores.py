@@ -6,6 +6,7 @@ function that encodes training rows, so what is scored is what was trained on. C
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from dpllm.audit.canaries import Canary, CanaryPlan
 from dpllm.audit.table import CanaryScores, read_table, write_table
+from dpllm.audit.tokens import TokenTable
 from dpllm.data import Format, TokenSequence, encode
 from dpllm.errors import ConfigError, DataError, DpllmError
 
@@ -40,6 +42,15 @@ class TokenScores:
     """log p(token | everything before it), in nats."""
     is_argmax: NDArray[np.bool_]
     """Whether greedy decoding would have chosen it."""
+    mean: NDArray[np.float64]
+    """Mean of log p over the vocabulary, each token weighted by its p."""
+    variance: NDArray[np.float64]
+    """Variance of log p under p."""
+
+    def part(self, first: int, last: int) -> TokenScores:
+        """Tokens ``first`` to ``last`` - 1."""
+        own = slice(first, last)
+        return TokenScores(self.log_prob[own], self.is_argmax[own], self.mean[own], self.variance[own])
 
 
 def encode_secret(
@@ -107,11 +118,11 @@ def score(
                 scored_BT[place, :length] = torch.tensor(masks[row], dtype=torch.bool)
             ids_BT, scored_BT = ids_BT.to(device), scored_BT.to(device)
             logits_BTV = model(input_ids=ids_BT, attention_mask=real_BT.to(device)).logits
-            log_prob_N, is_argmax_N = _gather(logits_BTV, ids_BT, scored_BT)
+            scored = _gather(logits_BTV, ids_BT, scored_BT)
             first = 0
             for row in rows:
                 last = first + int(sum(masks[row]))
-                results[row] = TokenScores(log_prob_N[first:last], is_argmax_N[first:last])
+                results[row] = scored.part(first, last)
                 first = last
     done = [result for result in results if result is not None]
     if not all(np.isfinite(result.log_prob).all() for result in done):
@@ -124,8 +135,8 @@ def score(
 
 def score_canaries(
     models: ScoringModels, plan: CanaryPlan, fmt: Format, max_length: int, long_examples: str
-) -> tuple[CanaryScores, ...]:
-    """Scores every candidate and reference on the tuned and the base model.
+) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    """Scores every candidate and reference on the tuned and the base model: secret by secret, and token by token.
 
     Raises:
         ConfigError: A canary that training could not have learned; see ``encode_secret``.
@@ -138,7 +149,7 @@ def score_canaries(
     tuned = score(models.tuned, sequences, masks, budget)
     with models.base() as base_model:
         base = score(base_model, sequences, masks, budget)
-    return tuple(
+    rows = tuple(
         CanaryScores(
             canary_id=canary.canary_id,
             group=canary.group,
@@ -150,6 +161,27 @@ def score_canaries(
             base_greedy=bool(before.is_argmax.all()),
         )
         for canary, after, before in zip(everyone, tuned, base, strict=True)
+    )
+    return rows, _tokens(everyone, tuned, base)
+
+
+def _tokens(canaries: Sequence[Canary], tuned: Sequence[TokenScores], base: Sequence[TokenScores]) -> TokenTable:
+    lengths = [len(scores.log_prob) for scores in tuned]
+    values = {
+        f"{which}_{name}_N": np.concatenate([getattr(one, field) for one in scores])
+        for which, scores in (("tuned", tuned), ("base", base))
+        for name, field in (
+            ("log_prob", "log_prob"),
+            ("mean", "mean"),
+            ("variance", "variance"),
+            ("argmax", "is_argmax"),
+        )
+    }
+    return TokenTable(
+        canary_ids=tuple(canary.canary_id for canary in canaries),
+        zlib_bytes_S=np.array([len(zlib.compress(f"{one.carrier} {one.secret}".encode())) for one in canaries]),
+        sequence_N=np.repeat(np.arange(len(canaries)), lengths),
+        **values,
     )
 
 
@@ -173,14 +205,12 @@ def _batches(order: Sequence[int], lengths: Sequence[int], token_budget: int) ->
     return batches
 
 
-def _gather(
-    logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Tensor
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def _gather(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Tensor) -> TokenScores:
     """Scores of the marked tokens, row by row; float32 copies exist for one chunk at a time."""
     row_N, position_N = scored_BT.nonzero(as_tuple=True)
     target_N = ids_BT[row_N, position_N]
     size = max(1, _LOGITS_PER_CHUNK // logits_BTV.shape[-1])
-    log_probs, matches = [], []
+    log_probs, matches, means, variances = [], [], [], []
     for chunk in range(0, len(row_N), size):
         part = slice(chunk, chunk + size)
         # The token at position t is predicted by the logits at t - 1. Indexing copies, so the copy may be overwritten.
@@ -188,10 +218,22 @@ def _gather(
         target_C = target_N[part]
         chosen_C = logits_CV.gather(1, target_C[:, None])[:, 0]
         top_C, argmax_C = logits_CV.max(dim=-1)
-        # log sum exp with one pass for the maximum, which the argmax needs anyway.
-        log_total_C = logits_CV.sub_(top_C[:, None]).exp_().sum(dim=-1).log() + top_C
-        log_probs.append((chosen_C - log_total_C).double().cpu())
+        # log sum exp with one pass for the maximum, which the argmax needs anyway. A logit of -inf weighs nothing.
+        shifted_CV = logits_CV.sub_(top_C[:, None]).clamp_(min=-1e4)
+        weight_CV = shifted_CV.exp()
+        total_C = weight_CV.sum(dim=-1)
+        weight_CV.mul_(shifted_CV)
+        mean_C = weight_CV.sum(dim=-1) / total_C
+        square_C = weight_CV.mul_(shifted_CV).sum(dim=-1) / total_C
+        log_probs.append((chosen_C - top_C - total_C.log()).double().cpu())
         matches.append((argmax_C == target_C).cpu())
+        means.append((mean_C - total_C.log()).double().cpu())
+        variances.append((square_C - mean_C.square()).clamp_(min=0.0).double().cpu())
     if not log_probs:
-        return np.zeros(0), np.zeros(0, dtype=np.bool_)
-    return torch.cat(log_probs).numpy(), torch.cat(matches).numpy()
+        return TokenScores(np.zeros(0), np.zeros(0, dtype=np.bool_), np.zeros(0), np.zeros(0))
+    return TokenScores(
+        torch.cat(log_probs).numpy(),
+        torch.cat(matches).numpy(),
+        torch.cat(means).numpy(),
+        torch.cat(variances).numpy(),
+    )

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpllm.audit import attacks
+from dpllm.audit import attacks, token_attacks
 from dpllm.audit.bounds import OneRunBound, epsilon_lower_bound
 from dpllm.audit.families import FamilyBound, gaussian_bound
 from dpllm.audit.rates import RateBound, one_run_rates
 from dpllm.audit.table import CanaryScores, by_group
+from dpllm.audit.tokens import TokenTable
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import attacker_limits
 
@@ -51,6 +52,7 @@ def summarise(
     alpha: float,
     guesses: Sequence[int],
     guesses_in: Sequence[int] = (),
+    tokens: TokenTable | None = None,
 ) -> dict[str, Any]:
     """Everything that an audit concludes from its scores.
 
@@ -60,6 +62,7 @@ def summarise(
         alpha: Of the recipe.
         guesses: Of the recipe.
         guesses_in: Of the recipe.
+        tokens: The token table of the same canaries; None: only the attacks that need none.
 
     Returns:
         The fields claim, attacks, exposure, extraction, epsilon_lower_bound, estimates, attacker_limits, verdict and
@@ -87,7 +90,7 @@ def summarise(
     word, reason = verdict(claim, bound, len(attacks.members(once)))
     return {
         "claim": asdict(claim) if claim else None,
-        "attacks": _attacks(min(groups), groups[min(groups)], references) if groups else {},
+        "attacks": _attacks(min(groups), groups[min(groups)], references, tokens) if groups else {},
         "exposure": {str(group): _exposure(rows, references) for group, rows in groups.items()},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in groups.items()},
         "epsilon_lower_bound": {
@@ -169,14 +172,23 @@ def _interval(value: float | None, interval: Sequence[float] | None) -> str:
     )
 
 
-def _attacks(group: int, rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> dict[str, Any]:
+def _attacks(
+    group: int, rows: Sequence[CanaryScores], references: Sequence[CanaryScores], tokens: TokenTable | None
+) -> dict[str, Any]:
     """Each attack on one group; held-out candidates and references are the negatives."""
     inside, outside = attacks.members(rows), [*attacks.held_out(rows), *references]
     control = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
+    scores = {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
+    if tokens is not None:
+        place = {canary_id: index for index, canary_id in enumerate(tokens.canary_ids)}
+        sides = [[place[row.canary_id] for row in side] for side in (inside, outside)]
+        for name, token_attack in token_attacks.ATTACKS.items():
+            found_S = token_attack(tokens)
+            scores.setdefault(name, (found_S[sides[0]], found_S[sides[1]]))
     result = {}
-    for name, attack in attacks.ATTACKS.items():
-        area = attacks.auc(attack(inside), attack(outside), CONFIDENCE)
-        rate = attacks.tpr_at_fpr(attack(inside), attack(outside), 0.01, CONFIDENCE)
+    for name, (positives, negatives) in scores.items():
+        area = attacks.auc(positives, negatives, CONFIDENCE)
+        rate = attacks.tpr_at_fpr(positives, negatives, 0.01, CONFIDENCE)
         result[name] = {
             "group": group,
             "positives": len(inside),

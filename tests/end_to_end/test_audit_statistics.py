@@ -19,6 +19,7 @@ from dpllm.audit import canaries, summary
 from dpllm.audit.run import audit
 from dpllm.audit.scores import encode_secret
 from dpllm.audit.table import read_table
+from dpllm.audit.tokens import read_tokens
 from dpllm.config import RunConfig, dump_config
 from dpllm.errors import ConfigError
 from dpllm.rundir import RunDir, write_json
@@ -138,8 +139,10 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
     scores = read_table(run.export / "audit" / "scores.csv")
     assert len(scores) == 280
     claim = summary.Claim(**report["claim"])
-    settings = run.load_config().audit
-    again = summary.summarise(scores, claim, alpha=0.05, guesses=settings.guesses, guesses_in=settings.guesses_in)
+    settings, tokens = run.load_config().audit, read_tokens(run.export / "audit" / "tokens.parquet")
+    again = summary.summarise(
+        scores, claim, alpha=0.05, guesses=settings.guesses, guesses_in=settings.guesses_in, tokens=tokens
+    )
     assert json.loads(json.dumps(again)) == {key: report[key] for key in again}
 
 
@@ -192,7 +195,12 @@ def test_a_run_without_privacy_keeps_its_audit_to_itself(base, tmp_path):
     report = audit(run)
     assert (report["claim"], report["verdict"]) == (None, "no_claim")
     assert not (run.export / "audit").exists()
-    assert {path.name for path in (run.private / "audit").iterdir()} == {"audit.json", "scores.csv", "exposure.png"}
+    assert {path.name for path in (run.private / "audit").iterdir()} == {
+        "audit.json",
+        "scores.csv",
+        "tokens.parquet",
+        "exposure.png",
+    }
 
 
 def test_what_cannot_be_audited_is_refused(base, tmp_path):

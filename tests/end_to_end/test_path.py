@@ -45,7 +45,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
     }
     weights = {"adapter_config.json", "adapter_model.safetensors"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    audit = {"audit/audit.json", "audit/scores.csv", "audit/exposure.png"}
+    audit = {"audit/audit.json", "audit/scores.csv", "audit/tokens.parquet", "audit/exposure.png"}
     exported = {name.removeprefix("export/") for name in files if name.startswith("export/")}
     assert exported == weights | tokenizer | audit | {"README.md", "privacy.json"}
 

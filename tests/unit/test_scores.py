@@ -86,16 +86,21 @@ def naive(model, sequence, mask):
     table = torch.log_softmax(logits, dim=-1)
     places = [t for t, scored in enumerate(mask) if scored]
     log_probs = [table[t - 1, sequence.input_ids[t]].item() for t in places]
-    return log_probs, [table[t - 1].argmax().item() == sequence.input_ids[t] for t in places]
+    moments = [(table[t - 1].exp() * table[t - 1]).sum().item() for t in places]
+    squares = [(table[t - 1].exp() * table[t - 1].square()).sum().item() for t in places]
+    variances = [square - mean**2 for square, mean in zip(squares, moments, strict=True)]
+    return log_probs, [table[t - 1].argmax().item() == sequence.input_ids[t] for t in places], moments, variances
 
 
 @torch.no_grad()
 def test_scores_equal_the_definition(model):
     sequences, masks = random_sequences(30)
     for sequence, mask, found in zip(sequences, masks, score(model, sequences, masks, 200), strict=True):
-        log_probs, matches = naive(model, sequence, mask)
+        log_probs, matches, means, variances = naive(model, sequence, mask)
         assert found.log_prob == pytest.approx(log_probs, abs=1e-4)
         assert found.is_argmax.tolist() == matches
+        assert found.mean == pytest.approx(means, abs=1e-4)
+        assert found.variance == pytest.approx(variances, abs=1e-3)
 
 
 @pytest.mark.parametrize("budget", [1, 64, 333, 10**6])
@@ -209,7 +214,14 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     plan = plan_canaries(CanaryConfig(groups={1: 20, 2: 10}, references=100), generator=random.Random(0))
     torch.manual_seed(1)
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
-    table = score_canaries(Pair(tokenizer, model, base), plan, "text", 128, "truncate")
+    table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", 128, "truncate")
+    assert tokens.canary_ids == tuple(row.canary_id for row in table)
+    assert tokens.lengths().tolist() == [row.num_tokens for row in table]
+    sums = np.add.reduceat(tokens.tuned_log_prob_N, tokens.starts())
+    np.testing.assert_allclose(sums, [row.tuned_log_prob for row in table])
+    np.testing.assert_allclose(
+        np.add.reduceat(tokens.base_log_prob_N, tokens.starts()), [row.base_log_prob for row in table]
+    )
     everyone = {canary.canary_id: canary for canary in (*plan.canaries, *plan.references)}
     assert sorted(row.canary_id for row in table) == sorted(everyone)
     for row in table[::17]:
@@ -238,7 +250,9 @@ def test_a_table_comes_back_exactly_and_is_the_same_bytes_in_any_order(tmp_path)
 
 def test_a_written_table_holds_no_text(tokenizer, model, tmp_path):
     plan = plan_canaries(CanaryConfig(groups={1: 10}, digits=8, references=100))
-    write_table(score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate"), tmp_path / "scores.csv")
+    write_table(
+        score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate")[0], tmp_path / "scores.csv"
+    )
     written = (tmp_path / "scores.csv").read_text()
     fields = {field for line in written.splitlines() for field in line.split(",")}
     for canary in (*plan.canaries, *plan.references):

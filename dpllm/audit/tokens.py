@@ -1,0 +1,96 @@
+"""The token table: what two models say about every scored token, and no token.
+
+Comes in: scores. Goes out: a parquet file with one row for each token, from which every attack can be computed again
+without a model. Torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpllm.errors import ConfigError
+
+# A legend of shapes: S sequences, N tokens of all of them, one sequence after the other.
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Scored tokens of S sequences; every sequence has at least one.
+
+    Attributes:
+        canary_ids: Of each sequence.
+        zlib_bytes_S: Length of the text that was scored, compressed by zlib.
+        sequence_N: Which sequence a token is of: 0 to S - 1, in rising order.
+        tuned_log_prob_N: log p(token | before), in nats, by the tuned model; ``base_...`` by the base model.
+        tuned_mean_N: Mean of log p over the vocabulary, each token weighted by its p.
+        tuned_variance_N: Variance of log p under p, >= 0.
+        tuned_argmax_N: Whether greedy decoding would have chosen the token.
+    """
+
+    canary_ids: tuple[str, ...]
+    zlib_bytes_S: NDArray[np.int64]
+    sequence_N: NDArray[np.int64]
+    tuned_log_prob_N: NDArray[np.float64]
+    tuned_mean_N: NDArray[np.float64]
+    tuned_variance_N: NDArray[np.float64]
+    tuned_argmax_N: NDArray[np.bool_]
+    base_log_prob_N: NDArray[np.float64]
+    base_mean_N: NDArray[np.float64]
+    base_variance_N: NDArray[np.float64]
+    base_argmax_N: NDArray[np.bool_]
+
+    def starts(self) -> NDArray[np.int64]:
+        """Shape (S,): where each sequence begins."""
+        return np.searchsorted(self.sequence_N, np.arange(len(self.canary_ids))).astype(np.int64)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Shape (S,): tokens of each sequence."""
+        return np.diff(np.append(self.starts(), len(self.sequence_N)))
+
+
+_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.startswith(("tuned_", "base_")))
+
+
+def write_tokens(table: TokenTable, path: Path) -> None:
+    """Writes the table atomically; floats read back exactly."""
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {
+        "canary_id": np.array(table.canary_ids, dtype=object)[table.sequence_N],
+        "zlib_bytes": table.zlib_bytes_S[table.sequence_N],
+        **{name.removesuffix("_N"): getattr(table, name) for name in _COLUMNS},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    parquet.write_table(pyarrow.table(columns), temporary)
+    os.replace(temporary, path)
+
+
+def read_tokens(path: Path) -> TokenTable:
+    """Reads what ``write_tokens`` wrote.
+
+    Raises:
+        ConfigError: Missing or damaged file.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        read = parquet.read_table(path)
+        names_N = np.array(read["canary_id"].to_pylist(), dtype=object)
+        first_N = np.append(True, names_N[1:] != names_N[:-1])
+        ids = tuple(str(name) for name in names_N[first_N])
+        if len(set(ids)) != len(ids):
+            raise ValueError("a sequence in two parts")
+        values = {name: read[name.removesuffix("_N")].to_numpy() for name in _COLUMNS}
+        return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such token table; run dpllm audit first.") from None
+    except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError):
+        raise ConfigError(f"{path}: is no token table; the file is damaged. Run dpllm audit again.") from None
