@@ -38,16 +38,14 @@ class Standing:
         plan: plan.json; empty for a run without differential privacy.
         claims: Its reservations and their steps, in the order in which they are charged.
         charged: Steps that may have been released, by the ledger.
-        lost_steps: Of these, how many the checkpoint does not have.
         extra_steps: Steps beyond the recipe's, reserved by earlier resumes to make up lost ones.
-        to_make_up: Of the lost steps, how many none of these stand for.
+        to_make_up: Of the charged steps that the checkpoint does not have, how many none of these stand for.
         notes: What earlier resumes noted for run.json.
     """
 
     plan: dict[str, Any]
     claims: tuple[tuple[str, int], ...]
     charged: int
-    lost_steps: int
     extra_steps: int
     to_make_up: int
     notes: tuple[str, ...]
@@ -63,7 +61,7 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
     saved = checkpoint.newest(run)
     notes = tuple(read_json(run.run).get("resumes", ())) if run.run.exists() else ()
     if not config.privacy.enabled:
-        return Standing({}, (), int(saved["step"]), 0, 0, 0, notes)
+        return Standing({}, (), int(saved["step"]), 0, 0, notes)
     if book is None:
         where = config.privacy.ledger or ledger.default_path()
         raise ConfigError(
@@ -111,7 +109,7 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
     extra = sum(claim.num_steps for claim in claims[1:])
     lost = charged - int(saved["step"])
     since = sum(size for _, size in sizes) - int(saved["reserved"])  # the checkpoint stands on steps made up before it
-    return Standing(plan, sizes, charged, lost, extra, max(0, lost - since), notes)
+    return Standing(plan, sizes, charged, extra, max(0, lost - since), notes)
 
 
 def check_promise(plan: Plan, standing: Standing) -> dict[str, Any]:

@@ -7,6 +7,7 @@ has a false alarm probability of at most 1e-8, so that the whole suite's is belo
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 def _own_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test touches the user's ledger."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data_home"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, above all where the cores are shared."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

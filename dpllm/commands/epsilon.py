@@ -97,9 +97,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         sigma = _calibrated(known, best_of, rate, steps, delta)
     event = best_of(events.dp_sgd_event(rate, sigma, steps, group))
     value, accountant = accounting.stated(event, delta, relation)
-    if (
-        known.accountant is not None
-    ):  # gdp, an unknown one, or one that does not know the event is refused with the reason
+    if known.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
         accounting.epsilon(event, delta, relation, known.accountant)
     epochs = math.ceil(Fraction(steps * batch, size) if known.epochs is None else Fraction(known.epochs))
     shuffled: events.Event = {"type": "gaussian", "noise_multiplier": sigma / group}
@@ -142,11 +140,7 @@ def _steps(known: argparse.Namespace) -> int:
         ("--trials", known.trials, 1),
     ):
         if value is not None and not least <= value <= LARGEST:
-            raise ConfigError(
-                f"{name} is {value:.30g}, from which no epsilon follows. Type a number from {least} to {LARGEST:.0e}."
-                if isinstance(value, float)
-                else f"{name} is out of range, so that no epsilon follows. Type a number from {least} to {LARGEST:.0e}."
-            )
+            raise ConfigError(f"{name}: no epsilon follows from that. Type a number from {least} to {LARGEST:.0e}.")
     if known.select and known.trials is None:
         raise ConfigError("--select says how the number of runs was drawn, and no --trials says how many. Type both.")
     if known.epsilon is not None and not (math.isfinite(known.epsilon) and known.epsilon > 0):

@@ -103,7 +103,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     if "by" in known:
         known.by = _user() if known.by is None else known.by
         check_person("an entry is made", known.by, known.reason)
-    wanted = _wanted(known) if known.action == "init" else None  # nothing is made for a budget that cannot be
+    if known.action == "init":  # nothing is made for a budget that cannot be
+        known.wanted = _wanted(known)
     book = ledger.open_ledger(known.ledger, create=known.action in ("init", "except", "import"))
     if book is None:
         where = known.ledger or ledger.default_path()
@@ -111,8 +112,6 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     with book, book.counting():
         if known.action not in ("verify", "history", "export", "show"):
             book.refuse_if_tampered()
-        if wanted is not None:
-            return _init(book, known, wanted)
         code: int = globals()[f"_{known.action}"](book, known)
         return code
 
@@ -156,23 +155,23 @@ def _wanted(known: argparse.Namespace) -> Budget:
     return Budget(*terms, order, False, known.import_delta, known.by, known.reason)
 
 
-def _init(book: Ledger, known: argparse.Namespace, wanted: Budget) -> int:
+def _init(book: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger import budgets, protect
-    from dpllm.privacy.plan import check_delta
+    from dpllm.privacy.plan import auto_delta, check_delta
 
     sources = [known.data] if known.data else [*(known.runs or [])]
     if known.reference and os.path.exists(known.reference):
         sources.append(known.reference)
     records, units = protect.records_of(sources[0], book, known.unit) if sources else (None, None)
     if units is not None:
-        check_delta(known.delta, units, "--delta")
+        check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
         if known.delta * units > 0.1 * (1 + 1e-9):
             print(
                 f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so near to it that single records "
                 "could be published whole."
             )
     sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
-    budget = budgets.set_budget(book, known.dataset, wanted, records=records)
+    budget = budgets.set_budget(book, known.dataset, known.wanted, records=records)
     protect.remember_ledger(book)
     print(f"{known.dataset}: {budgets.describe(budget)}, in {book.location}")
     if budget.gate == "adaptive":

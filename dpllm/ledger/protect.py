@@ -6,7 +6,6 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 
 from __future__ import annotations
 
-import secrets
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,13 +80,16 @@ def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custod
     if not config.privacy.enabled and not excepted:
         _refuse_without_privacy(config, name, budgeted)
     evaluation = _public_evaluation(config)
-    if evaluation:
-        _refuse_evaluation(config, evaluation, table, book)
+    if evaluation and not config.data.public:
+        own, other = (fingerprint(part.rows, FIELDS[part.format], b"compared here") for part in (evaluation, table))
+        _refuse_evaluation("data.train, which is not", share_in_common(own.hashes, other.hashes))
+    if evaluation and book:
+        _refuse_budgeted_evaluation(evaluation, book)
     for elsewhere in _other_ledgers(book):
         with elsewhere:
             _refuse_outside(config, table, elsewhere)
             if evaluation:
-                _refuse_evaluation(config, evaluation, table, elsewhere)
+                _refuse_budgeted_evaluation(evaluation, elsewhere)
     return Custody(name, parent, records, tuple(exceptions))
 
 
@@ -146,23 +148,18 @@ def _public_evaluation(config: RunConfig) -> Table | None:
         return data.load_table(config.data.eval, config.data, config.data.eval_split, Path(cache))
 
 
-def _refuse_evaluation(config: RunConfig, evaluation: Table, table: Table, book: Ledger | None) -> None:
-    key = book.records.key() if book else secrets.token_bytes(32)
-    records = fingerprint(evaluation.rows, FIELDS[evaluation.format], key)
-    shares = {}
-    if not config.data.public:
-        own = fingerprint(table.rows, FIELDS[table.format], key)
-        shares["data.train, which is not"] = share_in_common(records.hashes, own.hashes)
-    for name, share in book.records.overlaps(records).items() if book else ():
-        if book and book.budget(name) is not None:
-            shares[f"dataset {name!r}, which has a privacy budget"] = share
-    for whose, share in shares.items():
-        if share >= LEAST_SHARE:
-            raise Refused(
-                f"data.eval is declared public and has {share:.1%} of its records in common with {whose}: exact losses on them "
-                "would stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
-                reason="public_evaluation",
-            )
+def _refuse_budgeted_evaluation(evaluation: Table, book: Ledger) -> None:
+    name, share = _budgeted_in(evaluation, book)
+    _refuse_evaluation(f"dataset {name!r}, which has a privacy budget", share)
+
+
+def _refuse_evaluation(whose: str, share: float) -> None:
+    if share >= LEAST_SHARE:
+        raise Refused(
+            f"data.eval is declared public and has {share:.1%} of its records in common with {whose}: exact losses on them "
+            "would stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
+            reason="public_evaluation",
+        )
 
 
 def _refuse_outside(config: RunConfig, table: Table, elsewhere: Ledger) -> None:
@@ -182,10 +179,11 @@ def _refuse_outside(config: RunConfig, table: Table, elsewhere: Ledger) -> None:
 def _budgeted_in(table: Table, book: Ledger) -> tuple[str | None, float]:
     """The account with a budget that shares most records with these rows, and the share."""
     records = fingerprint(table.rows, FIELDS[table.format], book.records.key())
-    shares = {book.records.account_name(name): share for name, share in book.records.overlaps(records).items()}
-    budgeted = {name: share for name, share in shares.items() if book.budget(name) is not None}
-    most = max(budgeted, key=lambda name: budgeted[name], default=None)
-    return most, budgeted[most] if most is not None else 0.0
+    for name, share in sorted(book.records.overlaps(records).items(), key=lambda item: -item[1]):
+        account = book.records.account_name(name)
+        if book.budget(account) is not None:
+            return account, share
+    return None, 0.0
 
 
 def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:

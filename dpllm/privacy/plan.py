@@ -37,7 +37,7 @@ class Schedule:
     Attributes:
         dataset_size: N, the public number of what is sampled, canary slots included: privacy units, or, with
             ``data.sampling: example``, their rows after the cap of ``max_examples_per_unit``.
-        canary_slots: How many of the N are held by candidate canaries, each a unit and a row of its own.
+        canary_slots: How many of the N are held by candidate canaries: see ``canaries.num_slots``.
         expected_batch_size: B, the public divisor of the summed gradient, in the same things as N.
         sampling_rate: q = B / N; each of the N joins every logical batch independently with this probability.
         num_steps: T, the number of logical steps.
@@ -120,8 +120,9 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
 
     Raises:
         Refused: The logical batch is larger than the dataset.
+        ConfigError: A canary of more rows than one unit may bring.
     """
-    slots = canaries.num_slots(config.audit.canaries) if config.audit.canaries else 0
+    slots = canaries.num_slots(config.audit.canaries, config.data) if config.audit.canaries else 0
     size = num_units + slots
     batch = config.train.batch_size
     if batch > size:
@@ -175,7 +176,10 @@ def make_plan(
     delta = min(auto_delta(size), largest_delta) if privacy.delta == "auto" else float(privacy.delta)
     check_delta(delta, size)
     if largest_delta < 1.0:
-        check_delta(largest_delta, size, "the delta of the dataset's budget,")
+        mend = (
+            "Its owner can correct it with dpllm ledger init as long as nothing is sealed or spent; or bring more data."
+        )
+        check_delta(largest_delta, size, "the delta of the dataset's budget,", mend)
     rate, steps = schedule.sampling_rate, schedule.num_steps
     group = config.data.max_examples_per_unit or 1 if config.data.sampling == "example" else 1
     sigma = privacy.noise_multiplier or accounting.calibrate_noise_multiplier(
@@ -230,8 +234,8 @@ def make_plan(
     )
 
 
-def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta") -> None:
-    """Makes sure that delta is below 1/N; errors call it `name`.
+def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", mend: str | None = None) -> None:
+    """Makes sure that delta is below 1/N; errors call it `name` and say how to `mend` it (None: by what auto would be).
 
     Raises:
         Refused: It is not.
@@ -239,7 +243,7 @@ def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta") ->
     if delta * dataset_size >= 1:
         raise Refused(
             f"{name} {delta:g} is not below 1/N = {1 / dataset_size:.2g}: a mechanism that publishes one "
-            f"person's record outright would satisfy it. Set {name} to auto (here {auto_delta(dataset_size):g})."
+            f"person's record outright would satisfy it. {mend or f'Set {name} to auto (here {auto_delta(dataset_size):g}).'}"
         )
 
 

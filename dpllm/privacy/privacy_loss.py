@@ -72,7 +72,7 @@ def privacy_loss(terms: Terms, relation: AnyRelation, interval: float) -> Privac
             "relation replace_one is not known for groups and imported runs. Use zero_out or add_or_remove_one."
         )
     if any(part.times > MAX_STEPS for part in terms.sampled):
-        raise ConfigError(f"more than {MAX_STEPS} steps take longer to compose than people wait. Train fewer.")
+        raise ConfigError(f"more than {MAX_STEPS} steps take too long to compose. Lower train.steps or train.epochs.")
     whole = _distribution(terms, relation, _interval(terms, interval))
     return PrivacyLoss(
         lambda delta: float(whole.get_epsilon_for_delta(delta)),

@@ -203,3 +203,14 @@ def test_imported_deltas_add_up() -> None:
     assert imported_delta(RUN) == 0.0
     with pytest.raises(ConfigError, match="imported"):
         to_dp_event(IMPORTED)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-160, 1e-7, 1e10, 1e300])
+def test_noise_whose_squares_fit_no_float_is_refused(noise: float) -> None:
+    with pytest.raises(ConfigError, match="noise_multiplier"):
+        epsilon({"type": "gaussian", "noise_multiplier": noise}, 1e-5, "zero_out")
+
+
+def test_more_steps_than_can_be_composed_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"too long to compose\. Lower"):
+        epsilon(dp_sgd_event(0.01, 1.0, 10**7), 1e-5, "zero_out")

@@ -31,13 +31,7 @@ STEPS, CANARIES, PAIRS = 50, 100, 2
 UNITS = 1000
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """Models this small are slower on several threads, above all where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config(batch: int = 200, **privacy: Any) -> RunConfig:

@@ -17,6 +17,7 @@ import checks
 import pytest
 import tiny_models as tm
 import torch
+from mutants import divided_by_who_came
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
@@ -219,15 +220,6 @@ def only_the_last_piece(patch: pytest.MonkeyPatch) -> None:
         return found
 
     patch.setattr(PerUnitClipper, "add", forgetful)
-
-
-def divided_by_who_came(patch: pytest.MonkeyPatch) -> None:
-    def step(self: Engine, batches: Any) -> Any:
-        flat_P, seen = self.clipped_sum(batches)
-        self._apply(self._release(flat_P) * self._schedule.expected_batch_size / max(1, seen.units))
-        return seen
-
-    patch.setattr(Engine, "step", step)
 
 
 def rounded_sums(patch: pytest.MonkeyPatch) -> None:

@@ -286,3 +286,9 @@ def test_noise_that_the_recipe_sets_is_left_for_the_ledger_to_judge() -> None:
 def test_a_filter_cannot_count_a_mixture() -> None:
     with pytest.raises(Refused, match="sampling: unit"):
         make_plan(recipe(privacy=CALIBRATED, data=ROWS), N, fit=Fit(ORDER, 1.0))
+
+
+def test_a_budgets_delta_must_be_below_one_over_n_too() -> None:
+    with pytest.raises(Refused, match=r"the delta of the dataset's budget, 0\.02 is not below 1/N.* dpllm ledger init"):
+        make_plan(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.02)
+    assert make_plan(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.01).delta <= 0.01

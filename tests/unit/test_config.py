@@ -152,6 +152,7 @@ def test_wrong_type_names_the_key(tmp_path: Path, key: str, value: Any) -> None:
         ("audit.canaries.groups", {}),
         ("audit.canaries.groups", {0: 5}),
         ("audit.guesses", []),
+        ("data.columns", {"patient_id": "visit_id"}),
     ],
 )
 def test_impossible_value_names_the_key(tmp_path: Path, key: str, value: Any) -> None:

@@ -14,7 +14,9 @@ import yaml
 from ledger_stores import EVENT, TERMS, Place, budget, reserve
 
 from dpllm.cli import main
-from dpllm.ledger import Ledger, budgets
+from dpllm.errors import Refused
+from dpllm.ledger import Ledger, budgets, gates
+from dpllm.ledger.values import Sealed
 from dpllm.privacy.accounting import dp_sgd_event
 
 BUDGET = ["--epsilon", "8", "--delta", "1e-5", "--unit", "patient", "--by", "alice", "--reason", "study 7"]
@@ -84,6 +86,58 @@ def test_the_way_of_a_planned_budget(say, place: Place, tmp_path: Path):
     code, out = say("plot", "--output", tmp_path / "new" / "burn $ down.png")
     assert code == 0
     assert (tmp_path / "new" / "burn $ down.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_sealed_and_waits_is_shown_and_is_not_given_up_by_mistake(say, place: Place):
+    say("init", "notes", *BUDGET)
+    with place.open() as ledger:
+        budgets.seal(ledger, "notes", [Sealed(EVENT, 4), Sealed(dp_sgd_event(0.5, 30.0, 3), 3)], "alice", "two")
+        reserve(ledger, run="first-run")
+        together = gates.list_epsilon(ledger.account("notes"), ledger.budget("notes"))
+        with pytest.raises(Refused, match=r"1 have not run: q 0\.5, sigma 30, 3 steps") as refused:
+            reserve(ledger, event=dp_sgd_event(0.5, 29.0, 3), num_steps=3)
+    assert "ledger open" not in str(refused.value)
+    _, out = say("show")
+    assert (
+        f"2 runs, of which 1 reserved; together with what was imported epsilon {together:.3f}. This figure gates" in out
+    )
+    code, out = say("open", "notes", *WHO)
+    assert (code, "--forfeit" in out) == (3, True)
+    assert say("open", "notes", "--forfeit", *WHO)[0] == 0
+    assert "Opened for what was left by bob: because" in say("show")[1]
+    assert say("reconcile", "first-run", *WHO)[0] == 0  # by the name of the run
+
+
+def test_an_import_is_in_the_unit_of_the_budget_and_must_be_countable(say, tmp_path: Path):
+    say("init", "notes", *BUDGET)
+    assert say("import", "notes", "--epsilon", "0.25", *WHO)[0] == 0
+    assert "0.250" in say("show")[1]
+    for name, event in (("tiny", {"type": "gaussian", "noise_multiplier": 1e-160}), ("deep", None)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(event) if event else '{"a":' * 5000 + "1" + "}" * 5000)
+        assert say("import", "notes", "--event", path, *WHO)[0] == 2
+    assert say("show")[1].count("imported") >= 1
+
+
+def test_a_delta_is_compared_with_the_data(say, recipe: Path):
+    terms = ["--epsilon", "8", "--by", "alice", "--reason", "study 7", "--data", recipe.parent / "rows.jsonl"]
+    code, out = say("init", "notes", *terms, "--delta", "0.02")
+    assert (code, "not below 1/N" in out, "Type --delta 0.002 or less" in out) == (3, True, True)
+    assert "Beware" in say("init", "notes", *terms, "--delta", "0.003")[1]
+    assert "Beware" not in say("init", "notes", *terms, "--delta", "0.002")[1]
+
+
+def test_nothing_is_made_for_a_budget_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    ledger = tmp_path / "ledger.sqlite"
+    for wrong in (["--epsilon", "-8"], ["--delta", "2"], ["--data", tmp_path / "absent.jsonl"]):
+        assert main(["ledger", "init", "notes", *BUDGET, *map(str, wrong), "--ledger", str(ledger)]) == 2
+        assert "Budget(" not in capsys.readouterr().err
+        assert not ledger.exists()
+
+
+def test_a_head_of_no_entries_shows_nothing(say):
+    say("init", "notes", *BUDGET)
+    assert say("verify", "--head", "0" * 64 + ":0")[0] == 2
 
 
 def test_the_way_of_an_adaptive_budget(say):

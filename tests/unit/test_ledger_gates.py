@@ -164,6 +164,23 @@ def test_opening_charges_what_ran_at_a_late_order_and_an_eighth_of_delta(ledger:
         budgets.seal(ledger, "notes", LIST, "bob", "again")
 
 
+def test_a_run_that_never_took_a_step_does_not_choose_the_order(ledger: Ledger):
+    """Where nothing is spent all orders leave the whole of their allowance; the best for a Gaussian is taken."""
+    for name in ("crashed", "fresh"):
+        budgets.set_budget(ledger, name, budget(8.0, delta=1e-3))
+    claim = reserve(ledger, "crashed", event=RUN, num_steps=150, delta=1e-3)
+    ledger.reconcile(claim.entry, "alice", "it died before its first step")
+    orders = [budgets.open_adaptive(ledger, name, "alice", "why").order for name in ("crashed", "fresh")]
+    assert orders[0] == orders[1]
+
+
+def test_a_run_that_is_held_is_closed_before_opening(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(epsilon(RUN, DELTA, "zero_out")))
+    claim = reserve(ledger, event=RUN, num_steps=150)
+    with pytest.raises(BudgetExceeded, match=f"dpllm ledger reconcile {claim.entry}"):
+        reserve(ledger)
+
+
 def test_a_budget_that_is_spent_by_the_filters_rule_cannot_be_opened(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(epsilon(RUN, DELTA, "zero_out")))
     reserve(ledger, event=RUN, num_steps=150)

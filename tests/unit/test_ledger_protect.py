@@ -90,6 +90,18 @@ def test_budgeted_data_are_known_outside_their_ledger(tmp_path: Path, rows: slic
     assert ask(other, None).dataset == f"{tmp_path.name}/other"
 
 
+def test_a_copy_is_known_by_whichever_dataset_of_the_account_it_shares_most_with(tmp_path: Path) -> None:
+    many = [f"{text} on day {day}" for text in TEXTS for day in range(10)]
+    config = recipe(tmp_path, many)
+    with with_budget(tmp_path / "ledger.sqlite", config) as book:
+        far = recipe(tmp_path, [many[0], *(f"{text}, elsewhere" for text in many)], "far.jsonl")
+        records = protect.records_of(far.data.train, book, "example")[0]
+        with book.chain.writing():
+            book.records.register("far", records, "notes")
+    with pytest.raises(Refused, match=r"dataset 'notes'.* another ledger"):
+        ask(recipe(tmp_path, many, "copy.jsonl"), None)
+
+
 def test_a_ledger_that_is_gone_hinders_nobody(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with_budget(path, recipe(tmp_path)).close()
