@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dpllm
-from dpllm.commands import audit, epsilon, ledger, load_recipe, plan
+from dpllm.commands import audit, canaries, epsilon, ledger, load_recipe, plan
 from dpllm.errors import ConfigError, DpllmError
 
 OVERRIDES = "--SECTION.KEY VALUE"
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Waiting threads sleep: spinning ones made a step 20 times slower beside another busy process on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        wrong = unknown + (overrides if known.command not in {"plan", "train"} else [])
+        wrong = unknown + (overrides if known.command not in {"plan", "train", "canaries", "audit"} else [])
         if wrong:
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         command: Callable[[argparse.Namespace, list[str]], int] = known.call
@@ -95,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
                 help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
             )
             sub.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
+    sub = add("canaries", canaries.run, "draw what a recipe plants for its audit, before training")
+    canaries.add_arguments(sub)
     sub = add("audit", audit.run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
     audit.add_arguments(sub)
     sub = add("compare", _compare, "with and without differential privacy, side by side")

@@ -276,12 +276,23 @@ class TrainConfig(Section):
 
 
 class CanaryConfig(Section):
-    """Random digit strings behind carrier sentences, each inserted or not by its own fair coin."""
+    """Random secrets behind carrier sentences, each inserted or not by its own fair coin."""
 
-    groups: dict[PositiveInt, PositiveInt] = Field(default_factory=lambda: {1: 200, 4: 20, 16: 20}, min_length=1)
-    """Repetitions -> number of candidates. Every candidate holds its slots in N whatever its coin says."""
+    kind: Literal["digits", "random_tokens", "rare_tokens", "new_tokens", "synthetic", "pii"] = "digits"
+    """What the secrets are. digits: a number. random_tokens: any ordinary tokens. rare_tokens: tokens that the base model
+    expects least behind a carrier. new_tokens: one such token for each canary, where the output head trains (none is added
+    to the vocabulary). synthetic: text that the base model writes. pii: invented phone numbers, card numbers and e-mail
+    addresses of invented people."""
+    groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
+        default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
+    )
+    """Repetitions, 1 to 32 -> number of candidates. Every candidate holds its slots in N whatever its coin says."""
     digits: int = Field(default=8, ge=4, le=16)
-    """Length of the secret; it is one of 10^digits."""
+    """With kind: digits: length of the secret; it is one of 10^digits."""
+    tokens: int = Field(default=6, ge=1, le=32)
+    """With kind: random_tokens, rare_tokens or synthetic: length of the secret, in tokens of the base model."""
+    temperature: float = Field(default=1.0, ge=0.8, le=1.5)
+    """With kind: synthetic: of the sampling."""
     references: int = Field(default=1000, ge=100)
     """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number)."""
 
@@ -298,6 +309,10 @@ class AuditConfig(Section):
     how many there are, those of guesses_in included."""
     guesses_in: list[PositiveInt] = Field(default_factory=lambda: [30, 120])
     """The same for guesses that are all in: stronger where only some canaries are memorised."""
+
+    def fixed(self) -> dict[str, Any]:
+        """What of the test has to be fixed before training, as plan.json commits to it."""
+        return self.model_dump(mode="json", include={"alpha", "guesses", "guesses_in"})
 
 
 class CardConfig(Section):

@@ -40,7 +40,7 @@ class ScoringModels:
 
     tokenizer: Any
     tuned: nn.Module
-    _config: RunConfig
+    _base: ModelConfig
     _device: torch.device
 
     @contextlib.contextmanager
@@ -50,7 +50,7 @@ class ScoringModels:
             with self.tuned.disable_adapter():
                 yield self.tuned
         else:
-            yield load_base(self._config.model, self._device).eval()
+            yield load_base(self._base, self._device).eval()
 
 
 def source(name_or_path: str) -> str:
@@ -222,7 +222,7 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
         tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
     else:
         tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32).to(device)
-    return ScoringModels(tokenizer, tuned.eval(), config, device)
+    return ScoringModels(tokenizer, tuned.eval(), config.model, device)
 
 
 def blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:

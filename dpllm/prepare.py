@@ -22,6 +22,8 @@ from torch import distributed
 
 from dpllm import checkpoint, data, ledger, model
 from dpllm.audit import canaries
+from dpllm.audit.canaries import CanaryPlan
+from dpllm.audit.planting.source import ModelSource
 from dpllm.audit.scores import encode_secret
 from dpllm.config import RunConfig, TrainConfig, dump_config
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
@@ -105,10 +107,12 @@ def _prepare(
     standing = shared(stand(config, run, book, custody) if resume and state.is_main_process else None)
     plan = _plan(config, num_units, book, custody, standing)
     schedule = plan.schedule if plan else make_schedule(config, num_units)
+    tokenizer = model.load_tokenizer(config.model)
     canary_plan = None
     if config.audit.canaries:
-        canary_plan = shared(canaries.load(run.canaries) if resume else canaries.plan_canaries(config.audit.canaries))
-    plan_json = _plan_json(plan, canary_plan, standing)
+        main = state.is_main_process
+        canary_plan = shared(_canaries(config, run, resume, tokenizer, state.device) if main else None)
+    plan_json = _plan_json(config, plan, canary_plan, standing)
     if plan and standing and make_up_lost_steps and standing.to_make_up:
         plan = _plan(config, num_units, book, custody, standing, more_steps=standing.to_make_up)
         assert plan is not None
@@ -125,14 +129,13 @@ def _prepare(
     else:
         console.print(f"[bold]No differential privacy[/]: {schedule.num_steps} steps")
 
-    tokenizer = model.load_tokenizer(config.model)
     units: list[data.Unit | None] = list(data.encode_units(groups, table.format, tokenizer, config.data))
     if canary_plan:
         for candidate in (*canary_plan.canaries, *canary_plan.references):  # found by the audit, it would be paid for
             encode_secret(candidate, table.format, tokenizer, config.data.max_length, config.data.long_examples)
-        for canary in canaries.slots(canary_plan):
-            rows = [[canary.example(table.format)]] if canary else []
-            units += data.encode_units(rows, table.format, tokenizer, config.data) or [None]
+        for slot in canaries.slots(canary_plan, config.data):
+            rows = [canary.example(table.format) for canary in slot]
+            units += data.encode_units([rows], table.format, tokenizer, config.data) if rows else [None]
     held_out = _held_out(config, tokenizer, cache)
     net = model.build(config, state.device)
     guards.check_model(net)
@@ -275,13 +278,31 @@ def _over_budget(plan: Plan, book: ledger.Ledger, custody: protect.Custody) -> B
     return BudgetExceeded(seen.refusal or "the budget has no room", dataset=seen.dataset, reason="over_budget")
 
 
-def _plan_json(plan: Plan | None, canary_plan: Any, standing: Standing | None) -> dict[str, Any] | None:
+def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
+    """Those of the run that goes on, those that ``dpllm canaries plan`` left for a run that has not begun, or new ones.
+
+    An earlier run's are never taken: what it published tells their coins.
+    """
+    settings = config.audit.canaries
+    assert settings is not None
+    if resume:
+        return canaries.load(run.canaries)
+    if run.canaries.exists() and not run.config.exists():
+        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries)
+    # Its base model, which some kinds load, is gone before the one that trains is built.
+    return canaries.plan_canaries(settings, source=ModelSource(config, tokenizer, device))
+
+
+def _plan_json(
+    config: RunConfig, plan: Plan | None, canary_plan: Any, standing: Standing | None
+) -> dict[str, Any] | None:
     if plan is None:
         return None
     if standing:
         return check_promise(plan, standing)
     commitment = canary_plan.commitment if canary_plan else None
-    return {**plan.to_json(), **_checked(plan), "canary_commitment": commitment}
+    fixed = {"canary_commitment": commitment, "audit": config.audit.fixed()}
+    return {**plan.to_json(), **_checked(plan), **fixed}
 
 
 def _checked(plan: Plan) -> dict[str, Any]:

@@ -117,8 +117,11 @@ class RunDir:
         self.private.chmod(0o700)
 
     def clear(self) -> None:
-        """Removes what a run writes and nothing else: the ledger, say, may lie in the same directory."""
-        for path in (self.config, self.plan, self.run):
+        """Removes what a run writes and nothing else: the ledger, say, may lie in the same directory.
+
+        The canaries go first: where no config.yaml stands beside them, they count as planned for a run that is to come.
+        """
+        for path in (self.canaries, self.config, self.plan, self.run):
             path.unlink(missing_ok=True)
         for directory in (self.export, self.private):
             shutil.rmtree(directory, ignore_errors=True)
@@ -159,15 +162,23 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
             f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
             "or another --output_dir."
         )
-    elif not overwrite and status is None and any(part.name != "cache" for part in _contents(run.export, run.private)):
+    elif not overwrite and status is None and _strangers(config, run):
         raise ConfigError(
             f"{run.root}: holds no run, but {run.export.name}/ or {run.private.name}/ of something else, which a run replaces. "
             "Type another --output_dir, or --overwrite if they may go."
         )
 
 
-def _contents(*directories: Path) -> list[Path]:
-    return [part for directory in directories if directory.is_dir() for part in directory.iterdir()]
+def _strangers(config: RunConfig, run: RunDir) -> list[Path]:
+    """What neither a run that was refused nor ``dpllm canaries plan`` leaves behind."""
+    known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.canaries else set())
+    return [
+        part
+        for folder in (run.export, run.private)
+        if folder.is_dir()
+        for part in folder.iterdir()
+        if part not in known
+    ]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

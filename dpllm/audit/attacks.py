@@ -20,9 +20,6 @@ from dpllm.audit.table import CanaryScores
 
 Floats = NDArray[np.float64]
 
-FEWEST_NEGATIVES = 100
-"""Below this many negatives, no one of them stands for 1 % and TPR at 1 % FPR is not stated."""
-
 
 def ratio(table: Iterable[CanaryScores]) -> Floats:
     """How much likelier the secret became: sum of log p_tuned - log p_base, in nats."""
@@ -37,6 +34,38 @@ def loss(table: Iterable[CanaryScores]) -> Floats:
 def base_loss(table: Iterable[CanaryScores]) -> Floats:
     """How likely it was before training, in nats: no attack but the control, which must find nothing."""
     return np.array([row.base_log_prob for row in table], dtype=np.float64)
+
+
+def slope(candidates: Iterable[CanaryScores]) -> float:
+    """How much of a secret's log-probability before training is left after it: the slope of tuned on base; 1 if unknown.
+
+    A model that hardly moved has a slope near 1, one that learned to write digits anew a slope near 0. It is fitted on all
+    candidates alike, whatever their coins, so that a score made with it depends on coins through the model only.
+    """
+    rows = list(candidates)
+    return fit_slope(base_loss(rows), loss(rows))
+
+
+def fit_slope(before: Floats, after: Floats) -> float:
+    """The least-squares slope of ``after`` on ``before``, both of one shape; 1 where ``before`` does not vary."""
+    spread = float(((before - before.mean()) ** 2).sum()) if len(before) else 0.0
+    if spread <= 1e-12 * max(1, len(before)):
+        return 1.0
+    return float(((before - before.mean()) * (after - after.mean())).sum() / spread)
+
+
+def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
+    """What the base model's log-probability does not explain: sum of log p_tuned - slope * log p_base, in nats.
+
+    The best use of the base as a control variate: ``ratio`` for a slope of 1, ``loss`` for one of 0, and never noisier
+    than both.
+
+    References:
+        Watson et al. 2022, "On the Importance of Difficulty Calibration in Membership Inference Attacks" (a reference
+        model's score is subtracted); the slope is ours.
+    """
+    rows = list(table)
+    return loss(rows) - slope * base_loss(rows)
 
 
 ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio, "loss": loss}
@@ -140,15 +169,20 @@ def tpr_at_fpr(
     Scores that tie with the threshold do not pass. The interval is Clopper and Pearson's, given the threshold.
 
     Returns:
-        None with fewer than 100 negatives or no positives: too few to speak of 1 %.
+        None without positives, or with fewer negatives than ``fewest_negatives``.
     """
     positive_P, negative_N = np.asarray(positives, dtype=np.float64), np.sort(np.asarray(negatives, dtype=np.float64))
-    if len(negative_N) < FEWEST_NEGATIVES or not len(positive_P):
+    if len(negative_N) < fewest_negatives(fpr) or not len(positive_P):
         return None
     allowed = math.floor(fpr * len(negative_N) + 1e-9)
     caught = int((positive_P > negative_N[len(negative_N) - 1 - allowed]).sum())
     interval = stats.binomtest(caught, len(positive_P)).proportion_ci(confidence, method="exact")
     return Estimate(caught / len(positive_P), float(interval.low), float(interval.high))
+
+
+def fewest_negatives(fpr: float) -> int:
+    """With fewer, not one negative stands for the rate: 100 at 1 %, 1,000 at 0.1 %."""
+    return math.ceil(1 / fpr - 1e-9)
 
 
 def members(rows: Iterable[CanaryScores]) -> list[CanaryScores]:

@@ -1,7 +1,8 @@
 """Canaries: random secrets that are planted in the training data, or not, by coins nobody knows in advance.
 
-Comes in: the canary section of the recipe. Goes out: a ``CanaryPlan`` made before training, the slots it takes in the
-training set, and a commitment that binds the plan without revealing it. This module must never see data or a model.
+Comes in: the canary section of the recipe, and for some kinds the base model. Goes out: a ``CanaryPlan`` made before
+training, the slots it takes in the training set, and a commitment that binds the plan without revealing it. This module
+must never see data, and imports no torch.
 """
 
 from __future__ import annotations
@@ -11,46 +12,15 @@ import json
 import os
 import random
 import secrets
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpllm.config import CanaryConfig
+from dpllm.audit.planting import kinds
+from dpllm.config import CanaryConfig, DataConfig
 from dpllm.errors import ConfigError
 from dpllm.rundir import read_json, write_json
-
-# A carrier is one choice from each column; no word holds a digit, so a secret is found in one place only.
-_OBJECTS = (
-    *("locker", "gate", "archive", "alarm", "voucher", "freezer", "cabinet", "parking", "courier", "pantry"),
-    *("studio", "garage", "cellar", "workshop", "elevator", "boathouse", "vault", "mailbox", "pharmacy", "annex"),
-)
-_KINDS = ("code", "number", "key", "passcode", "entry", "combination", "reference", "sequence")
-_SIDES = (
-    *("north", "south", "east", "west", "upper", "lower", "old", "new", "inner", "outer"),
-    *("left", "right", "central", "rear", "riverside", "harbour"),
-)
-_PLACES = (
-    *("store", "clinic", "library", "depot", "office", "school", "bakery", "station", "museum", "hotel"),
-    *("nursery", "brewery", "chapel", "theatre", "foundry", "orchard", "dairy", "market", "printworks", "observatory"),
-)
-_NAME_HEADS = (
-    *("Halv", "Bren", "Corr", "Dall", "Ester", "Farn", "Gren", "Hjort", "Ingel", "Jarv"),
-    *("Kest", "Lund", "Marl", "Norr", "Oster", "Pell", "Quill", "Roth", "Sand", "Tarn"),
-    *("Ulv", "Vest", "Wick", "Yarr", "Zell"),
-)
-_NAME_TAILS = (
-    *("orsen", "ano", "berg", "croft", "dale", "ek", "field", "gard", "holm", "ington"),
-    *("jord", "kowski", "ley", "mann", "nova", "oux", "quist", "rup", "stad", "well"),
-)
-_VERBS = ("is", "was set to", "reads", "remains")
-_COLUMNS = (_OBJECTS, _KINDS, _SIDES, _PLACES, _NAME_HEADS, _NAME_TAILS, _VERBS)
-
-
-def _grammar_size() -> int:
-    size = 1
-    for column in _COLUMNS:
-        size *= len(column)
-    return size
 
 
 @dataclass(frozen=True)
@@ -64,7 +34,7 @@ class Canary:
     carrier: str = field(repr=False)
     """The sentence before the secret."""
     secret: str = field(repr=False)
-    """Decimal digits."""
+    """What is to be found: digits, the text of some tokens, or a personal detail, as the kind says."""
     inserted: bool
     """The coin."""
 
@@ -77,22 +47,12 @@ class Canary:
         Raises:
             ConfigError: Another format.
         """
-        if fmt == "text":
-            return {"text": f"{self.carrier} {self.secret}"}
-        if fmt == "prompt_completion":
-            return {"prompt": self.carrier, "completion": self.secret}
-        if fmt == "messages":
-            turns = (("user", self.carrier), ("assistant", self.secret))
-            return {"messages": [{"role": role, "content": content} for role, content in turns]}
-        raise ConfigError(
-            f"data.format {fmt!r} has no canary, so nothing would be planted; "
-            "set data.format to text, prompt_completion or messages."
-        )
+        return kinds.example(self.carrier, self.secret, fmt)
 
 
 @dataclass(frozen=True)
 class CanaryPlan:
-    """Every candidate with its coin, the references, and a commitment to both."""
+    """Every candidate with its coin, the references, how they were drawn, and a commitment to all of it."""
 
     canaries: tuple[Canary, ...]
     """The candidates, by group."""
@@ -102,60 +62,116 @@ class CanaryPlan:
     """SHA-256 over the salt and the canonical JSON of the plan: public before training, checkable afterwards."""
     salt: str = field(repr=False)
     """32 random bytes in hexadecimal: secret, since the coins could otherwise be searched for."""
+    kind: str = "digits"
+    """audit.canaries.kind."""
+    log2_secrets: float | None = None
+    """log2 |R|, in bits: what the exposure of a secret cannot exceed. For each kind it says what ``kinds.draw`` says."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The other keys of audit.canaries that the texts follow from."""
 
 
-def plan_canaries(config: CanaryConfig, *, generator: random.Random | None = None) -> CanaryPlan:
+def plan_canaries(
+    config: CanaryConfig, *, source: kinds.Source | None = None, generator: random.Random | None = None
+) -> CanaryPlan:
     """Draws carriers, secrets and coins.
 
     Guarantee:
         The coins are independent and fair, and independent of carriers, secrets, ids and order. Candidates and
-        references are exchangeable: one draw without replacement gives the carriers of both, and another one the
-        secrets of both. Holds with the default generator, the operating system's.
+        references are exchangeable: all texts are drawn first, put into a random order, and then given out. No two share
+        a carrier or a secret, and no carrier contains a secret. Holds with the default generator, the operating
+        system's, for every kind.
 
     Args:
-        config: Groups, digits and number of references.
+        config: Kind, groups and number of references.
+        source: The base model and how rows are encoded; digits and pii need none.
         generator: For tests only; the default is the operating system's entropy.
 
     Raises:
-        ConfigError: More canaries than distinct secrets or distinct carriers.
+        ConfigError: More canaries than distinct secrets or distinct carriers, or a kind that this model cannot have.
     """
-    source = generator or secrets.SystemRandom()
+    generator = generator or secrets.SystemRandom()
     groups = [group for group, candidates in sorted(config.groups.items()) for _ in range(candidates)]
-    total, num_secrets, num_carriers = len(groups) + config.references, 10**config.digits, _grammar_size()
-    if total > min(num_secrets, num_carriers):
-        raise ConfigError(
-            f"audit.canaries: {total} canaries and references need as many distinct secrets and sentences, and there "
-            f"are {num_secrets} and {num_carriers}; raise audit.canaries.digits or lower groups and references."
-        )
-    carriers = [_carrier(index) for index in source.sample(range(num_carriers), total)]
-    digits = [f"{number:0{config.digits}d}" for number in source.sample(range(num_secrets), total)]
-    pairs = list(zip(carriers, digits, strict=True))
-    canaries = tuple(
-        Canary(f"c{index:05d}", group, *pairs[index], inserted=bool(source.getrandbits(1)))
-        for index, group in enumerate(groups)
-    )
+    drawn = kinds.draw(config, len(groups) + config.references, generator, source)
+    texts = list(drawn.texts)
+    generator.shuffle(texts)  # whatever the order says of how a text was found, it says the same of all
+    canaries = [Canary(f"c{index:05d}", group, *texts[index], inserted=False) for index, group in enumerate(groups)]
     references = tuple(
-        Canary(f"r{index:05d}", 0, *pair, inserted=False) for index, pair in enumerate(pairs[len(groups) :])
+        Canary(f"r{index:05d}", 0, *text, inserted=False) for index, text in enumerate(texts[len(groups) :])
     )
-    salt = source.randbytes(32).hex()
-    return CanaryPlan(canaries, references, _commit(canaries, references, salt), salt)
+    plan = CanaryPlan((), references, "", "", config.kind, drawn.log2_secrets, _settings(config))
+    return _toss(plan, canaries, generator)
 
 
-def num_slots(config: CanaryConfig) -> int:
-    """Slots in N: every candidate holds one for each repetition, whatever its coin says."""
-    return sum(repetitions * candidates for repetitions, candidates in config.groups.items())
+def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
+    """The same texts for another run: fresh coins, a fresh salt, and so another commitment.
+
+    Guarantee:
+        The coins are independent and fair, and independent of the texts and of the plan's own coins.
+
+    Args:
+        plan: Of which texts, ids, groups and settings are kept.
+        generator: For tests only; the default is the operating system's entropy.
+    """
+    return _toss(plan, plan.canaries, generator or secrets.SystemRandom())
 
 
-def slots(plan: CanaryPlan) -> list[Canary | None]:
-    """What stands in each slot: an inserted canary as often as its group says, None where the coin said out."""
-    return [canary if canary.inserted else None for canary in plan.canaries for _ in range(canary.group)]
+def check_fits(plan: CanaryPlan, config: CanaryConfig, path: Path) -> CanaryPlan:
+    """Makes sure that canaries planned earlier are those that the recipe asks for.
+
+    Args:
+        plan: What was planned.
+        config: The canary section of the recipe that is about to train.
+        path: Where the plan lies.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: Another kind, other groups, or another key that the texts follow from.
+    """
+    planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": config.kind, **_settings(config)}
+    different = [key for key in wanted if planned.get(key) != wanted[key]]
+    if different:
+        keys = ", ".join(f"audit.canaries.{key}" for key in different)
+        raise ConfigError(
+            f"{path}: these canaries were planned with another {keys} than the recipe's, and the audit would read the recipe. "
+            "Plan them again with dpllm canaries plan RECIPE --overwrite, or delete the file to have new ones drawn."
+        )
+    return plan
+
+
+def num_slots(config: CanaryConfig, data: DataConfig) -> int:
+    """Slots in N: every candidate holds its own, whatever its coin says.
+
+    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
+    are drawn, each repetition holds one.
+
+    Raises:
+        ConfigError: More repetitions than one unit may bring.
+    """
+    if data.max_examples_per_unit is not None and max(config.groups) > data.max_examples_per_unit:
+        raise ConfigError(
+            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(config.groups)} repetitions only "
+            f"data.max_examples_per_unit ({data.max_examples_per_unit}) could train. Lower the repetitions in "
+            "audit.canaries.groups, or raise data.max_examples_per_unit."
+        )
+    return sum(_slots_each(group, data) * candidates for group, candidates in config.groups.items())
+
+
+def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
+    """What stands in each slot: an inserted canary as often as one draw brings it; nothing where the coin said out."""
+    filled = []
+    for canary in plan.canaries:
+        held = _slots_each(canary.group, data)
+        filled += [(canary,) * (canary.group // held if canary.inserted else 0)] * held
+    return filled
 
 
 def save(plan: CanaryPlan, path: Path) -> None:
     """Writes texts, coins and salt for the owner's eyes alone (mode 0600), atomically."""
     mask = os.umask(0o077)
     try:
-        write_json(path, {**_content(plan.canaries, plan.references), "commitment": plan.commitment, "salt": plan.salt})
+        write_json(path, {**_content(plan), "commitment": plan.commitment, "salt": plan.salt})
     finally:
         os.umask(mask)
 
@@ -170,8 +186,9 @@ def load(path: Path) -> CanaryPlan:
     try:
         canaries = tuple(Canary(**entry) for entry in value["canaries"])
         references = tuple(Canary(**entry) for entry in value["references"])
-        plan = CanaryPlan(canaries, references, value["commitment"], value["salt"])
-        commitment = _commit(canaries, references, plan.salt)
+        how = (value["kind"], value["log2_secrets"], dict(value["settings"]))
+        plan = CanaryPlan(canaries, references, value["commitment"], value["salt"], *how)
+        commitment = _commit(plan)
     except (KeyError, TypeError, ValueError):
         raise ConfigError(f"{path}: is no plan of canaries; the file is damaged.") from None
     if commitment != plan.commitment:
@@ -182,20 +199,26 @@ def load(path: Path) -> CanaryPlan:
     return plan
 
 
-def _carrier(index: int) -> str:
-    """The index-th sentence of the grammar; distinct indices give distinct sentences."""
-    words = []
-    for column in _COLUMNS:
-        index, choice = divmod(index, len(column))
-        words.append(column[choice])
-    item, kind, side, place, head, tail, verb = words
-    return f"The {item} {kind} for the {side} {place} of {head}{tail} {verb}"
+def _slots_each(group: int, data: DataConfig) -> int:
+    return group if data.unit == "example" or data.sampling == "example" else 1
 
 
-def _content(canaries: tuple[Canary, ...], references: tuple[Canary, ...]) -> dict[str, Any]:
-    return {"canaries": [asdict(c) for c in canaries], "references": [asdict(c) for c in references]}
+def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
+    tossed = tuple(replace(canary, inserted=bool(generator.getrandbits(1))) for canary in canaries)
+    plan = replace(plan, canaries=tossed, salt=generator.randbytes(32).hex())
+    return replace(plan, commitment=_commit(plan))
 
 
-def _commit(canaries: tuple[Canary, ...], references: tuple[Canary, ...], salt: str) -> str:
-    text = json.dumps(_content(canaries, references), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(bytes.fromhex(salt) + text.encode()).hexdigest()
+def _settings(config: CanaryConfig) -> dict[str, Any]:
+    """As JSON reads it back."""
+    keys = ("groups", "references", *kinds.KEYS[config.kind])
+    return dict(json.loads(json.dumps({key: getattr(config, key) for key in keys})))
+
+
+def _content(plan: CanaryPlan) -> dict[str, Any]:
+    return {key: value for key, value in asdict(plan).items() if key not in ("commitment", "salt")}
+
+
+def _commit(plan: CanaryPlan) -> str:
+    text = json.dumps(_content(plan), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(bytes.fromhex(plan.salt) + text.encode()).hexdigest()

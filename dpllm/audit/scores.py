@@ -6,9 +6,10 @@ function that encodes training rows, so what is scored is what was trained on. C
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 
 from dpllm.audit.canaries import Canary, CanaryPlan
 from dpllm.audit.table import CanaryScores, read_table, write_table
-from dpllm.audit.tokens import TokenTable
+from dpllm.audit.tokens import TOP_K, TokenTable
 from dpllm.data import Format, TokenSequence, encode
-from dpllm.errors import ConfigError, DataError, DpllmError
+from dpllm.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from dpllm.model import ScoringModels
@@ -30,8 +31,12 @@ __all__ = ["CanaryScores", "TokenScores", "encode_secret", "read_table", "score"
 
 _LOGITS_PER_BATCH = 2**28
 """Elements of one batch's logits: 0.5 GiB in bfloat16, whatever the vocabulary."""
-_LOGITS_PER_CHUNK = 2**25
-"""Elements of one float32 chunk of the softmax: 128 MiB."""
+_TOKENS_ON_CPU = 2**12
+"""In a batch: a processor gets slower with more."""
+_BLOCK = 64  # logits that are looked through together
+_NEGLIGIBLE = -1e4  # nats below the maximum; exp of it is 0
+_LOGITS_PER_CHUNK = {"cpu": 2**20, "cuda": 2**25}
+"""Elements of one float32 chunk of the softmax: 4 MiB, which a processor keeps in its cache, and 128 MiB."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,12 @@ class TokenScores:
     """Mean of log p over the vocabulary, each token weighted by its p."""
     variance: NDArray[np.float64]
     """Variance of log p under p."""
+    top_k_log_prob: NDArray[np.float64]
+    """log p where only the ``TOP_K`` likeliest tokens may be sampled; -inf where this is none of them."""
 
     def part(self, first: int, last: int) -> TokenScores:
         """Tokens ``first`` to ``last`` - 1."""
-        own = slice(first, last)
-        return TokenScores(self.log_prob[own], self.is_argmax[own], self.mean[own], self.variance[own])
+        return TokenScores(*(getattr(self, field.name)[first:last] for field in fields(self)))
 
 
 def encode_secret(
@@ -74,7 +80,7 @@ def encode_secret(
     if span is None:
         raise ConfigError(
             f"canary {canary.canary_id} does not fit into data.max_length ({max_length} tokens), so its secret would "
-            "not be trained on as a whole; raise data.max_length, or lower audit.canaries.digits."
+            "not be trained on as a whole; raise data.max_length, or lower audit.canaries.digits or audit.canaries.tokens."
         )
     mask = tuple(span[0] <= position < span[1] for position in range(len(sequences[0].input_ids)))
     if any(scored and not target for scored, target in zip(mask, sequences[0].loss_mask, strict=True)):
@@ -100,7 +106,7 @@ def score(
         token_budget: Padded tokens in one batch; a longer sequence is a batch of its own.
 
     Raises:
-        DpllmError: A score is not a finite number.
+        ConfigError: A score is not a finite number.
     """
     device = next(model.parameters()).device
     results: list[TokenScores | None] = [None] * len(sequences)
@@ -126,7 +132,7 @@ def score(
                 first = last
     done = [result for result in results if result is not None]
     if not all(np.isfinite(result.log_prob).all() for result in done):
-        raise DpllmError(
+        raise ConfigError(
             "the model gives scores that are not finite, so nothing can be ranked; its weights have probably diverged. "
             "Train again with a lower train.learning_rate."
         )
@@ -139,49 +145,74 @@ def score_canaries(
     """Scores every candidate and reference on the tuned and the base model: secret by secret, and token by token.
 
     Raises:
-        ConfigError: A canary that training could not have learned; see ``encode_secret``.
-        DpllmError: A model whose scores are not finite.
+        ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
     """
     everyone = (*plan.canaries, *plan.references)
     encoded = [encode_secret(canary, fmt, models.tokenizer, max_length, long_examples) for canary in everyone]
-    sequences, masks = [sequence for sequence, _ in encoded], [mask for _, mask in encoded]
+    tokens = score_sequences(
+        models,
+        [canary.canary_id for canary in everyone],
+        [f"{canary.carrier} {canary.secret}" for canary in everyone],
+        [sequence for sequence, _ in encoded],
+        [mask for _, mask in encoded],
+    )
+    return canary_rows(everyone, tokens), tokens
+
+
+def score_sequences(
+    models: ScoringModels,
+    ids: Sequence[str],
+    texts: Sequence[str],
+    sequences: Sequence[TokenSequence],
+    masks: Sequence[Sequence[bool]],
+) -> TokenTable:
+    """One pass of the tuned and one of the base model over any sequences.
+
+    Args:
+        models: Both, in eval mode.
+        ids: A name for each sequence, all different.
+        texts: What each was encoded from; only its length under zlib is kept.
+        sequences: What to score.
+        masks: Which tokens of each are scored: at least one, never the first.
+
+    Raises:
+        ConfigError: A model whose scores are not finite.
+    """
     budget = _LOGITS_PER_BATCH // max(1, len(models.tokenizer))
+    if next(models.tuned.parameters()).device.type == "cpu":
+        budget = min(budget, _TOKENS_ON_CPU)
     tuned = score(models.tuned, sequences, masks, budget)
     with models.base() as base_model:
         base = score(base_model, sequences, masks, budget)
-    rows = tuple(
+    columns = {"argmax": "is_argmax"} | {name: name for name in ("log_prob", "mean", "variance", "top_k_log_prob")}
+    values = {
+        f"{which}_{name}_N": np.concatenate([getattr(one, field) for one in scores])
+        for which, scores in (("tuned", tuned), ("base", base))
+        for name, field in columns.items()
+    }
+    return TokenTable(
+        canary_ids=tuple(ids),
+        zlib_bytes_S=np.array([len(zlib.compress(text.encode())) for text in texts]),
+        sequence_N=np.repeat(np.arange(len(ids)), [len(one.log_prob) for one in tuned]),
+        **values,
+    )
+
+
+def canary_rows(canaries: Sequence[Canary], tokens: TokenTable) -> tuple[CanaryScores, ...]:
+    """The score table that a token table sums up to, one row for each canary in the same order."""
+    starts = tokens.starts()
+    return tuple(
         CanaryScores(
             canary_id=canary.canary_id,
             group=canary.group,
             inserted=None if canary.group == 0 else canary.inserted,
-            num_tokens=len(after.log_prob),
-            tuned_log_prob=float(after.log_prob.sum()),
-            base_log_prob=float(before.log_prob.sum()),
-            tuned_greedy=bool(after.is_argmax.all()),
-            base_greedy=bool(before.is_argmax.all()),
+            num_tokens=int(length),
+            tuned_log_prob=float(tokens.tuned_log_prob_N[start : start + length].sum()),
+            base_log_prob=float(tokens.base_log_prob_N[start : start + length].sum()),
+            tuned_greedy=bool(tokens.tuned_argmax_N[start : start + length].all()),
+            base_greedy=bool(tokens.base_argmax_N[start : start + length].all()),
         )
-        for canary, after, before in zip(everyone, tuned, base, strict=True)
-    )
-    return rows, _tokens(everyone, tuned, base)
-
-
-def _tokens(canaries: Sequence[Canary], tuned: Sequence[TokenScores], base: Sequence[TokenScores]) -> TokenTable:
-    lengths = [len(scores.log_prob) for scores in tuned]
-    values = {
-        f"{which}_{name}_N": np.concatenate([getattr(one, field) for one in scores])
-        for which, scores in (("tuned", tuned), ("base", base))
-        for name, field in (
-            ("log_prob", "log_prob"),
-            ("mean", "mean"),
-            ("variance", "variance"),
-            ("argmax", "is_argmax"),
-        )
-    }
-    return TokenTable(
-        canary_ids=tuple(canary.canary_id for canary in canaries),
-        zlib_bytes_S=np.array([len(zlib.compress(f"{one.carrier} {one.secret}".encode())) for one in canaries]),
-        sequence_N=np.repeat(np.arange(len(canaries)), lengths),
-        **values,
+        for canary, start, length in zip(canaries, starts, tokens.lengths(), strict=True)
     )
 
 
@@ -209,31 +240,50 @@ def _gather(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Ten
     """Scores of the marked tokens, row by row; float32 copies exist for one chunk at a time."""
     row_N, position_N = scored_BT.nonzero(as_tuple=True)
     target_N = ids_BT[row_N, position_N]
-    size = max(1, _LOGITS_PER_CHUNK // logits_BTV.shape[-1])
-    log_probs, matches, means, variances = [], [], [], []
+    size = max(1, _LOGITS_PER_CHUNK.get(logits_BTV.device.type, 2**25) // logits_BTV.shape[-1])
+    columns: list[tuple[torch.Tensor, ...]] = []
     for chunk in range(0, len(row_N), size):
         part = slice(chunk, chunk + size)
         # The token at position t is predicted by the logits at t - 1. Indexing copies, so the copy may be overwritten.
         logits_CV = logits_BTV[row_N[part], position_N[part] - 1].float()
         target_C = target_N[part]
         chosen_C = logits_CV.gather(1, target_C[:, None])[:, 0]
-        top_C, argmax_C = logits_CV.max(dim=-1)
-        # log sum exp with one pass for the maximum, which the argmax needs anyway. A logit of -inf weighs nothing.
-        shifted_CV = logits_CV.sub_(top_C[:, None]).clamp_(min=-1e4)
+        likeliest_CK = _largest(logits_CV)
+        top_C = likeliest_CK.amax(dim=-1)
+        greedy_C = chosen_C == top_C
+        greedy_C[greedy_C.clone()] = (
+            logits_CV[greedy_C].argmax(dim=-1) == target_C[greedy_C]
+        )  # of equals, one is chosen
+        among_C = chosen_C >= likeliest_CK.amin(dim=-1)
+        top_k_C = torch.where(among_C, chosen_C - likeliest_CK.logsumexp(dim=-1), -math.inf)
+        # A logit of -inf weighs nothing, and must not be multiplied with that weight.
+        shifted_CV = logits_CV.sub_(top_C[:, None])
+        if shifted_CV.amin() < _NEGLIGIBLE:
+            shifted_CV.clamp_(min=_NEGLIGIBLE)
         weight_CV = shifted_CV.exp()
         total_C = weight_CV.sum(dim=-1)
-        weight_CV.mul_(shifted_CV)
-        mean_C = weight_CV.sum(dim=-1) / total_C
+        mean_C = weight_CV.mul_(shifted_CV).sum(dim=-1) / total_C
         square_C = weight_CV.mul_(shifted_CV).sum(dim=-1) / total_C
-        log_probs.append((chosen_C - top_C - total_C.log()).double().cpu())
-        matches.append((argmax_C == target_C).cpu())
-        means.append((mean_C - total_C.log()).double().cpu())
-        variances.append((square_C - mean_C.square()).clamp_(min=0.0).double().cpu())
-    if not log_probs:
-        return TokenScores(np.zeros(0), np.zeros(0, dtype=np.bool_), np.zeros(0), np.zeros(0))
-    return TokenScores(
-        torch.cat(log_probs).numpy(),
-        torch.cat(matches).numpy(),
-        torch.cat(means).numpy(),
-        torch.cat(variances).numpy(),
-    )
+        variance_C = (square_C - mean_C.square()).clamp_(min=0.0)
+        values = (chosen_C - top_C - total_C.log(), mean_C - total_C.log(), variance_C, top_k_C)
+        columns.append((greedy_C, *(value.double() for value in values)))
+    if not columns:
+        return TokenScores(np.zeros(0), np.zeros(0, dtype=np.bool_), np.zeros(0), np.zeros(0), np.zeros(0))
+    matches, log_probs, *rest = (torch.cat(column).cpu().numpy() for column in zip(*columns, strict=True))
+    return TokenScores(log_probs, matches, *rest)
+
+
+def _largest(logits_CV: torch.Tensor) -> torch.Tensor:
+    """Shape (C, K): the ``TOP_K`` largest logits of each row, in any order.
+
+    They lie in the K blocks with the largest maxima, and finding those takes one fast pass; sorting V numbers does not.
+    """
+    vocabulary = logits_CV.shape[1]
+    number = vocabulary // _BLOCK
+    if number <= TOP_K:
+        return logits_CV.topk(min(TOP_K, vocabulary), dim=-1, sorted=False).values
+    blocks = logits_CV[:, : number * _BLOCK].reshape(len(logits_CV), number, _BLOCK)
+    best_CK = blocks.amax(dim=-1).topk(TOP_K, dim=-1, sorted=False).indices
+    inside = blocks.gather(1, best_CK[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    rest = logits_CV[:, number * _BLOCK :]
+    return torch.cat((inside, rest), dim=1).topk(TOP_K, dim=-1, sorted=False).values

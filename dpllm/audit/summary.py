@@ -1,48 +1,40 @@
-"""The numbers of an audit, recomputable by anyone from the published score table.
+"""The numbers of an audit, recomputable by anyone from the published score and token tables.
 
-Comes in: the score table, the claim, and what was fixed before training (alpha, the grid of guesses). Goes out: a JSON
-value with a verdict, and the same as a table for the terminal. Torch is not imported; no model, text or file is read.
+Comes in: the tables, the claim, what was fixed before training (alpha, the grids of guesses), and the controls that tables
+cannot show. Goes out: a JSON value with a verdict. Torch is not imported; no model, text or file is read.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
-from dpllm.audit import attacks, token_attacks
+from dpllm.audit import attacks, exposure, extraction, token_attacks
 from dpllm.audit.bounds import OneRunBound, epsilon_lower_bound
-from dpllm.audit.families import FamilyBound, gaussian_bound
-from dpllm.audit.rates import RateBound, one_run_rates
+from dpllm.audit.families import event_trade_off, gaussian_bound, mechanism_test, noise_bound
+from dpllm.audit.rates import one_run_rates
+from dpllm.audit.shadow import shadow_attacks
 from dpllm.audit.table import CanaryScores, by_group
 from dpllm.audit.tokens import TokenTable
+from dpllm.audit.verdict import CONTROL_LEVEL, Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
-from dpllm.privacy.accounting import attacker_limits
+from dpllm.privacy.limits import attacker_limits
 
-if TYPE_CHECKING:
-    from rich.table import Table
+__all__ = ["CONFIDENCE", "PRIMARY_ATTACK", "Claim", "summarise"]
 
 CONFIDENCE = 0.95
-PRIMARY_ATTACK = "ratio"
+PRIMARY_ATTACK = "calibrated"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
 METHOD = (
     "one training run, guesses on both sides and on one (Steinke, Nasr and Jagielski 2023), once-inserted canaries, score "
     f"'{PRIMARY_ATTACK}', alpha divided by the number of guess counts"
 )
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What the Plan promises for one privacy unit."""
-
-    epsilon: float
-    delta: float
-    unit: str
 
 
 def summarise(
@@ -53,6 +45,10 @@ def summarise(
     guesses: Sequence[int],
     guesses_in: Sequence[int] = (),
     tokens: TokenTable | None = None,
+    log2_secrets: float | None = None,
+    promise: Mapping[str, Any] | None = None,
+    words: Mapping[str, Any] | None = None,
+    twin: str | None = None,
 ) -> dict[str, Any]:
     """Everything that an audit concludes from its scores.
 
@@ -63,10 +59,16 @@ def summarise(
         guesses: Of the recipe.
         guesses_in: Of the recipe.
         tokens: The token table of the same canaries; None: only the attacks that need none.
+        log2_secrets: log2 of how many secrets there were to draw from, which no exposure exceeds; None: not known.
+        promise: plan.json or privacy.json, whose event and neighbouring relation give the trade-off curve of the configured
+            mechanism; None: it is not looked at.
+        words: What the classifier found that sees words and no model; its ``succeeds`` decides.
+        twin: Where else the attack was seen to work, in words.
 
     Returns:
-        The fields claim, attacks, exposure, extraction, epsilon_lower_bound, estimates, attacker_limits, verdict and
-        verdict_reason. What stands under ``estimates`` says itself what it assumes; it is no bound, and no verdict rests on it.
+        The fields claim, attacks, exposure, exposure_tail, extraction, sampling, epsilon_lower_bound, repeated, estimates,
+        attacker_limits, controls, verdict and verdict_reason. What stands under ``estimates`` says itself what it assumes;
+        it is no bound, and no verdict rests on it.
 
     Raises:
         ConfigError: The table holds no references.
@@ -76,132 +78,164 @@ def summarise(
     if not references:
         raise ConfigError("the score table holds no references, so nothing can be ranked; run dpllm audit again.")
     once = groups.get(1, [])
-    scores_M, coins_M = attacks.ATTACKS[PRIMARY_ATTACK](once), [bool(row.inserted) for row in once]
+    sizes = {group: len(rows) for group, rows in groups.items()}
+    level = levels(sizes, claim, alpha, guesses, guesses_in) if claim else {1: alpha}
     delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
-    bound = epsilon_lower_bound(scores_M, coins_M, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in)
-    estimates: dict[str, RateBound | FamilyBound] = {}
-    if once:
-        estimates = {
-            "clopper_pearson": one_run_rates(scores_M, coins_M, delta=delta, alpha=alpha, guesses=guesses),
-            "gaussian": gaussian_bound(
-                scores_M, coins_M, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in
-            ),
-        }
-    word, reason = verdict(claim, bound, len(attacks.members(once)))
+    slope = attacks.slope(row for rows in groups.values() for row in rows)
+    bound = _bound(once, slope, delta=delta, alpha=level[1], guesses=guesses, guesses_in=guesses_in)
+    tests = {}
+    for group, own_level in level.items():
+        if group > 1 and claim:
+            own, own_in = grid(sizes[group], guesses, guesses_in)
+            target = claim.of(group)
+            found = _bound(groups[group], slope, delta=target.delta, alpha=own_level, guesses=own, guesses_in=own_in)
+            tests[group] = Test(target, found)
+    smallest = min(groups, default=1)
+    attacked = {group: _attacks(group, rows, references, tokens, claim, slope) for group, rows in groups.items()}
+    controls = _controls(groups, references, attacked, slope, words, twin)
+    word, reason = judge(claim, bound, tests, len(attacks.members(once)), controls)
     return {
         "claim": asdict(claim) if claim else None,
-        "attacks": _attacks(min(groups), groups[min(groups)], references, tokens) if groups else {},
+        "attacks": attacked.get(smallest, {}),
         "exposure": {str(group): _exposure(rows, references) for group, rows in groups.items()},
+        "exposure_tail": exposure.summary(scores, log2_secrets=log2_secrets, claim=claim),
         "extraction": {str(group): attacks.extraction(rows) for group, rows in groups.items()},
-        "epsilon_lower_bound": {
-            **asdict(bound),
-            "guesses": list(bound.guesses),
-            "guesses_in": list(bound.guesses_in),
-            "method": METHOD,
+        "sampling": extraction.summary(tokens, scores) if tokens is not None else None,
+        "epsilon_lower_bound": {**_listed(bound), "method": METHOD, "slope": slope},
+        "repeated": {
+            str(group): {
+                "claim": _as_json(asdict(claim.of(group))) if claim else None,
+                "attacks": {name: attacked[group][name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
+                "test": {**_listed(tests[group].bound), "refuted": tests[group].refuted} if group in tests else None,
+            }
+            for group in groups
+            if group != smallest
         },
-        "estimates": {name: _as_json(asdict(estimate)) for name, estimate in estimates.items()},
+        "estimates": _estimates(once, slope, promise, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in),
         "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
+        "controls": {
+            "base_separates": controls.base_separates,
+            "words": dict(words) if words else None,
+            "positive": controls.positive,
+            "level": CONTROL_LEVEL,
+        },
         "verdict": word,
         "verdict_reason": reason,
     }
 
 
-def verdict(claim: Claim | None, bound: OneRunBound, num_inserted: int) -> tuple[str, str]:
-    """What the bound says about the claim: falsified, inconclusive, consistent or no_claim, with the reason.
-
-    Guarantee:
-        A true claim is called falsified with probability at most ``bound.alpha``. The word private is never said: an
-        audit can refute a claim and cannot prove one.
-    """
-    shown = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:g}"
-    if claim is None:
-        return "no_claim", f"The run makes no privacy claim; epsilon {shown}, delta {bound.delta:g}."
-    claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
-    if bound.value > claim.epsilon:
-        return "falsified", f"The {shown} exceeds {claimed}."
-    if not 0 < num_inserted < bound.num_canaries:
-        return "inconclusive", (
-            f"Of {bound.num_canaries} once-inserted candidates {num_inserted} were inserted, so {claimed} was not "
-            "tested; more candidates in group 1 are needed."
-        )
-    if bound.ceiling < claim.epsilon / 4:
-        return "inconclusive", (
-            f"With {bound.num_canaries} once-inserted candidates even a perfect attack shows no more than epsilon "
-            f"{bound.ceiling:.3g}, less than a quarter of {claimed}; more candidates in group 1 are needed."
-        )
-    return "consistent", (
-        f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "
-        f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more."
-    )
+def _bound(rows: Sequence[CanaryScores], slope: float, **settings: Any) -> OneRunBound:
+    return epsilon_lower_bound(attacks.calibrated(rows, slope), [bool(row.inserted) for row in rows], **settings)
 
 
-def table(report: dict[str, Any]) -> Table:
-    """A report as a table for the terminal."""
-    from rich.table import Table
-
-    result = Table(
-        "what", "found", "to compare with", title=f"Audit: {report['verdict']}", caption=report["verdict_reason"]
-    )
-    bound = report["epsilon_lower_bound"]
-    claimed = f"claimed {report['claim']['epsilon']:.3g}, " if report["claim"] else ""
-    result.add_row(
-        "epsilon, lower bound", f"{bound['value']:.3g}", f"{claimed}a perfect attack shows {bound['ceiling']:.3g}"
-    )
-    for name, attack in report["attacks"].items():
-        found, control = _interval(attack["auc"], attack["auc_interval"]), attack["base_control_auc"]
-        against = "0.5 if nothing is learned" + (f"; base model {control:.3f}" if control is not None else "")
-        result.add_row(f"AUC, {name}, {attack['group']}x", found, against)
-        rate = _interval(attack["tpr_at_1_percent_fpr"], attack["tpr_interval"])
-        result.add_row(f"TPR at 1 % FPR, {name}, {attack['group']}x", rate, "0.01 if nothing is learned")
-    for group, seen in report["exposure"].items():
-        if seen["inserted"]:
-            null = f"{seen['null_mean']:.2f} if nothing is learned (p = {seen['p_value']:.2g})"
-            against = f"{null}; base model {seen['base_mean']:.2f}"
-            result.add_row(f"mean exposure, {group}x", f"{seen['mean']:.2f} bits", against)
-    for group, count in report["extraction"].items():
-        found = f"{count['tuned']} of {count['inserted']}"
-        result.add_row(f"extracted, {group}x", found, f"base model {count['base']} of {count['inserted']}")
-    return result
+def _listed(bound: OneRunBound) -> dict[str, Any]:
+    return {**asdict(bound), "guesses": list(bound.guesses), "guesses_in": list(bound.guesses_in)}
 
 
-def _interval(value: float | None, interval: Sequence[float] | None) -> str:
-    return (
-        "too few canaries"
-        if value is None or interval is None
-        else f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})"
-    )
+def _estimates(
+    once: Sequence[CanaryScores], slope: float, promise: Mapping[str, Any] | None, *, delta: float, **test: Any
+) -> dict[str, Any]:
+    if not once:
+        return {}
+    scores_M, coins_M = attacks.calibrated(once, slope), [bool(row.inserted) for row in once]
+    found: dict[str, Any] = {
+        "clopper_pearson": one_run_rates(scores_M, coins_M, delta=delta, alpha=test["alpha"], guesses=test["guesses"]),
+        "gaussian": gaussian_bound(scores_M, coins_M, delta=delta, **test),
+    }
+    if promise and promise.get("event"):
+        event, relation = promise["event"], promise["neighbouring_relation"]
+        found["configured_mechanism"] = mechanism_test(scores_M, coins_M, event_trade_off(event, relation), **test)
+        found["noise"] = noise_bound(scores_M, coins_M, event, relation, **test)
+    return {name: _as_json(asdict(estimate)) for name, estimate in found.items()}
+
+
+def _controls(
+    groups: Mapping[int, Sequence[CanaryScores]],
+    references: Sequence[CanaryScores],
+    attacked: Mapping[int, Mapping[str, Any]],
+    slope: float,
+    words: Mapping[str, Any] | None,
+    twin: str | None,
+) -> Controls:
+    """The base model on the same split, and the group where the attack is seen best."""
+    inside = [row for rows in groups.values() for row in attacks.members(rows)]
+    outside = [row for rows in groups.values() for row in attacks.held_out(rows)]
+    before = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), 1 - CONTROL_LEVEL)
+    separates = before is not None and not before.low <= 0.5 <= before.high
+    positive = None
+    p_values = {}
+    for group, rows in groups.items():
+        others = attacks.calibrated([*attacks.held_out(rows), *references], slope)
+        p_values[group] = attacks.rank_sum_p_value(attacks.calibrated(attacks.members(rows), slope), others)
+    seen = [group for group, p in p_values.items() if p is not None and p < CONTROL_LEVEL / len(groups)]
+    if seen:
+        best = max(seen, key=lambda group: attacked[group][PRIMARY_ATTACK]["auc"])
+        found = attacked[best][PRIMARY_ATTACK]["auc"]
+        positive = f"AUC {found:.2f} on the canaries planted {best} times" if best > 1 else f"AUC {found:.2f}"
+    return Controls(separates, bool(words and words["succeeds"]), positive or twin)
 
 
 def _attacks(
-    group: int, rows: Sequence[CanaryScores], references: Sequence[CanaryScores], tokens: TokenTable | None
+    group: int,
+    rows: Sequence[CanaryScores],
+    references: Sequence[CanaryScores],
+    tokens: TokenTable | None,
+    claim: Claim | None,
+    slope: float,
 ) -> dict[str, Any]:
     """Each attack on one group; held-out candidates and references are the negatives."""
     inside, outside = attacks.members(rows), [*attacks.held_out(rows), *references]
     control = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
-    scores = {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
+    scores = {PRIMARY_ATTACK: (attacks.calibrated(inside, slope), attacks.calibrated(outside, slope))}
+    scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
+    if references:
+        scores["rmia"] = (_rmia(inside, references), _rmia(outside, references))
     if tokens is not None:
         place = {canary_id: index for index, canary_id in enumerate(tokens.canary_ids)}
         sides = [[place[row.canary_id] for row in side] for side in (inside, outside)]
         for name, token_attack in token_attacks.ATTACKS.items():
             found_S = token_attack(tokens)
             scores.setdefault(name, (found_S[sides[0]], found_S[sides[1]]))
-    result = {}
-    for name, (positives, negatives) in scores.items():
-        area = attacks.auc(positives, negatives, CONFIDENCE)
-        rate = attacks.tpr_at_fpr(positives, negatives, 0.01, CONFIDENCE)
-        result[name] = {
-            "group": group,
-            "positives": len(inside),
-            "negatives": len(outside),
-            "confidence": CONFIDENCE,
-            "auc": area.value if area else None,
-            "auc_interval": [area.low, area.high] if area else None,
-            "tpr_at_1_percent_fpr": rate.value if rate else None,
-            "tpr_interval": [rate.low, rate.high] if rate else None,
-            "base_control_auc": control.value if control else None,
-            "base_control_auc_interval": [control.low, control.high] if control else None,
-        }
-    return result
+    limits = None
+    if claim:
+        target = claim.of(group)
+        limits = attacker_limits(target.epsilon, target.delta)
+    shared: dict[str, Any] = {
+        "group": group,
+        "positives": len(inside),
+        "negatives": len(outside),
+        "confidence": CONFIDENCE,
+    }
+    shared |= {
+        "base_control_auc": control.value if control else None,
+        "base_control_auc_interval": [control.low, control.high] if control else None,
+        "limits": limits,
+    }
+    return {name: {**shared, **separation(*sides)} for name, sides in scores.items()}
+
+
+def _rmia(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> attacks.Floats:
+    """RMIA with the base model as its only reference, on probabilities for each token."""
+
+    def averages(side: Sequence[CanaryScores]) -> tuple[attacks.Floats, attacks.Floats]:
+        lengths = np.array([row.num_tokens for row in side], dtype=np.float64)
+        return attacks.loss(side) / lengths, shadow_attacks.average_offline(attacks.base_loss(side) / lengths)
+
+    return shadow_attacks.rmia(*averages(rows), *averages(references))
+
+
+def separation(positives: attacks.Floats, negatives: attacks.Floats) -> dict[str, Any]:
+    """How well a score separates: AUC and true positive rates with intervals; None where there are too few of a side."""
+    area = attacks.auc(positives, negatives, CONFIDENCE)
+    values: dict[str, Any] = {
+        "auc": area.value if area else None,
+        "auc_interval": [area.low, area.high] if area else None,
+    }
+    for fpr, name in ((0.01, "1_percent"), (0.001, "0.1_percent")):
+        rate = attacks.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE)
+        values[f"tpr_at_{name}_fpr"] = rate.value if rate else None
+        values[f"tpr_at_{name}_fpr_interval"] = [rate.low, rate.high] if rate else None
+    return values
 
 
 def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> dict[str, Any]:

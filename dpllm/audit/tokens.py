@@ -17,6 +17,9 @@ from dpllm.errors import ConfigError
 
 # A legend of shapes: S sequences, N tokens of all of them, one sequence after the other.
 
+TOP_K = 40
+"""How many of the likeliest tokens the usual sampling keeps."""
+
 
 @dataclass(frozen=True)
 class TokenTable:
@@ -30,6 +33,8 @@ class TokenTable:
         tuned_mean_N: Mean of log p over the vocabulary, each token weighted by its p.
         tuned_variance_N: Variance of log p under p, >= 0.
         tuned_argmax_N: Whether greedy decoding would have chosen the token.
+        tuned_top_k_log_prob_N: Its log-probability, in nats, where only the ``TOP_K`` likeliest tokens may be sampled, at
+            temperature 1; -inf where it is none of them.
     """
 
     canary_ids: tuple[str, ...]
@@ -39,10 +44,12 @@ class TokenTable:
     tuned_mean_N: NDArray[np.float64]
     tuned_variance_N: NDArray[np.float64]
     tuned_argmax_N: NDArray[np.bool_]
+    tuned_top_k_log_prob_N: NDArray[np.float64]
     base_log_prob_N: NDArray[np.float64]
     base_mean_N: NDArray[np.float64]
     base_variance_N: NDArray[np.float64]
     base_argmax_N: NDArray[np.bool_]
+    base_top_k_log_prob_N: NDArray[np.float64]
 
     def starts(self) -> NDArray[np.int64]:
         """Shape (S,): where each sequence begins."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from dpllm.audit.verdict import Claim
 from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
@@ -125,6 +126,7 @@ def _context(config: RunConfig, record: Json, audit: Json | None, block: Json) -
         "epsilon": words.bound(terms["epsilon"]) if terms else None,
         "limits": attacker_limits(terms["epsilon"], terms["delta"]) if holds and terms else None,
         "groups": _groups(audit),
+        "secrets": _secrets(audit["canaries"]) if audit else None,
         "attacks": _attacks(audit, terms if holds else None),
         "title": " ".join((config.card.title or words.last_part(config.output_dir)).split()),
         "lora": isinstance(config.adapter, LoraConfig),
@@ -141,9 +143,25 @@ def _attacks(audit: Json | None, terms: Json | None) -> list[Json]:
     """Each attack with the limits that epsilon sets for its group of canaries; None where there is no guarantee."""
     rows = []
     for name, attack in sorted((audit or {"attacks": {}})["attacks"].items()):
-        limits = _group_limits(terms["epsilon"], terms["delta"], int(attack["group"])) if terms else None
+        limits = None
+        if terms:
+            allowed = Claim(terms["epsilon"], terms["delta"], terms["unit"]).of(int(attack["group"]))
+            limits = attacker_limits(allowed.epsilon, min(allowed.delta, math.nextafter(1.0, 0.0)))
         rows.append({"name": name, **attack, "limits": limits})
     return rows
+
+
+def _secrets(canaries: Json) -> str:
+    """What the canaries of an audit hide, in words."""
+    settings = canaries["settings"]
+    return {
+        "digits": f"random secrets of {settings.get('digits')} digits",
+        "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
+        "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",
+        "new_tokens": "secrets of tokens that no text has",
+        "synthetic": f"secrets of {settings.get('tokens')} tokens that the base model made up",
+        "pii": "invented personal details",
+    }[canaries["kind"]]
 
 
 def _groups(audit: Json | None) -> list[tuple[str, Json, Json]]:
@@ -155,12 +173,6 @@ def _groups(audit: Json | None) -> list[tuple[str, Json, Json]]:
 
 def _copies(item: tuple[str, Json]) -> int:
     return int(item[0])
-
-
-def _group_limits(epsilon: float, delta: float, size: int) -> dict[str, float]:
-    """``attacker_limits`` for `size` units together: epsilon grows by the factor, delta as a geometric sum."""
-    total = delta * sum(math.exp(min(epsilon * step, 700.0)) for step in range(size))
-    return attacker_limits(size * epsilon, min(total, math.nextafter(1.0, 0.0)))
 
 
 def _settings(config: RunConfig, record: Json) -> list[tuple[str, object]]:

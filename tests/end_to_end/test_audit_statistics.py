@@ -15,12 +15,12 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from dpllm.audit import canaries, summary
+from dpllm.audit import canaries, figure, summary, terminal
 from dpllm.audit.run import audit
 from dpllm.audit.scores import encode_secret
 from dpllm.audit.table import read_table
 from dpllm.audit.tokens import read_tokens
-from dpllm.config import RunConfig, dump_config
+from dpllm.config import DataConfig, RunConfig, dump_config
 from dpllm.errors import ConfigError
 from dpllm.rundir import RunDir, write_json
 
@@ -85,7 +85,8 @@ def memorise(base, plan, tokenizer):
     """Trains without any privacy on the secrets of the inserted canaries alone."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel.from_pretrained(base)
-    rows = [encode_secret(slot, "text", tokenizer, 64, "refuse") for slot in canaries.slots(plan) if slot]
+    held = [canary for slot in canaries.slots(plan, DataConfig(train="rows.jsonl")) for canary in slot]
+    rows = [encode_secret(canary, "text", tokenizer, 64, "refuse") for canary in held]
     ids = torch.zeros(len(rows), 64, dtype=torch.long)
     labels = torch.full((len(rows), 64), -100)
     for place, (sequence, mask) in enumerate(rows):
@@ -141,7 +142,15 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
     claim = summary.Claim(**report["claim"])
     settings, tokens = run.load_config().audit, read_tokens(run.export / "audit" / "tokens.parquet")
     again = summary.summarise(
-        scores, claim, alpha=0.05, guesses=settings.guesses, guesses_in=settings.guesses_in, tokens=tokens
+        scores,
+        claim,
+        alpha=0.05,
+        guesses=settings.guesses,
+        guesses_in=settings.guesses_in,
+        tokens=tokens,
+        log2_secrets=report["canaries"]["log2_secrets"],
+        promise=json.loads(run.plan.read_text()),
+        words=report["controls"]["words"],
     )
     assert json.loads(json.dumps(again)) == {key: report[key] for key in again}
 
@@ -161,12 +170,14 @@ def test_no_canary_text_leaves_the_private_directory(memorised):
 
 def test_the_picture_and_the_terminal_table_can_be_shown(memorised):
     run, _, report = memorised
-    assert (run.export / "audit" / "exposure.png").read_bytes().startswith(b"\x89PNG")
-    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(summary.table(report))
+    for name in figure.FILES:
+        assert (run.export / "audit" / name).read_bytes().startswith(b"\x89PNG")
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(terminal.table(report))
     text = console.export_text()
     assert "falsified" in text
-    assert "mean exposure, 8x" in text
+    assert "mean exposure, planted 8 times" in text
+    assert "a perfect attack" in text
 
 
 def test_every_audit_is_counted(memorised):
@@ -181,7 +192,8 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
     )
     adapter.save_pretrained(run.export)
     report = audit(run)
-    assert report["verdict"] == "consistent"
+    assert report["verdict"] == "inconclusive"
+    assert "seen to work nowhere" in report["verdict_reason"]
     assert report["epsilon_lower_bound"]["value"] < 1.0
     assert report["attacks"]["loss"]["auc"] == report["attacks"]["loss"]["base_control_auc"]
     assert all(
@@ -199,7 +211,7 @@ def test_a_run_without_privacy_keeps_its_audit_to_itself(base, tmp_path):
         "audit.json",
         "scores.csv",
         "tokens.parquet",
-        "exposure.png",
+        *figure.FILES,
     }
 
 

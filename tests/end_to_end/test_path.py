@@ -15,6 +15,7 @@ import torch
 import yaml
 from running import NUM_ROWS, SENTINEL, STEPS, Place, done, dpllm_, make_place, rows
 
+from dpllm.audit import figure
 from dpllm.ledger import Ledger
 
 SLOTS = 20 + 4 * 4
@@ -45,7 +46,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
     }
     weights = {"adapter_config.json", "adapter_model.safetensors"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    audit = {"audit/audit.json", "audit/scores.csv", "audit/tokens.parquet", "audit/exposure.png"}
+    audit = {f"audit/{name}" for name in ("audit.json", "scores.csv", "tokens.parquet", *figure.FILES)}
     exported = {name.removeprefix("export/") for name in files if name.startswith("export/")}
     assert exported == weights | tokenizer | audit | {"README.md", "privacy.json"}
 
@@ -91,7 +92,7 @@ def test_the_plan_that_was_shown_is_the_plan_that_was_run(finished: Place) -> No
     shown = promise((finished.root / "plan.txt").read_text())
     saved = finished.json("plan.json")
     assert {key: saved[key] for key in shown} == shown
-    assert set(saved) - set(shown) == {"schema_version", "cross_check", "canary_commitment"}
+    assert set(saved) - set(shown) == {"schema_version", "cross_check", "canary_commitment", "audit"}
 
 
 def test_plan_and_record_agree(finished: Place) -> None:

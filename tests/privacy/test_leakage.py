@@ -17,8 +17,8 @@ from rich.console import Console
 from scipy import stats
 
 from dpllm import model as dpllm_model
-from dpllm.audit import leakage, span
-from dpllm.audit.leakage import LeakageReport, gradient_leakage, reconstruction_bound
+from dpllm.audit.whitebox import leakage, span
+from dpllm.audit.whitebox.leakage import LeakageReport, gradient_leakage, reconstruction_bound
 from dpllm.data import TokenSequence, Unit
 from dpllm.errors import ConfigError
 from dpllm.privacy.clipping import FUNCTIONS

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from scipy import stats
 
-from dpllm.audit import mechanism, probe, releases
-from dpllm.audit.mechanism import ALPHA, MechanismReport, audit_mechanism, contradictions
-from dpllm.audit.replay import Pair, replay
+from dpllm.audit.whitebox import mechanism, probe, releases
+from dpllm.audit.whitebox.mechanism import ALPHA, MechanismReport, audit_mechanism, contradictions
+from dpllm.audit.whitebox.replay import Pair, replay
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
 from dpllm.privacy.engine import Engine

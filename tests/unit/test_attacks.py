@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,30 +12,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpllm.audit import attacks
-from dpllm.audit.bounds import OneRunBound
-from dpllm.audit.summary import Claim, summarise, verdict
 from dpllm.audit.table import CanaryScores
-from dpllm.errors import ConfigError
 
 SIGNIFICANCE = 1e-8
 
 
 def row(name, group=1, inserted=True, tuned=-10.0, base=-12.0, tuned_greedy=False, base_greedy=False):
     return CanaryScores(name, group, inserted, 4, tuned, base, tuned_greedy, base_greedy)
-
-
-def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
-    """A table in which every insertion raises the secret's log-probability by about ``lift``."""
-    rows = []
-    for group, count in groups:
-        for index in range(count):
-            inserted, base = bool(rng.random() < 0.5), rng.normal(-18, 2)
-            tuned = base + rng.normal(0, 0.5) + (lift * group if inserted else 0.0)
-            rows.append(row(f"c{group}-{index}", group, inserted, tuned, base, tuned_greedy=tuned > -3))
-    for index in range(references):
-        base = rng.normal(-18, 2)
-        rows.append(row(f"r{index}", 0, None, base + rng.normal(0, 0.5), base))
-    return rows
 
 
 # Scores.
@@ -166,6 +149,12 @@ def test_no_more_than_one_percent_of_the_negatives_pass(count, spread):
     assert found.value <= 0.01 + 1e-12
 
 
+def test_tpr_at_a_tenth_of_a_percent_needs_a_thousand_negatives():
+    scores = np.arange(1000.0)
+    assert attacks.tpr_at_fpr([1e6], scores[1:], 0.001) is None
+    assert attacks.tpr_at_fpr([998.5, 998.0, 999.5], scores, 0.001).value == pytest.approx(2 / 3)
+
+
 def test_tpr_is_not_stated_from_too_few_negatives():
     assert attacks.tpr_at_fpr([1.0], np.zeros(99)) is None
     assert attacks.tpr_at_fpr([], np.zeros(500)) is None
@@ -184,97 +173,34 @@ def test_extraction_counts_each_side_and_the_control():
     assert attacks.extraction(rows) == expected
 
 
-# Summary and verdict.
-
-CLAIM = Claim(epsilon=4.0, delta=1e-5, unit="example")
+# The primary score.
 
 
-def bound(value, ceiling=3.7, num_canaries=200):
-    return OneRunBound(value, 0.05, 1e-5, (10, 100), 100, 90, num_canaries, ceiling)
-
-
-@pytest.mark.parametrize(
-    ("claim", "found", "num_inserted", "word"),
-    [
-        (CLAIM, bound(4.1, ceiling=5.0), 100, "falsified"),
-        (CLAIM, bound(4.0, ceiling=5.0), 100, "consistent"),
-        (CLAIM, bound(0.0), 100, "consistent"),
-        (CLAIM, bound(0.0, ceiling=0.99), 100, "inconclusive"),
-        (CLAIM, bound(0.0), 0, "inconclusive"),
-        (CLAIM, bound(0.0), 200, "inconclusive"),
-        (CLAIM, bound(0.0, ceiling=0.0, num_canaries=0), 0, "inconclusive"),
-        (None, bound(3.0), 100, "no_claim"),
-    ],
-)
-def test_the_verdict_says_no_more_than_was_shown(claim, found, num_inserted, word):
-    said, reason = verdict(claim, found, num_inserted)
-    assert said == word
-    assert "private" not in said + reason
-    assert reason.endswith(".")
-
-
-def test_a_summary_has_what_reports_read_and_is_json(seed):
-    report = summarise(make_table(np.random.default_rng([seed, 4]), 0.0), CLAIM, alpha=0.05, guesses=[10, 50])
-    json.dumps(report, allow_nan=False)
-    assert report["claim"] == {"epsilon": 4.0, "delta": 1e-5, "unit": "example"}
-    assert set(report["attacks"]) == {"ratio", "loss"}
-    for attack in report["attacks"].values():
-        wanted = {"group", "auc", "auc_interval", "confidence", "tpr_at_1_percent_fpr", "tpr_interval"}
-        assert wanted | {"positives", "negatives", "base_control_auc"} <= set(attack)
-        assert attack["positives"] + attack["negatives"] == 500
-    assert set(report["exposure"]) == set(report["extraction"]) == {"1", "4"}
-    assert {"mean", "null_mean", "p_value", "maximum", "base_mean", "inserted"} <= set(report["exposure"]["1"])
-    wanted = {"value", "alpha", "delta", "method", "guesses", "best_guesses", "correct", "num_canaries", "ceiling"}
-    assert set(report["epsilon_lower_bound"]) == wanted | {"guesses_in", "best_side"}
-    assert report["epsilon_lower_bound"]["num_canaries"] == 200
-    assert {name: found["kind"] for name, found in report["estimates"].items()} == {
-        "clopper_pearson": "heuristic",
-        "gaussian": "one_run_gaussian",
+@pytest.mark.parametrize("left", [0.0, 0.4, 1.0])
+def test_the_calibrated_score_takes_off_what_the_base_model_explains(left, seed):
+    rng = np.random.default_rng([seed, 20])
+    rows = []
+    for index in range(3000):
+        coin, base = bool(rng.random() < 0.5), rng.normal(-18, 3)
+        rows.append(row(f"c{index}", 1, coin, left * base + rng.normal(coin, 1), base))
+    slope = attacks.slope(rows)
+    assert slope == pytest.approx(left, abs=0.05)
+    inside, outside = attacks.members(rows), attacks.held_out(rows)
+    areas = {
+        "calibrated": attacks.auc(attacks.calibrated(inside, slope), attacks.calibrated(outside, slope)).value,
+        **{name: attacks.auc(attack(inside), attack(outside)).value for name, attack in attacks.ATTACKS.items()},
     }
-    assert all(found["assumes"] for found in report["estimates"].values())
-    assert 0.9 < report["attacker_limits"]["auc"] < 1
+    assert areas["calibrated"] == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.03)
+    assert areas["calibrated"] > max(areas.values()) - 0.01
 
 
-def test_a_summary_finds_what_was_memorised_and_only_that(seed):
-    rng = np.random.default_rng([seed, 5])
-    nothing = summarise(make_table(rng, 0.0), CLAIM, alpha=0.05, guesses=[10, 50, 100])
-    assert nothing["epsilon_lower_bound"]["value"] < 2
-    assert nothing["exposure"]["1"]["p_value"] > SIGNIFICANCE
-    much = summarise(make_table(rng, 8.0), Claim(1.0, 1e-5, "example"), alpha=0.05, guesses=[10, 50, 100])
-    assert much["attacks"]["ratio"]["auc"] > 0.99
-    assert 0.3 < much["attacks"]["ratio"]["base_control_auc"] < 0.7
-    assert much["exposure"]["1"]["mean"] > 5 > 3 > much["exposure"]["1"]["base_mean"]
-    assert much["exposure"]["1"]["p_value"] < 1e-9
-    assert much["extraction"]["4"]["tuned"] > 0 == much["extraction"]["4"]["base"]
-    assert much["verdict"] == "falsified"
+def test_the_slope_does_not_know_the_coins(seed):
+    rng = np.random.default_rng([seed, 21])
+    rows = [row(f"c{i}", 1, bool(rng.random() < 0.5), rng.normal(), rng.normal()) for i in range(50)]
+    turned = [replace(one, inserted=not one.inserted) for one in rows]
+    assert attacks.slope(rows) == attacks.slope(turned)
 
 
-def test_repeated_canaries_do_not_speak_about_the_claim(seed):
-    rng = np.random.default_rng([seed, 6])
-    report = summarise(make_table(rng, 5.0, groups=((4, 300),)), CLAIM, alpha=0.05, guesses=[10, 50])
-    assert report["attacks"]["ratio"]["group"] == 4
-    assert report["epsilon_lower_bound"]["num_canaries"] == 0
-    assert report["verdict"] == "inconclusive"
-
-
-def test_without_a_claim_the_bound_states_its_delta(seed):
-    report = summarise(make_table(np.random.default_rng([seed, 7]), 3.0), None, alpha=0.05, guesses=[10, 50])
-    assert (report["claim"], report["attacker_limits"], report["verdict"]) == (None, None, "no_claim")
-    assert report["epsilon_lower_bound"]["delta"] == 1e-5
-    assert report["epsilon_lower_bound"]["value"] > 0
-
-
-def test_groups_of_which_none_or_all_were_inserted_are_summarised():
-    rng = np.random.default_rng(0)
-    for coin in (True, False):
-        rows = [row(f"c{i}", 1, coin, rng.normal(), rng.normal()) for i in range(20)]
-        rows += [row(f"r{i}", 0, None, rng.normal(), rng.normal()) for i in range(100)]
-        report = summarise(rows, CLAIM, alpha=0.05, guesses=[10, 20])
-        json.dumps(report, allow_nan=False)
-        assert report["verdict"] == "inconclusive"
-        assert (report["exposure"]["1"]["mean"] is None) == (not coin)
-
-
-def test_a_table_without_references_is_refused():
-    with pytest.raises(ConfigError, match="no references"):
-        summarise([row("a")], CLAIM, alpha=0.05, guesses=[10])
+def test_without_anything_to_fit_the_slope_is_that_of_the_ratio():
+    assert attacks.slope([]) == 1.0
+    assert attacks.slope([row("a", base=-3.0), row("b", base=-3.0, tuned=-1.0)]) == 1.0

@@ -7,18 +7,24 @@ import random
 import stat
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.audit import canaries
-from dpllm.audit.canaries import Canary, load, num_slots, plan_canaries, save, slots
-from dpllm.config import CanaryConfig
+from dpllm.audit.canaries import Canary, check_fits, load, num_slots, plan_canaries, save, slots
+from dpllm.audit.planting import carriers
+from dpllm.config import CanaryConfig, DataConfig
 from dpllm.errors import ConfigError
+from dpllm.rundir import RunDir
 
+ROWS = DataConfig(train="rows.jsonl")
 SMALL = CanaryConfig(groups={1: 30, 4: 5}, digits=6, references=100)
 
 
@@ -38,13 +44,13 @@ def test_carriers_and_secrets_are_distinct_and_shaped_as_the_recipe_says():
 
 
 def test_different_indices_make_different_sentences():
-    size = canaries._grammar_size()
+    size = carriers.NUM_CARRIERS
     assert size > 1_000_000
     indices = random.Random(0).sample(range(size), 100_000)
-    assert len({canaries._carrier(index) for index in indices}) == 100_000
-    names = [head + tail for head in canaries._NAME_HEADS for tail in canaries._NAME_TAILS]
+    assert len({carriers.carrier(index) for index in indices}) == 100_000
+    names = [head + tail for head in carriers._NAME_HEADS for tail in carriers._NAME_TAILS]
     assert len(set(names)) == len(names)
-    for column in canaries._COLUMNS:
+    for column in carriers.COLUMNS:
         assert len(set(column)) == len(column)
 
 
@@ -82,16 +88,71 @@ def test_entropy_is_the_operating_systems_whatever_the_user_seeds():
 def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(groups, entropy):
     config = CanaryConfig(groups=groups, references=100)
     plan = plan_canaries(config, generator=random.Random(entropy))
-    filled = slots(plan)
-    assert len(filled) == num_slots(config) == sum(k * n for k, n in groups.items())
+    filled = slots(plan, ROWS)
+    assert len(filled) == num_slots(config, ROWS) == sum(k * n for k, n in groups.items())
     for canary in plan.canaries:
-        held = sum(slot is not None and slot.canary_id == canary.canary_id for slot in filled)
+        held = sum(slot == (canary,) for slot in filled)
         assert held == (canary.group if canary.inserted else 0)
+
+
+UNITS = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=8)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.dictionaries(st.integers(1, 8), st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_where_units_are_drawn_a_canary_is_one_unit(groups, entropy):
+    config = CanaryConfig(groups=groups, references=100)
+    plan = plan_canaries(config, generator=random.Random(entropy))
+    filled = slots(plan, UNITS)
+    assert len(filled) == num_slots(config, UNITS) == sum(groups.values())
+    for canary, slot in zip(plan.canaries, filled, strict=True):
+        assert slot == ((canary,) * canary.group if canary.inserted else ())
+
+
+def test_where_rows_are_drawn_each_repetition_holds_a_slot_and_one_unit_brings_them_all():
+    rows = UNITS.model_copy(update={"sampling": "example"})
+    plan = plan_canaries(SMALL)
+    assert len(slots(plan, rows)) == num_slots(SMALL, rows) == 30 + 4 * 5
+    assert slots(plan, rows) == slots(plan, ROWS)
+
+
+@pytest.mark.parametrize("sampling", ["unit", "example"])
+def test_a_canary_of_more_rows_than_a_unit_may_bring_is_refused(sampling):
+    data = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=3, sampling=sampling)
+    with pytest.raises(
+        ConfigError, match=r"audit\.canaries\.groups: a canary is one patient.*data\.max_examples_per_unit"
+    ):
+        num_slots(SMALL, data)
+    assert num_slots(SMALL, data.model_copy(update={"max_examples_per_unit": 4})) > 0
+
+
+@pytest.mark.parametrize("groups", [{33: 1}, {0: 1}, {1: 0}, {}])
+def test_repetitions_are_from_1_to_32(groups):
+    with pytest.raises(ValidationError):
+        CanaryConfig(groups=groups)
+    assert CanaryConfig(groups={32: 1, 1: 1}).groups == {32: 1, 1: 1}
+    assert CanaryConfig().groups == {1: 1000, 4: 20, 32: 20}
+
+
+def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
+    path = tmp_path / "canaries.json"
+    save(plan_canaries(SMALL), path)
+    plan = load(path)
+    # The last two keys are not read by this kind, so the texts do not follow from them.
+    for same in ({}, {"tokens": 9}, {"temperature": 1.2}):
+        assert check_fits(plan, SMALL.model_copy(update=same), path) is plan
+    for key, value in (("kind", "pii"), ("groups", {1: 30, 4: 6}), ("digits", 7), ("references", 101)):
+        with pytest.raises(ConfigError, match=rf"audit\.canaries\.{key}.*canaries plan RECIPE --overwrite"):
+            check_fits(plan, SMALL.model_copy(update={key: value}), path)
+    with pytest.raises(ConfigError, match=r"audit\.canaries\.groups"):
+        check_fits(replace(plan, settings={}), SMALL, path)
 
 
 def test_references_hold_no_slot():
     plan = plan_canaries(SMALL)
-    assert not {slot.canary_id for slot in slots(plan) if slot} & {canary.canary_id for canary in plan.references}
+    assert not {held.canary_id for slot in slots(plan, ROWS) for held in slot} & {
+        canary.canary_id for canary in plan.references
+    }
 
 
 def test_a_saved_plan_comes_back_and_is_for_its_owner_alone(tmp_path):
@@ -103,22 +164,65 @@ def test_a_saved_plan_comes_back_and_is_for_its_owner_alone(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["canaries.json"]
 
 
-@pytest.mark.parametrize(
-    ("key", "change"),
-    [
-        ("inserted", lambda value: not value),
-        ("secret", lambda value: value[::-1] + "0"),
-        ("group", lambda value: value + 1),
-    ],
-)
-def test_a_plan_changed_afterwards_does_not_match_its_commitment(tmp_path, key, change):
+def other(value):
+    """Another value of the same type."""
+    if isinstance(value, dict):
+        return {**value, "groups": {"1": 31}}
+    return not value if isinstance(value, bool) else value[::-1] + "0" if isinstance(value, str) else value + 1
+
+
+FIELDS = [(part, field) for part in ("canaries", "references") for field in Canary.__dataclass_fields__]
+
+
+@pytest.mark.parametrize("where", [*FIELDS, ("kind",), ("log2_secrets",), ("settings",), ("salt",), ("commitment",)])
+def test_a_plan_changed_anywhere_does_not_match_its_commitment(tmp_path, where):
     path = tmp_path / "canaries.json"
     save(plan_canaries(SMALL), path)
     value = json.loads(path.read_text())
-    value["canaries"][3][key] = change(value["canaries"][3][key])
+    assert {key for key, *_ in [*FIELDS, ("kind",), ("log2_secrets",), ("settings",), ("salt",), ("commitment",)]} == (
+        value.keys() - {"schema_version"}
+    )
+    holder = value[where[0]][3] if len(where) == 2 else value
+    holder[where[-1]] = "ab" * 32 if where == ("salt",) else other(holder[where[-1]])
     path.write_text(json.dumps(value))
     with pytest.raises(ConfigError, match="does not match its own commitment"):
         load(path)
+
+
+@pytest.mark.parametrize("change", ["swap", "drop", "move"])
+def test_neither_order_nor_number_can_be_changed(tmp_path, change):
+    path = tmp_path / "canaries.json"
+    save(plan_canaries(SMALL), path)
+    value = json.loads(path.read_text())
+    parts = value["canaries"], value["references"]
+    if change == "swap":
+        parts[0][0], parts[0][1] = parts[0][1], parts[0][0]
+    else:
+        taken = parts[1].pop()
+        parts[0].extend([taken] if change == "move" else [])
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="does not match its own commitment"):
+        load(path)
+
+
+def test_a_crash_while_a_run_is_replaced_leaves_no_known_coins(tmp_path, monkeypatch):
+    """Where no config.yaml stands beside them, canaries count as planned for a run that is to come."""
+    run = RunDir(tmp_path)
+    run.make()
+    run.config.write_text("")
+    save(plan_canaries(SMALL), run.canaries)
+    unlink = Path.unlink
+
+    def crash(path, **how):
+        unlink(path, **how)
+        if path == run.config:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", crash)
+    with pytest.raises(KeyboardInterrupt):
+        run.clear()
+    assert not run.config.exists()
+    assert not run.canaries.exists()
 
 
 def test_a_damaged_plan_is_refused(tmp_path):
@@ -132,8 +236,8 @@ def test_a_damaged_plan_is_refused(tmp_path):
 def test_the_commitment_hides_the_plan_behind_its_salt():
     plan = plan_canaries(SMALL)
     assert len(bytes.fromhex(plan.salt)) == 32
-    other = canaries._commit(plan.canaries, plan.references, "00" * 32)
-    assert other != plan.commitment == canaries._commit(plan.canaries, plan.references, plan.salt)
+    salted = canaries._commit(replace(plan, salt="00" * 32))
+    assert salted != plan.commitment == canaries._commit(plan)
 
 
 def test_printing_a_plan_shows_no_text_and_no_salt():

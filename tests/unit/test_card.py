@@ -119,7 +119,7 @@ def audit(**changes: Any) -> Json:
         "auc_interval": [0.45, 0.612],
         "confidence": 0.95,
         "tpr_at_1_percent_fpr": 0.02,
-        "tpr_interval": [0.002, 0.07],
+        "tpr_at_1_percent_fpr_interval": [0.002, 0.07],
         "positives": 99,
         "negatives": 101,
     }
@@ -128,7 +128,8 @@ def audit(**changes: Any) -> Json:
     return {
         "claim": {"epsilon": EPSILON, "delta": 1e-05},
         "canaries": {
-            "digits": 8,
+            "kind": "digits",
+            "settings": {"digits": 8},
             "groups": {"1": {"candidates": 200, "inserted": 99}, "16": {"candidates": 20, "inserted": 9}},
             "references": 1000,
             "commitment": "c0" * 32,
@@ -148,6 +149,11 @@ def audit(**changes: Any) -> Json:
             "ceiling": 2.756,
         },
         "attacker_limits": {},
+        "controls": {
+            "base_separates": False,
+            "words": {"auc": 0.49, "interval": [0.3, 0.7], "succeeds": False},
+            "positive": "AUC 0.97 on the canaries planted 16 times",
+        },
         "verdict": "consistent",
         "verdict_reason": "the lower bound 0.12 does not exceed the stated epsilon 2.997",
         "audits_run": 1,
@@ -384,6 +390,9 @@ def test_audit_stands_beside_its_controls_and_limits() -> None:
     assert "**Verdict: consistent.**" in text
     assert "no proof" in text
     assert "audited 3 times" in text
+    assert "random secrets of 8 digits" in text
+    assert "does not tell the planted ones from the others" in text
+    assert "The attack works where it should: AUC 0.97 on the canaries planted 16 times." in text
     assert "0.12 with 95% confidence" in text
     assert "What the audit could have shown at most:** 2.76" in text
     assert "| ratio | 1 | 0.53 (0.45 to 0.61) | 0.9525 |" in text
@@ -395,9 +404,15 @@ def test_audit_stands_beside_its_controls_and_limits() -> None:
 def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
     the_audit = audit()
     the_audit["attacks"] = {"ratio": {**the_audit["attacks"]["ratio"], "group": 4}}
-    text, _ = render_card(config(), plan(epsilon=0.5, delta=1e-3), record(epsilon_spent=None), the_audit)
+    rows = config(data={"unit": "example", "max_examples_per_unit": None})
+    promise = {"epsilon": 0.5, "delta": 1e-3}
+    text, _ = render_card(rows, plan(unit="example", **promise), record(epsilon_spent=None), the_audit)
     delta = 1e-3 * math.expm1(2.0) / math.expm1(0.5)
     assert f"| {words.bound(1 - (1 - delta) ** 2 / (1 + math.exp(2.0)))} |" in text
+    # All copies belong to one patient, whom one epsilon protects.
+    text, _ = render_card(config(), plan(**promise), record(epsilon_spent=None), the_audit)
+    assert f"| {words.bound(1 - (1 - 1e-3) ** 2 / (1 + math.exp(0.5)))} |" in text
+    assert "All copies of a canary belong to one unit" in text
 
 
 @pytest.mark.parametrize(

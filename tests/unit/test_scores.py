@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -20,7 +21,7 @@ from dpllm.audit.scores import encode_secret, read_table, score, score_canaries,
 from dpllm.audit.table import CanaryScores
 from dpllm.config import CanaryConfig
 from dpllm.data import TokenSequence, encode
-from dpllm.errors import ConfigError, DpllmError
+from dpllm.errors import ConfigError
 
 VOCABULARY = 300
 CANARY = Canary("c00000", 1, "The locker code for the north store of Halvorsen is", "12345678", inserted=True)
@@ -83,18 +84,49 @@ def naive(model, sequence, mask):
     moments = [(table[t - 1].exp() * table[t - 1]).sum().item() for t in places]
     squares = [(table[t - 1].exp() * table[t - 1].square()).sum().item() for t in places]
     variances = [square - mean**2 for square, mean in zip(squares, moments, strict=True)]
-    return log_probs, [table[t - 1].argmax().item() == sequence.input_ids[t] for t in places], moments, variances
+    kept = [set(table[t - 1].topk(40).indices.tolist()) for t in places]
+    sampled = [
+        log_prob - table[t - 1, sorted(best)].logsumexp(0).item() if sequence.input_ids[t] in best else -math.inf
+        for t, log_prob, best in zip(places, log_probs, kept, strict=True)
+    ]
+    greedy = [table[t - 1].argmax().item() == sequence.input_ids[t] for t in places]
+    return log_probs, greedy, moments, variances, sampled
 
 
 @torch.no_grad()
 def test_scores_equal_the_definition(model):
     sequences, masks = random_sequences(30)
     for sequence, mask, found in zip(sequences, masks, score(model, sequences, masks, 200), strict=True):
-        log_probs, matches, means, variances = naive(model, sequence, mask)
+        log_probs, matches, means, variances, sampled = naive(model, sequence, mask)
         assert found.log_prob == pytest.approx(log_probs, abs=1e-4)
         assert found.is_argmax.tolist() == matches
         assert found.mean == pytest.approx(means, abs=1e-4)
         assert found.variance == pytest.approx(variances, abs=1e-3)
+        assert found.top_k_log_prob == pytest.approx(sampled, abs=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 39, 40, 41, 64, 2560, 2624, 5000])
+def test_the_largest_logits_are_found_whatever_the_vocabulary(vocabulary):
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    logits[3] = logits[3].sort().values  # all of them in the last blocks
+    logits[4] = -torch.inf
+    logits[4, 0] = 0.0
+    found = scores._largest(logits).sort(dim=-1, descending=True).values
+    assert torch.equal(found, logits.sort(dim=-1, descending=True).values[:, :40])
+
+
+def test_of_equally_likely_tokens_greedy_decoding_chooses_one():
+    logits = torch.zeros(1, 3, 8)
+    found = scores._gather(logits, torch.tensor([[5, 0, 3]]), torch.tensor([[False, True, True]]))
+    assert found.is_argmax.tolist() == [True, False]
+    assert found.log_prob == pytest.approx([-math.log(8)] * 2)
+
+
+def test_a_forbidden_token_weighs_nothing():
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf, -torch.inf], [0.0, 0.0, 0.0, 0.0]]])
+    found = scores._gather(logits, torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
+    assert found.mean == pytest.approx([-math.log(2)])
+    assert found.variance == pytest.approx([0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("budget", [1, 64, 333, 10**6])
@@ -111,7 +143,7 @@ def test_scores_do_not_depend_on_batch_or_padding_or_order(model, budget):
 def test_chunks_of_the_softmax_do_not_change_scores(model, monkeypatch):
     sequences, masks = random_sequences(20)
     whole = score(model, sequences, masks, 500)
-    monkeypatch.setattr(scores, "_LOGITS_PER_CHUNK", 3 * VOCABULARY)
+    monkeypatch.setattr(scores, "_LOGITS_PER_CHUNK", {"cpu": 3 * VOCABULARY})
     for one, other in zip(whole, score(model, sequences, masks, 500), strict=True):
         assert one.log_prob == pytest.approx(other.log_prob, abs=1e-5)
 
@@ -152,7 +184,7 @@ def test_greedy_matches_are_what_generation_would_give(model):
 def test_scores_that_are_not_finite_are_refused():
     broken = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=1, n_positions=64)).eval()
     broken.transformer.ln_f.weight.data[0] = math.nan
-    with pytest.raises(DpllmError, match="not finite"):
+    with pytest.raises(ConfigError, match="not finite"):
         score(broken, *random_sequences(3), 100)
 
 
@@ -269,3 +301,20 @@ def test_a_score_is_not_lost_between_table_and_file(tmp_path):
     rows = [replace(ROWS[1], canary_id=f"c{i:05d}", tuned_log_prob=-math.pi * 10**-i) for i in range(12)]
     write_table(rows, tmp_path / "t.csv")
     assert [row.tuned_log_prob for row in read_table(tmp_path / "t.csv")] == [row.tuned_log_prob for row in rows]
+
+
+def test_scores_do_not_depend_on_merging_the_adapter():
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64)).eval()
+    tuned = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3, generator=generator)
+    sequences, masks = random_sequences(12)
+    apart = score(tuned, sequences, masks, 100)
+    with tuned.disable_adapter():
+        off = score(tuned, sequences, masks, 100)
+    merged = score(tuned.merge_and_unload().eval(), sequences, masks, 100)
+    for one, other, before in zip(apart, merged, off, strict=True):
+        assert one.log_prob == pytest.approx(other.log_prob, abs=1e-4)
+        assert len(one.log_prob) == 0 or np.abs(one.log_prob - before.log_prob).max() > 1e-2

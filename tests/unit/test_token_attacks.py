@@ -25,6 +25,8 @@ def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> Toke
         columns[f"{which}_mean_N"] = -rng.gamma(2.0, 1.0, count)
         columns[f"{which}_variance_N"] = np.zeros(count) if certain else rng.gamma(2.0, 1.0, count)
         columns[f"{which}_argmax_N"] = rng.random(count) < 0.5
+        kept = rng.random(count) < 0.8
+        columns[f"{which}_top_k_log_prob_N"] = np.where(kept, columns[f"{which}_log_prob_N"] / 2, -np.inf)
     return TokenTable(
         tuple(f"c{index}" for index in range(len(lengths))),
         rng.integers(20, 90, len(lengths)),

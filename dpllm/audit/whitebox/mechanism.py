@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpllm.audit import releases
 from dpllm.audit.bounds import OneRunBound, epsilon_lower_bound
-from dpllm.audit.releases import ReleaseTest
+from dpllm.audit.whitebox import releases
+from dpllm.audit.whitebox.releases import ReleaseTest
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
 from dpllm.privacy import accounting, events
@@ -26,7 +26,7 @@ from dpllm.privacy.plan import Plan, Schedule
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dpllm.audit.replay import Pair
+    from dpllm.audit.whitebox.replay import Pair
 
 ALPHA = 1e-3
 """Probability that a mechanism which keeps its Plan is called falsified."""
@@ -125,8 +125,8 @@ def audit_mechanism(
         Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning (gradient canaries); Steinke, Nasr and
         Jagielski 2023 (the bound); Cebere et al. 2026, arXiv 2602.17454 (record and replay).
     """
-    from dpllm.audit import probe
-    from dpllm.audit.replay import replay
+    from dpllm.audit.whitebox import probe
+    from dpllm.audit.whitebox.replay import replay
 
     if not config.privacy.enabled:
         raise ConfigError(
@@ -138,7 +138,7 @@ def audit_mechanism(
             f"steps {steps}, canaries {canaries} and pairs {pairs}: an audit of nothing finds nothing. "
             "Use 1 step, 2 canaries and 1 pair at least; the defaults take a minute."
         )
-    plan = plan or _plan(config, num_units)
+    plan = plan or recipe_plan(config, num_units)
     rate = plan.schedule.sampling_rate
     canaries = canaries or max(FEWEST_CANARIES, min(CANARIES, round(ROWS / rate)))
     generator = np.random.default_rng(entropy)
@@ -231,6 +231,31 @@ def read_plan(values: Mapping[str, Any]) -> Plan:
         ) from None
 
 
+def recipe_plan(config: RunConfig, num_units: int | None = None) -> Plan:
+    """The promise that a recipe makes before any run.
+
+    Args:
+        config: With ``privacy.enabled``.
+        num_units: See ``audit_mechanism``.
+
+    Raises:
+        Refused: The Plan cannot be made.
+    """
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    from dpllm import data
+    from dpllm.prepare import accounting_cache
+    from dpllm.privacy.plan import make_plan
+
+    if num_units is None:
+        num_units = config.data.public_size
+    if num_units is None:
+        with TemporaryDirectory() as cache:
+            num_units = data.count_units(config.data, Path(cache))
+    return make_plan(config, num_units, accounting_cache())
+
+
 def table(report: MechanismReport) -> Table:
     """A report for the terminal."""
     from rich.table import Table
@@ -263,22 +288,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _plan(config: RunConfig, num_units: int | None) -> Plan:
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
-    from dpllm import data
-    from dpllm.prepare import accounting_cache
-    from dpllm.privacy.plan import make_plan
-
-    if num_units is None:
-        num_units = config.data.public_size
-    if num_units is None:
-        with TemporaryDirectory() as cache:
-            num_units = data.count_units(config.data, Path(cache))
-    return make_plan(config, num_units, accounting_cache())
 
 
 def _claimed(plan: Plan) -> dict[str, Any]:

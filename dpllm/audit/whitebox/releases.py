@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 if TYPE_CHECKING:
-    from dpllm.audit.probe import Observation
+    from dpllm.audit.whitebox.probe import Observation
 
 Floats = NDArray[np.float64]
 FEWEST_EXPECTED = 10  # draws of a slot or of a step, below which the spread of their number is not tested

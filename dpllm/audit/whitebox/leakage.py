@@ -1,8 +1,8 @@
 """Gradient leakage: which tokens a party that sees one step's gradient could read out of it.
 
-Comes in: a model with LoRA, a Plan, token sequences. Goes out: how well their tokens are found in the raw, the clipped and
-the noised gradient of the first adapters, and what no reconstruction can exceed. The sequences are read by the attack and
-no text leaves it, but the figures depend on them: computed from private text, they are private.
+Comes in: a model with LoRA, a Plan, token sequences; or a recipe. Goes out: how well their tokens are found in the raw, the
+clipped and the noised gradient of the first adapters, and what no reconstruction can exceed. The sequences are read by the
+attack and no text leaves it, but the figures depend on them: computed from private text, they are private.
 
 Shape suffixes: K candidate tokens, L positions, D inputs of a layer, G rows of a gradient, P trainable coordinates.
 """
@@ -20,7 +20,8 @@ import torch
 from scipy import special
 from torch import Tensor, nn
 
-from dpllm.audit import span
+from dpllm.audit.whitebox import span
+from dpllm.config import CanaryConfig, LoraConfig, RunConfig
 from dpllm.data import TokenSequence, Unit
 from dpllm.errors import ConfigError
 from dpllm.privacy import limits
@@ -187,6 +188,38 @@ def gradient_leakage(
         signal_to_noise=float(clipped_P.norm()) / noise_norm,
         reconstruction=tuple(reconstruction_bound(plan, prior) for prior in PRIORS),
     )
+
+
+def audit_leakage(config: RunConfig, plan: Plan | None = None, num_texts: int = 8) -> LeakageReport:
+    """Attacks one gradient of a recipe's model, on artificial sentences: no private text is read.
+
+    Args:
+        config: With LoRA and ``privacy.enabled``.
+        plan: The promise of a run; None: the one that the recipe makes.
+        num_texts: Sentences in the batch, each a unit, >= 1.
+
+    Raises:
+        ConfigError: The recipe makes no promise or has no LoRA; and see ``gradient_leakage``.
+        Refused: The Plan cannot be made, or the engine refuses the model.
+    """
+    from dpllm import data, model
+    from dpllm.audit import canaries
+    from dpllm.audit.whitebox import mechanism
+
+    if not config.privacy.enabled or not isinstance(config.adapter, LoraConfig):
+        raise ConfigError(
+            "the attack compares a clipped and noised gradient of LoRA with the raw one, and this recipe has no such "
+            "gradient. Audit a recipe with adapter.method: lora and privacy.enabled: true."
+        )
+    if num_texts < 1:
+        raise ConfigError(f"{num_texts} texts: there is no gradient of nothing. Use 1 text at least.")
+    plan = plan or mechanism.recipe_plan(config)
+    tokenizer = model.load_tokenizer(config.model)
+    drawn = canaries.plan_canaries(CanaryConfig(groups={1: num_texts}, references=100))
+    rows = [data.encode({"text": f"{one.carrier} {one.secret}"}, "text", tokenizer, config.data.max_length, "truncate")
+            for one in drawn.canaries]  # fmt: skip
+    net = model.build(config, torch.device("cpu")).train()
+    return gradient_leakage(net, plan, [row[0] for row in rows], grad_sample_mode=config.privacy.grad_sample_mode)
 
 
 def reconstruction_bound(plan: Plan, prior: float) -> Reconstruction:

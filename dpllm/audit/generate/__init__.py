@@ -1,0 +1,1 @@
+"""Attacks that let a model write or choose."""

@@ -1,0 +1,1 @@
+"""Models and canaries of others."""

@@ -1,0 +1,1 @@
+"""What canaries are made of."""

@@ -1,0 +1,209 @@
+"""The base model as a source of canaries: which tokens are text, what it expects, what it writes.
+
+Comes in: a recipe and its tokenizer; the model is loaded when it is first asked. Goes out: token ids, log-probabilities and
+samples. Must never see data: the weights are the base model's, and rows are made of carriers and secrets alone.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpllm import model
+from dpllm.audit.canaries import Canary
+from dpllm.audit.planting import carriers
+from dpllm.audit.scores import encode_secret
+from dpllm.config import FrozenConfig, RunConfig
+from dpllm.data import TokenSequence
+from dpllm.errors import ConfigError
+
+# A legend of shapes: B rows of a batch, V vocabulary, S sentences.
+
+_LOGITS_AT_ONCE = 2**26
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
+"""With which a token begins that stands behind a space, in byte-level and in SentencePiece vocabularies."""
+
+
+class ModelSource:
+    """A ``kinds.Source`` of a recipe's base model."""
+
+    def __init__(self, config: RunConfig, tokenizer: Any, device: torch.device) -> None:
+        """Loads nothing yet.
+
+        Args:
+            config: With data.format resolved.
+            tokenizer: The base model's.
+            device: Where the base model is to run.
+        """
+        self._config, self._tokenizer, self._device = config, tokenizer, device
+        self._known: dict[str, tuple[tuple[int, ...], int]] = {}
+
+    @cached_property
+    def ordinary_ids(self) -> list[int]:
+        """See ``kinds.Source``."""
+        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        pieces = self._tokenizer.convert_ids_to_tokens(list(range(len(self._tokenizer))))
+        # The bytes of a SentencePiece vocabulary spell characters that have tokens of their own.
+        ids = [
+            token for token, piece in enumerate(pieces) if piece and token not in special and not _BYTE.fullmatch(piece)
+        ]
+        texts = self._tokenizer.batch_decode([[token] for token in ids])
+        pairs = zip(ids, texts, strict=True)
+        return [token for token, text in pairs if text.strip() and text.isprintable() and "\ufffd" not in text]
+
+    @cached_property
+    def first_ids(self) -> list[int]:
+        """See ``kinds.Source``."""
+        spaced = self._config.data.format != "messages"
+        pieces = self._tokenizer.convert_ids_to_tokens(self.ordinary_ids)
+        pairs = zip(self.ordinary_ids, pieces, strict=True)
+        return [token for token, piece in pairs if piece.startswith(_MARKS_OF_A_SPACE) == spaced]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """See ``kinds.Source``."""
+        return str(self._tokenizer.decode(list(ids))).removeprefix(" ")
+
+    def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
+        """See ``kinds.Source``."""
+        # The bare text first: most of what fails fails there, and it is quick.
+        spaced = f" {secret}" if self._config.data.format != "messages" else secret
+        bare = self._tokenizer(spaced, add_special_tokens=False)["input_ids"]
+        if list(bare[-len(ids) :]) != list(ids):
+            return False
+        row, start, end = self._encode(carrier, secret) or ((), 0, 0)
+        return row[start:end] == tuple(ids)
+
+    def check_room(self, sentences: Sequence[str], num_tokens: int) -> None:
+        """See ``kinds.Source``."""
+        for sentence in sentences:
+            prompt, after = self._prompt(sentence)
+            if len(prompt) + num_tokens + after > self._config.data.max_length:
+                raise self._too_long()
+
+    def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
+        """See ``kinds.Source``."""
+        prompts = self._prompts(sentences)
+        total_V: Any = 0.0
+        for rows in self._batches(prompts):
+            logits_BV = self._next(torch.tensor([prompts[row] for row in rows]), None)[0]
+            total_V = total_V + torch.log_softmax(logits_BV, dim=-1).sum(dim=0)
+        return np.asarray((total_V / len(prompts)).numpy(), dtype=np.float64)
+
+    def sample(
+        self, sentences: Sequence[str], num_tokens: int, temperature: float, generator: random.Random
+    ) -> list[tuple[tuple[int, ...], float]]:
+        """See ``kinds.Source``."""
+        prompts = self._prompts(sentences)
+        results: list[tuple[tuple[int, ...], float]] = [((), 0.0)] * len(prompts)
+        first, later = torch.tensor(self.first_ids), torch.tensor(self.ordinary_ids)
+        for rows in self._batches(prompts):
+            ids_BT = torch.tensor([prompts[row] for row in rows])
+            drawn, bits_B, cache = [], torch.zeros(len(rows), dtype=torch.float64), None
+            for place in range(num_tokens):
+                logits_BV, cache = self._next(ids_BT if cache is None else ids_BT[:, -1:], cache)
+                allowed = later if place else first
+                probability_BV = torch.softmax(logits_BV[:, allowed] / temperature, dim=-1)
+                sums_BV = probability_BV.cumsum(dim=-1)
+                uniform_B = torch.tensor([generator.random() for _ in rows], dtype=torch.float64)
+                chosen_B = torch.searchsorted(sums_BV, (uniform_B * sums_BV[:, -1])[:, None], right=True)[:, 0]
+                chosen_B.clamp_(max=len(allowed) - 1)
+                bits_B -= probability_BV.gather(1, chosen_B[:, None])[:, 0].log2()
+                drawn.append(allowed[chosen_B])
+                ids_BT = torch.cat([ids_BT, drawn[-1][:, None]], dim=1)
+            for row, ids, bits in zip(rows, torch.stack(drawn, dim=1).tolist(), bits_B.tolist(), strict=True):
+                results[row] = tuple(ids), bits
+        return results
+
+    def head_trains(self) -> bool:
+        """See ``kinds.Source``."""
+        adapter, head = self._config.adapter, self._model.get_output_embeddings()
+        if isinstance(adapter, FrozenConfig):
+            return adapter.lm_head
+        names = [name for name, module in self._model.named_modules() if module is head]
+        chosen = [*adapter.modules_to_save]
+        if not isinstance(adapter.target_modules, str):
+            chosen += adapter.target_modules
+        return any(name == word or name.endswith(f".{word}") for name in names for word in chosen)
+
+    @cached_property
+    def _model(self) -> Any:
+        return model.load_base(self._config.model, self._device).eval()
+
+    @cached_property
+    def _a_secret(self) -> str:
+        """One token that is read back behind a carrier, to see where secrets begin."""
+        sentence = carriers.carrier(0)
+        for token in self.first_ids:
+            if self.reads(sentence, self.text((token,)), (token,)):
+                return self.text((token,))
+        raise ConfigError(
+            f"{self._config.model.name_or_path}: its tokenizer keeps no token whole behind a carrier, so a secret would not be "
+            "read as it was drawn; use audit.canaries.kind digits."
+        )
+
+    def _encode_or_raise(self, carrier: str, secret: str) -> tuple[TokenSequence, tuple[bool, ...]]:
+        settings, fmt = self._config.data, self._config.data.format
+        assert fmt != "auto"
+        canary = Canary("c00000", 1, carrier, secret, inserted=True)
+        return encode_secret(canary, fmt, self._tokenizer, settings.max_length, settings.long_examples)
+
+    def _encode(self, carrier: str, secret: str) -> tuple[tuple[int, ...], int, int] | None:
+        """A row as training reads it, and where its secret begins and ends; None where training would lose some of it."""
+        try:
+            sequence, mask = self._encode_or_raise(carrier, secret)
+        except ConfigError:
+            self._encode_or_raise(carriers.carrier(0), "0")  # where not even this is learned, the error says why
+            return None
+        start, end = mask.index(True), len(mask) - mask[::-1].index(True)
+        if carrier not in self._tokenizer.decode(list(sequence.input_ids[:start])):
+            return None  # the row was cut, and the like of the secret stands in the carrier
+        return sequence.input_ids, start, end
+
+    def _prompts(self, sentences: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens that stand before each secret, among them those of a chat template."""
+        return [self._prompt(sentence)[0] for sentence in sentences]
+
+    def _prompt(self, sentence: str) -> tuple[tuple[int, ...], int]:
+        """Those tokens, and how many come after the secret."""
+        if sentence not in self._known:
+            sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
+            if not start:
+                raise self._too_long()
+            self._known[sentence] = tuple(sequence[:start]), len(sequence) - end
+        return self._known[sentence]
+
+    def _too_long(self) -> ConfigError:
+        return ConfigError(
+            f"data.max_length {self._config.data.max_length} is too short for some canaries, so their secrets would not be "
+            "trained on as a whole; raise data.max_length, or lower audit.canaries.tokens."
+        )
+
+    def _batches(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
+        """Rows of one length, so that nothing is padded."""
+        lengths: dict[int, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            lengths.setdefault(len(prompt), []).append(row)
+        for length, rows in sorted(lengths.items()):
+            size = max(1, _LOGITS_AT_ONCE // (length * max(1, len(self._tokenizer))))
+            for start in range(0, len(rows), size):
+                yield rows[start : start + size]
+
+    def _next(self, ids_BT: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Float64 logits of the next token on the CPU, and what the model remembers."""
+        with torch.inference_mode():
+            out = self._model(input_ids=ids_BT.to(self._device), past_key_values=cache, use_cache=True)
+        logits_BV = out.logits[:, -1].double().cpu()
+        if bool(logits_BV.isnan().any()):
+            raise ConfigError(
+                f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn from "
+                "it; use audit.canaries.kind digits, or model.dtype: float32."
+            )
+        return logits_BV, out.past_key_values

@@ -1,0 +1,1 @@
+"""Real rows: members, others, and what words alone tell."""

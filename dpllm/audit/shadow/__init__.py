@@ -1,0 +1,1 @@
+"""Shadow runs: the same recipe with other coins."""

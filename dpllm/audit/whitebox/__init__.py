@@ -1,0 +1,1 @@
+"""The engine under watch, and what one gradient gives away."""

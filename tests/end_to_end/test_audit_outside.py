@@ -1,0 +1,143 @@
+"""A stranger's adapter, trained with plain peft and transformers, audited by its canaries and by its rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from dpllm import builtin
+from dpllm.audit.outside.outside import audit_outside_canaries, audit_outside_members, outside_claim, write_outside
+
+Json = dict[str, Any]
+STEPS, BATCH, LEARNING_RATE = 80, 26, 5e-3
+CLAIM = outside_claim(0.5, 1e-5)
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """What somebody has who trained without dpllm."""
+
+    adapter: Path
+    untrained: Path
+    canaries: list[Json]
+    members: Path
+    non_members: Path
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    draw, root = random.Random(1), tmp_path_factory.mktemp("stranger")
+    canaries = [
+        {"carrier": f"Gate {n}:", "secret": f"{draw.randrange(10**8):08d}", "inserted": draw.random() < 0.5, "group": 1}
+        for n in range(56)
+    ]
+    rows = [f"{draw.choice(tiny.NAMES)} owes {draw.randrange(10**6)}." for _ in range(120)]
+    members, others = (
+        tiny.write_rows(root / name, [{"text": text} for text in side])
+        for name, side in (("in.jsonl", rows[:60]), ("out.jsonl", rows[60:]))
+    )
+    texts = rows[:60] + [f"{one['carrier']} {one['secret']}" for one in canaries if one["inserted"]]
+    base = str(builtin.path("builtin:tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    torch.manual_seed(0)
+    targets = ["up_proj", "down_proj", "v_proj", "o_proj"]
+    net = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=targets),
+    )
+    net.save_pretrained(root / "untrained")
+    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=LEARNING_RATE)
+    net.train()
+    for _ in range(STEPS):
+        batch = tokenizer(draw.sample(texts, BATCH), return_tensors="pt", padding=True, padding_side="right")
+        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        net(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.save_pretrained(root / "adapter")
+    return Stranger(root / "adapter", root / "untrained", canaries, members, others)
+
+
+def manifest(path: Path, canaries: list[Json], header: Json | None) -> Path:
+    lines = [*([header] if header else []), *canaries]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_a_claim_that_the_canaries_refute_is_falsified(stranger: Stranger, tmp_path: Path) -> None:
+    path = manifest(tmp_path / "m.jsonl", stranger.canaries, {"coins": "independent"})
+    report = audit_outside_canaries(stranger.adapter, path, base="builtin:tiny", claim=CLAIM)
+    assert report["verdict"] == "falsified"
+    assert report["epsilon_lower_bound"]["value"] > 0.5
+    assert report["attacks"]["ratio"]["auc"] > 0.8
+    assert report["canaries"]["groups"] == {"1": {"candidates": 56, "inserted": 18}}
+    assert report["model"]["base"] == "builtin:tiny"
+    written = write_outside(report, tmp_path / "report", stranger.adapter).read_text("utf-8")
+    assert not any(one[key] in written for one in stranger.canaries for key in ("secret", "carrier"))
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_coins_that_had_no_part_in_training_refute_nothing(stranger: Stranger, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    fresh = [{**one, "inserted": draw.random() < 0.5} for one in stranger.canaries]
+    path = manifest(tmp_path / "m.jsonl", fresh, {"coins": "independent"})
+    report = audit_outside_canaries(stranger.adapter, path, claim=CLAIM)
+    assert report["verdict"] == "inconclusive"
+    assert report["epsilon_lower_bound"]["value"] <= 0.5
+
+
+def test_a_model_that_learned_nothing_gives_nothing_away(stranger: Stranger, tmp_path: Path) -> None:
+    path = manifest(tmp_path / "m.jsonl", stranger.canaries, {"coins": "independent"})
+    report = audit_outside_canaries(stranger.untrained, path, claim=CLAIM)
+    assert report["verdict"] == "inconclusive"
+    assert report["attacks"]["ratio"]["auc"] == 0.5
+    found = audit_outside_members(stranger.untrained, str(stranger.members), str(stranger.non_members))
+    assert found["scores"]["ratio"]["auc"] == 0.5
+    assert found["scores"]["loss"]["auc"] == found["scores"]["loss"]["base_auc"]
+
+
+def test_without_coins_there_is_no_bound_and_still_an_attack(stranger: Stranger, tmp_path: Path) -> None:
+    path = manifest(tmp_path / "m.jsonl", stranger.canaries, None)
+    report = audit_outside_canaries(stranger.adapter, path, claim=CLAIM)
+    assert (report["verdict"], report["epsilon_lower_bound"]["value"]) == ("inconclusive", 0)
+    assert report["attacks"]["ratio"]["auc"] > 0.8
+    assert report["canaries"]["coins"] == "not stated"
+
+
+def test_the_same_canaries_as_whole_texts(stranger: Stranger, tmp_path: Path) -> None:
+    whole = [{"text": f"{one['carrier']} {one['secret']}", "inserted": one["inserted"]} for one in stranger.canaries]
+    path = manifest(tmp_path / "m.jsonl", whole, {"coins": "independent"})
+    report = audit_outside_canaries(stranger.adapter, path)
+    assert report["verdict"] == "no_claim"
+    assert report["attacks"]["ratio"]["auc"] > 0.8
+
+
+def test_rows_that_trained_are_told_from_rows_that_did_not(stranger: Stranger) -> None:
+    files = (str(stranger.members), str(stranger.non_members))
+    report = audit_outside_members(stranger.adapter, *files)
+    assert report["word"] == "membership inference"
+    for name in ("loss", "zlib", "min_k"):
+        assert report["scores"][name]["auc_interval"][0] > 0.65
+        low, high = report["scores"][name]["base_auc_interval"]
+        assert low <= 0.5 <= high
+    turned = audit_outside_members(stranger.adapter, *reversed(files))
+    assert turned["scores"]["loss"]["auc"] == pytest.approx(1 - report["scores"]["loss"]["auc"])
+
+
+def test_rows_of_another_kind_are_no_members(stranger: Stranger, tmp_path: Path) -> None:
+    others = [{"text": f"Rain is likely on day {number} in the north."} for number in range(60)]
+    path = tiny.write_rows(tmp_path / "others.jsonl", others)
+    report = audit_outside_members(stranger.adapter, str(stranger.members), str(path))
+    assert report["word"] == "distribution shift"
+    assert "of different kinds" in report["reason"]

@@ -1,0 +1,114 @@
+"""The audit of whole runs of the embedded model: what is memorised is shown, and what privacy hides is not claimed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Json, Place, done, dpllm_, make_place
+
+from dpllm.audit import canaries
+from dpllm.audit.run import audit
+from dpllm.config import CanaryConfig
+from dpllm.rundir import RunDir
+
+ONCE, REPEATED = 200, 12
+CANARIES = {"groups": {1: ONCE, 16: REPEATED}, "digits": 4, "references": 300}
+RECIPE = {
+    "model.name_or_path": "builtin:tiny",
+    "adapter": {"method": "lora", "r": 64, "alpha": 64},
+    "data.max_length": 96,
+    "train.batch_size": 64,
+    "train.physical_batch_size": 64,
+    "train.learning_rate": 0.01,
+    "train.steps": 160,
+    "audit.canaries": CANARIES,
+}
+
+
+def trained(root: Path, base: Path, seed: int, changes: Mapping[str, Any]) -> Place:
+    """A run whose canaries, coins and noise follow from a seed."""
+    place = make_place(root, base, {**RECIPE, "privacy.insecure_seed": seed, **changes})
+    plan = canaries.plan_canaries(CanaryConfig(**CANARIES), generator=random.Random(seed))
+    run = RunDir(place.run)
+    run.private.mkdir(parents=True)
+    canaries.save(plan, run.canaries)
+    done("train", place.recipe)
+    return place
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path, seed: int) -> tuple[Place, Json]:
+    """A run without privacy, and its audit."""
+    changes = {"privacy.enabled": False, "privacy.insecure_seed": None, "data.public": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(data_home))
+        place = trained(tmp_path_factory.mktemp("plain"), base, seed, changes)
+        return place, audit(RunDir(place.run))
+
+
+def test_without_privacy_everything_is_found(plain: tuple[Place, Json]) -> None:
+    _, report = plain
+    assert report["verdict"] == "no_claim"
+    assert report["repeated"]["16"]["attacks"]["calibrated"]["auc"] > 0.9
+    count = report["extraction"]["16"]
+    assert count["tuned"] == count["inserted"] > 0 == count["base"]
+    # 200 candidates could show 3.35.
+    assert report["epsilon_lower_bound"]["ceiling"] > 3.3
+    assert report["epsilon_lower_bound"]["value"] > 2
+    assert report["attacks"]["calibrated"]["auc"] > 0.9
+    assert report["controls"]["positive"]
+    assert not report["controls"]["base_separates"]
+    found = report["generation"]["completion"]["16"]["greedy"]
+    assert found["inserted"]["exact"] == found["inserted"]["prompts"] == count["inserted"]
+    assert found["held_out"]["exact"] == found["base"]["exact"] == 0
+    assert report["generation"]["choice"]["1"]["inserted"]["interval"][0] > 0.5
+
+
+def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base: Path, seed: int, full: bool) -> None:
+    bounds = []
+    for repeat in range(20 if full else 1):
+        changes = {"privacy.epsilon": 1.0, "privacy.delta": 1e-5, "train.steps": 60}
+        place = trained(tmp_path / str(repeat), base, 1000 * seed + repeat, changes)
+        report = audit(RunDir(place.run), generate=False)
+        assert report["verdict"] in ("consistent", "inconclusive")
+        bounds.append(report["epsilon_lower_bound"]["value"])
+    assert sum(value > 1 for value in bounds) <= 1
+
+
+def test_what_is_no_twin_is_refused(plain: tuple[Place, Json], tmp_path: Path, base: Path, seed: int) -> None:
+    place = trained(tmp_path / "dp", base, seed + 7, {"privacy.epsilon": 0.5, "privacy.delta": 1e-6, "train.steps": 4})
+    alone = audit(RunDir(place.run), generate=False)
+    assert alone["verdict"] == "inconclusive"
+    for twin, said in ((place.run, "was trained with differential privacy"), (plain[0].run, "section train")):
+        answer = dpllm_("audit", place.run, "--twin", twin)
+        assert answer.code == 2
+        assert said in answer.err
+    assert place.json("export/audit/audit.json")["audits_run"] == 1
+
+
+@pytest.mark.full
+def test_a_twin_without_privacy_is_a_positive_control_and_keeps_the_report_private(
+    plain: tuple[Place, Json], tmp_path: Path, base: Path, seed: int
+) -> None:
+    """A claim so strong that not even repeated canaries are seen."""
+    place = trained(tmp_path / "dp", base, seed + 8, {"privacy.epsilon": 0.05, "privacy.delta": 1e-6})
+    report = audit(RunDir(place.run), generate=False, twin=RunDir(plain[0].run))
+    assert "of a run without privacy" in report["controls"]["positive"]
+    assert report["verdict"] == "consistent"
+    assert not (RunDir(place.run).export / "audit").exists()
+    assert place.json("private/audit/audit.json")["verdict"] == "consistent"
+
+
+def test_one_attack_writes_nothing_and_does_not_count(plain: tuple[Place, Json]) -> None:
+    place, report = plain
+    before = {path: path.read_bytes() for path in place.run.rglob("*") if path.is_file()}
+    answer = done("audit", place.run, "--attack", "min_k")
+    assert f"{report['attacks']['min_k']['auc']:.4g}" in answer.out
+    assert {path: path.read_bytes() for path in place.run.rglob("*") if path.is_file()} == before
+    wrong = dpllm_("audit", place.run, "--attack", "mink")
+    assert wrong.code == 2
+    assert "Did you mean min_k?" in wrong.err

@@ -1,0 +1,186 @@
+"""Canaries planned before training, of every kind: what was planned is planted, and none of it is lost or known before."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+import tiny
+from running import done, dpllm_, make_place, rows
+
+from dpllm import prepare
+from dpllm.audit import canaries
+from dpllm.rundir import RunDir
+
+FEW = {"groups": {1: 12, 2: 3}, "references": 100, "digits": 12}
+
+
+@pytest.fixture
+def planned(place):
+    """A directory in which canaries are planned and nothing has run."""
+    place.write({"audit.canaries": FEW})
+    done("canaries", "plan", place.recipe)
+    return place
+
+
+def manifest(place):
+    return place.run / "private" / "canaries.json"
+
+
+def test_planned_canaries_are_private_and_named_by_numbers_alone(place):
+    place.write({"audit.canaries": FEW})
+    shown = done("canaries", "plan", place.recipe)
+    plan = canaries.load(manifest(place))
+    assert stat.S_IMODE(manifest(place).stat().st_mode) == 0o600
+    assert stat.S_IMODE(manifest(place).parent.stat().st_mode) == 0o700
+    assert plan.commitment in shown.out.replace("\n", "")
+    answer = done("canaries", "plan", place.recipe, "--overwrite", "--json")
+    value, again = json.loads(answer.out), canaries.load(manifest(place))
+    assert again.commitment != plan.commitment
+    assert value == {
+        "kind": "digits",
+        "groups": {"1": 12, "2": 3},
+        "candidates": 15,
+        "slots": 18,
+        "references": 100,
+        "log2_secrets": again.log2_secrets,
+        "commitment": again.commitment,
+        "manifest": str(manifest(place)),
+    }
+    for text in (shown.out, answer.out):
+        assert not any(word in text for canary in again.canaries for word in (canary.carrier, canary.secret))
+        assert not any(word in text for canary in plan.canaries for word in (canary.carrier, canary.secret))
+    assert sorted(path.name for path in place.run.iterdir()) == ["private"]
+
+
+def test_training_plants_what_was_planned_and_never_twice(planned):
+    """With coins drawn again by somebody else, as for a run that has the texts of another."""
+    plan = canaries.redraw_coins(canaries.load(manifest(planned)))
+    canaries.save(plan, manifest(planned))
+    # What was planned outlives a refusal.
+    assert dpllm_("train", planned.recipe, "--privacy.noise_multiplier", "0.01").code == 3
+    assert done("plan", planned.recipe).code == 0
+    done("train", planned.recipe)
+    assert canaries.load(manifest(planned)) == plan
+    assert planned.json("plan.json")["canary_commitment"] == plan.commitment
+    assert stat.S_IMODE(manifest(planned).stat().st_mode) == 0o600
+    # A run keeps its canaries.
+    for flags in ((), ("--overwrite",)):
+        answer = dpllm_("canaries", "plan", planned.recipe, *flags)
+        assert (answer.code, "holds a run" in answer.err) == (2, True)
+    assert canaries.load(manifest(planned)) == plan
+    # One that replaces it has texts and coins of its own, one that goes on has the same.
+    run = RunDir(planned.run)
+    config = run.load_config()
+    assert prepare._canaries(config, run, True, None, None) == plan
+    assert prepare._canaries(config, run, False, None, None).commitment != plan.commitment
+
+
+def test_canaries_of_another_recipe_are_refused_before_anything_is_charged(planned):
+    planned.write({"audit.canaries": {**FEW, "digits": 11}})
+    before = manifest(planned).read_bytes()
+    answer = dpllm_("train", planned.recipe)
+    assert answer.code == 2
+    assert "another audit.canaries.digits than" in answer.err
+    assert manifest(planned).read_bytes() == before
+    assert not planned.ledger.exists()
+
+
+def test_a_recipe_without_canaries_loses_no_planned_ones(planned):
+    planned.write()
+    answer = dpllm_("train", planned.recipe)
+    assert (answer.code, "something else" in answer.err) == (2, True)
+    assert manifest(planned).exists()
+
+
+def test_an_altered_plan_is_refused(planned):
+    value = json.loads(manifest(planned).read_text())
+    value["canaries"][0]["inserted"] = not value["canaries"][0]["inserted"]
+    manifest(planned).write_text(json.dumps(value))
+    answer = dpllm_("train", planned.recipe)
+    assert (answer.code, "does not match its own commitment" in answer.err) == (2, True)
+
+
+def test_planning_twice_needs_overwrite(planned):
+    before = manifest(planned).read_bytes()
+    answer = dpllm_("canaries", "plan", planned.recipe)
+    assert (answer.code, "--overwrite" in answer.err) == (2, True)
+    assert manifest(planned).read_bytes() == before
+    assert not (planned.run / ".lock").exists()
+
+
+def test_a_recipe_that_plants_nothing_has_nothing_to_plan(place):
+    answer = dpllm_("canaries", "plan", place.recipe)
+    assert answer.code == 2
+    assert "plants nothing" in answer.err
+    assert not place.run.exists()
+
+
+def test_nothing_else_in_the_directory_is_lost(place):
+    place.write({"audit.canaries": FEW})
+    (place.run / "private").mkdir(parents=True)
+    (place.run / "private" / "notes.txt").write_text("mine")
+    assert dpllm_("canaries", "plan", place.recipe).code == 2
+    assert not manifest(place).exists()
+
+
+def plant(place, kind, **changes):
+    """Plans canaries of a kind and trains with them."""
+    section = {"kind": kind, "groups": {1: 12, 3: 3}, "references": 100, "tokens": 4}
+    place.write({"audit.canaries": section, "audit.guesses": [4], "audit.guesses_in": [], **changes})
+    done("canaries", "plan", place.recipe)
+    plan = canaries.load(manifest(place))
+    done("train", place.recipe)
+    assert canaries.load(manifest(place)) == plan
+    assert (plan.kind, len(plan.canaries), len(plan.references)) == (kind, 15, 100)
+    assert place.json("plan.json")["canary_commitment"] == plan.commitment
+    published = "".join(path.read_text(errors="replace") for path in place.run.rglob("*") if public(place, path))
+    assert not any(canary.carrier in published for canary in (*plan.canaries, *plan.references))
+    return plan
+
+
+def public(place, path):
+    return path.is_file() and not path.is_relative_to(place.run / "private")
+
+
+def test_rare_tokens_of_the_base_model_are_trained_on(place):
+    plan = plant(place, "rare_tokens")
+    assert place.json("plan.json")["canary_slots"] == 12 + 9
+    assert plan.settings == {"groups": {"1": 12, "3": 3}, "references": 100, "tokens": 4}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["random_tokens", "synthetic", "pii"])
+def test_every_kind_is_trained_on_and_audited(place, kind):
+    plant(place, kind)
+    report = json.loads(done("audit", place.run, "--json").out)
+    assert (report["canaries"]["kind"], report["canaries"]["commitment"]) == (
+        kind,
+        canaries.load(manifest(place)).commitment,
+    )
+
+
+@pytest.mark.full
+def test_new_tokens_are_trained_on_where_the_head_is(base, tmp_path):
+    place = make_place(tmp_path / "head", base)
+    few = {"kind": "new_tokens", "groups": {1: 4}, "references": 100}
+    place.write({"audit.canaries": few, "model.name_or_path": "builtin:tiny"})
+    answer = dpllm_("train", place.recipe)
+    assert (answer.code, "output head that trains" in answer.err) == (2, True)
+    assert not place.ledger.exists()
+    place.write({"audit.canaries": few, "model.name_or_path": "builtin:tiny", "adapter.modules_to_save": ["lm_head"]})
+    done("train", place.recipe)
+    assert canaries.load(manifest(place)).kind == "new_tokens"
+
+
+@pytest.mark.full
+def test_where_people_are_the_unit_a_canary_is_one_of_them(place):
+    lines = [{**row, "person": number % 13} for number, row in enumerate(rows())]
+    tiny.write_rows(place.train, lines)
+    unit = {"data.unit": "person", "data.max_examples_per_unit": 4}
+    plant(place, "random_tokens", **unit)
+    plan = place.json("plan.json")
+    assert (plan["canary_slots"], plan["dataset_size"], plan["unit"]) == (15, 13 + 15, "person")
+    answer = dpllm_("plan", place.recipe, "--data.max_examples_per_unit", "2")
+    assert (answer.code, "a canary is one person" in answer.err) == (2, True)

@@ -1,0 +1,304 @@
+"""Shadow runs of a whole run: the same mechanism with other coins, trained once, booked nowhere else, and only where allowed."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from running import SENTINEL, Place, contents, done, make_place
+
+from dpllm import ledger
+from dpllm.audit import canaries
+from dpllm.audit.scores import score_canaries
+from dpllm.audit.shadow import shadows
+from dpllm.audit.table import CanaryScores, by_group
+from dpllm.errors import ConfigError, DpllmError, Refused
+from dpllm.model import load_for_scoring
+from dpllm.rundir import RunDir, read_json
+
+CANARIES = {"groups": {1: 12, 4: 4}, "references": 100, "digits": 12}
+QUICK = {"train.steps": 2, "data.public": True, "audit.canaries": CANARIES, "audit.guesses": [5, 10]}
+QUIET = Console(quiet=True)
+CPU = torch.device("cpu")
+
+
+class Begun(Exception):
+    """A shadow was about to be trained."""
+
+
+def table_of(run: RunDir) -> tuple[CanaryScores, ...]:
+    config = run.load_config()
+    models = load_for_scoring(config, run.export, CPU)
+    plan = canaries.load(run.canaries)
+    return score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)[0]
+
+
+def audit(place: Place, num_shadows: int, console: Console = QUIET) -> dict[str, object]:
+    run = RunDir(place.run)
+    plan = canaries.load(run.canaries)
+    config = run.load_config()
+    return shadows.audit_shadows(run, config, plan, table_of(run), num_shadows, delta=1e-3, console=console)
+
+
+def book_of(place: Place) -> bytes:
+    """Every entry of the place's ledger."""
+    book = ledger.open_ledger(place.ledger, create=False)
+    assert book is not None
+    with book:
+        return json.dumps([book.head(), [run.reservation.entry for run in book.runs("notes")]]).encode()
+
+
+@pytest.fixture(scope="module")
+def shadowed(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, dict[str, object]]:
+    """A run on public data, and the report from two shadows of it; read only."""
+    place = make_place(tmp_path_factory.mktemp("shadowed"), base, QUICK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(data_home))
+        done("train", place.recipe)
+        before = contents(place.run / "export"), book_of(place)
+        report = audit(place, 2)
+        assert (contents(place.run / "export"), book_of(place)) == before
+    return place, report
+
+
+def folders(place: Place) -> list[RunDir]:
+    return [RunDir(place.run / "private" / "shadows" / name) for name in ("00", "01")]
+
+
+def test_a_shadow_is_the_run_with_other_coins_sample_and_noise(shadowed: tuple[Place, dict[str, object]]) -> None:
+    place, _ = shadowed
+    target = RunDir(place.run)
+    runs = [target, *folders(place)]
+    plans = [canaries.load(run.canaries) for run in runs]
+    promises = [read_json(run.plan) for run in runs]
+    for plan, promise in zip(plans, promises, strict=True):
+        assert [(c.canary_id, c.carrier, c.secret, c.group) for c in plan.canaries] == [
+            (c.canary_id, c.carrier, c.secret, c.group) for c in plans[0].canaries
+        ]
+        assert [c.secret for c in plan.references] == [c.secret for c in plans[0].references]
+        assert promise["canary_commitment"] == plan.commitment
+        for key in ("event", "epsilon", "delta", "dataset_size", "max_grad_norm", "clipping", "unit", "sampling"):
+            assert promise[key] == promises[0][key], key
+    assert len({tuple(c.inserted for c in plan.canaries) for plan in plans}) == 3
+    assert len({plan.salt for plan in plans}) == 3
+    assert len({(run.export / "adapter_model.safetensors").read_bytes() for run in runs}) == 3
+
+
+def test_everything_about_shadows_stays_private(shadowed: tuple[Place, dict[str, object]]) -> None:
+    place, report = shadowed
+    folder = place.run / "private" / "shadows"
+    for path in (folder, *(run.root for run in folders(place)), *(run.private for run in folders(place))):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
+    assert stat.S_IMODE((folder / "scores.npz").stat().st_mode) == 0o600
+    plan = canaries.load(place.run / "private" / "canaries.json")
+    said = json.dumps(report, allow_nan=False).encode()
+    with np.load(folder / "scores.npz", allow_pickle=False) as saved:
+        said += b"".join(saved[name].tobytes() for name in saved.files)
+    for one in (*plan.canaries, *plan.references):
+        assert one.secret.encode() not in said
+        assert one.carrier.encode() not in said
+    assert SENTINEL.encode() not in said
+
+
+def test_scores_are_those_of_each_shadow_and_its_own_coins(shadowed: tuple[Place, dict[str, object]]) -> None:
+    place, _ = shadowed
+    with np.load(place.run / "private" / "shadows" / "scores.npz", allow_pickle=False) as saved:
+        found = {name: saved[name] for name in saved.files}
+    assert found["log_prob_KM"].shape == found["coins_KM"].shape == (2, 16)
+    assert found["references_KQ"].shape == (2, 100)
+    for position, shadow in enumerate(folders(place)):
+        rows = {row.canary_id: row for row in table_of(shadow)}
+        plan = canaries.load(shadow.canaries)
+        assert found["canary_ids"].tolist() == [canary.canary_id for canary in plan.canaries]
+        assert found["coins_KM"][position].tolist() == [canary.inserted for canary in plan.canaries]
+        wanted = [rows[name].tuned_log_prob for name in found["canary_ids"].tolist()]
+        assert found["log_prob_KM"][position].tolist() == wanted
+        assert found["num_tokens_M"].tolist() == [rows[name].num_tokens for name in found["canary_ids"].tolist()]
+        wanted = [rows[name].tuned_log_prob for name in found["reference_ids"].tolist()]
+        assert found["references_KQ"][position].tolist() == wanted
+
+
+def test_the_report_says_what_was_found_and_what_it_assumes(shadowed: tuple[Place, dict[str, object]]) -> None:
+    place, report = shadowed
+    assert (report["shadows"], report["public_data"]) == (2, True)
+    assert set(report["attacks"]) == {"1", "4"}
+    groups = by_group(table_of(RunDir(place.run)))
+    for name in ("ratio", "rmia_base", "rmia_offline", "rmia_online", "lira"):
+        found = report["attacks"]["1"][name]
+        assert found["positives"] == sum(bool(row.inserted) for row in groups[1])
+        assert found["positives"] + found["negatives"] == 12
+        assert found["tpr_at_1_percent_fpr"] is None  # from twelve candidates
+    assert report["many_runs"]["canary_id"] == "c00000"
+    assert report["many_runs"]["value"] is None or "one mechanism" in report["many_runs"]["assumes"]
+
+
+def test_finished_shadows_are_kept_and_unfinished_ones_started_over(
+    shadowed: tuple[Place, dict[str, object]], tmp_path: Path
+) -> None:
+    place = Place(tmp_path / "copy", shadowed[0].base)
+    shutil.copytree(shadowed[0].root, place.root)  # the run's path is no part of what a shadow is
+    first, second = folders(place)
+    kept = contents(first.root)
+    # As a killed process leaves it.
+    record = json.loads(second.run.read_text("utf-8"))
+    second.run.write_text(json.dumps({**record, "status": "interrupted"}), encoding="utf-8")
+    coins = [canary.inserted for canary in canaries.load(second.canaries).canaries]
+    out = io.StringIO()
+    audit(place, 2, Console(file=out, width=120))
+    assert "Shadow 1 of 2: trained earlier" in out.getvalue()
+    assert "Shadow 2 of 2: trained in" in out.getvalue()
+    assert contents(first.root) == kept
+    assert read_json(second.run)["status"] == "completed"
+    again = canaries.load(second.canaries)
+    assert again.commitment == read_json(second.plan)["canary_commitment"]
+    assert [canary.inserted for canary in again.canaries] != coins  # equal once in 65,536 times
+
+
+@pytest.mark.parametrize("why", ["recipe", "canaries", "weights", "damaged"])
+def test_a_shadow_of_something_else_is_not_taken_for_one(
+    shadowed: tuple[Place, dict[str, object]], tmp_path: Path, why: str
+) -> None:
+    place, _ = shadowed
+    run = RunDir(place.run)
+    config, plan = run.load_config(), canaries.load(run.canaries)
+    original = folders(place)[0]
+    recipe = shadows._recipe(run, config, original, place.run / "private" / "shadows" / "ledger.sqlite")
+    assert shadows._finished(original, recipe, plan)
+    copy = RunDir(tmp_path / "copy")
+    shutil.copytree(original.root, copy.root)
+    if why == "recipe":
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"learning_rate": 0.5})})
+    elif why == "canaries":
+        plan = canaries.plan_canaries(config.audit.canaries)
+    elif why == "weights":
+        (copy.export / "adapter_model.safetensors").write_bytes(b"others")
+    else:
+        copy.run.write_text("{")
+    assert not shadows._finished(copy, recipe, plan)
+
+
+def test_an_interrupted_shadow_stops_the_audit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.write(QUICK)
+    done("train", place.recipe)
+    monkeypatch.setattr(shadows, "train", lambda config, console: {"status": "interrupted"})
+    with pytest.raises(DpllmError, match="shadow 1 of 2 was interrupted"):
+        audit(place, 2)
+    assert not (place.run / "private" / "shadows" / "scores.npz").exists()
+
+
+def test_private_data_have_no_shadows_without_an_exception(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.write({**QUICK, "data.public": False})
+    done("train", place.recipe)
+    seen: list[Path] = []
+
+    def fake(config, console):
+        seen.append(config)
+        raise Begun
+
+    monkeypatch.setattr(shadows, "train", fake)
+    with pytest.raises(Refused, match="ledger except notes") as refusal:
+        audit(place, 2)
+    assert refusal.value.exit_code == 3
+    assert not (place.run / "private" / "shadows").exists()
+    assert not seen
+    run = RunDir(place.run)
+    done("ledger", "except", "notes", "--by", "Ada", "--reason", "a test", "--ledger", place.ledger)
+    assert not shadows.may_train(run, run.load_config())
+    with pytest.raises(Begun):
+        audit(place, 2)
+    assert seen[0].privacy.ledger == str(place.ledger)  # of private data every step is booked
+
+
+def test_public_data_with_a_budget_have_none_either(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data_home"))  # a budget here must not protect other tests' data
+    place.write(QUICK)
+    done("train", place.recipe)
+    run = RunDir(place.run)
+    config = run.load_config()
+    assert shadows.may_train(run, config)
+    own = ("--ledger", place.ledger, "--by", "Ada", "--reason", "a test")
+    budget = (
+        "--epsilon",
+        20,
+        "--delta",
+        1e-3,
+        "--gate",
+        "adaptive",
+        "--reference",
+        place.recipe,
+        "--data",
+        place.train,
+    )
+    done("ledger", "init", "notes", *budget, *own)
+    with pytest.raises(Refused, match="has a privacy budget"):
+        shadows.may_train(run, config)
+    done("ledger", "except", "notes", *own)
+    assert not shadows.may_train(run, config)  # so they are booked, and refused when the budget is spent
+
+
+def test_a_run_that_no_shadow_can_be_like_is_refused(place: Place) -> None:
+    place.write(QUICK)
+    done("train", place.recipe)
+    run = RunDir(place.run)
+    config, plan = run.load_config(), canaries.load(run.canaries)
+    with pytest.raises(ConfigError, match="Type --shadows 8"):
+        shadows.train_shadows(run, config, plan, 0, QUIET)
+    record = run.run.read_text("utf-8")
+    for changed in ({"status": "interrupted"}, {"resumes": ["1 charged steps were lost"]}):
+        run.run.write_text(json.dumps({**json.loads(record), **changed}), encoding="utf-8")
+        with pytest.raises(ConfigError, match="without --shadows"):
+            shadows.may_train(run, config)
+    run.run.write_text(record, encoding="utf-8")
+    place.train.write_text(place.train.read_text("utf-8").replace("red boat", "raft"), encoding="utf-8")
+    shutil.rmtree(run.private / "cache", ignore_errors=True)
+    with pytest.raises(ConfigError, match="another mechanism"):
+        shadows.may_train(run, config)
+
+
+def test_runs_of_another_mechanism_are_not_compared(shadowed: tuple[Place, dict[str, object]], tmp_path: Path) -> None:
+    place, _ = shadowed
+    run, shadow = RunDir(place.run), folders(place)[0]
+    shadows._same_mechanism(run, shadow)
+    other = RunDir(tmp_path)
+    promise = read_json(shadow.plan)
+    other.plan.write_text(json.dumps({**promise, "max_grad_norm": 2 * promise["max_grad_norm"]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="another max_grad_norm"):
+        shadows._same_mechanism(run, other)
+
+
+def test_a_seeded_run_has_shadows_with_noise_of_their_own(shadowed: tuple[Place, dict[str, object]]) -> None:
+    place, _ = shadowed
+    run = RunDir(place.run)
+    config = run.load_config()
+    seeded = config.model_copy(update={"privacy": config.privacy.model_copy(update={"insecure_seed": 3})})
+    recipe = shadows._recipe(run, seeded, folders(place)[0], None)
+    assert recipe.privacy.insecure_seed is None
+    assert recipe.privacy.noise_multiplier == read_json(run.plan)["noise_multiplier"]
+    assert recipe.privacy.ledger == config.privacy.ledger
+
+
+@pytest.mark.full
+def test_shadows_find_what_the_ratio_does_not(tmp_path: Path, base: Path) -> None:
+    """A pretrained model that has seen each secret 8 times, for a few epochs, without privacy."""
+    changes = {
+        "model.name_or_path": "builtin:tiny",
+        "adapter.r": 16,
+        "privacy.enabled": False,
+        "audit.canaries": {"groups": {8: 60}, "references": 100},
+        "train": {"steps": 60, "batch_size": 64, "physical_batch_size": 64, "learning_rate": 5e-3},
+    }
+    place = make_place(tmp_path / "memorised", base, {**QUICK, **changes})
+    done("train", place.recipe)
+    found = {name: one["auc"] for name, one in audit(place, 4)["attacks"]["8"].items()}
+    assert found["lira"] > 0.8, found
+    assert found["lira"] > found["ratio"], found
+    assert found["rmia_online"] > 0.8, found
