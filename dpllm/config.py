@@ -388,6 +388,8 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise ConfigError(
             f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml."
         ) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory, and a recipe is a YAML file. Type the file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a recipe ({type(error).__name__}).") from None
     except yaml.YAMLError as error:

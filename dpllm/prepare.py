@@ -34,7 +34,7 @@ from dpllm.privacy.noise import key_bits, os_entropy
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.resume import Standing, check_promise, make_up, same_recipe, stand
-from dpllm.rundir import RunDir, write_json
+from dpllm.rundir import RunDir, read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -281,12 +281,18 @@ def _over_budget(plan: Plan, book: ledger.Ledger, custody: protect.Custody) -> B
 def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
     """Those of the run that goes on, those that ``dpllm canaries plan`` left for a run that has not begun, or new ones.
 
-    An earlier run's are never taken: what it published tells their coins.
+    Those of an earlier run in the same directory are never taken: what it published tells their coins.
     """
     settings = config.audit.canaries
     assert settings is not None
     if resume:
-        return canaries.load(run.canaries)
+        plan = canaries.load(run.canaries)
+        if run.plan.exists() and read_json(run.plan).get("canary_commitment") != plan.commitment:
+            raise ConfigError(
+                f"{run.canaries}: these are not the canaries that the run began with, so no audit could count on them. Restore "
+                "the file, or train again."
+            )
+        return plan
     if run.canaries.exists() and not run.config.exists():
         return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries)
     # Its base model, which some kinds load, is gone before the one that trains is built.

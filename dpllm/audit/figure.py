@@ -37,7 +37,7 @@ def draw(table: Sequence[CanaryScores], report: Mapping[str, Any], folder: Path)
     groups = by_group(table)
     references = groups.pop(0)
     pictures: tuple[tuple[str, tuple[float, float], Callable[[Figure], None]], ...] = (
-        ("roc.png", (6.0, 5.0), lambda figure: _roc(figure, groups, references, report)),
+        ("roc.png", (6.0, 5.6), lambda figure: _roc(figure, groups, references, report)),
         ("exposure.png", (3.0 * max(1, len(groups)) + 1.0, 4.2), lambda f: _exposure(f, groups, references)),
         ("bound.png", (7.0, 3.2), lambda figure: _bound(figure, report)),
         ("extraction.png", (6.0, 4.2), lambda figure: _extraction(figure, report)),
@@ -63,8 +63,11 @@ def _roc(
     rates = np.geomspace(least, 1, 300)
     axes.plot(rates, rates, color=_GREY, linewidth=1, linestyle=":", label="guessing")
     if claim:
-        grow, shrink, delta = math.exp(min(claim["epsilon"], 700.0)), math.exp(-claim["epsilon"]), claim["delta"]
-        limit = np.minimum(np.minimum(grow * rates + delta, 1 - shrink * (1 - delta - rates)), 1)
+        limit = np.ones_like(rates)
+        for delta, epsilon in ((claim["delta"], claim["epsilon"]), *report["curve"]):
+            if epsilon is not None:
+                grow, shrink = math.exp(min(epsilon, 700.0)), math.exp(-epsilon)
+                limit = np.minimum(limit, np.minimum(grow * rates + delta, 1 - shrink * (1 - delta - rates)))
         axes.plot(rates, limit, color="black", linewidth=1.6, label="most that the claim allows, once-planted")
         axes.fill_between(rates, limit, 1, color="black", alpha=0.07, linewidth=0)
     lowest = least
@@ -89,11 +92,11 @@ def _roc(
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(least, 1)
-    axes.set_ylim(lowest / 1.5, 1.15)
-    axes.set_xlabel(f"false positive rate ({len(negative_N):,} never planted)")
+    axes.set_ylim(lowest / 1.5, 1.5)
+    axes.set_xlabel(f"false positive rate (all {len(negative_N):,} that were never planted)")
     axes.set_ylabel("true positive rate")
     axes.set_title("Telling planted canaries from the others", fontsize=11)
-    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False)
 
 
 def _exposure(figure: Figure, groups: Mapping[int, Sequence[CanaryScores]], references: Sequence[CanaryScores]) -> None:
@@ -112,8 +115,10 @@ def _exposure(figure: Figure, groups: Mapping[int, Sequence[CanaryScores]], refe
         axes.set_title(f"{_times(group)} ({len(inside)})", fontsize=10)
         axes.set_xlabel("exposure (bits)")
         axes.set_xlim(0, top * 1.02)
+        if len(bits):
+            axes.axvline(bits.mean(), color=_GREY, linestyle="--", linewidth=1.2, label=f"mean {bits.mean():.2f}")
+        axes.legend(loc="upper right", fontsize=8, frameon=False)
     panels[0].set_ylabel("share of canaries (%)")
-    panels[-1].legend(loc="upper right", fontsize=8, frameon=False)
     figure.suptitle(f"Rank of planted secrets among {len(references):,} references", fontsize=11)
 
 
@@ -170,7 +175,7 @@ def _extraction(figure: Figure, report: Mapping[str, Any]) -> None:
             markersize=5,
             label=name,
         )
-    axes.set_xticks(places, [f"{group}x\n({count['inserted']} planted)" for group, count in counts.items()])
+    axes.set_xticks(places, [f"{_times(int(group))}\n({count['inserted']})" for group, count in counts.items()])
     axes.set_xlim(-0.5, len(counts) - 0.5)
     axes.set_ylim(-3, 105)
     axes.set_ylabel("secrets completed word for word (%)")

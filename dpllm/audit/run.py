@@ -2,12 +2,16 @@
 
 Comes in: a run directory. Goes out: audit.json, scores.csv, tokens.parquet and four pictures. A run with differential
 privacy publishes them: they are computed from its output, from texts drawn before it saw any data, and from their coins. A
-run without keeps them private. No canary's text leaves private/.
+run without keeps them private. No canary's text is written outside private/; who knows the generator and the base model can
+search for the texts that give the published numbers.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +30,7 @@ from dpllm.audit.verdict import CONTROL_LEVEL, Claim
 from dpllm.config import RunConfig
 from dpllm.data import Format, load_table
 from dpllm.errors import ConfigError
-from dpllm.rundir import RunDir, read_json, write_json
+from dpllm.rundir import RunDir, digest, read_json, write_json
 
 if TYPE_CHECKING:
     from dpllm.model import ScoringModels
@@ -46,9 +50,9 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
     Args:
         run: A run that planted canaries and exported its weights.
         twin: An audited run of the same recipe without privacy, where the attack has to succeed: a positive control. Unless
-            the data are public the report then stays in private/, because it tells something of that run.
-        shadows: How many shadow runs to train and to compare with, see ``shadows.audit_shadows``; on private data the
-            report then stays in private/ too.
+            both are of the same public data the report then stays in private/, because it tells something of that run.
+        shadows: How many shadow runs to train and to compare with, see ``shadows.audit_shadows``; where an exception allowed
+            them the report stays in private/ too.
         generate: Let the models complete, sample and choose as well; else only what one pass of scoring shows.
 
     Returns:
@@ -62,7 +66,7 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
     from dpllm.audit.shadow.shadows import audit_shadows, may_train  # which train
 
     config, plan, claim = _subject(run)
-    seen = _twin(config, twin) if twin else None
+    seen, publish = _twin(config, twin) if twin else (None, True)
     if shadows:
         may_train(run, config)
     report, table, tokens = _examine(run, config, plan, claim, twin=seen, generate=generate)
@@ -70,15 +74,25 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
         delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
         found = audit_shadows(run, config, plan, table, shadows, delta=delta, console=Console(stderr=True))
         report["shadows"] = found
+        publish = publish and found["public_data"]
     report["audits_run"] = _count(run)
-    of_other_runs = twin is not None or shadows > 0
-    folder = run.audit_dir(config.privacy.enabled and (config.data.public or not of_other_runs))
+    report["published"] = config.privacy.enabled and publish
+    folder = run.audit_dir(report["published"])
+    _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
     write_table(table, folder / "scores.csv")
     write_tokens(tokens, folder / "tokens.parquet")
     figure.draw(table, report, folder)
     write_json(folder / "audit.json", report)
     return report
+
+
+def _keep(report: dict[str, Any], path: Path) -> None:
+    """Parts of the audit before that this one left out: they follow from the same weights and canaries."""
+    before = read_json(path) if path.exists() else {}
+    if (before.get("weights"), before.get("canaries")) == (report["weights"], report["canaries"]):
+        for part in ("generation", "shadows"):
+            report[part] = report.get(part) or before.get(part)
 
 
 def attack(run: RunDir, name: str) -> dict[str, Any]:
@@ -118,12 +132,9 @@ def load_models(run: RunDir, config: RunConfig) -> ScoringModels:
     """The weights of a run beside its base.
 
     Raises:
-        ConfigError: The run exported none.
+        ConfigError: The run exported none, or others lie there.
     """
-    if not checkpoint.weight_hashes(run.export):
-        raise ConfigError(
-            f"{run.export}: holds no weights to audit; the run did not finish. Train again, or resume it."
-        )
+    _check_weights(run, read_json(run.run))
     return model.load_for_scoring(config, run.export, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -149,6 +160,7 @@ def _examine(
         ),
         "generation": generate_attacks(models, plan, *encoding) if generate else None,
         "canaries": _describe(plan),
+        "settings": config.audit.fixed(),
         "weights": checkpoint.weight_hashes(run.export),
     }
     return report, table, tokens
@@ -156,22 +168,41 @@ def _examine(
 
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
     """Recipe, canaries and promise of a run, which belong together."""
-    config = run.load_config()
+    config, record = run.load_config(), read_json(run.run)
     if config.audit.canaries is None:
         raise ConfigError(
             f"{run.root}: no canaries were planted, so there is nothing to measure. Put audit: {{canaries: {{}}}} into "
             "the recipe and train again."
         )
+    if config.privacy.enabled != run.plan.exists():
+        raise ConfigError(
+            f"{run.root}: config.yaml and plan.json disagree on whether the run promises anything, so there is nothing to "
+            "test it by. The directory holds parts of two runs, or was edited: restore it, or train again."
+        )
+    _check_weights(run, record)
     plan = canaries.load(run.canaries)
     if not any(canary.inserted for canary in plan.canaries):
         raise ConfigError(
             f"{run.canaries}: every coin said out, so no canary was planted and nothing can be found. Plan more candidates "
             "(audit.canaries.groups) and train again."
         )
-    return config, plan, _claim(run, config, plan) if config.privacy.enabled else None
+    return config, plan, _claim(run, config, record, plan) if config.privacy.enabled else None
 
 
-def _claim(run: RunDir, config: RunConfig, plan: CanaryPlan) -> Claim:
+def _check_weights(run: RunDir, record: dict[str, Any]) -> None:
+    found = checkpoint.weight_hashes(run.export)
+    if not found:
+        raise ConfigError(
+            f"{run.export}: holds no weights to audit; the run did not finish. Train again, or resume it."
+        )
+    if any(record.get("artifacts", {}).get(name) != digest for name, digest in found.items()):
+        raise ConfigError(
+            f"{run.export}: these are not the weights that the run wrote, so an audit of them would say nothing about it. "
+            "Restore them, or train again."
+        )
+
+
+def _claim(run: RunDir, config: RunConfig, record: dict[str, Any], plan: CanaryPlan) -> Claim:
     """The promise of plan.json, which was written before training and commits to the canaries and the test."""
     promise = read_json(run.plan)
     if promise.get("canary_commitment") != plan.commitment:
@@ -179,13 +210,20 @@ def _claim(run: RunDir, config: RunConfig, plan: CanaryPlan) -> Claim:
             f"{run.canaries}: these are not the canaries that {run.plan.name} committed to before training, so an "
             "audit with them would prove nothing; restore the file, or train again."
         )
-    if promise.get("audit", config.audit.fixed()) != config.audit.fixed():
+    if record.get("plan_digest") != digest(promise):
+        raise ConfigError(
+            f"{run.plan}: is not the Plan that the run trained under, so its claim is not this run's. Restore the file, or "
+            "train again."
+        )
+    if promise.get("audit") != config.audit.fixed():
         raise ConfigError(
             f"{run.config}: audit.alpha, audit.guesses or audit.guesses_in are not those that {run.plan.name} fixed before "
             "training, and a test chosen afterwards proves nothing. Restore the file, or train again."
         )
     try:
-        return Claim(float(promise["epsilon"]), float(promise["delta"]), str(promise["unit"]))
+        claim = Claim(float(promise["epsilon"]), float(promise["delta"]), str(promise["unit"]))
+        claim.of(1)
+        return claim
     except (KeyError, TypeError, ValueError):
         raise ConfigError(f"{run.plan}: states no epsilon, delta and unit; the file is damaged.") from None
 
@@ -208,16 +246,19 @@ def _words(plan: CanaryPlan) -> dict[str, Any] | None:
     return {"auc": found.auc, "interval": [found.low, found.high], "succeeds": found.succeeds}
 
 
-def _twin(config: RunConfig, twin: RunDir) -> str | None:
-    """Where the attack was seen to work on a run of the same recipe without privacy; None if it was not."""
-    other = twin.load_config()
+def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
+    """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
+    other, record = twin.load_config(), read_json(twin.run)
     if other.privacy.enabled:
         raise ConfigError(
             f"{twin.root}: was trained with differential privacy, so an attack that fails on it shows nothing about the "
             "attack. Name a run with privacy.enabled: false as --twin."
         )
-    for name in ("model", "adapter", "train", "audit"):
-        if getattr(config, name) != getattr(other, name):
+    ours, theirs = (
+        {**one.model_dump(), **one.data.model_dump(include={"format", "max_length"})} for one in (config, other)
+    )
+    for name in ("model", "adapter", "train", "audit", "format", "max_length"):
+        if ours[name] != theirs[name]:
             raise ConfigError(
                 f"{twin.root}: its section {name} of the recipe differs, so it is no twin and its audit says nothing about "
                 "this one. Train a twin from the same recipe with --privacy.enabled false."
@@ -225,8 +266,20 @@ def _twin(config: RunConfig, twin: RunDir) -> str | None:
     path = twin.audit_dir(False) / "audit.json"
     if not path.exists():
         raise ConfigError(f"{twin.root}: was not audited yet, so it controls nothing. Type: dpllm audit {twin.root}")
-    seen = read_json(path)["controls"]["positive"]
-    return f"{seen} of a run without privacy" if seen else None
+    _check_weights(twin, record)
+    report = read_json(path)
+    controls = report.get("controls", {})
+    if report.get("weights") != checkpoint.weight_hashes(twin.export) or "positive" not in controls:
+        raise ConfigError(f"{path}: is no audit of the weights of {twin.root}. Type: dpllm audit {twin.root}")
+    if controls["base_separates"] or (controls["words"] or {}).get("succeeds"):
+        raise ConfigError(
+            f"{path}: its own controls failed, so that the attack succeeds there shows nothing. Train another twin."
+        )
+    same = (config.data.train, config.data.train_split, config.data.revision)
+    public = config.data.public and other.data.public
+    public = public and same == (other.data.train, other.data.train_split, other.data.revision)
+    seen = controls["positive"]
+    return (f"{seen} of a run without privacy" if seen else ""), public
 
 
 def _describe(plan: CanaryPlan) -> dict[str, Any]:
@@ -246,8 +299,11 @@ def _describe(plan: CanaryPlan) -> dict[str, Any]:
 
 
 def _count(run: RunDir) -> int:
-    """How many audits of this run were made, this one included: choosing the best of several would be seen."""
-    path = run.private / "audits.json"
-    made = int(read_json(path)["audits"]) if path.exists() else 0
-    write_json(path, {"audits": made + 1})
-    return made + 1
+    """How many audits of this run directory were made, this one included: choosing the best of several would be seen.
+
+    One line each, added in one write, so that audits at the same time are all counted.
+    """
+    path = run.private / "audits.jsonl"
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
+    return len(path.read_text(encoding="utf-8", errors="replace").splitlines())

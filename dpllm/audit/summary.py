@@ -49,6 +49,7 @@ def summarise(
     promise: Mapping[str, Any] | None = None,
     words: Mapping[str, Any] | None = None,
     twin: str | None = None,
+    slope: float | None = None,
 ) -> dict[str, Any]:
     """Everything that an audit concludes from its scores.
 
@@ -63,11 +64,12 @@ def summarise(
         promise: plan.json or privacy.json, whose event and neighbouring relation give the trade-off curve of the configured
             mechanism; None: it is not looked at.
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
-        twin: Where else the attack was seen to work, in words.
+        twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
+        slope: Of ``attacks.slope``; None: fitted on the candidates of ``scores``.
 
     Returns:
         The fields claim, attacks, exposure, exposure_tail, extraction, sampling, epsilon_lower_bound, repeated, estimates,
-        attacker_limits, controls, verdict and verdict_reason. What stands under ``estimates`` says itself what it assumes;
+        attacker_limits, curve, controls, verdict and verdict_reason. What stands under ``estimates`` says itself what it assumes;
         it is no bound, and no verdict rests on it.
 
     Raises:
@@ -81,7 +83,8 @@ def summarise(
     sizes = {group: len(rows) for group, rows in groups.items()}
     level = levels(sizes, claim, alpha, guesses, guesses_in) if claim else {1: alpha}
     delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
-    slope = attacks.slope(row for rows in groups.values() for row in rows)
+    if slope is None:
+        slope = attacks.slope(row for rows in groups.values() for row in rows)
     bound = _bound(once, slope, delta=delta, alpha=level[1], guesses=guesses, guesses_in=guesses_in)
     tests = {}
     for group, own_level in level.items():
@@ -91,7 +94,10 @@ def summarise(
             found = _bound(groups[group], slope, delta=target.delta, alpha=own_level, guesses=own, guesses_in=own_in)
             tests[group] = Test(target, found)
     smallest = min(groups, default=1)
-    attacked = {group: _attacks(group, rows, references, tokens, claim, slope) for group, rows in groups.items()}
+    limits = _limits(groups, claim, promise)
+    attacked = {
+        group: _attacks(group, rows, references, tokens, limits[group], slope) for group, rows in groups.items()
+    }
     controls = _controls(groups, references, attacked, slope, words, twin)
     word, reason = judge(claim, bound, tests, len(attacks.members(once)), controls)
     return {
@@ -113,10 +119,12 @@ def summarise(
         },
         "estimates": _estimates(once, slope, promise, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in),
         "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
+        "curve": list((promise or {}).get("curve") or ()),
         "controls": {
             "base_separates": controls.base_separates,
             "words": dict(words) if words else None,
             "positive": controls.positive,
+            "twin": twin,
             "level": CONTROL_LEVEL,
         },
         "verdict": word,
@@ -172,7 +180,23 @@ def _controls(
         best = max(seen, key=lambda group: attacked[group][PRIMARY_ATTACK]["auc"])
         found = attacked[best][PRIMARY_ATTACK]["auc"]
         positive = f"AUC {found:.2f} on the canaries planted {best} times" if best > 1 else f"AUC {found:.2f}"
-    return Controls(separates, bool(words and words["succeeds"]), positive or twin)
+    tried = [f"planted {max(groups)} times"] * bool(groups) + ["of the twin"] * (twin == "")
+    return Controls(separates, bool(words and words["succeeds"]), positive or twin or None, tuple(tried))
+
+
+def _limits(
+    groups: Mapping[int, object], claim: Claim | None, promise: Mapping[str, Any] | None
+) -> dict[int, dict[str, float] | None]:
+    """What no attack on a group can exceed: by its (epsilon, delta), and for single units by the whole mechanism too."""
+    if claim is None:
+        return dict.fromkeys(groups)
+    found: dict[int, dict[str, float] | None] = {}
+    for group in groups:
+        target = claim.of(group)
+        limits = attacker_limits(target.epsilon, target.delta)
+        whole = (promise or {}).get("limits") if claim.units(group) == 1 else None
+        found[group] = {name: min(value, (whole or {}).get(name) or value) for name, value in limits.items()}
+    return found
 
 
 def _attacks(
@@ -180,7 +204,7 @@ def _attacks(
     rows: Sequence[CanaryScores],
     references: Sequence[CanaryScores],
     tokens: TokenTable | None,
-    claim: Claim | None,
+    limits: Mapping[str, float] | None,
     slope: float,
 ) -> dict[str, Any]:
     """Each attack on one group; held-out candidates and references are the negatives."""
@@ -196,10 +220,6 @@ def _attacks(
         for name, token_attack in token_attacks.ATTACKS.items():
             found_S = token_attack(tokens)
             scores.setdefault(name, (found_S[sides[0]], found_S[sides[1]]))
-    limits = None
-    if claim:
-        target = claim.of(group)
-        limits = attacker_limits(target.epsilon, target.delta)
     shared: dict[str, Any] = {
         "group": group,
         "positives": len(inside),
@@ -209,7 +229,7 @@ def _attacks(
     shared |= {
         "base_control_auc": control.value if control else None,
         "base_control_auc_interval": [control.low, control.high] if control else None,
-        "limits": limits,
+        "limits": dict(limits) if limits else None,
     }
     return {name: {**shared, **separation(*sides)} for name, sides in scores.items()}
 

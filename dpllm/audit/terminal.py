@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dpllm.audit.summary import PRIMARY_ATTACK
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 Json = Mapping[str, Any]
@@ -19,15 +20,15 @@ FEW = "too few"
 NO_LIMIT = "no limit"
 
 
-def table(report: Json) -> Table:
-    """A report as a table for the terminal."""
+def table(report: Json) -> Group:
+    """A report for the terminal: the verdict, what was found for each group, and the controls."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     groups = sorted(report["exposure"], key=int)
     result = Table(
-        *("what was asked", *(_times(group) for group in groups), "if nothing is learned", "the claim allows, once"),
-        title=f"Audit: {report['verdict']}",
-        caption=report["verdict_reason"],
+        "what was asked", *(_times(group) for group in groups), "if nothing is learned", "the claim allows, once"
     )
     attacks = {str(one["group"]): report["attacks"] for one in report["attacks"].values()}
     attacks |= {group: seen["attacks"] for group, seen in report["repeated"].items()}
@@ -54,27 +55,62 @@ def table(report: Json) -> Table:
             f"{fpr:g}",
             f"{limits[f'tpr_at_fpr_{fpr:g}']:.3f}" if limits else NO_LIMIT,
         )
+    if report.get("shadows"):
+        _shadows(report["shadows"], row)
     _extraction(report, row, groups)
-    result.add_section()
-    empty = [""] * (len(groups) + 1)
+    return Group(
+        Text.assemble((f"Audit: {report['verdict']}", "bold"), "\n", report["verdict_reason"]),
+        result,
+        _controls(report, groups),
+    )
+
+
+def _shadows(shadows: Json, row: Callable[..., None]) -> None:
+    """AUC of the attacks that compare with shadow runs."""
+    for name in ("lira", "rmia_online", "rmia_offline"):
+
+        def found(group: str, name: str = name) -> str:
+            seen = shadows["attacks"].get(group, {}).get(name)
+            return _interval(seen["auc"], seen["auc_interval"]) if seen else "-"
+
+        row(f"{name} with {shadows['shadows']} shadows (AUC)", found, "0.5")
+
+
+def _controls(report: Json, groups: Sequence[str]) -> Table:
+    """What is one value for the whole audit."""
+    from rich.table import Table
+
+    result = Table(show_header=False)
     others = {name: attack["auc"] for name, attack in report["attacks"].items() if name != PRIMARY_ATTACK}
     shown = [f"{name} {value:.2f}" for name, value in others.items() if value is not None]
-    result.add_row(f"other attacks (AUC), {_times(groups[0])}" if groups else "other attacks", ", ".join(shown), *empty)
+    if groups:
+        result.add_row(f"other attacks, {_times(groups[0])} (AUC)", ", ".join(shown))
     tested = report["estimates"].get("configured_mechanism")
     if tested:
         found = "refuted" if tested["refuted"] else "compatible"
-        result.add_row(
-            "the configured mechanism (no verdict rests on it)", f"{found}, p = {tested['p_value']:.2g}", *empty
+        result.add_row("test of the configured mechanism", f"{found}, p = {tested['p_value']:.2g} (decides nothing)")
+    if report.get("shadows"):
+        many = report["shadows"]["many_runs"]
+        value = (
+            "too few runs" if many["value"] is None else f"{many['value']:.3g} (they could show {many['ceiling']:.3g})"
         )
+        result.add_row("epsilon is at least, from many runs", value)
+    details = (report.get("generation") or {}).get("personal")
+    if details:
+        total = {
+            side: sum(seen[side]["details"] for seen in details.values()) for side in ("inserted", "base", "held_out")
+        }
+        hits = sum(seen["inserted"]["found"] for seen in details.values())
+        result.add_row("personal details that came out", f"{hits} of {total['inserted']}")
     controls = report["controls"]
-    base = "it separates: do not trust this audit" if controls["base_separates"] else "it does not separate"
-    result.add_row("control: base model on the same canaries", base, *empty)
+    separates = "it separates: do not trust this audit" if controls["base_separates"] else "it does not separate"
+    result.add_row("control: base model on the same canaries", separates)
     if controls["words"]:
         words_seen = _interval(controls["words"]["auc"], controls["words"]["interval"])
-        result.add_row("control: words alone, no model (AUC)", words_seen, *empty)
-    result.add_row("control: the attack works where it should", controls["positive"] or "seen nowhere", *empty)
+        result.add_row("control: words alone, no model (AUC)", words_seen + "; 0.5 if nothing")
+    result.add_row("control: the attack works where it should", controls["positive"] or "seen nowhere")
     if "audits_run" in report:
-        result.add_row("audits of this run so far", str(report["audits_run"]), *empty)
+        result.add_row("audits in this run directory so far", str(report["audits_run"]))
     return result
 
 
@@ -141,7 +177,9 @@ def _times(group: str) -> str:
 
 
 def _attempts(value: float | None) -> str:
-    return "never" if value is None else f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
+    if value is None:
+        return "never"
+    return f"{value:,.0f}" if value < 1e6 else f"{value:.0e}" if value < 1e12 else "over 1e12"
 
 
 def _rate(attack: Json, key: str) -> str:
@@ -180,10 +218,26 @@ def members_table(report: Json) -> Table:
 
 
 def part_table(name: str, values: Json) -> Table:
-    """One attack: every number of it by its place in the report."""
-    from rich.table import Table
+    """One attack: for a score one column for each group; else every number by its place in the report."""
+    from rich.table import Column, Table
 
-    result = Table("what", "found", title=f"Attack: {name}")
+    first = next(iter(values.values()), None)
+    if isinstance(first, Mapping) and "auc" in first:
+        result = Table("what", *(_times(group) for group in values), title=f"Attack: {name}")
+        limits = [one["limits"] for one in values.values()]
+        result.add_row("AUC", *(_interval(one["auc"], one["auc_interval"]) for one in values.values()))
+        result.add_row("the claim allows", *(f"{one['auc']:.3f}" if one else NO_LIMIT for one in limits))
+        for part, words, fpr in (("1_percent", "1 %", "0.01"), ("0.1_percent", "0.1 %", "0.001")):
+            key = f"tpr_at_{part}_fpr"
+            result.add_row(f"caught at {words} false alarms", *(_rate(one, key) for one in values.values()))
+            allowed = (f"{one[f'tpr_at_fpr_{fpr}']:.3f}" if one else NO_LIMIT for one in limits)
+            result.add_row("the claim allows", *allowed)
+        control = (_rate(one, "base_control_auc") for one in values.values())
+        result.add_row("control: loss of the base model (AUC)", *control)
+        result.add_row("planted", *(str(one["positives"]) for one in values.values()))
+        result.add_row("not planted", *(str(one["negatives"]) for one in values.values()))
+        return result
+    result = Table(Column("what", overflow="fold"), Column("found", overflow="fold"), title=f"Attack: {name}")
     for place, value in _flat(values):
         result.add_row(place, f"{value:.4g}" if isinstance(value, float) else str(value))
     return result

@@ -56,6 +56,8 @@ class Controls:
     """A classifier that sees the words and no model does."""
     positive: str | None
     """Where the attack was seen to work; None: nowhere."""
+    tried: tuple[str, ...] = ()
+    """Which canaries it was tried on."""
 
 
 def levels(
@@ -143,9 +145,10 @@ def judge(
         )
     if controls.positive is None:
         return "inconclusive", (
-            f"The {shown} does not exceed {claimed}, but the attack was seen to work nowhere, not on the most repeated "
-            "canaries either, so finding nothing means nothing. Plant a group with 32 repetitions, or attack a twin that was "
-            "trained without privacy."
+            f"The {shown} does not exceed {claimed}, but the attack was seen to work nowhere"
+            + (f", not on the canaries {' nor on those '.join(controls.tried)}" if controls.tried else "")
+            + ", so finding nothing means nothing. Plant more canaries 32 times (audit.canaries.groups), train longer, or "
+            "attack a twin that was trained without privacy and remembers them."
         )
     return "consistent", (
         f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "

@@ -26,5 +26,6 @@ def load_recipe(known: argparse.Namespace, rest: list[str]) -> RunConfig:
     if known.config and known.recipe:
         raise ConfigError(f"two recipes given: {known.config} and {known.recipe}. Name one.")
     if path is None:
-        raise ConfigError(f"name a recipe: dpllm {known.command} recipes/lora/e2e.yaml")
+        action = " ".join(filter(None, (known.command, getattr(known, "action", None))))
+        raise ConfigError(f"name a recipe: dpllm {action} recipes/lora/e2e.yaml")
     return load_config(path, parse_overrides(rest))

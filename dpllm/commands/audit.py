@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from dpllm.config import RunConfig
     from dpllm.privacy.plan import Plan
+    from dpllm.rundir import RunDir
 
 ELSEWHERE = ("base", "canaries", "non_members", "format", "epsilon", "delta", "unit", "output")
 
@@ -64,13 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was found; exit code 4 where it contradicts the stated guarantee."""
+    path = Path(known.run)
+    _check_options(known)
     if known.mechanism or known.leakage:
         return _before_training(known, rest)
-    if rest:
+    if rest and path.is_dir():
         raise ConfigError(f"{rest[0]}: a finished run is audited as it was trained. Leave the key out.")
-    path = Path(known.run)
-    if not (path / "config.yaml").exists() and (known.canaries or known.members is not None):
+    is_run = (path / "config.yaml").exists()
+    if not is_run and (known.canaries or known.members is not None):
         return _elsewhere(known, path)
+    if not is_run:
+        raise ConfigError(f"{path}: {_no_run(path)}")
     if given := [name for name in ELSEWHERE if getattr(known, name) is not None]:
         option = "--" + given[0].replace("_", "-")
         raise ConfigError(
@@ -78,6 +83,47 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
             "out, or name a directory with an adapter and no config.yaml."
         )
     return _run(known, path)
+
+
+def _check_options(known: argparse.Namespace) -> None:
+    """Options of two audits at once, one of which would be left out without a word."""
+    alone = [name for name in ("mechanism", "leakage", "attack", "canaries") if getattr(known, name)]
+    alone += ["members"] if known.members is not None else []
+    added = [name for name in ("twin", "shadows", "scores_only") if getattr(known, name)]
+    if len(alone) > 1 or (alone and added):
+        first, second = (f"--{name.replace('_', '-')}" for name in (*alone, *added)[:2])
+        raise ConfigError(f"{first} and {second} are two audits of their own. Type one of the two.")
+    if known.members is not None and (known.epsilon is not None or known.delta is not None):
+        raise ConfigError(
+            "--members says nothing about epsilon, since members were not drawn by coins. Leave --epsilon and --delta out."
+        )
+    if known.shadows is not None and known.shadows < 1:
+        raise ConfigError(
+            f"--shadows {known.shadows}: nothing can be compared with no runs. Type 4 or more, or leave it out."
+        )
+
+
+def _no_run(path: Path) -> str:
+    """What else may stand there, and what to type then."""
+    inside = sorted(child.name for child in path.iterdir() if (child / "config.yaml").exists()) if path.is_dir() else []
+    if not path.exists():
+        return f"no such file or directory below {Path.cwd()}. Type the output_dir of a run."
+    if path.suffix in (".yaml", ".yml") and path.name != "config.yaml":
+        return "is a recipe. Type the output_dir of its run, or add --mechanism or --leakage, which need none."
+    if not path.is_dir():
+        return f"is a file. Type the directory of the run: dpllm audit {path.parent}"
+    if (path / "private" / "canaries.json").exists():
+        return "its canaries are planned, and nothing is trained yet. Type dpllm train with the same recipe first."
+    if (path.parent / "config.yaml").exists():
+        return f"is a part of a run. Type: dpllm audit {path.parent}"
+    if inside:
+        return f"holds no run itself, but {', '.join(inside[:5])}. Type: dpllm audit {path / inside[0]}"
+    if (path / "adapter_config.json").exists() or (path / "config.json").exists():
+        return (
+            "is a model trained elsewhere, and nobody knows what was planted in it. Add --canaries FILE, or --members FILE "
+            "--non-members FILE."
+        )
+    return "holds no run (no config.yaml). Type the output_dir of a run."
 
 
 def _run(known: argparse.Namespace, path: Path) -> int:
@@ -97,18 +143,16 @@ def _run(known: argparse.Namespace, path: Path) -> int:
 
         found = audit_run_members(run, audits.load_models(run, run.load_config())).to_json()
         _show(known, found, terminal.members_table(found))
+        _say(known, f"Private: {run.private / 'audit_members.json'}")
         return 0
     if known.attack:
         part = audits.attack(run, known.attack)
         _show(known, part, terminal.part_table(known.attack, part))
         return 0
-    if known.shadows is not None and known.shadows < 1:
-        raise ConfigError(
-            f"--shadows {known.shadows}: nothing can be compared with no runs. Type 4 or more, or leave it out."
-        )
     twin = RunDir(Path(known.twin)) if known.twin else None
     report = audits.audit(run, twin=twin, shadows=known.shadows or 0, generate=not known.scores_only)
     _show(known, report, terminal.table(report))
+    _say(known, f"Written to {run.audit_dir(report['published'])}")
     return _end(report)
 
 
@@ -123,14 +167,12 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
                 f"--{name} needs a run of dpllm, and {path} holds no config.yaml. Leave it out, or name a run directory."
             )
     unit = known.unit or "example"
-    if known.canaries and known.members is not None:
-        raise ConfigError("--canaries and --members are two audits of their own. Type one of the two.")
     if known.canaries:
         claim = outside.outside_claim(known.epsilon, known.delta, unit)
         report = outside.audit_outside_canaries(
             path, Path(known.canaries), base=known.base, claim=claim, fmt=known.format or "text"
         )
-        table = terminal.table(report)
+        table: RenderableType = terminal.table(report)
     else:
         if not known.members or not known.non_members:
             raise ConfigError(
@@ -144,16 +186,14 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
         table = terminal.members_table(report)
     _show(known, report, table)
     if known.output:
-        written = outside.write_outside(report, Path(known.output), path)
-        if not known.json:
-            print(f"Private: {written}")
+        _say(known, f"Private: {outside.write_outside(report, Path(known.output), path)}")
     return _end(report)
 
 
 def _before_training(known: argparse.Namespace, rest: list[str]) -> int:
     """The engine under a Plan's numbers, and what one gradient gives away."""
     from dpllm.audit.whitebox import leakage, mechanism
-    from dpllm.rundir import RunDir, write_json
+    from dpllm.rundir import RunDir
 
     config, plan = _recipe(Path(known.run), rest)
     if known.leakage:
@@ -161,12 +201,27 @@ def _before_training(known: argparse.Namespace, rest: list[str]) -> int:
         _show(known, leaked.to_json(), leakage.table(leaked))
         return 0
     found = mechanism.audit_mechanism(config, plan=plan)
-    run = RunDir(Path(known.run))
-    if plan and run.export.is_dir():  # it saw the Plan's numbers and no data
-        write_json(run.audit_dir(True) / "mechanism.json", found.to_json())
     _show(known, found.to_json(), mechanism.table(found))
+    if plan:
+        _say(known, _keep(RunDir(Path(known.run)), found.to_json()))
     word, reason = mechanism.verdict(found)
     return _end({"verdict": word, "verdict_reason": reason})
+
+
+def _keep(run: RunDir, found: dict[str, Any]) -> str:
+    """Writes the mechanism's audit beside the run's: it saw the Plan's numbers and no data. A falsified one stays."""
+    from dpllm import environment
+    from dpllm.rundir import read_json, write_json
+
+    path, versions = run.audit_dir(True) / "mechanism.json", environment.versions()
+    trained_by = read_json(run.run).get("versions")
+    if trained_by != versions:
+        return "Not written: the run was trained by other versions, so this says nothing about its engine."
+    before = read_json(path) if path.exists() else {}
+    if before.get("verdict") == "falsified":
+        return f"Not written: {path} holds an audit that falsified the mechanism."
+    write_json(path, {**found, "versions": versions, "audits": before.get("audits", 0) + 1})
+    return f"Written to {path}"
 
 
 def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
@@ -180,16 +235,24 @@ def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
     if rest:
         raise ConfigError(f"{rest[0]}: the mechanism of a run is audited as it was planned. Leave the key out.")
     run = RunDir(path)
-    return run.load_config(), read_plan(read_json(run.plan))
+    config = run.load_config()
+    return config, read_plan(read_json(run.plan)) if config.privacy.enabled else None
 
 
-def _show(known: argparse.Namespace, report: dict[str, Any], table: Table) -> None:
+def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType) -> None:
     from rich.console import Console
 
     if known.json:
         print(json.dumps(report, indent=2, sort_keys=True, allow_nan=False))
     else:
         Console().print(table)
+
+
+def _say(known: argparse.Namespace, text: str) -> None:
+    from rich.console import Console
+
+    if not known.json:
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _end(report: dict[str, Any]) -> int:

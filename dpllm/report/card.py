@@ -44,12 +44,14 @@ def write_card(run: RunDir) -> Path:
     record = read_json(run.run)
     if record["status"] == "refused":
         raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
-    plan = audit = None
+    plan = audit = mechanism = None
     if config.privacy.enabled:
         plan = read_json(run.plan)
-        path = run.audit_dir(True) / "audit.json"
-        audit = read_json(path) if path.exists() else None
-    text, block = render_card(config, plan, record, audit)
+        folder = run.audit_dir(True)
+        audit, mechanism = (
+            read_json(path) if path.exists() else None for path in (folder / "audit.json", folder / "mechanism.json")
+        )
+    text, block = render_card(config, plan, record, audit, mechanism)
     write_json(run.export / "privacy.json", block)
     card = run.export / "README.md"
     temporary = card.with_name(f".{card.name}.{os.getpid()}")
@@ -58,7 +60,9 @@ def write_card(run: RunDir) -> Path:
     return card
 
 
-def render_card(config: RunConfig, plan: Json | None, record: Json, audit: Json | None) -> tuple[str, Json]:
+def render_card(
+    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None = None
+) -> tuple[str, Json]:
     """The card and its privacy block.
 
     Args:
@@ -66,6 +70,7 @@ def render_card(config: RunConfig, plan: Json | None, record: Json, audit: Json 
         plan: ``plan.json``; None for a run without differential privacy.
         record: ``run.json``.
         audit: ``audit.json``, of a run with differential privacy only; None where there is none.
+        mechanism: ``mechanism.json``, of the engine that trained; None where it was not audited.
 
     Returns:
         Markdown with YAML front matter, and the ``privacy`` entry of that front matter. Equal arguments give equal
@@ -74,7 +79,7 @@ def render_card(config: RunConfig, plan: Json | None, record: Json, audit: Json 
     Raises:
         ConfigError: The audit belongs to other weights or canaries, or the Plan and the record disagree.
     """
-    block = privacy_block(config, plan, record, audit)
+    block = privacy_block(config, plan, record, audit, mechanism)
     data = ModelCardData(**_front_matter(config, record, block["guarantee"]), privacy=block)
     record, audit = words.without_paths(record), words.without_paths(audit)
     card = ModelCard.from_template(data, str(TEMPLATE), **_context(config, record, audit, block))
@@ -145,8 +150,13 @@ def _attacks(audit: Json | None, terms: Json | None) -> list[Json]:
     for name, attack in sorted((audit or {"attacks": {}})["attacks"].items()):
         limits = None
         if terms:
-            allowed = Claim(terms["epsilon"], terms["delta"], terms["unit"]).of(int(attack["group"]))
+            claim, copies = Claim(terms["epsilon"], terms["delta"], terms["unit"]), int(attack["group"])
+            allowed = claim.of(copies)
             limits = attacker_limits(allowed.epsilon, min(allowed.delta, math.nextafter(1.0, 0.0)))
+            if claim.units(copies) == 1:  # of one unit the whole mechanism says more than one epsilon
+                limits = {
+                    name: min(value, (terms.get("limits") or {}).get(name) or value) for name, value in limits.items()
+                }
         rows.append({"name": name, **attack, "limits": limits})
     return rows
 

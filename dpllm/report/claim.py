@@ -30,7 +30,9 @@ NOT_COVERED = (
 )
 
 
-def privacy_block(config: RunConfig, plan: Json | None, record: Json, audit: Json | None) -> Json:
+def privacy_block(
+    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None = None
+) -> Json:
     """The privacy statement of a run.
 
     Args:
@@ -38,6 +40,7 @@ def privacy_block(config: RunConfig, plan: Json | None, record: Json, audit: Jso
         plan: ``plan.json``; None for a run without differential privacy.
         record: ``run.json``.
         audit: ``audit.json``; None where these weights were not audited.
+        mechanism: ``mechanism.json``; None where the engine was not audited.
 
     Returns:
         A JSON value. ``guarantee`` is true only if the run kept every assumption and its audit does not contradict
@@ -50,7 +53,7 @@ def privacy_block(config: RunConfig, plan: Json | None, record: Json, audit: Jso
         check_plan(plan, record)
     if audit is not None:
         check_audit(plan, record, audit)
-    reason = why_not(config, plan, record, audit)
+    reason = why_not(config, plan, record, audit, mechanism)
     block: Json = {"guarantee": reason is None}
     if reason is not None:
         block["reason"] = reason
@@ -65,6 +68,9 @@ def privacy_block(config: RunConfig, plan: Json | None, record: Json, audit: Jso
         "not_covered": _not_covered(plan, record) if reason is None else ["everything: this run gives no guarantee"],
         "deviations": list(record["deviations"]),
         "audit": None if audit is None else _short_audit(audit),
+        "mechanism_audit": None
+        if mechanism is None
+        else {key: mechanism[key] for key in ("verdict", "reason", "steps")},
         "software": dict(record["versions"]),
     }
     # A copy through JSON: no object appears twice, so YAML writes no anchors, and no tuple does.
@@ -72,13 +78,17 @@ def privacy_block(config: RunConfig, plan: Json | None, record: Json, audit: Jso
     return copy
 
 
-def why_not(config: RunConfig, plan: Json | None, record: Json, audit: Json | None) -> str | None:
+def why_not(
+    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None = None
+) -> str | None:
     """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
     if not config.privacy.enabled or plan is None:
         where = ", on data that the recipe declares public" if config.data.public else ""
         return f"this model was trained without differential privacy (privacy.enabled: false){where}"
     if not record["guarantee"]["holds"]:
         return str(record["guarantee"]["reason"] or "an assumption of the guarantee was broken").rstrip(". ")
+    if mechanism is not None and mechanism["verdict"] == "falsified":
+        return f"the audit of the engine that trained contradicts it: {str(mechanism['reason']).rstrip('. ')}"
     if audit is not None and contradicts(audit, stated_epsilon(plan, record)):
         finding = _finding(audit, stated_epsilon(plan, record)).rstrip(". ")
         return f"the audit of these weights contradicts it: {finding}"
@@ -148,6 +158,17 @@ def check_audit(plan: Json | None, record: Json, audit: Json) -> None:
         raise ConfigError(
             "audit.json is about other canaries than those fixed before training (the commitments differ), so it could "
             "have been chosen to look well. Run dpllm audit again with the canaries of this run."
+        )
+    if plan is not None and audit.get("settings") != plan.get("audit"):
+        raise ConfigError(
+            "audit.json was made with another alpha or other numbers of guesses than plan.json fixed before training, so they "
+            "could have been chosen to look well. Run dpllm audit again."
+        )
+    claim = audit["claim"]
+    if plan is not None and any(claim.get(name) != plan.get(name) for name in ("epsilon", "delta", "unit")):
+        raise ConfigError(
+            "audit.json tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. "
+            "Run dpllm audit again."
         )
 
 

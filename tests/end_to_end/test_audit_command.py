@@ -14,6 +14,7 @@ from running import SENTINEL, Answer, Place, contents, done, dpllm_, make_place,
 
 from dpllm.audit import canaries
 from dpllm.audit.run import ATTACKS
+from dpllm.audit.shadow import shadows
 from dpllm.audit.whitebox import mechanism
 from dpllm.rundir import RunDir
 
@@ -53,8 +54,20 @@ def test_the_mechanism_of_a_run_is_written_beside_its_audit(copy: Place, monkeyp
     monkeypatch.setattr(mechanism, "audit_mechanism", quick)
     found = json.loads(done("audit", copy.run, "--mechanism", "--json").out)
     written = copy.json("export/audit/mechanism.json")
-    assert written == {"schema_version": written["schema_version"], **found}
+    assert {key: written[key] for key in found} == found
+    assert written["versions"] == copy.json("run.json")["versions"]
     assert written["verdict"] == "consistent"
+    done("audit", copy.run, "--mechanism")
+    assert copy.json("export/audit/mechanism.json")["audits"] == 2
+    path = copy.run / "export" / "audit" / "mechanism.json"
+    path.write_text(json.dumps({**written, "verdict": "falsified"}))
+    assert "holds an audit that falsified" in done("audit", copy.run, "--mechanism").out
+    assert json.loads(path.read_text())["verdict"] == "falsified"
+    record = copy.json("run.json")
+    (copy.run / "run.json").write_text(json.dumps({**record, "versions": {**record["versions"], "torch": "1.0"}}))
+    path.unlink()
+    assert "trained by other versions" in done("audit", copy.run, "--mechanism").out
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("which", ["recipe", "run"])
@@ -108,8 +121,67 @@ def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path)
     assert "Type --members FILE --non-members FILE" in refused(tmp_path, "--members")
     planted = tmp_path / "planted.jsonl"
     planted.write_text('{"coins": "independent"}\n')
-    assert "--attack needs a run" in refused(tmp_path, "--canaries", planted, "--attack", "loss")
-    assert "Type one of the two" in refused(tmp_path, "--canaries", planted, "--members", planted)
+    assert "two audits of their own" in refused(tmp_path, "--canaries", planted, "--attack", "loss")
+    assert "two audits of their own" in refused(tmp_path, "--canaries", planted, "--members", planted)
+    assert "no such file or directory" in refused(tmp_path / "absent")
+    assert "is a recipe" in refused(finished.recipe)
+    assert "is a part of a run" in refused(finished.run / "export")
+    assert f"Type: dpllm audit {finished.run}" in refused(finished.root)
+    assert "Type the directory of the run" in refused(finished.run / "config.yaml")
+    adapter = tmp_path / "adapter"
+    shutil.copytree(finished.run / "export", adapter)
+    assert "is a model trained elsewhere" in refused(adapter, "--base", "builtin:tiny")
+
+
+def test_canaries_that_are_planned_are_no_run(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path / "planned", base, {"audit.canaries": {"groups": {1: 3}, "references": 100}})
+    done("canaries", "plan", place.recipe)
+    assert "nothing is trained yet" in refused(place.run)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--attack", "loss", "--members"),
+        ("--attack", "loss", "--twin", "run"),
+        ("--mechanism", "--leakage"),
+        ("--members", "--shadows", "2"),
+        ("--mechanism", "--scores-only"),
+    ],
+)
+def test_no_option_is_left_out_without_a_word(finished: Place, options: tuple[str, ...]) -> None:
+    assert "two audits of their own" in refused(finished.run, *options)
+
+
+def test_an_audit_keeps_what_the_one_before_found_on_the_same_weights(copy: Place) -> None:
+    before = copy.json("export/audit/audit.json")
+    assert before["generation"]
+    answer = done("audit", copy.run, "--scores-only")
+    after = copy.json("export/audit/audit.json")
+    assert after["generation"] == before["generation"]
+    assert after["audits_run"] == before["audits_run"] + 1
+    assert f"Written to {copy.run / 'export' / 'audit'}" in answer.out
+
+
+@pytest.mark.parametrize("edit", [{"epsilon": 99.0}, {"audit": None}, {"audit": {"alpha": 1e-9}}])
+def test_a_promise_that_was_edited_is_not_tested(copy: Place, edit: dict[str, object]) -> None:
+    path = copy.run / "plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+    assert "not the Plan that the run trained under" in refused(copy.run)
+
+
+def test_weights_of_another_run_are_refused(copy: Place) -> None:
+    path = copy.run / "export" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert "not the weights that the run wrote" in refused(copy.run)
+    assert "not the weights that the run wrote" in refused(copy.run, "--members")
+
+
+def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
+    path = copy.run / "private" / "audits.jsonl"
+    path.write_bytes(b"\xff not a line that was written here\n" + path.read_bytes())
+    report = json.loads(done("audit", copy.run, "--scores-only", "--json").out)
+    assert report["audits_run"] == 3
 
 
 def test_canaries_of_another_run_are_refused(copy: Place, tmp_path: Path, base: Path) -> None:
@@ -138,3 +210,73 @@ def test_canaries_that_were_never_planted_give_no_verdict(tmp_path: Path, base: 
     done("train", place.recipe)
     assert "every coin said out" in refused(place.run)
     assert not (run.export / "audit").exists()
+
+
+def twin_of(baseline: Place, folder: Path, **changes: object) -> Path:
+    """A copy of the run without privacy whose audit says something else."""
+    shutil.copytree(baseline.run, folder)
+    path = folder / "private" / "audit" / "audit.json"
+    report = json.loads(path.read_text())
+    controls = {**report["controls"], "positive": "AUC 0.99", **changes}
+    path.write_text(json.dumps({**report, "controls": controls}))
+    return folder
+
+
+def test_a_twin_is_a_control_that_stays_private(copy: Place, baseline: Place, tmp_path: Path) -> None:
+    published = contents(copy.run / "export")
+    twin = twin_of(baseline, tmp_path / "twin")
+    done("audit", copy.run, "--twin", twin, "--scores-only")
+    assert contents(copy.run / "export") == published
+    report = copy.json("private/audit/audit.json")
+    assert report["controls"]["twin"] == "AUC 0.99 of a run without privacy"
+    assert report["controls"]["positive"]
+    assert not report["published"]
+
+
+def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, tmp_path: Path) -> None:
+    done("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin", positive=None), "--scores-only")
+    report = copy.json("private/audit/audit.json")
+    assert report["controls"]["twin"] == ""
+    assert report["verdict"] == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"base_separates": True}, "controls failed"), ({"words": {"succeeds": True}}, "controls failed")],
+)
+def test_a_twin_that_proves_nothing_is_refused(
+    copy: Place, baseline: Place, tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    assert words in refused(copy.run, "--twin", twin_of(baseline, tmp_path / "twin", **changes))
+
+
+def test_a_twin_of_other_data_is_published_only_where_both_are_public(
+    copy: Place, baseline: Place, tmp_path: Path
+) -> None:
+    ours = copy.run / "config.yaml"
+    ours.write_text(ours.read_text().replace("public: false", "public: true"))
+    twin = twin_of(baseline, tmp_path / "twin")
+    done("audit", copy.run, "--twin", twin, "--scores-only")
+    assert copy.json("export/audit/audit.json")["published"]
+    theirs = twin / "config.yaml"
+    recipe = yaml.safe_load(theirs.read_text())
+    for data in ({"train": "other.jsonl"}, {"public": False}):
+        theirs.write_text(yaml.safe_dump({**recipe, "data": {**recipe["data"], **data}}))
+        published = contents(copy.run / "export")
+        done("audit", copy.run, "--twin", twin, "--scores-only")
+        assert contents(copy.run / "export") == published
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_shadows_that_an_exception_allowed_are_not_published(
+    copy: Place, monkeypatch: pytest.MonkeyPatch, public: bool
+) -> None:
+    found = {"public_data": public, "shadows": 2, "attacks": {}, "many_runs": {"value": None}}
+    monkeypatch.setattr(shadows, "may_train", lambda *_: public)
+    monkeypatch.setattr(shadows, "audit_shadows", lambda *_, **__: found)
+    before = contents(copy.run / "export")
+    answer = done("audit", copy.run, "--shadows", "2", "--scores-only")
+    assert "lira" in answer.out
+    assert (contents(copy.run / "export") == before) is not public
+    folder = "export/audit" if public else "private/audit"
+    assert copy.json(f"{folder}/audit.json")["shadows"] == found

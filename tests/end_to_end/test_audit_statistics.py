@@ -15,6 +15,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from dpllm import checkpoint
 from dpllm.audit import canaries, figure, summary, terminal
 from dpllm.audit.run import audit
 from dpllm.audit.scores import encode_secret
@@ -22,7 +23,7 @@ from dpllm.audit.table import read_table
 from dpllm.audit.tokens import read_tokens
 from dpllm.config import DataConfig, RunConfig, dump_config
 from dpllm.errors import ConfigError
-from dpllm.rundir import RunDir, write_json
+from dpllm.rundir import RunDir, digest, read_json, write_json
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
 
@@ -75,10 +76,18 @@ def make_run(base, root, *, adapter, private=True, epsilon=8.0, planted=True):
     run.config.write_text(dump_config(config))
     plan = canaries.plan_canaries(canaries.CanaryConfig(**CANARIES), generator=random.Random(0))
     canaries.save(plan, run.canaries)
+    promise = {"epsilon": epsilon, "delta": 1e-5, "unit": "example", "canary_commitment": plan.commitment}
+    promise |= {"audit": config.audit.fixed(), "schema_version": 1}
     if private:
-        promise = {"epsilon": epsilon, "delta": 1e-5, "unit": "example", "canary_commitment": plan.commitment}
         write_json(run.plan, promise)
+    write_json(run.run, {"plan_digest": digest(promise), "artifacts": {}})
     return run, plan
+
+
+def export(run, model):
+    """The weights as training leaves them, with their hashes in run.json."""
+    model.save_pretrained(run.export)
+    write_json(run.run, {**read_json(run.run), "artifacts": checkpoint.weight_hashes(run.export)})
 
 
 def memorise(base, plan, tokenizer):
@@ -107,7 +116,7 @@ def memorised(base, tmp_path_factory):
     """A run that claims much and kept nothing of it."""
     run, plan = make_run(base, tmp_path_factory.mktemp("memorised"), adapter="frozen", epsilon=1.0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    memorise(base, plan, tokenizer).save_pretrained(run.export)
+    export(run, memorise(base, plan, tokenizer))
     return run, plan, audit(run)
 
 
@@ -191,7 +200,7 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
     adapter = get_peft_model(
         GPT2LMHeadModel.from_pretrained(base), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     )
-    adapter.save_pretrained(run.export)
+    export(run, adapter)
     report = audit(run)
     assert report["verdict"] == "inconclusive"
     assert "seen to work nowhere" in report["verdict_reason"]
@@ -204,7 +213,7 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
 
 def test_a_run_without_privacy_keeps_its_audit_to_itself(base, tmp_path):
     run, _ = make_run(base, tmp_path, adapter="frozen", private=False)
-    GPT2LMHeadModel.from_pretrained(base).save_pretrained(run.export)
+    export(run, GPT2LMHeadModel.from_pretrained(base))
     report = audit(run)
     assert (report["claim"], report["verdict"]) == (None, "no_claim")
     assert not (run.export / "audit").exists()
@@ -220,13 +229,31 @@ def test_what_cannot_be_audited_is_refused(base, tmp_path):
     run, plan = make_run(base, tmp_path, adapter="frozen")
     with pytest.raises(ConfigError, match="holds no weights"):
         audit(run)
-    GPT2LMHeadModel.from_pretrained(base).save_pretrained(run.export)
+    export(run, GPT2LMHeadModel.from_pretrained(base))
     canaries.save(canaries.plan_canaries(canaries.CanaryConfig(**CANARIES)), run.canaries)
     with pytest.raises(ConfigError, match="committed to before training"):
         audit(run)
     canaries.save(plan, run.canaries)
-    write_json(run.plan, {"canary_commitment": plan.commitment})
-    with pytest.raises(ConfigError, match="states no epsilon"):
+    promise = read_json(run.plan)
+    for key in ("epsilon", "audit"):
+        write_json(run.plan, {name: value for name, value in promise.items() if name != key})
+        with pytest.raises(ConfigError, match="not the Plan that the run trained under"):
+            audit(run)
+    for damaged in ({**promise, "epsilon": "?"}, {**promise, "epsilon": -1.0}, {**promise, "delta": math.inf}):
+        write_json(
+            run.plan, json.loads(json.dumps(damaged)) if damaged["delta"] != math.inf else {**promise, "delta": 7}
+        )
+        write_json(run.run, {**read_json(run.run), "plan_digest": digest(read_json(run.plan))})
+        with pytest.raises(ConfigError, match="states no epsilon"):
+            audit(run)
+    write_json(run.plan, promise)
+    write_json(run.run, {**read_json(run.run), "plan_digest": digest(read_json(run.plan))})
+    export(run, GPT2LMHeadModel.from_pretrained(base))
+    write_json(run.run, {**read_json(run.run), "artifacts": {"model.safetensors": "0" * 64}})
+    with pytest.raises(ConfigError, match="not the weights that the run wrote"):
+        audit(run)
+    run.plan.unlink()
+    with pytest.raises(ConfigError, match="disagree on whether the run promises"):
         audit(run)
     (tmp_path / "other").mkdir()
     unplanted, _ = make_run(base, tmp_path / "other", adapter="frozen", planted=False)

@@ -42,7 +42,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
         "private/metrics.jsonl",
         "private/canaries.json",
         "private/summary.json",
-        "private/audits.json",
+        "private/audits.jsonl",
     }
     weights = {"adapter_config.json", "adapter_model.safetensors"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}

@@ -26,6 +26,7 @@ HASH = "9f2c" * 16
 SECRET_SEED = 918273645
 HELD_OUT = 7.654321
 EPSILON = 2.9973841290312
+SETTINGS = {"alpha": 0.05, "guesses": [10, 50], "guesses_in": [10]}
 HOME = "/home/alice/secret-project"
 
 
@@ -71,6 +72,7 @@ def plan(**changes: Any) -> Json:
         "cross_check": {"name": "opacus-prv", "version": "1.6.0", "epsilon": 3.0101},
         "event": {"type": "self_composed", "count": 100, "event": event},
         "canary_commitment": "c0" * 32,
+        "audit": SETTINGS,
         **changes,
     }
 
@@ -126,7 +128,8 @@ def audit(**changes: Any) -> Json:
     seen = {"mean": 1.61, "null_mean": 1.44, "p_value": 0.21, "maximum": 6.9, "base_mean": 1.41, "inserted": 99}
     got = {"inserted": 99, "tuned": 0, "base": 0, "held_out": 101, "held_out_tuned": 0}
     return {
-        "claim": {"epsilon": EPSILON, "delta": 1e-05},
+        "claim": {"epsilon": EPSILON, "delta": 1e-05, "unit": "patient_id"},
+        "settings": SETTINGS,
         "canaries": {
             "kind": "digits",
             "settings": {"digits": 8},
@@ -401,15 +404,28 @@ def test_audit_stands_beside_its_controls_and_limits() -> None:
     assert block["audit"]["verdict"] == "consistent"
 
 
+def test_an_engine_that_was_falsified_gives_no_guarantee() -> None:
+    found = {"verdict": "falsified", "reason": "noise is half of what the Plan says.", "steps": 300}
+    text, block = render_card(config(), plan(), record(), audit(), found)
+    assert not block["guarantee"]
+    assert "the audit of the engine that trained contradicts it: noise is half" in first_line(text)
+    sound = {**found, "verdict": "consistent"}
+    text, block = render_card(config(), plan(), record(), audit(), sound)
+    assert block["guarantee"]
+    assert block["mechanism_audit"]["verdict"] == "consistent"
+
+
 def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
     the_audit = audit()
     the_audit["attacks"] = {"ratio": {**the_audit["attacks"]["ratio"], "group": 4}}
+    the_audit["claim"] = {"epsilon": 0.5, "delta": 1e-3, "unit": "example"}
     rows = config(data={"unit": "example", "max_examples_per_unit": None})
     promise = {"epsilon": 0.5, "delta": 1e-3}
     text, _ = render_card(rows, plan(unit="example", **promise), record(epsilon_spent=None), the_audit)
     delta = 1e-3 * math.expm1(2.0) / math.expm1(0.5)
     assert f"| {words.bound(1 - (1 - delta) ** 2 / (1 + math.exp(2.0)))} |" in text
     # All copies belong to one patient, whom one epsilon protects.
+    the_audit["claim"]["unit"] = "patient_id"
     text, _ = render_card(config(), plan(**promise), record(epsilon_spent=None), the_audit)
     assert f"| {words.bound(1 - (1 - 1e-3) ** 2 / (1 + math.exp(0.5)))} |" in text
     assert "All copies of a canary belong to one unit" in text
@@ -421,6 +437,10 @@ def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
         {"weights": {"adapter_model.safetensors": "ee" * 32}},
         {"weights": {"model.safetensors": HASH}},
         {"weights": {}},
+        {"claim": {"epsilon": 8.0, "delta": 1e-05, "unit": "patient_id"}},
+        {"claim": {"epsilon": EPSILON, "delta": 1e-05, "unit": "example"}},
+        {"settings": {**SETTINGS, "alpha": 1e-9}},
+        {"settings": None},
         {"canaries": {**audit()["canaries"], "commitment": "d1" * 32}},
     ],
 )

@@ -98,7 +98,7 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["plan", "RECIPE", "--config", "RECIPE"], "two recipes"),
         (["plan", "RECIPE", "--jsn"], "unknown argument --jsn"),
         (["plan", "RECIPE", "more"], "unknown argument more"),
-        (["audit", "run", "--train.steps", "3"], "audited as it was trained"),
+        (["audit", "run", "--train.steps", "3"], "no such file or directory"),
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
         (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
         (["plan", "absent.yaml"], "no such recipe"),

@@ -21,6 +21,7 @@ FEWEST_OUT = 20
 """Texts that were never planted: with fewer there is nothing to compare with."""
 INDEPENDENT = "independent"
 _KEYS = {"text", "carrier", "secret", "inserted", "group"}
+_LARGEST_GROUP = 10**6
 _LIKELIEST_LIE = 1e-6  # fair coins look less fair than this once in a million manifests
 _FORM = (
     'A manifest is canaries.json of a dpllm run, or one JSON object a line: first {"coins": "independent"} where each '
@@ -125,10 +126,10 @@ def _entry(path: Path, place: int, number: int, value: dict[str, Any]) -> Canary
     good = (
         set(value) <= _KEYS
         and set(texts) in ({"text"}, {"carrier", "secret"})
-        and all(isinstance(text, str) and text.strip() for text in texts.values())
+        and all(isinstance(text, str) and text.strip() and _encodable(text) for text in texts.values())
         and isinstance(inserted, bool)
         and type(group) is int
-        and group >= 0
+        and 0 <= group <= _LARGEST_GROUP
     )
     if not good:
         raise ConfigError(f"{path}: line {number} is no canary. {_FORM}")
@@ -139,6 +140,11 @@ def _entry(path: Path, place: int, number: int, value: dict[str, Any]) -> Canary
         )
     secret = texts["text"] if "text" in texts else texts["secret"]
     return Canary(f"{'c' if group else 'r'}{place:05d}", group, texts.get("carrier", ""), secret, inserted)
+
+
+def _encodable(text: str) -> bool:
+    """JSON may hold halves of characters, which no tokenizer reads."""
+    return text.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def _check(path: Path, found: Manifest) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from dpllm.audit import attacks
 from dpllm.audit.bounds import epsilon_lower_bound
 from dpllm.audit.canaries import Canary
 from dpllm.audit.outside.manifest import Manifest
@@ -72,6 +73,7 @@ def _without_references(rows: Sequence[CanaryScores], claim: Claim | None, chose
     So the report is made of two: in one they are references and have no coins, in the other, of which only what rests on
     coins is taken, they are both.
     """
+    chosen = {**chosen, "slope": attacks.slope(rows)}
     stand_ins = [replace(row, group=0, inserted=None) for row in rows if not row.inserted]
     ranked = summarise([*(row for row in rows if row.inserted), *stand_ins], claim, **chosen)
     tested = summarise([*rows, *stand_ins], claim, **chosen)

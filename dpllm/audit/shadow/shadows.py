@@ -91,6 +91,10 @@ def may_train(run: RunDir, config: RunConfig) -> bool:
         ConfigError: The run is not complete, lost steps, or the data are other ones by now.
         Refused: The data are not declared public, or have a budget, and no exception was recorded.
     """
+    if (run.root / ".." / "..").resolve().name == "private" and run.root.resolve().parent.name == "shadows":
+        raise ConfigError(
+            f"{run.root}: is itself a shadow, whose shadows nobody needs. Name the run that it belongs to."
+        )
     record = read_json(run.run)
     if record.get("status") != "completed" or record.get("resumes"):
         raise ConfigError(
@@ -164,7 +168,11 @@ def train_shadows(
             shadow.root.mkdir(mode=0o700)
             shadow.private.mkdir(mode=0o700)
             canaries.save(canaries.redraw_coins(plan), shadow.canaries)
-            record = train(recipe, console=Console(quiet=True))
+            try:
+                record = train(recipe, console=Console(quiet=True))
+            except Refused:  # of a budget, say, before anything was trained
+                shutil.rmtree(shadow.root, ignore_errors=True)
+                raise
             if record["status"] != "completed":
                 raise DpllmError(
                     f"shadow {number} of {num_shadows} was interrupted, so it cannot be compared with. Type the same command "

@@ -254,6 +254,10 @@ def table(report: LeakageReport) -> Table:
         )
     chance = min(1.0, report.tokens / report.candidates)
     result.add_row("chance", "0.500", f"{chance:.3f}", "0.500", f"{chance:.3f}")
+    result.add_section()
+    for one in report.reconstruction:
+        step = f"at most {one.one_step:.3g} from one noised gradient"
+        result.add_row(f"a guess right with {one.prior:g}", step, "", f"{one.run:.3g} from the whole run", "")
     return result
 
 

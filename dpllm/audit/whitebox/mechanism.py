@@ -261,7 +261,9 @@ def table(report: MechanismReport) -> Table:
     from rich.table import Table
 
     result = Table(
-        "what", "found", "by the Plan", "p", title=f"Audit of the mechanism: {report.verdict}", caption=report.reason
+        *("what, on a small model that stands for yours", "found", "by the Plan", "p"),
+        title=f"Audit of the mechanism: {report.verdict}",
+        caption=f"{report.reason} A test fails below p = {report.level:.1g}.",
     )
     for test in report.tests:
         mark = "" if test.p_value > report.level else " !"
@@ -270,7 +272,7 @@ def table(report: MechanismReport) -> Table:
     for label, several in (("one row", False), ("several rows", True)):
         of_kind = [pair.sum_difference for pair in report.pairs if (pair.rows > 1) == several]
         if of_kind:
-            name = f"neighbours, a unit of {label} ({len(of_kind)} pairs)"
+            name = f"neighbours, a unit of {label} ({len(of_kind)} pair{'s' * (len(of_kind) != 1)})"
             result.add_row(name, f"{max(of_kind):.7g} C", "at most 1 C", "exact")
     shown = f"{report.epsilon:.3g} stated at delta {report.bound.delta:.1g}; a perfect attack shows {report.bound.ceiling:.3g}"
     result.add_row(f"epsilon of {report.promised_steps} steps, lower bound", f"{report.bound.value:.3g}", shown, "")
