@@ -23,6 +23,7 @@ def typing(console: Console, command: str) -> None:
 
 def main(output: Path) -> None:
     start = time.time()
+    from dpllm.audit import terminal
     from dpllm.audit.run import audit
     from dpllm.config import load_config
     from dpllm.report.card import write_card
@@ -42,9 +43,9 @@ def main(output: Path) -> None:
         )
         typing(console, f"dpllm train {RECIPE} --overwrite {typed}")
         train(load_config(RECIPE, overrides), overwrite=True, console=console)
-        typing(console, f"dpllm audit {output / name}")
-        report = audit(RunDir(output / name))
-        console.print(f"verdict: {report['verdict']} ({report['verdict_reason']})")
+        twin = RunDir(output / "baseline") if name == "dp" else None
+        typing(console, f"dpllm audit {output / name}" + (f" --twin {twin.root}" if twin else ""))
+        console.print(terminal.table(audit(RunDir(output / name), twin=twin)))
     baseline, private = RunDir(output / "baseline"), RunDir(output / "dp")
     typing(console, f"dpllm card {private.root}; dpllm compare {baseline.root} {private.root}")
     card = write_card(private)

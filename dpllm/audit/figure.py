@@ -63,11 +63,12 @@ def _roc(
     rates = np.geomspace(least, 1, 300)
     axes.plot(rates, rates, color=_GREY, linewidth=1, linestyle=":", label="guessing")
     if claim:
-        limit = np.ones_like(rates)
-        for delta, epsilon in ((claim["delta"], claim["epsilon"]), *report["curve"]):
-            if epsilon is not None:
-                grow, shrink = math.exp(min(epsilon, 700.0)), math.exp(-epsilon)
-                limit = np.minimum(limit, np.minimum(grow * rates + delta, 1 - shrink * (1 - delta - rates)))
+        if report["roc_limit"]:  # of the whole mechanism
+            fpr, tpr = np.array(report["roc_limit"]).T
+            limit = np.interp(rates, fpr, tpr, right=1.0)
+        else:
+            grow, shrink, delta = math.exp(min(claim["epsilon"], 700.0)), math.exp(-claim["epsilon"]), claim["delta"]
+            limit = np.minimum(np.minimum(grow * rates + delta, 1 - shrink * (1 - delta - rates)), 1)
         axes.plot(rates, limit, color="black", linewidth=1.6, label="most that the claim allows, once-planted")
         axes.fill_between(rates, limit, 1, color="black", alpha=0.07, linewidth=0)
     lowest = least

@@ -16,7 +16,7 @@ import numpy as np
 
 from dpllm.audit import attacks, exposure, extraction, token_attacks
 from dpllm.audit.bounds import OneRunBound, epsilon_lower_bound
-from dpllm.audit.families import event_trade_off, gaussian_bound, mechanism_test, noise_bound
+from dpllm.audit.families import TradeOff, event_trade_off, gaussian_bound, mechanism_test, noise_bound
 from dpllm.audit.rates import one_run_rates
 from dpllm.audit.shadow import shadow_attacks
 from dpllm.audit.table import CanaryScores, by_group
@@ -31,6 +31,7 @@ CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
+ROC_GRID = tuple(float(tpr) for tpr in np.geomspace(1e-3, 1.0, 61))
 METHOD = (
     "one training run, guesses on both sides and on one (Steinke, Nasr and Jagielski 2023), once-inserted canaries, score "
     f"'{PRIMARY_ATTACK}', alpha divided by the number of guess counts"
@@ -69,8 +70,8 @@ def summarise(
 
     Returns:
         The fields claim, attacks, exposure, exposure_tail, extraction, sampling, epsilon_lower_bound, repeated, estimates,
-        attacker_limits, curve, controls, verdict and verdict_reason. What stands under ``estimates`` says itself what it assumes;
-        it is no bound, and no verdict rests on it.
+        attacker_limits, roc_limit, controls, verdict and verdict_reason. What stands under ``estimates`` says itself what it
+        assumes; it is no bound, and no verdict rests on it.
 
     Raises:
         ConfigError: The table holds no references.
@@ -99,6 +100,10 @@ def summarise(
         group: _attacks(group, rows, references, tokens, limits[group], slope) for group, rows in groups.items()
     }
     controls = _controls(groups, references, attacked, slope, words, twin)
+    test = {"alpha": alpha, "guesses": guesses, "guesses_in": guesses_in}
+    trade_off = None
+    if promise and promise.get("event"):
+        trade_off = event_trade_off(promise["event"], promise["neighbouring_relation"])
     word, reason = judge(claim, bound, tests, len(attacks.members(once)), controls)
     return {
         "claim": asdict(claim) if claim else None,
@@ -117,9 +122,9 @@ def summarise(
             for group in groups
             if group != smallest
         },
-        "estimates": _estimates(once, slope, promise, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in),
+        "estimates": _estimates(once, slope, promise, trade_off, **test, delta=delta),
         "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
-        "curve": list((promise or {}).get("curve") or ()),
+        "roc_limit": [[trade_off.smallest_fpr(tpr), tpr] for tpr in ROC_GRID] if trade_off else None,
         "controls": {
             "base_separates": controls.base_separates,
             "words": dict(words) if words else None,
@@ -141,7 +146,13 @@ def _listed(bound: OneRunBound) -> dict[str, Any]:
 
 
 def _estimates(
-    once: Sequence[CanaryScores], slope: float, promise: Mapping[str, Any] | None, *, delta: float, **test: Any
+    once: Sequence[CanaryScores],
+    slope: float,
+    promise: Mapping[str, Any] | None,
+    trade_off: TradeOff | None,
+    *,
+    delta: float,
+    **test: Any,
 ) -> dict[str, Any]:
     if not once:
         return {}
@@ -150,10 +161,9 @@ def _estimates(
         "clopper_pearson": one_run_rates(scores_M, coins_M, delta=delta, alpha=test["alpha"], guesses=test["guesses"]),
         "gaussian": gaussian_bound(scores_M, coins_M, delta=delta, **test),
     }
-    if promise and promise.get("event"):
-        event, relation = promise["event"], promise["neighbouring_relation"]
-        found["configured_mechanism"] = mechanism_test(scores_M, coins_M, event_trade_off(event, relation), **test)
-        found["noise"] = noise_bound(scores_M, coins_M, event, relation, **test)
+    if promise and trade_off:
+        found["configured_mechanism"] = mechanism_test(scores_M, coins_M, trade_off, **test)
+        found["noise"] = noise_bound(scores_M, coins_M, promise["event"], promise["neighbouring_relation"], **test)
     return {name: _as_json(asdict(estimate)) for name, estimate in found.items()}
 
 

@@ -124,7 +124,7 @@ def _bound(report: Json, row: Callable[..., None]) -> None:
         return f"{test['value']:.3g} of {report['repeated'][group]['claim']['epsilon']:.3g} allowed" if test else "-"
 
     allowed = f"{claim['epsilon']:.3g}" if claim else NO_LIMIT
-    row(f"epsilon is at least (confidence {1 - bound['alpha']:.4g})", found, "0", allowed)
+    row(f"epsilon is at least ({100 * (1 - bound['alpha']):.4g}% sure)", found, "0", allowed)
 
 
 def _extraction(report: Json, row: Callable[..., None], groups: Sequence[str]) -> None:

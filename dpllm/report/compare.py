@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpllm.audit.attacks import ATTACKS
 from dpllm.audit.summary import PRIMARY_ATTACK
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
@@ -187,8 +188,8 @@ def _values(without: Side, with_dp: Side, plan: Json) -> Json:
         }
         for group in sorted(with_dp.audit["exposure"], key=int, reverse=True)
     }
-    names = sorted(without.audit["attacks"].keys() & with_dp.audit["attacks"].keys())
-    names.sort(key=lambda name: name != PRIMARY_ATTACK)  # the one that counts before the others
+    both = without.audit["attacks"].keys() & with_dp.audit["attacks"].keys()
+    names = [name for name in (PRIMARY_ATTACK, *ATTACKS) if name in both]  # the one that counts before the usual two
     values["auc"] = {name: {side: audit["attacks"][name] for side, audit in audits.items()} for name in names}
     values["epsilon_lower_bound"] = {side: audit["epsilon_lower_bound"] for side, audit in audits.items()}
     return values
