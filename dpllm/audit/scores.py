@@ -123,8 +123,8 @@ def score(
                 real_BT[place, :length] = 1
                 scored_BT[place, :length] = torch.tensor(masks[row], dtype=torch.bool)
             ids_BT, scored_BT = ids_BT.to(device), scored_BT.to(device)
-            logits_BTV = model(input_ids=ids_BT, attention_mask=real_BT.to(device)).logits
-            scored = _gather(logits_BTV, ids_BT, scored_BT)
+            # Not kept in a name: the next batch's logits would be new memory, and page faults cost more than statistics.
+            scored = _gather(model(input_ids=ids_BT, attention_mask=real_BT.to(device)).logits, ids_BT, scored_BT)
             first = 0
             for row in rows:
                 last = first + int(sum(masks[row]))
