@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,9 +51,10 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
     Args:
         run: A run that planted canaries and exported its weights.
         twin: An audited run of the same recipe without privacy, where the attack has to succeed: a positive control. Unless
-            both are of the same public data the report then stays in private/, because it tells something of that run.
+            both are of the same public data this report stays in private/, because it tells something of that run, and one
+            without the twin is published.
         shadows: How many shadow runs to train and to compare with, see ``shadows.audit_shadows``; where an exception allowed
-            them the report stays in private/ too.
+            them, likewise.
         generate: Let the models complete, sample and choose as well; else only what one pass of scoring shows.
 
     Returns:
@@ -66,25 +68,32 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
     from dpllm.audit.shadow.shadows import audit_shadows, may_train  # which train
 
     config, plan, claim = _subject(run)
-    seen, publish = _twin(config, twin) if twin else (None, True)
+    seen, open_twin = _twin(config, twin) if twin else (None, True)
     if shadows:
         may_train(run, config)
-    report, table, tokens = _examine(run, config, plan, claim, twin=seen, generate=generate)
+    examined = _examine(run, config, plan, claim, generate=generate)
+    report, open_shadows = _report(examined, seen), True
     if shadows:
         delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
-        found = audit_shadows(run, config, plan, table, shadows, delta=delta, console=Console(stderr=True))
-        report["shadows"] = found
-        publish = publish and found["public_data"]
+        console = Console(stderr=True)
+        report["shadows"] = audit_shadows(run, config, plan, examined.table, shadows, delta=delta, console=console)
+        open_shadows = report["shadows"]["public_data"]
     report["audits_run"] = _count(run)
-    report["published"] = config.privacy.enabled and publish
+    report["published"] = config.privacy.enabled and open_twin and open_shadows
+    _write(run, report, examined)
+    if config.privacy.enabled and not report["published"]:  # the same without what tells of other runs
+        _write(run, {**_report(examined, None), "audits_run": report["audits_run"], "published": True}, examined)
+    return report
+
+
+def _write(run: RunDir, report: dict[str, Any], examined: _Examined) -> None:
     folder = run.audit_dir(report["published"])
     _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(table, folder / "scores.csv")
-    write_tokens(tokens, folder / "tokens.parquet")
-    figure.draw(table, report, folder)
+    write_table(examined.table, folder / "scores.csv")
+    write_tokens(examined.tokens, folder / "tokens.parquet")
+    figure.draw(examined.table, report, folder)
     write_json(folder / "audit.json", report)
-    return report
 
 
 def _keep(report: dict[str, Any], path: Path) -> None:
@@ -119,7 +128,7 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
             "audit.canaries.kind: pii, or type another attack."
         )
     parts = PARTS.get(name, ())
-    report, _, _ = _examine(run, config, plan, claim, twin=None, generate="generation" in parts)
+    report = _report(_examine(run, config, plan, claim, generate="generation" in parts), None)
     if "generation" in parts:
         return {name: report["generation"][name]}
     if parts:
@@ -138,32 +147,45 @@ def load_models(run: RunDir, config: RunConfig) -> ScoringModels:
     return model.load_for_scoring(config, run.export, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _examine(
-    run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None, *, twin: str | None, generate: bool
-) -> tuple[dict[str, Any], tuple[CanaryScores, ...], TokenTable]:
-    """The report without what needs other runs, and the tables behind it."""
+@dataclass(frozen=True)
+class _Examined:
+    """What the models were asked, once, and what does not depend on other runs."""
+
+    table: tuple[CanaryScores, ...]
+    tokens: TokenTable
+    claim: Claim | None
+    fixed: dict[str, Any]
+    """Arguments of ``summarise``."""
+    beside: dict[str, Any]
+    """Parts of the report beside the summary."""
+
+
+def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None, *, generate: bool) -> _Examined:
     models = load_models(run, config)
     encoding = (_format(run, config), config.data.max_length, config.data.long_examples)
     table, tokens = score_canaries(models, plan, *encoding)
-    report = {
-        **summarise(
-            table,
-            claim,
-            alpha=config.audit.alpha,
-            guesses=config.audit.guesses,
-            guesses_in=config.audit.guesses_in,
-            tokens=tokens,
-            log2_secrets=plan.log2_secrets,
-            promise=read_json(run.plan) if claim else None,
-            words=_words(plan),
-            twin=twin,
-        ),
-        "generation": generate_attacks(models, plan, *encoding) if generate else None,
-        "canaries": _describe(plan),
-        "settings": config.audit.fixed(),
-        "weights": checkpoint.weight_hashes(run.export),
-    }
-    return report, table, tokens
+    return _Examined(
+        table,
+        tokens,
+        claim,
+        fixed={
+            **config.audit.fixed(),
+            "log2_secrets": plan.log2_secrets,
+            "promise": read_json(run.plan) if claim else None,
+            "words": _words(plan),
+        },
+        beside={
+            "generation": generate_attacks(models, plan, *encoding) if generate else None,
+            "canaries": _describe(plan),
+            "settings": config.audit.fixed(),
+            "weights": checkpoint.weight_hashes(run.export),
+        },
+    )
+
+
+def _report(examined: _Examined, twin: str | None) -> dict[str, Any]:
+    summary = summarise(examined.table, examined.claim, tokens=examined.tokens, twin=twin, **examined.fixed)
+    return {**summary, **examined.beside}
 
 
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:

@@ -223,14 +223,18 @@ def twin_of(baseline: Place, folder: Path, **changes: object) -> Path:
 
 
 def test_a_twin_is_a_control_that_stays_private(copy: Place, baseline: Place, tmp_path: Path) -> None:
-    published = contents(copy.run / "export")
-    twin = twin_of(baseline, tmp_path / "twin")
-    done("audit", copy.run, "--twin", twin, "--scores-only")
-    assert contents(copy.run / "export") == published
-    report = copy.json("private/audit/audit.json")
+    done("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin"), "--scores-only")
+    report, published = copy.json("private/audit/audit.json"), copy.json("export/audit/audit.json")
     assert report["controls"]["twin"] == "AUC 0.99 of a run without privacy"
     assert report["controls"]["positive"]
     assert not report["published"]
+    # What needs no twin is published all the same: a falsified claim would be, and this audit counts.
+    assert published["controls"]["twin"] is None
+    assert published["published"]
+    assert published["epsilon_lower_bound"] == report["epsilon_lower_bound"]
+    assert published["audits_run"] == report["audits_run"] == 2
+    exported = b"".join(contents(copy.run / "export").values())
+    assert b"of a run without privacy" not in exported
 
 
 def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, tmp_path: Path) -> None:
@@ -262,9 +266,9 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
     recipe = yaml.safe_load(theirs.read_text())
     for data in ({"train": "other.jsonl"}, {"public": False}):
         theirs.write_text(yaml.safe_dump({**recipe, "data": {**recipe["data"], **data}}))
-        published = contents(copy.run / "export")
         done("audit", copy.run, "--twin", twin, "--scores-only")
-        assert contents(copy.run / "export") == published
+        assert copy.json("export/audit/audit.json")["controls"]["twin"] is None
+        assert copy.json("private/audit/audit.json")["controls"]["twin"]
 
 
 @pytest.mark.parametrize("public", [True, False])
@@ -274,9 +278,8 @@ def test_shadows_that_an_exception_allowed_are_not_published(
     found = {"public_data": public, "shadows": 2, "attacks": {}, "many_runs": {"value": None}}
     monkeypatch.setattr(shadows, "may_train", lambda *_: public)
     monkeypatch.setattr(shadows, "audit_shadows", lambda *_, **__: found)
-    before = contents(copy.run / "export")
     answer = done("audit", copy.run, "--shadows", "2", "--scores-only")
     assert "lira" in answer.out
-    assert (contents(copy.run / "export") == before) is not public
+    assert (copy.json("export/audit/audit.json").get("shadows") == found) is public
     folder = "export/audit" if public else "private/audit"
     assert copy.json(f"{folder}/audit.json")["shadows"] == found
