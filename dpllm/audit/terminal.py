@@ -97,11 +97,11 @@ def _controls(report: Json, groups: Sequence[str]) -> Table:
         result.add_row("epsilon is at least, from many runs", value)
     details = (report.get("generation") or {}).get("personal")
     if details:
-        total = {
-            side: sum(seen[side]["details"] for seen in details.values()) for side in ("inserted", "base", "held_out")
-        }
-        hits = sum(seen["inserted"]["found"] for seen in details.values())
-        result.add_row("personal details that came out", f"{hits} of {total['inserted']}")
+        own = {side: sum(seen[side]["own"] for seen in details.values()) for side in ("inserted", "base", "held_out")}
+        asked = {side: sum(seen[side]["prompts"] for seen in details.values()) for side in own}
+        counts = {side: f"{own[side]} of {asked[side]}" for side in own}
+        text = "{inserted} (base model {base}, left out {held_out})".format(**counts)
+        result.add_row("personal details that came out by name", text)
     controls = report["controls"]
     separates = "it separates: do not trust this audit" if controls["base_separates"] else "it does not separate"
     result.add_row("control: base model on the same canaries", separates)
