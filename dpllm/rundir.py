@@ -138,7 +138,7 @@ class RunDir:
 
 
 def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
-    """Refuses to lose a run, or the ledger.
+    """Refuses to lose a run, or the ledger; of a complete run that is to be resumed, checkpoints left behind are removed.
 
     Raises:
         ConfigError: The directory holds a run, has nothing to resume, or would take the ledger with it.
@@ -152,6 +152,8 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
         )
     if resume:
         if status == "completed":
+            # Of a process that was killed after run.json and before it had removed them.
+            shutil.rmtree(run.resume, ignore_errors=True)
             raise ConfigError(f"{run.root}: the run is complete, so there is nothing to resume.")
         if not run.checkpoints():
             raise ConfigError(

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import numpy as np
+from _machine import machine, versions
 
 from dpllm.audit import bounds, families, rates
 from dpllm.audit.attacks import auc
@@ -94,15 +92,8 @@ def main() -> None:
                 "guesses": GUESSES,
                 "guesses_in": GUESSES_IN,
                 "repeats": repeats,
-                "machine": {
-                    "processors": os.cpu_count(),
-                    "load": round(os.getloadavg()[0], 2),
-                    "platform": platform.platform(),
-                },
-                "versions": {
-                    "python": platform.python_version(),
-                    **{name: metadata.version(name) for name in packages},
-                },
+                "machine": machine(),
+                "versions": versions(*packages),
                 "cases": {name: {**times, "bar_ms": bar} for name, (times, bar) in cases.items()},
             },
             indent=2,

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import secrets
 import statistics
 import tempfile
@@ -21,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from _machine import machine
 
 from dpllm.ledger import Budget, Ledger, budgets, open_ledger
 from dpllm.ledger.values import Sealed
@@ -104,8 +104,7 @@ def main() -> None:
                     first = [timed(lambda location=location: cold(location)) for _ in range(known.repeats)]
                 case = {"store": store, "gate": gate, "runs": runs, "warm": summary(warm), "cold": summary(first)}
                 cases.append(case)
-    machine = {"processors": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "platform": platform.platform()}
-    print(json.dumps({"bar_ms": 10, "repeats": known.repeats, "machine": machine, "cases": cases}, indent=2))
+    print(json.dumps({"bar_ms": 10, "repeats": known.repeats, "machine": machine(), "cases": cases}, indent=2))
 
 
 if __name__ == "__main__":

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
+from _machine import machine, versions
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dpllm.audit import scores
@@ -105,15 +103,8 @@ def main() -> None:
                 "token_budget": TOKEN_BUDGET,
                 "device": torch.cuda.get_device_name() if known.device == "cuda" else "cpu",
                 "threads": torch.get_num_threads(),
-                "machine": {
-                    "processors": os.cpu_count(),
-                    "load": round(os.getloadavg()[0], 2),
-                    "platform": platform.platform(),
-                },
-                "versions": {
-                    "python": platform.python_version(),
-                    **{name: metadata.version(name) for name in ("dpllm", "torch", "transformers")},
-                },
+                "machine": machine(),
+                "versions": versions("dpllm", "torch", "transformers"),
                 "bar": 0.9,
                 "cases": cases,
             },

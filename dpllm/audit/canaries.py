@@ -38,6 +38,11 @@ class Canary:
     inserted: bool
     """The coin."""
 
+    @property
+    def text(self) -> str:
+        """Carrier and secret as one text; a stranger's canary may have no carrier."""
+        return f"{self.carrier} {self.secret}".strip()
+
     def example(self, fmt: str) -> dict[str, Any]:
         """The raw training row that this canary makes.
 
@@ -138,6 +143,16 @@ def check_fits(plan: CanaryPlan, config: CanaryConfig, path: Path) -> CanaryPlan
             "Plan them again with dpllm canaries plan RECIPE --overwrite, or delete the file to have new ones drawn."
         )
     return plan
+
+
+def count_groups(canaries: Sequence[Canary]) -> dict[str, dict[str, int]]:
+    """Repetitions -> how many candidates there are, and how many of them were planted."""
+    groups: dict[str, dict[str, int]] = {}
+    for canary in sorted(canaries, key=lambda canary: canary.group):
+        counts = groups.setdefault(str(canary.group), {"candidates": 0, "inserted": 0})
+        counts["candidates"] += 1
+        counts["inserted"] += canary.inserted
+    return groups
 
 
 def num_slots(config: CanaryConfig, data: DataConfig) -> int:

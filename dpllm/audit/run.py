@@ -22,12 +22,12 @@ from dpllm import checkpoint, model
 from dpllm.audit import attacks, canaries, figure, token_attacks
 from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.generate.generation import generate_attacks
-from dpllm.audit.rows.blind import blind
 from dpllm.audit.scores import score_canaries
 from dpllm.audit.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, summarise
 from dpllm.audit.table import CanaryScores, write_table
 from dpllm.audit.tokens import TokenTable, write_tokens
-from dpllm.audit.verdict import CONTROL_LEVEL, Claim
+from dpllm.audit.verdict import Claim
+from dpllm.audit.words import words_control
 from dpllm.config import RunConfig
 from dpllm.data import Format, load_table
 from dpllm.errors import ConfigError
@@ -172,7 +172,7 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
             **config.audit.fixed(),
             "log2_secrets": plan.log2_secrets,
             "promise": read_json(run.plan) if claim else None,
-            "words": _words(plan),
+            "words": words_control(plan.canaries),
         },
         beside={
             "generation": generate_attacks(models, plan, *encoding) if generate else None,
@@ -257,17 +257,6 @@ def _format(run: RunDir, config: RunConfig) -> Format:
     return load_table(config.data.train, config.data, config.data.train_split, run.private / "cache").format
 
 
-def _words(plan: CanaryPlan) -> dict[str, Any] | None:
-    """What the words alone tell about the coins: nothing, if the coins were fair. None: too few canaries."""
-    texts = {
-        coin: [f"{one.carrier} {one.secret}" for one in plan.canaries if one.inserted == coin] for coin in (True, False)
-    }
-    found = blind(texts[True], texts[False], confidence=1 - CONTROL_LEVEL)
-    if found is None:
-        return None
-    return {"auc": found.auc, "interval": [found.low, found.high], "succeeds": found.succeeds}
-
-
 def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
     other, record = twin.load_config(), read_json(twin.run)
@@ -305,16 +294,11 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
 
 
 def _describe(plan: CanaryPlan) -> dict[str, Any]:
-    groups: dict[str, dict[str, int]] = {}
-    for canary in plan.canaries:
-        counts = groups.setdefault(str(canary.group), {"candidates": 0, "inserted": 0})
-        counts["candidates"] += 1
-        counts["inserted"] += canary.inserted
     return {
         "kind": plan.kind,
         "settings": plan.settings,
         "log2_secrets": plan.log2_secrets,
-        "groups": groups,
+        "groups": canaries.count_groups(plan.canaries),
         "references": len(plan.references),
         "commitment": plan.commitment,
     }

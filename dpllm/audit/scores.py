@@ -152,7 +152,7 @@ def score_canaries(
     tokens = score_sequences(
         models,
         [canary.canary_id for canary in everyone],
-        [f"{canary.carrier} {canary.secret}" for canary in everyone],
+        [canary.text for canary in everyone],
         [sequence for sequence, _ in encoded],
         [mask for _, mask in encoded],
     )

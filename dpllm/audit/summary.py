@@ -86,7 +86,8 @@ def summarise(
     delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
     if slope is None:
         slope = attacks.slope(row for rows in groups.values() for row in rows)
-    bound = _bound(once, slope, delta=delta, alpha=level[1], guesses=guesses, guesses_in=guesses_in)
+    test = {"alpha": alpha, "guesses": guesses, "guesses_in": guesses_in}
+    bound = _bound(once, slope, delta=delta, **{**test, "alpha": level[1]})
     tests = {}
     for group, own_level in level.items():
         if group > 1 and claim:
@@ -95,12 +96,16 @@ def summarise(
             found = _bound(groups[group], slope, delta=target.delta, alpha=own_level, guesses=own, guesses_in=own_in)
             tests[group] = Test(target, found)
     smallest = min(groups, default=1)
-    limits = _limits(groups, claim, promise)
+    whole = (promise or {}).get("limits")
+    by_token = _by_token(tokens)
     attacked = {
-        group: _attacks(group, rows, references, tokens, limits[group], slope) for group, rows in groups.items()
+        group: {
+            name: {**seen, "limits": claim.limits(group, whole) if claim else None}
+            for name, seen in _attacks(group, rows, references, by_token, slope).items()
+        }
+        for group, rows in groups.items()
     }
     controls = _controls(groups, references, attacked, slope, words, twin)
-    test = {"alpha": alpha, "guesses": guesses, "guesses_in": guesses_in}
     trade_off = None
     if promise and promise.get("event"):
         trade_off = event_trade_off(promise["event"], promise["neighbouring_relation"])
@@ -194,27 +199,19 @@ def _controls(
     return Controls(separates, bool(words and words["succeeds"]), positive or twin or None, tuple(tried))
 
 
-def _limits(
-    groups: Mapping[int, object], claim: Claim | None, promise: Mapping[str, Any] | None
-) -> dict[int, dict[str, float] | None]:
-    """What no attack on a group can exceed: by its (epsilon, delta), and for single units by the whole mechanism too."""
-    if claim is None:
-        return dict.fromkeys(groups)
-    found: dict[int, dict[str, float] | None] = {}
-    for group in groups:
-        target = claim.of(group)
-        limits = attacker_limits(target.epsilon, target.delta)
-        whole = (promise or {}).get("limits") if claim.units(group) == 1 else None
-        found[group] = {name: min(value, (whole or {}).get(name) or value) for name, value in limits.items()}
-    return found
+def _by_token(tokens: TokenTable | None) -> dict[str, dict[str, float]]:
+    """The attacks that need tokens: name -> canary -> score."""
+    if tokens is None:
+        return {}
+    attacked = {name: attack(tokens).tolist() for name, attack in token_attacks.ATTACKS.items()}
+    return {name: dict(zip(tokens.canary_ids, found, strict=True)) for name, found in attacked.items()}
 
 
 def _attacks(
     group: int,
     rows: Sequence[CanaryScores],
     references: Sequence[CanaryScores],
-    tokens: TokenTable | None,
-    limits: Mapping[str, float] | None,
+    by_token: Mapping[str, Mapping[str, float]],
     slope: float,
 ) -> dict[str, Any]:
     """Each attack on one group; held-out candidates and references are the negatives."""
@@ -222,29 +219,22 @@ def _attacks(
     control = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
     scores = {PRIMARY_ATTACK: (attacks.calibrated(inside, slope), attacks.calibrated(outside, slope))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
-    if references:
-        scores["rmia"] = (_rmia(inside, references), _rmia(outside, references))
-    if tokens is not None:
-        place = {canary_id: index for index, canary_id in enumerate(tokens.canary_ids)}
-        sides = [[place[row.canary_id] for row in side] for side in (inside, outside)]
-        for name, token_attack in token_attacks.ATTACKS.items():
-            found_S = token_attack(tokens)
-            scores.setdefault(name, (found_S[sides[0]], found_S[sides[1]]))
+    scores["rmia"] = (rmia_base(inside, references), rmia_base(outside, references))
+    for name, found in by_token.items():
+        positive, negative = (np.array([found[row.canary_id] for row in side]) for side in (inside, outside))
+        scores[name] = (positive, negative)
     shared: dict[str, Any] = {
         "group": group,
         "positives": len(inside),
         "negatives": len(outside),
         "confidence": CONFIDENCE,
-    }
-    shared |= {
         "base_control_auc": control.value if control else None,
         "base_control_auc_interval": [control.low, control.high] if control else None,
-        "limits": dict(limits) if limits else None,
     }
     return {name: {**shared, **separation(*sides)} for name, sides in scores.items()}
 
 
-def _rmia(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> attacks.Floats:
+def rmia_base(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> attacks.Floats:
     """RMIA with the base model as its only reference, on probabilities for each token."""
 
     def averages(side: Sequence[CanaryScores]) -> tuple[attacks.Floats, attacks.Floats]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dpllm.audit.bounds import GroupClaim, OneRunBound, group_claim, one_run_ceiling
+from dpllm.privacy.limits import attacker_limits
 
 CONTROL_LEVEL = 0.001
 """A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
@@ -30,6 +31,18 @@ class Claim:
     def of(self, repetitions: int) -> GroupClaim:
         """The claim that a canary with so many repetitions is under."""
         return group_claim(self.epsilon, self.delta, self.units(repetitions))
+
+    def limits(self, repetitions: int, whole: Mapping[str, float | None] | None) -> dict[str, float]:
+        """What no attack on such a canary can exceed, see ``attacker_limits``.
+
+        Args:
+            repetitions: Of the canary.
+            whole: The same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
+        """
+        target = self.of(repetitions)
+        known = (whole or {}) if self.units(repetitions) == 1 else {}
+        pair = attacker_limits(target.epsilon, target.delta)
+        return {name: min(value, known.get(name) or value) for name, value in pair.items()}
 
 
 @dataclass(frozen=True)
@@ -119,20 +132,17 @@ def judge(
         return "no_claim", f"The run makes no privacy claim; epsilon {shown}, delta {bound.delta:g}."
     claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
     broken = {group: test for group, test in repeated.items() if test.refuted}
-    if bound.value > claim.epsilon or broken:
-        # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
-        failed = _failed(controls)
-        if failed:
-            return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
-        if bound.value > claim.epsilon:
-            return "falsified", f"The {shown} exceeds {claimed}."
+    # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
+    if failed := _failed(controls):
+        return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
+    if bound.value > claim.epsilon:
+        return "falsified", f"The {shown} exceeds {claimed}."
+    if broken:
         group, test = next(iter(broken.items()))
         return "falsified", (
             f"The lower bound {test.bound.value:.3g} of the canaries planted {group} times, at confidence "
             f"{1 - test.bound.alpha:.4g}, exceeds {test.claim.epsilon:.3g}, which is what {claimed} allows for them."
         )
-    if failed := _failed(controls):
-        return "inconclusive", f"The audit cannot be trusted: {failed}."
     if not 0 < num_inserted < bound.num_canaries:
         return "inconclusive", (
             f"Of {bound.num_canaries} once-inserted candidates {num_inserted} were inserted, so {claimed} was not "

@@ -161,11 +161,6 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
     from dpllm.audit import terminal
     from dpllm.audit.outside import outside
 
-    for name in ("attack", "twin", "shadows"):
-        if getattr(known, name):
-            raise ConfigError(
-                f"--{name} needs a run of dpllm, and {path} holds no config.yaml. Leave it out, or name a run directory."
-            )
     unit = known.unit or "example"
     if known.canaries:
         claim = outside.outside_claim(known.epsilon, known.delta, unit)

@@ -6,7 +6,6 @@ Comes in: ``config.yaml``, ``plan.json``, ``run.json`` and ``export/audit/audit.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from pathlib import Path
@@ -150,13 +149,8 @@ def _attacks(audit: Json | None, terms: Json | None) -> list[Json]:
     for name, attack in sorted((audit or {"attacks": {}})["attacks"].items()):
         limits = None
         if terms:
-            claim, copies = Claim(terms["epsilon"], terms["delta"], terms["unit"]), int(attack["group"])
-            allowed = claim.of(copies)
-            limits = attacker_limits(allowed.epsilon, min(allowed.delta, math.nextafter(1.0, 0.0)))
-            if claim.units(copies) == 1:  # of one unit the whole mechanism says more than one epsilon
-                limits = {
-                    name: min(value, (terms.get("limits") or {}).get(name) or value) for name, value in limits.items()
-                }
+            claim = Claim(terms["epsilon"], terms["delta"], terms["unit"])
+            limits = claim.limits(int(attack["group"]), terms.get("limits"))
         rows.append({"name": name, **attack, "limits": limits})
     return rows
 

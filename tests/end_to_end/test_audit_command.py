@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 import yaml
 from running import SENTINEL, Answer, Place, contents, done, dpllm_, make_place, rows
 
+from dpllm import prepare
 from dpllm.audit import canaries
 from dpllm.audit.run import ATTACKS
 from dpllm.audit.shadow import shadows
 from dpllm.audit.whitebox import mechanism
+from dpllm.errors import ConfigError
 from dpllm.rundir import RunDir
 
 
@@ -192,6 +195,15 @@ def test_canaries_of_another_run_are_refused(copy: Place, tmp_path: Path, base: 
     assert contents(copy.run / "export") == before
 
 
+def test_a_run_goes_on_with_the_canaries_it_began_with(copy: Place) -> None:
+    run, config = RunDir(copy.run), RunDir(copy.run).load_config()
+    own = canaries.load(run.canaries)
+    assert prepare._canaries(config, run, True, None, torch.device("cpu")) == own
+    canaries.save(canaries.redraw_coins(own), run.canaries)
+    with pytest.raises(ConfigError, match="not the canaries that the run began with"):
+        prepare._canaries(config, run, True, None, torch.device("cpu"))
+
+
 def test_settings_of_the_test_are_fixed_before_training(copy: Place) -> None:
     text = (copy.run / "config.yaml").read_text()
     (copy.run / "config.yaml").write_text(text.replace("alpha: 0.05", "alpha: 0.4"))
@@ -217,8 +229,9 @@ def twin_of(baseline: Place, folder: Path, **changes: object) -> Path:
     shutil.copytree(baseline.run, folder)
     path = folder / "private" / "audit" / "audit.json"
     report = json.loads(path.read_text())
+    weights = changes.pop("weights", report["weights"])
     controls = {**report["controls"], "positive": "AUC 0.99", **changes}
-    path.write_text(json.dumps({**report, "controls": controls}))
+    path.write_text(json.dumps({**report, "controls": controls, "weights": weights}))
     return folder
 
 
@@ -246,7 +259,11 @@ def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"base_separates": True}, "controls failed"), ({"words": {"succeeds": True}}, "controls failed")],
+    [
+        ({"base_separates": True}, "controls failed"),
+        ({"words": {"succeeds": True}}, "controls failed"),
+        ({"weights": {}}, "is no audit of the weights"),
+    ],
 )
 def test_a_twin_that_proves_nothing_is_refused(
     copy: Place, baseline: Place, tmp_path: Path, changes: dict[str, object], words: str

@@ -28,13 +28,7 @@ from dpllm.rundir import RunDir, digest, read_json, write_json
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Models this small are slower on several threads, above all where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -124,8 +124,31 @@ def the_adapter_loads_and_nothing_half_written_is_left(place: Place) -> None:
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place.base), place.run / "export")
     assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
     run = RunDir(place.run)
+    if run.checkpoints():  # killed between run.json and their removal: whoever types --resume is told, and they go
+        answer = dpllm_("train", place.recipe, "--resume")
+        assert (answer.code, "the run is complete" in answer.err) == (2, True)
     assert not run.checkpoints()
     assert not list(run.root.glob(".export.*"))
+
+
+def test_a_run_killed_before_it_removes_its_checkpoints_is_complete_and_loses_them_on_resume(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write({"train.steps": 2, "train.checkpoint_every": 1})
+
+    def die(*arguments: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **more: (die if path == run.resume else remove)(path, **more))
+    run = RunDir(place.run)
+    dpllm_("train", place.recipe)
+    monkeypatch.undo()
+    assert (place.json("run.json")["status"], len(run.checkpoints())) == ("completed", 2)
+    answer = dpllm_("train", place.recipe, "--resume")
+    assert answer.code == 2
+    assert "the run is complete" in answer.err
+    assert not run.checkpoints()
 
 
 # --- two resumes of one checkpoint -----------------------------------------------------------------------------------

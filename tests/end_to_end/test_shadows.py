@@ -216,6 +216,25 @@ def test_private_data_have_no_shadows_without_an_exception(place: Place, monkeyp
     assert seen[0].privacy.ledger == str(place.ledger)  # of private data every step is booked
 
 
+def test_a_shadow_that_is_refused_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.write(QUICK)
+    done("train", place.recipe)
+
+    def refuse(config, console):
+        raise Refused("no room")
+
+    monkeypatch.setattr(shadows, "train", refuse)
+    with pytest.raises(Refused, match="no room"):
+        audit(place, 2)
+    assert not (place.run / "private" / "shadows" / "00").exists()
+
+
+def test_a_shadow_has_no_shadows(shadowed: tuple[Place, dict[str, object]]) -> None:
+    shadow = folders(shadowed[0])[0]
+    with pytest.raises(ConfigError, match="is itself a shadow"):
+        shadows.may_train(shadow, shadow.load_config())
+
+
 def test_public_data_with_a_budget_have_none_either(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

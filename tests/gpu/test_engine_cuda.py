@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,15 +23,6 @@ BOUND = 1 + 1e-6
 CUDA = torch.device("cuda")
 BF16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
 RAGGED = ((9, 4), (17,), (5,), (12,), (3, 7, 2))
-
-
-@pytest.fixture(autouse=True)
-def _tf32_off() -> Iterator[None]:
-    """As dpllm.train sets it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def engine_on_cuda(family: str, adapter: dict[str, Any], bound: float, **arguments: Any) -> Any:

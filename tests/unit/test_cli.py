@@ -95,6 +95,8 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
     [
         (["plan"], "name a recipe"),
         (["train"], "name a recipe"),
+        (["canaries", "plan"], "name a recipe: dpllm canaries plan recipes/"),
+        (["plan", "."], "is a directory, and a recipe is a YAML file"),
         (["plan", "RECIPE", "--config", "RECIPE"], "two recipes"),
         (["plan", "RECIPE", "--jsn"], "unknown argument --jsn"),
         (["plan", "RECIPE", "more"], "unknown argument more"),

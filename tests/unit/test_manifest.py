@@ -298,3 +298,11 @@ def test_repeated_canaries_are_judged_without_references_too(seed):
     outside = sum(not row.inserted for row in rows)
     assert report["repeated"]["4"]["attacks"]["ratio"]["negatives"] == outside
     assert json.dumps(report["repeated"], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"secret": "\ud800 9"}, {"carrier": "half \udfff"}, {"group": 10**400}, {"group": 10**6 + 1}]
+)
+def test_what_no_tokenizer_and_no_bound_can_take_is_refused_at_its_line(tmp_path, wrong):
+    lines = [COINS, *entries(60), {**canary(99, True), **wrong}]
+    assert "line 62 is no canary" in refusal(tmp_path / "m.jsonl", lines)

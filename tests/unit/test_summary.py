@@ -14,6 +14,7 @@ from dpllm.audit.table import CanaryScores
 from dpllm.audit.verdict import Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import dp_sgd_event
+from dpllm.privacy.limits import attacker_limits_of
 
 CLAIM = Claim(epsilon=4.0, delta=1e-5, unit="example")
 SIGNIFICANCE = 1e-8
@@ -146,6 +147,25 @@ def test_limits_stand_beside_every_attack(seed):
     report = summarise(make_table(np.random.default_rng([seed, 11]), 0.0), CLAIM, alpha=0.05, guesses=[40])
     assert report["attacks"]["ratio"]["limits"]["auc"] < report["repeated"]["4"]["attacks"]["ratio"]["limits"]["auc"]
     assert report["repeated"]["4"]["claim"]["epsilon"] == 16.0
+
+
+def test_the_limit_of_single_units_is_that_of_the_whole_mechanism_where_it_is_lower():
+    rows, people = Claim(2.0, 1e-5, "example"), Claim(2.0, 1e-5, "patient_id")
+    pair, whole = rows.limits(1, None), {"auc": 0.6, "tpr_at_fpr_0.01": 1.0, "gdp_mu": None}
+    assert rows.limits(1, whole) == {**pair, "auc": 0.6}
+    assert rows.limits(4, whole) == rows.limits(4, None)  # of four units the mechanism's curve for one says nothing
+    assert people.limits(4, whole) == {**pair, "auc": 0.6}
+
+
+def test_the_line_in_the_roc_is_the_limit_of_the_whole_mechanism(seed):
+    event = dp_sgd_event(0.1, 1.0, 20)
+    promise = {"event": event, "neighbouring_relation": "add_or_remove_one"}
+    rows = make_table(np.random.default_rng([seed, 14]), 0.0, ((1, 40),))
+    fpr, tpr = np.array(summarise(rows, CLAIM, alpha=0.05, guesses=[40], promise=promise)["roc_limit"]).T
+    assert (np.diff(fpr) >= 0).all()
+    for at in (0.01, 0.001):
+        limit = attacker_limits_of(event, "add_or_remove_one")[f"tpr_at_fpr_{at}"]
+        assert np.interp(at, fpr, tpr) == pytest.approx(limit, rel=0.02)
 
 
 def test_the_configured_mechanism_is_tested_beside_the_claim_and_decides_nothing(seed):

@@ -13,13 +13,12 @@ from typing import Any
 
 from dpllm.audit import attacks
 from dpllm.audit.bounds import epsilon_lower_bound
-from dpllm.audit.canaries import Canary
 from dpllm.audit.outside.manifest import Manifest
-from dpllm.audit.rows.blind import blind
 from dpllm.audit.summary import summarise
 from dpllm.audit.table import CanaryScores
 from dpllm.audit.tokens import TokenTable
-from dpllm.audit.verdict import CONTROL_LEVEL, Claim
+from dpllm.audit.verdict import Claim
+from dpllm.audit.words import words_control
 from dpllm.config import AuditConfig
 
 NO_COINS = (
@@ -33,11 +32,6 @@ _NOT_SEEN = (
 )
 _RANKED = ("attacks", "exposure", "exposure_tail", "sampling")
 _NOT_TESTED = "none: the canaries were not planted by independent fair coins"
-
-
-def text_of(canary: Canary) -> str:
-    """Carrier and secret as one text."""
-    return f"{canary.carrier} {canary.secret}".strip()
 
 
 def summarise_manifest(
@@ -61,7 +55,7 @@ def summarise_manifest(
         **fixed,
         "tokens": tokens,
         "log2_secrets": planned.log2_secrets,
-        "words": _words(planned.canaries),
+        "words": words_control(planned.canaries),
     }
     report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
     return report if planned.independent_coins else _without_coins(report, fixed)
@@ -100,11 +94,3 @@ def _without_coins(report: dict[str, Any], fixed: dict[str, Any]) -> dict[str, A
         "verdict": "inconclusive" if report["claim"] else "no_claim",
         "verdict_reason": NO_COINS + (_SHIFT if shift else ""),
     }
-
-
-def _words(canaries: Sequence[Canary]) -> dict[str, Any] | None:
-    sides = [[text_of(canary) for canary in canaries if canary.inserted is coin] for coin in (True, False)]
-    found = blind(sides[0], sides[1], confidence=1 - CONTROL_LEVEL)
-    if found is None:
-        return None
-    return {"auc": found.auc, "interval": [found.low, found.high], "succeeds": found.succeeds}

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dpllm import checkpoint, data
+from dpllm.audit.canaries import count_groups
 from dpllm.audit.outside.manifest import Manifest, read_manifest
-from dpllm.audit.outside.manifest_summary import summarise_manifest, text_of
+from dpllm.audit.outside.manifest_summary import summarise_manifest
 from dpllm.audit.outside.outside_model import load_outside, positions
 from dpllm.audit.rows.members import LIMIT, audit_members
 from dpllm.audit.scores import canary_rows, encode_secret, score_sequences
@@ -98,8 +98,9 @@ def audit_outside_canaries(
         is 0, and the verdict inconclusive or no_claim.
 
     Raises:
-        ConfigError: See ``load_outside`` and ``read_manifest``, or a canary that the model cannot read as a whole.
-        ConfigError: Scores that are not finite.
+        ConfigError: See ``load_outside`` and ``read_manifest``, a canary that the model cannot read as a whole, or
+            scores that are not finite.
+
     """
     planned = read_manifest(manifest)
     if planned.whole_texts and fmt != "text":
@@ -141,9 +142,9 @@ def audit_outside_members(
         The fields of ``dpllm.audit.rows.members.MembersReport``, with model and assumed. Private.
 
     Raises:
-        ConfigError: See ``load_outside`` and ``audit_members``, or files of different formats.
+        ConfigError: See ``load_outside`` and ``audit_members``, or files of different formats; or scores that are not finite.
         DataError: A file that cannot be read.
-        ConfigError: Scores that are not finite.
+
     """
     models, described = load_outside(path, base, _device(device))
     chosen = settings or unit_settings(members, "example")
@@ -210,7 +211,7 @@ def _score(models: ScoringModels, planned: Manifest, fmt: Format) -> tuple[tuple
     tokens = score_sequences(
         models,
         [canary.canary_id for canary in everyone],
-        [text_of(canary) for canary in everyone],
+        [canary.text for canary in everyone],
         [sequence for sequence, _ in encoded],
         [mask for _, mask in encoded],
     )
@@ -263,13 +264,8 @@ def _lines(path: Path) -> data.Table:
 
 
 def _describe(planned: Manifest) -> dict[str, Any]:
-    candidates = Counter(canary.group for canary in planned.canaries)
-    inserted = Counter(canary.group for canary in planned.canaries if canary.inserted)
     return {
-        "groups": {
-            str(group): {"candidates": count, "inserted": inserted[group]}
-            for group, count in sorted(candidates.items())
-        },
+        "groups": count_groups(planned.canaries),
         "references": len(planned.references),
         "coins": planned.coins,
         "commitment": planned.commitment,

@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 from dpllm.audit import attacks
 from dpllm.audit.rates import Rates, epsilon_from_rates, many_runs
 from dpllm.audit.shadow.shadow_attacks import average_offline, average_online, lira, log_mean, rmia, sides
+from dpllm.audit.summary import CONFIDENCE, rmia_base, separation
 from dpllm.audit.table import CanaryScores
 
 # A legend of shapes: K shadows, M candidates, Q references, R runs: the target and its shadows.
 
 Floats = NDArray[np.float64]
 Coins = NDArray[np.bool_]
-
-FPRS = {"tpr_at_1_percent_fpr": 0.01, "tpr_at_0.1_percent_fpr": 0.001}
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,9 @@ def shadow_scores(
     in_M, out_M, lift = sides(own.log_prob_KM / own.num_tokens_M, own.coins_KM)
     references_KQ = own.references_KQ / own.reference_tokens_Q
     out_Q = log_mean(references_KQ, np.ones(references_KQ.shape, dtype=np.bool_))
-    base_mean_M, base_mean_Q = base_M / own.num_tokens_M, attacks.base_loss(known) / own.reference_tokens_Q
     return {
         "ratio": attacks.ratio(candidates),
-        "rmia_base": rmia(tuned_M, average_offline(base_mean_M), tuned_Q, average_offline(base_mean_Q)),
+        "rmia_base": rmia_base(candidates, references),
         "rmia_offline": rmia(tuned_M, average_offline(out_M), tuned_Q, average_offline(out_Q)),
         # No model saw a reference; what it would have gained is the candidates' lift, or their scales would differ.
         "rmia_online": rmia(tuned_M, average_online(in_M, out_M), tuned_Q, average_online(out_Q + lift, out_Q)),
@@ -105,7 +103,6 @@ def summarise_shadows(
     *,
     delta: float,
     alpha: float,
-    confidence: float = 0.95,
 ) -> dict[str, Any]:
     """What follows from shadows, JSON-ready; the true positive rates are None below 100 and 1,000 held-out candidates.
 
@@ -114,7 +111,6 @@ def summarise_shadows(
         shadows: Of the same canaries.
         delta: Of the claim.
         alpha: Of the recipe.
-        confidence: Of the intervals.
 
     Returns:
         ``shadows``: K. ``attacks``: for each group, each attack on its candidates; the held-out ones are the negatives,
@@ -126,8 +122,10 @@ def summarise_shadows(
             continue
         in_M = np.array([bool(row.inserted) for row in rows])
         scores = shadow_scores(rows, groups[0], shadows)
+        positives = int(in_M.sum())
+        shared = {"group": group, "positives": positives, "negatives": len(rows) - positives, "confidence": CONFIDENCE}
         tested[str(group)] = {
-            name: _judge(found_M[in_M], found_M[~in_M], group, confidence) for name, found_M in scores.items()
+            name: {**shared, **separation(found_M[in_M], found_M[~in_M])} for name, found_M in scores.items()
         }
     return {
         "shadows": len(shadows.coins_KM),
@@ -169,20 +167,3 @@ def one_canary_bound(
         f"{bound.assumes}; the number of shadows was not chosen by what they showed"
     )
     return {**runs, **asdict(bound), "assumes": assumes, "ceiling": ceiling}
-
-
-def _judge(positives: Floats, negatives: Floats, group: int, confidence: float) -> dict[str, Any]:
-    area = attacks.auc(positives, negatives, confidence)
-    found: dict[str, Any] = {
-        "group": group,
-        "positives": len(positives),
-        "negatives": len(negatives),
-        "confidence": confidence,
-        "auc": area.value if area else None,
-        "auc_interval": [area.low, area.high] if area else None,
-    }
-    for name, fpr in FPRS.items():
-        rate = attacks.tpr_at_fpr(positives, negatives, fpr, confidence) if len(negatives) * fpr >= 1 else None
-        found[name] = rate.value if rate else None
-        found[f"{name}_interval"] = [rate.low, rate.high] if rate else None
-    return found

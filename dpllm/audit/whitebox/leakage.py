@@ -216,7 +216,7 @@ def audit_leakage(config: RunConfig, plan: Plan | None = None, num_texts: int = 
     plan = plan or mechanism.recipe_plan(config)
     tokenizer = model.load_tokenizer(config.model)
     drawn = canaries.plan_canaries(CanaryConfig(groups={1: num_texts}, references=100))
-    rows = [data.encode({"text": f"{one.carrier} {one.secret}"}, "text", tokenizer, config.data.max_length, "truncate")
+    rows = [data.encode(one.example("text"), "text", tokenizer, config.data.max_length, "truncate")
             for one in drawn.canaries]  # fmt: skip
     net = model.build(config, torch.device("cpu")).train()
     return gradient_leakage(net, plan, [row[0] for row in rows], grad_sample_mode=config.privacy.grad_sample_mode)
