@@ -11,10 +11,23 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import dpllm
-from dpllm.commands import audit, canaries, epsilon, ledger, load_recipe, plan
+from dpllm.commands import (
+    audit,
+    canaries,
+    card,
+    compare,
+    epsilon,
+    generate,
+    ledger,
+    load_recipe,
+    merge,
+    plan,
+    push,
+    sweep,
+    verify,
+)
 from dpllm.errors import ConfigError, DpllmError
 
 OVERRIDES = "--SECTION.KEY VALUE"
@@ -33,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Waiting threads sleep: spinning ones made a step 20 times slower beside another busy process on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        wrong = unknown + (overrides if known.command not in {"plan", "train", "canaries", "audit"} else [])
+        wrong = unknown + (overrides if known.command not in {"plan", "train", "canaries", "audit", "sweep"} else [])
         if wrong:
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         command: Callable[[argparse.Namespace, list[str]], int] = known.call
@@ -95,20 +108,20 @@ def _parser() -> argparse.ArgumentParser:
                 help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
             )
             sub.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
-    sub = add("canaries", canaries.run, "draw what a recipe plants for its audit, before training")
-    canaries.add_arguments(sub)
-    sub = add("audit", audit.run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
-    audit.add_arguments(sub)
-    sub = add("compare", _compare, "with and without differential privacy, side by side")
-    sub.add_argument("baseline", help="run directory without differential privacy")
-    sub.add_argument("run", help="run directory with differential privacy")
-    sub.add_argument("--output", help="where table and figure go (default: RUN/private/compare)")
-    sub = add("card", _card, "write the model card into RUN/export")
-    sub.add_argument("run", help="run directory")
-    sub = add("epsilon", epsilon.run, "what DP-SGD with given numbers guarantees, or the noise for a given epsilon")
-    epsilon.add_arguments(sub)
-    sub = add("ledger", ledger.run, "the privacy budget of each dataset, across all runs")
-    ledger.add_arguments(sub)
+    for name, module, text in (
+        ("canaries", canaries, "draw what a recipe plants for its audit, before training"),
+        ("audit", audit, "attack a run: canary exposure, extraction, membership, an epsilon lower bound"),
+        ("compare", compare, "two or more runs side by side: utility, leakage, cost, privacy"),
+        ("sweep", sweep, "train a recipe at several epsilons as one tuning group, and compare"),
+        ("card", card, "write the model card into RUN/export, and sign it"),
+        ("verify", verify, "recompute every number that a card states"),
+        ("push", push, "upload RUN/export to the Hub, once it verifies"),
+        ("generate", generate, "sample text from a tuned model"),
+        ("merge", merge, "write weights with the adapter merged in, with the same card"),
+        ("epsilon", epsilon, "what DP-SGD with given numbers guarantees, or the noise for a given epsilon"),
+        ("ledger", ledger, "the privacy budget of each dataset, across all runs"),
+    ):
+        module.add_arguments(add(name, module.run, text))
     add("env", _env, "versions and hardware, for a bug report")
     return parser
 
@@ -125,26 +138,6 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 
     record = train(config, resume=known.resume, overwrite=known.overwrite, make_up_lost_steps=known.make_up_lost_steps)
     return 0 if record["status"] == "completed" else 1
-
-
-def _compare(known: argparse.Namespace, rest: list[str]) -> int:
-    from rich.console import Console
-
-    from dpllm.report.compare import compare
-    from dpllm.rundir import RunDir
-
-    output = Path(known.output) if known.output else None
-    comparison = compare(RunDir(Path(known.baseline)), RunDir(Path(known.run)), output)
-    Console().print(comparison.table())
-    return 0
-
-
-def _card(known: argparse.Namespace, rest: list[str]) -> int:
-    from dpllm.report.card import write_card
-    from dpllm.rundir import RunDir
-
-    print(write_card(RunDir(Path(known.run))))
-    return 0
 
 
 def _env(known: argparse.Namespace, rest: list[str]) -> int:

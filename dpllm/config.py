@@ -6,42 +6,15 @@ module must never see data.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from dpllm.errors import ConfigError
-
-
-class Section(BaseModel):
-    """A part of the recipe: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flag_is_no_number(cls, values: Any) -> Any:
-        """Left alone, pydantic reads ``epsilon: yes`` as 1.0 and ``public: 1`` as true."""
-        for key, field in cls.model_fields.items() if isinstance(values, dict) else ():
-            if key in values and (field.annotation is bool) != isinstance(values[key], bool):
-                wanted = "true or false" if field.annotation is bool else "something other than true or false"
-                raise PydanticCustomError(
-                    "flag", "should be {wanted}", {"key": key, "wanted": wanted, "got": values[key]}
-                )
-        return values
+from dpllm.section import Section, describe, explain
 
 
 class ModelConfig(Section):
@@ -328,6 +301,22 @@ class CardConfig(Section):
     """One paragraph on what the model is for."""
     contact: str | None = None
     """Whom to ask about the privacy statement."""
+    tuning: str | None = None
+    """How hyper-parameters were chosen: on which data, in how many runs, and whether these are in the ledger."""
+
+
+class TelemetryConfig(Section):
+    """Metrics for those who run the job. Released and public values only, unless said otherwise."""
+
+    textfile: str | None = None
+    """Directory of the node exporter's textfile collector: one .prom file for each run, rewritten as the run goes on."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on the loopback interface where Prometheus can scrape the running job."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
+    """Experiment trackers, through accelerate. They get released and public values only."""
+    private_metrics: bool = False
+    """true: metrics and trackers also get un-noised figures of private data, such as the loss and the share of clipped
+    gradients. They are outside the guarantee, and the card says so."""
 
 
 class RunConfig(Section):
@@ -340,6 +329,7 @@ class RunConfig(Section):
     train: TrainConfig
     audit: AuditConfig = AuditConfig()
     card: CardConfig = CardConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     output_dir: str
     """The run directory; one that already holds a run is refused unless resumed or overwritten."""
 
@@ -403,7 +393,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(error))) from None
+        raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error, RunConfig))) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -413,33 +403,7 @@ def dump_config(config: RunConfig) -> str:
 
 def describe_keys() -> str:
     """Every key of a recipe with its default and meaning, for ``--help``."""
-    lines: list[str] = []
-    for name, field in RunConfig.model_fields.items():
-        sections = _sections(field.annotation)
-        if not sections:
-            lines.append(f"  --{name}\n      {field.description or ''}")
-        for section in sections:
-            lines.extend(_describe_section(section, name))
-    return "\n".join(lines)
-
-
-def _describe_section(section: type[Section], prefix: str) -> list[str]:
-    lines = []
-    for key, field in section.model_fields.items():
-        nested = _sections(field.annotation)
-        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)}"
-        text = " ".join((field.description or "").split())
-        lines.append(f"  --{prefix}.{key} ({default})" + (f"\n      {text}" if text else ""))
-        for inner in nested:
-            lines.extend(_describe_section(inner, f"{prefix}.{key}"))
-    return lines
-
-
-def _sections(annotation: Any) -> list[type[Section]]:
-    """The recipe sections inside a type, through Optional, unions and Annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for inner in get_args(annotation) for section in _sections(inner)]
+    return describe(RunConfig)
 
 
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -450,50 +414,3 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
             here[parent] = {}
         here = here[parent]
     here[last] = value
-
-
-def _explain(error: ValidationError) -> list[str]:
-    """One line for each problem: key, what is wrong, the nearest right spelling."""
-    lines = []
-    for problem in error.errors(include_url=False):
-        sections: list[type[Section]] = [RunConfig]
-        shown: list[str] = []
-        *parents, last = [str(part) for part in problem["loc"]] or ["recipe"]
-        for part in parents:
-            # pydantic puts the chosen branch of a union into the path, which users never typed.
-            branch = [
-                s for s in sections if part in get_args(getattr(s.model_fields.get("method"), "annotation", None))
-            ]
-            if branch:
-                sections = branch
-            elif part in _fields(sections):
-                sections = _sections(_fields(sections)[part].annotation)
-                shown.append(part)
-        if last in _fields(sections) or problem["type"] in ("extra_forbidden", "missing"):
-            shown.append(last)
-        key = ".".join(shown) or "recipe"
-        if problem["type"] == "extra_forbidden":
-            known = list(_fields(sections))
-            near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
-            advice = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-            lines.append(f"{key}: unknown key; {advice}")
-        elif problem["type"] == "flag":
-            context = problem["ctx"]
-            lines.append(f"{key}.{context['key']}: {problem['msg']} (got {_short(context['got'])})")
-        elif problem["type"] == "missing":
-            lines.append(f"{key}: required, and missing")
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            got = problem.get("input")
-            given = "" if isinstance(got, dict | Section) else f" (got {_short(got)})"
-            lines.append(f"{key}: {message[0].lower()}{message[1:]}{given}")
-    return list(dict.fromkeys(lines))
-
-
-def _short(value: Any) -> str:
-    text = "a section" if isinstance(value, (dict, Section)) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _fields(sections: Sequence[type[Section]]) -> dict[str, Any]:
-    return {key: field for section in sections for key, field in section.model_fields.items()}

@@ -19,7 +19,7 @@ from dpllm.ledger.protect import Custody
 from dpllm.privacy.plan import Plan
 from dpllm.rundir import RunDir, read_json
 
-MAY_CHANGE = {"train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "card"}
+MAY_CHANGE = {"train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "card", "telemetry"}
 WITH_STEPS = {
     "num_steps",
     "event",

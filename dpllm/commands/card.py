@@ -1,0 +1,20 @@
+"""``dpllm card``: the model card of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``dpllm card``."""
+    parser.add_argument("run", help="run directory")
+
+
+def run(known: argparse.Namespace, rest: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    from dpllm.report.card import write_card
+    from dpllm.rundir import RunDir
+
+    print(write_card(RunDir(Path(known.run))))
+    return 0
