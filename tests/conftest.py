@@ -7,6 +7,8 @@ has a false alarm probability of at most 1e-8, so that the whole suite's is belo
 from __future__ import annotations
 
 import os
+import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +40,20 @@ def full(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--seed"))
+
+
+@pytest.fixture(autouse=True)
+def _same_draws_in_any_order(seed: int) -> None:
+    """Which process runs a test, and after which others, is chance: weights and draws without a seed of their own are not."""
+    random.seed(seed)
+    if "torch" in sys.modules:  # a process that imports it later begins with torch's own constant
+        import torch
+
+        torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed(seed)
 
 
 @pytest.fixture(autouse=True)

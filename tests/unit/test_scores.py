@@ -304,6 +304,7 @@ def test_a_score_is_not_lost_between_table_and_file(tmp_path):
 
 
 def test_scores_do_not_depend_on_merging_the_adapter():
+    torch.manual_seed(3)
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64)).eval()
     tuned = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)).eval()
     generator = torch.Generator().manual_seed(3)
@@ -315,6 +316,7 @@ def test_scores_do_not_depend_on_merging_the_adapter():
     with tuned.disable_adapter():
         off = score(tuned, sequences, masks, 100)
     merged = score(tuned.merge_and_unload().eval(), sequences, masks, 100)
-    for one, other, before in zip(apart, merged, off, strict=True):
+    for one, other in zip(apart, merged, strict=True):
         assert one.log_prob == pytest.approx(other.log_prob, abs=1e-4)
-        assert len(one.log_prob) == 0 or np.abs(one.log_prob - before.log_prob).max() > 1e-2
+    moved = np.concatenate([one.log_prob - before.log_prob for one, before in zip(apart, off, strict=True)])
+    assert np.abs(moved).mean() > 1e-2  # an adapter that does nothing would merge into anything
