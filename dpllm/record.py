@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from dpllm import checkpoint, environment, model
-from dpllm.ledger import gates
+from dpllm import artifacts, environment, lineage, model
+from dpllm.ledger import gates, groups
 from dpllm.prepare import Prepared
 from dpllm.privacy import guards
 from dpllm.rundir import digest, read_json, write_json
@@ -20,11 +20,23 @@ from dpllm.rundir import digest, read_json, write_json
 
 @dataclass
 class Summary:
-    """Held-out losses in nats per target token: private unless the evaluation data are public."""
+    """Held-out losses in nats per target token, next-token accuracies: private unless the evaluation data are public."""
 
     before: float | None = None
     after: float | None = None
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
     tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As private/summary.json holds it."""
+        return {
+            "eval_loss_before": self.before,
+            "eval_loss_after": self.after,
+            "eval_accuracy_before": self.accuracy_before,
+            "eval_accuracy_after": self.accuracy_after,
+            "eval_tokens": self.tokens,
+        }
 
 
 def write_record(
@@ -32,6 +44,7 @@ def write_record(
 ) -> None:
     """Writes run.json and private/summary.json; ``unfinished`` says why the run did not reach its end."""
     reason, notes = guards.deviations(p.config)
+    reason = reason or lineage.why_not(p.lineage)
     if status == "interrupted" and p.plan and unfinished is None:
         notes.append(
             "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised "
@@ -39,11 +52,11 @@ def write_record(
         )
     public: dict[str, Any] = {}
     if p.config.data.eval_public and summary.after is not None:
-        public = {"eval_loss_before": summary.before, "eval_loss_after": summary.after, "eval_tokens": summary.tokens}
+        public = summary.to_json()
     record = {
         "status": status,
         "guarantee": {"holds": reason is None and unfinished is None, "reason": reason or unfinished},
-        "deviations": notes + p.notes,
+        "deviations": notes + lineage.deviations(p.lineage) + p.notes,
         "resumes": [note for note in p.notes if note not in p.custody.deviations()],
         "steps_planned": p.schedule.num_steps,
         "plan_digest": digest(read_json(p.run.plan)) if p.plan else None,
@@ -51,6 +64,7 @@ def write_record(
         "epsilon_spent": p.plan.epsilon if p.plan else None,
         "delta": p.plan.delta if p.plan else None,
         "ledger": _ledger_record(p),
+        "lineage": p.lineage,
         "versions": environment.versions(),
         "hardware": environment.hardware(),
         "model": {
@@ -60,17 +74,15 @@ def write_record(
             "trainable_parameters": sum(t.numel() for t in p.engine.parameters.values()),
             "total_parameters": sum(t.numel() for t in p.model.parameters()),
         },
-        "artifacts": checkpoint.weight_hashes(p.run.export) if unfinished is None else {},
+        "artifacts": artifacts.hashes(p.run.export) if unfinished is None else {},
         "metrics": {"public": public, "released": p.engine.released()},
         "started_at": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None,
         "duration_seconds": round(time.time() - started, 1),
+        "peak_memory_bytes": environment.peak_memory(),
     }
     write_json(p.run.run, record)
-    write_json(
-        p.run.private / "summary.json",
-        {"eval_loss_before": summary.before, "eval_loss_after": summary.after, "eval_tokens": summary.tokens},
-    )
+    write_json(p.run.private / "summary.json", summary.to_json())
 
 
 def _ledger_record(p: Prepared) -> dict[str, Any] | None:
@@ -88,4 +100,5 @@ def _ledger_record(p: Prepared) -> dict[str, Any] | None:
         "spent_epsilon": p.ledger.spent(claim.dataset, None if budget else p.plan.delta),
         "filter_epsilon": gates.filter_epsilon(account),
         "imported": len(account.imports),
+        "group": groups.of_entry(p.ledger, claim.entry),
     }

@@ -1,33 +1,42 @@
 """The model card: Hugging Face front matter with a privacy block, and the same statement in words.
 
-Comes in: ``config.yaml``, ``plan.json``, ``run.json`` and ``export/audit/audit.json`` of a run. Goes out:
-``export/README.md`` and ``export/privacy.json``. Must not read ``private/``: what is written here is published.
+Comes in: ``config.yaml``, ``plan.json``, ``run.json``, the audits under ``export/audit`` of a run, and hashes of what else
+lies in ``export/``. Goes out: ``export/README.md``, ``export/privacy.json`` and, with a guarantee, ``export/privacy.svg``.
+Must not read ``private/``: what is written here is published.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
-from dpllm.audit.verdict import Claim
+from dpllm import artifacts
 from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
-from dpllm.privacy.accounting import attacker_limits
-from dpllm.report import words
+from dpllm.report import fields, person, section, words
 from dpllm.report.claim import Json, privacy_block
 from dpllm.rundir import RunDir, read_json, write_json
 
-TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
 DP_TAGS = ("differential-privacy", "dp-sgd")
+CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "privacy.json.sig"
+UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
+"""Files of export/ whose hashes the block cannot hold: the card, the block itself and its signature."""
+PUBLISHED = ("audit", person.FILE)
+"""What a directory of model_cards/ holds of export/ beside the card."""
 
 
 def write_card(run: RunDir) -> Path:
-    """Writes the model card of a run and the same privacy statement as JSON.
+    """Writes the model card of a run, the same privacy statement as JSON, and its figure.
+
+    A signature of another statement is removed.
 
     Args:
         run: A finished or interrupted run. Of a run without differential privacy the audit is not read: it lies in
@@ -37,30 +46,64 @@ def write_card(run: RunDir) -> Path:
         The path of ``export/README.md``.
 
     Raises:
-        ConfigError: A file is missing or damaged, the run was refused, or the audit belongs to other weights.
+        ConfigError: A file is missing or damaged, the run was refused, export/ does not hold what the run wrote, or the audit
+            belongs to other weights.
     """
     config = run.load_config()
-    record = read_json(run.run)
-    if record["status"] == "refused":
-        raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
-    plan = audit = mechanism = None
-    if config.privacy.enabled:
-        plan = read_json(run.plan)
-        folder = run.audit_dir(True)
-        audit, mechanism = (
-            read_json(path) if path.exists() else None for path in (folder / "audit.json", folder / "mechanism.json")
-        )
-    text, block = render_card(config, plan, record, audit, mechanism)
-    write_json(run.export / "privacy.json", block)
-    card = run.export / "README.md"
-    temporary = card.with_name(f".{card.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, card)
-    return card
+    record, plan, audit, mechanism = _values(run.root, run.export, config)
+    drawing = _drawing(config, plan, record, audit, mechanism)
+    figure = run.export / person.FILE
+    if drawing is None:
+        figure.unlink(missing_ok=True)
+    else:
+        _write(figure, drawing)
+    files = hashes(run.export)
+    _check_artifacts(run, record, files)
+    text, block = render_card(config, plan, record, audit, mechanism, files=files)
+    before = run.export / BLOCK
+    if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != dump_block(block):
+        (run.export / SIGNATURE).unlink(missing_ok=True)
+    write_json(before, block)
+    _write(run.export / CARD, text)
+    return run.export / CARD
+
+
+def rerender(directory: Path) -> dict[str, str]:
+    """The files that ``write_card`` writes, made again without the weights.
+
+    Args:
+        directory: Holds config.yaml, run.json, plan.json (with differential privacy) and, beside them or in export/, the
+            folder audit/ and privacy.svg of the run as they were published. For the other files of export/ the hashes of
+            run.json are taken. ``recipe.publishable`` makes a config.yaml that may be published.
+
+    Returns:
+        File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg; byte for byte what ``write_card``
+        wrote, unless something was added to export/ between the end of training and the card.
+
+    Raises:
+        ConfigError: See ``write_card``.
+    """
+    run = RunDir(directory)
+    export = run.export if run.export.is_dir() else directory
+    config = run.load_config()
+    record, plan, audit, mechanism = _values(directory, export, config)
+    drawing = _drawing(config, plan, record, audit, mechanism)
+    kept = {name: digest for name, digest in hashes(export).items() if name.split("/")[0] in PUBLISHED}
+    files = {**record["artifacts"], **{name: digest for name, digest in kept.items() if name != person.FILE}}
+    if drawing is not None:
+        files[person.FILE] = hashlib.sha256(drawing.encode()).hexdigest()
+    text, block = render_card(config, plan, record, audit, mechanism, files=files)
+    return {CARD: text, BLOCK: dump_block(block), **({} if drawing is None else {person.FILE: drawing})}
 
 
 def render_card(
-    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None = None
+    config: RunConfig,
+    plan: Json | None,
+    record: Json,
+    audit: Json | None,
+    mechanism: Json | None = None,
+    *,
+    files: Mapping[str, str] | None = None,
 ) -> tuple[str, Json]:
     """The card and its privacy block.
 
@@ -70,30 +113,115 @@ def render_card(
         record: ``run.json``.
         audit: ``audit.json``, of a run with differential privacy only; None where there is none.
         mechanism: ``mechanism.json``, of the engine that trained; None where it was not audited.
+        files: Path in export/ -> SHA-256 of all that is published beside the card; None: those of the record.
 
     Returns:
         Markdown with YAML front matter, and the ``privacy`` entry of that front matter. Equal arguments give equal
         text.
 
     Raises:
-        ConfigError: The audit belongs to other weights or canaries, or the Plan and the record disagree.
+        ConfigError: The audit belongs to other weights or canaries, the Plan and the record disagree, or the block does not
+            keep to its schema.
     """
-    block = privacy_block(config, plan, record, audit, mechanism)
-    data = ModelCardData(**_front_matter(config, record, block["guarantee"]), privacy=block)
-    record, audit = words.without_paths(record), words.without_paths(audit)
-    card = ModelCard.from_template(data, str(TEMPLATE), **_context(config, record, audit, block))
-    card.text = re.sub(r"\n{3,}", "\n\n", card.text.strip("\n"))
-    return f"{card}\n", block
+    block = privacy_block(config, plan, record, audit, mechanism, files)
+    return compose(config, record, block), block
 
 
-def _front_matter(config: RunConfig, record: Json, holds: bool) -> dict[str, Any]:
+def compose(config: RunConfig, record: Json, block: Json) -> str:
+    """A card around a privacy block.
+
+    Args:
+        config: The resolved recipe.
+        record: ``run.json``.
+        block: The privacy block; with ``merged_from`` the card is that of a whole model.
+
+    Returns:
+        Markdown with YAML front matter.
+
+    Raises:
+        ConfigError: The block does not keep to its schema, or a text of the recipe holds one of the card's markers.
+    """
+    fields.check(block)
+    parts = section.render(block)
+    record = words.without_paths(record)
+    front = ModelCardData(**_front_matter(config, record, block), privacy=block).to_yaml()
+    marked = {name: section.marked(name, part) for name, part in parts.items()}
+    body = section.template("card.md.j2").render(**marked, **_context(config, record, block))
+    text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
+    try:
+        whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == block
+    except ConfigError:
+        whole = False
+    if not whole:
+        raise ConfigError(
+            "the card does not read back as it was written, so nobody could check it: a text in the section card of the recipe "
+            "holds what looks like one of its parts. Change card.title or card.description."
+        )
+    return text
+
+
+def hashes(export: Path) -> dict[str, str]:
+    """SHA-256 of every file in export/ but the card, privacy.json and its signature, by path with forward slashes."""
+    return artifacts.hashes(export, UNHASHED)
+
+
+def dump_block(block: Json) -> str:
+    """A privacy block as privacy.json holds it."""
+    return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _values(root: Path, export: Path, config: RunConfig) -> tuple[Json, Json | None, Json | None, Json | None]:
+    """Record, Plan and audits of a run; the last three only with differential privacy."""
+    run = RunDir(root)
+    record = read_json(run.run)
+    if record["status"] == "refused":
+        raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
+    if not record["artifacts"]:
+        raise ConfigError(
+            f"{run.root}: the run ended before it exported weights, so there are none to describe. Go on with it, dpllm train "
+            "RECIPE --resume, or train again."
+        )
+    if not config.privacy.enabled:
+        return record, None, None, None
+    folder = export / "audit"
+    audit, mechanism = (
+        read_json(path) if path.exists() else None for path in (folder / "audit.json", folder / "mechanism.json")
+    )
+    return record, read_json(run.plan), audit, mechanism
+
+
+def _drawing(
+    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None
+) -> str | None:
+    """The figure, which shows nothing that depends on the files; None without a guarantee."""
+    block = privacy_block(config, plan, record, audit, mechanism, {})
+    return person.figure(block) if block["guarantee"] else None
+
+
+def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> None:
+    changed = sorted(name for name, digest in record["artifacts"].items() if files.get(name) != digest)
+    if changed:
+        raise ConfigError(
+            f"{run.export}: {', '.join(changed[:3])} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so a card "
+            "would describe other files. Restore them, or train again."
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(temporary, path)
+
+
+def _front_matter(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
+    holds, whole = block["guarantee"], bool(block.get("merged_from"))
     lora = isinstance(config.adapter, LoraConfig)
     # A search for models with differential privacy must not find those that have none.
     own = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
     tags = [*(DP_TAGS if holds else ()), "dpllm", *(["lora"] if lora else []), *own]
     return {
         "base_model": _base_model(config, record),
-        "library_name": "peft" if lora else "transformers",
+        "library_name": "peft" if lora and not whole else "transformers",
         "pipeline_tag": "text-generation",
         "tags": list(dict.fromkeys(tags)),
         "license": config.card.license,
@@ -112,71 +240,24 @@ def _hub_dataset(config: RunConfig) -> bool:
     return config.data.public and "/" in config.data.train and words.is_hub_id(config.data.train)
 
 
-def _context(config: RunConfig, record: Json, audit: Json | None, block: Json) -> dict[str, Any]:
-    """What the template reads beside the block: the recipe, the record, and the numbers that follow from epsilon."""
-    holds: bool = block["guarantee"]
-    terms: Json | None = block if holds else block.get("attempted")
-    ledger = record["ledger"]
+def _context(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
+    """What stands outside the marked parts: title, use, and the recipe as a table."""
     metrics = record["metrics"]
     name = config.model.name_or_path
+    lora = isinstance(config.adapter, LoraConfig)
     return {
         "w": words,
         "config": config,
         "record": record,
-        "audit": audit,
-        "block": block,
-        "holds": holds,
-        "terms": terms,
-        "epsilon": words.bound(terms["epsilon"]) if terms else None,
-        "limits": attacker_limits(terms["epsilon"], terms["delta"]) if holds and terms else None,
-        "groups": _groups(audit),
-        "secrets": _secrets(audit["canaries"]) if audit else None,
-        "attacks": _attacks(audit, terms if holds else None),
         "title": " ".join((config.card.title or words.last_part(config.output_dir)).split()),
-        "lora": isinstance(config.adapter, LoraConfig),
+        "lora": lora,
+        "adapter": lora and not block.get("merged_from"),
         "base_model": _base_model(config, record),
         "base_name": name if is_builtin(name) else words.last_part(name),
-        "dataset": ledger["dataset"] if ledger else words.public_name(config.data.train),
         "evaluation": metrics["public"] if config.data.eval_public else {},
-        "released": metrics["released"] if holds else {},
+        "released": metrics["released"] if block["guarantee"] else {},
         "settings": _settings(config, record),
     }
-
-
-def _attacks(audit: Json | None, terms: Json | None) -> list[Json]:
-    """Each attack with the limits that epsilon sets for its group of canaries; None where there is no guarantee."""
-    rows = []
-    for name, attack in sorted((audit or {"attacks": {}})["attacks"].items()):
-        limits = None
-        if terms:
-            claim = Claim(terms["epsilon"], terms["delta"], terms["unit"])
-            limits = claim.limits(int(attack["group"]), terms.get("limits"))
-        rows.append({"name": name, **attack, "limits": limits})
-    return rows
-
-
-def _secrets(canaries: Json) -> str:
-    """What the canaries of an audit hide, in words."""
-    settings = canaries["settings"]
-    return {
-        "digits": f"random secrets of {settings.get('digits')} digits",
-        "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
-        "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",
-        "new_tokens": "secrets of tokens that no text has",
-        "synthetic": f"secrets of {settings.get('tokens')} tokens that the base model made up",
-        "pii": "invented personal details",
-    }[canaries["kind"]]
-
-
-def _groups(audit: Json | None) -> list[tuple[str, Json, Json]]:
-    """Exposure and extraction of each group of canaries, the least repeated first."""
-    if audit is None:
-        return []
-    return [(group, seen, audit["extraction"][group]) for group, seen in sorted(audit["exposure"].items(), key=_copies)]
-
-
-def _copies(item: tuple[str, Json]) -> int:
-    return int(item[0])
 
 
 def _settings(config: RunConfig, record: Json) -> list[tuple[str, object]]:
@@ -201,7 +282,6 @@ def _settings(config: RunConfig, record: Json) -> list[tuple[str, object]]:
         ("Learning rate", f"{train.lr_scheduler}, warm-up over {100 * train.warmup:g}% of the steps"),
         ("Batch", f"{train.batch_size} expected; {train.physical_batch_size} sequences in one forward pass"),
         ("Seed of initialisation and dropout", train.seed),
-        ("Started", str(record["started_at"])[:10]),
         *((f"Hardware: {key}", value) for key, value in sorted(record["hardware"].items()) if _plain(value)),
         *((f"Version of {name}", version) for name, version in sorted(record["versions"].items())),
     ]

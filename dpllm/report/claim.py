@@ -1,37 +1,39 @@
 """The privacy statement of a run as one machine-readable value: what is promised, under which assumptions, or why not.
 
-Comes in: the recipe, the Plan, the record of the run, the audit. Goes out: a JSON value, which the card's front matter
-and ``export/privacy.json`` both carry. Must not read ``private/``, nor state an epsilon as a guarantee where there is
-none.
+Comes in: the recipe, the Plan, the record of the run, its audits, hashes of files. Goes out: a JSON value, which the card's
+front matter and ``export/privacy.json`` both carry, and of which the card's privacy section is a function. Must not read
+``private/``, nor state an epsilon as a guarantee where there is none.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
+from dpllm.audit.families import gaussian_epsilon
+from dpllm.audit.verdict import Claim
+from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
-from dpllm.report import words
+from dpllm.report import person, recipe, uncovered, words
 from dpllm.rundir import digest
 
 Json = dict[str, Any]
 
-NOT_COVERED = (
-    "the data on which the base model and its tokenizer were trained",
-    "facts that many units share; k units together have k times the epsilon and a larger delta",
-    "evaluation data and every figure computed from them",
-    "the choice of hyper-parameters and of this run among others, where un-noised figures guided it",
-    "un-noised figures of the training, such as logs and telemetry, kept by whoever trained the model",
-    "text given to the model when it is used",
-    "the difference between floating-point arithmetic and real numbers (in bf16 or fp16 one unit can move the rounding of the "
-    "others' gradients), and side channels such as timing",
-)
+SCHEMA_VERSION = 2
+DEFINITION = "(epsilon, delta)-differential privacy"
 
 
 def privacy_block(
-    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None = None
+    config: RunConfig,
+    plan: Json | None,
+    record: Json,
+    audit: Json | None,
+    mechanism: Json | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Json:
     """The privacy statement of a run.
 
@@ -41,10 +43,12 @@ def privacy_block(
         record: ``run.json``.
         audit: ``audit.json``; None where these weights were not audited.
         mechanism: ``mechanism.json``; None where the engine was not audited.
+        files: Path in export/ -> SHA-256, of all that is published beside the card; None: those of the record.
 
     Returns:
-        A JSON value. ``guarantee`` is true only if the run kept every assumption and its audit does not contradict
-        it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
+        A JSON value, see ``schema/privacy.schema.json``. ``guarantee`` is true only if the run kept every assumption and its
+        audits do not contradict it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and
+        nowhere else.
 
     Raises:
         ConfigError: See ``check_plan`` and ``check_audit``; or the Plan and the record speak of different deltas.
@@ -54,24 +58,40 @@ def privacy_block(
     if audit is not None:
         check_audit(plan, record, audit)
     reason = why_not(config, plan, record, audit, mechanism)
-    block: Json = {"guarantee": reason is None}
+    block: Json = {"schema_version": SCHEMA_VERSION, "guarantee": reason is None}
     if reason is not None:
         block["reason"] = reason
-    if plan is not None:
-        terms = _terms(config, plan, record)
+    terms = None if plan is None else _terms(config, plan, record)
+    if terms is not None:
         block |= terms if reason is None else {"attempted": terms}
+    model, ledger = record["model"], record["ledger"]
+    base = str(model["name_or_path"])
+    if not model["commit"] and not is_builtin(base):
+        base = words.last_part(base)
     block |= {
+        "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
+        "dataset": ledger["dataset"] if ledger else words.public_name(config.data.train),
+        "data_public": config.data.public,
         "steps": {"planned": record["steps_planned"], "taken": record["steps_taken"]},
         "status": record["status"],
         "composed": _composed(record),
-        "base_model_covered": False,
-        "not_covered": _not_covered(plan, record) if reason is None else ["everything: this run gives no guarantee"],
+        "lineage": record.get("lineage"),
+        "base_model": {"name": base, "revision": model["commit"], "covered": False},
+        "not_covered": uncovered.not_covered(config, plan, record)
+        if reason is None
+        else ["everything: this run gives no guarantee"],
         "deviations": list(record["deviations"]),
-        "audit": None if audit is None else _short_audit(audit),
+        "tuning": config.card.tuning,
+        "contact": config.card.contact,
+        "audit": None if audit is None else audit_part(audit, terms if reason is None else None),
         "mechanism_audit": None
         if mechanism is None
         else {key: mechanism[key] for key in ("verdict", "reason", "steps")},
         "software": dict(record["versions"]),
+        "hardware": {name: value for name, value in record["hardware"].items() if _plain(value)},
+        "date": str(record["started_at"])[:10],
+        "recipe_digest": recipe.digest(config),
+        "files": dict(sorted((record["artifacts"] if files is None else files).items())),
     }
     # A copy through JSON: no object appears twice, so YAML writes no anchors, and no tuple does.
     copy: Json = json.loads(json.dumps(words.without_paths(block), allow_nan=False))
@@ -177,6 +197,9 @@ def _terms(config: RunConfig, plan: Json, record: Json) -> Json:
     return {
         "epsilon": stated_epsilon(plan, record),
         "delta": plan["delta"],
+        "definition": DEFINITION,
+        "holds_for": "run",
+        "trust_model": "central",
         "unit": plan["unit"],
         "max_examples_per_unit": plan["max_examples_per_unit"],
         "neighbouring_relation": plan["neighbouring_relation"],
@@ -193,7 +216,9 @@ def _terms(config: RunConfig, plan: Json, record: Json) -> Json:
             "expected_batch_size": plan["expected_batch_size"],
             "dataset_size": plan["dataset_size"],
             "canary_slots": plan["canary_slots"],
+            "implemented_as_accounted": True,
         },
+        "without_amplification": None if _spent_more(plan, record) else without_amplification(plan),
         "randomness": {
             "generator": "chacha20" if config.privacy.secure_noise else "philox",
             "secure_noise": config.privacy.secure_noise,
@@ -202,16 +227,45 @@ def _terms(config: RunConfig, plan: Json, record: Json) -> Json:
         "cross_check": plan["cross_check"],
         **_profile(plan, record),
         "event": plan["event"],
-        "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
-        "data_public": config.data.public,
     }
+
+
+def without_amplification(terms: Json) -> float | None:
+    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
+
+    Args:
+        terms: ``plan.json``, or the terms of a block with what stands under ``sampling`` laid over them and ``num_steps``.
+
+    Returns:
+        Rounded up to four digits; None where it is 10,000 or more.
+
+    Guarantee:
+        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
+        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
+
+    References:
+        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
+    """
+    group = terms["max_examples_per_unit"] or 1 if terms.get("sampling") == "example" else 1
+    epochs = math.ceil(Fraction(terms["num_steps"] * terms["expected_batch_size"], terms["dataset_size"]))
+    try:
+        value = gaussian_epsilon(group * math.sqrt(epochs) / terms["noise_multiplier"], terms["delta"])
+    except (ArithmeticError, ValueError):  # hardly any noise
+        return None
+    return float(words.bound(value * (1 + 1e-9)))  # more than the error of its root
+
+
+def _spent_more(plan: Json, record: Json) -> bool:
+    return stated_epsilon(plan, record) > float(plan["epsilon"])
 
 
 def _profile(plan: Json, record: Json) -> Json:
     """The other words for the planned epsilon; none where more was spent than planned, of which they are not true."""
-    if stated_epsilon(plan, record) > plan["epsilon"]:
+    if _spent_more(plan, record):
         return {}
-    return {name: plan[name] for name in ("accountants", "limits", "curve") if plan.get(name)}
+    found = {name: plan[name] for name in ("accountants", "limits", "curve") if plan.get(name)}
+    curve = person.trade_off(plan["event"], plan["neighbouring_relation"])
+    return {**found, **({"trade_off": curve} if curve else {})}
 
 
 def _composed(record: Json) -> Json | None:
@@ -233,38 +287,75 @@ def _composed(record: Json) -> Json | None:
         "entries": ledger["head"]["count"],
         "entry": ledger["entry"],
         "head": ledger["head"]["hash"],
+        "group": ledger.get("group"),
     }
 
 
-def _not_covered(plan: Json | None, record: Json) -> list[str]:
-    lines = list(NOT_COVERED)
-    if plan is not None and plan["neighbouring_relation"] == "zero_out":
-        lines.append("the number of units, which is published")
-    if record["status"] == "interrupted":
-        lines.append("the decision when to stop the run, which may rest on un-noised figures")
-    return lines
+_ATTACK = (
+    *("group", "auc", "auc_interval", "confidence", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval"),
+    *("positives", "negatives"),
+)
+_BOUND = ("value", "alpha", "delta", "method", "num_canaries", "best_guesses", "correct", "ceiling")
+_EXPOSURE = ("inserted", "mean", "null_mean", "base_mean", "p_value", "maximum")
+_EXTRACTION = ("inserted", "tuned", "base", "held_out", "held_out_tuned")
 
 
-def _short_audit(audit: Json) -> Json:
-    found = audit["epsilon_lower_bound"]
+def audit_part(audit: Json, terms: Json | None) -> Json:
+    """What the block holds of an audit: everything that the card shows.
+
+    Args:
+        audit: ``audit.json``.
+        terms: The terms that the run guarantees, whose limits then stand beside each attack; None without a guarantee.
+    """
+
+    def limits(attack: Json) -> Json | None:
+        if terms is None:
+            return None
+        claim = Claim(terms["epsilon"], terms["delta"], terms["unit"])
+        return claim.limits(int(attack["group"]), terms.get("limits"))
+
+    canaries, controls = audit["canaries"], audit["controls"]
+    found = controls["words"]
     return {
         "verdict": audit["verdict"],
-        "epsilon_lower_bound": found["value"],
-        "confidence": 1 - found["alpha"],
-        "ceiling": found["ceiling"],
-        "method": found["method"],
-        "num_canaries": found["num_canaries"],
-        "auc": {
-            name: {"group": attack["group"], "value": attack["auc"], "interval": attack["auc_interval"]}
+        "verdict_reason": audit["verdict_reason"],
+        "epsilon_lower_bound": {key: audit["epsilon_lower_bound"][key] for key in _BOUND},
+        "attacks": {
+            name: {**{key: attack[key] for key in _ATTACK}, "limits": limits(attack)}
             for name, attack in audit["attacks"].items()
         },
-        "exposure": {
-            group: {"mean": seen["mean"], "null_mean": seen["null_mean"]} for group, seen in audit["exposure"].items()
+        "exposure": {group: {key: seen[key] for key in _EXPOSURE} for group, seen in audit["exposure"].items()},
+        "extraction": {group: {key: got[key] for key in _EXTRACTION} for group, got in audit["extraction"].items()},
+        "controls": {
+            "base_separates": controls["base_separates"],
+            "words": None if not found else {key: found[key] for key in ("auc", "succeeds")},
+            "positive": controls["positive"],
         },
-        "extraction": {
-            group: {key: seen[key] for key in ("inserted", "tuned", "base")}
-            for group, seen in audit["extraction"].items()
+        "canaries": {
+            "kind": canaries["kind"],
+            "secrets": _secrets(canaries),
+            "groups": canaries["groups"],
+            "references": canaries["references"],
         },
         "audits_run": audit["audits_run"],
-        "commitment": audit["canaries"]["commitment"],
+        "commitment": canaries["commitment"],
+        "weights": audit["weights"],
     }
+
+
+def _secrets(canaries: Json) -> str:
+    """What the canaries of an audit hide, in words."""
+    settings = canaries["settings"]
+    return {
+        "digits": f"random secrets of {settings.get('digits')} digits",
+        "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
+        "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",
+        "new_tokens": "secrets of tokens that no text has",
+        "synthetic": f"secrets of {settings.get('tokens')} tokens that the base model made up",
+        "pii": "invented personal details",
+    }[canaries["kind"]]
+
+
+def _plain(value: object) -> bool:
+    names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return isinstance(value, str | int | float) or names

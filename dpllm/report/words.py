@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,23 @@ def sentence(text: str) -> str:
     return line if line.endswith((".", "!", "?")) else line + "."
 
 
+def line(value: object) -> str:
+    """Text on one line, without the full stop at its end."""
+    return " ".join(str(value).split()).rstrip(". ")
+
+
 def cell(value: object) -> str:
     """Text that stays inside its cell of a Markdown table."""
     return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def tier(epsilon: float) -> str:
+    """How an epsilon is commonly called.
+
+    References:
+        Ponomareva et al. 2023, "How to DP-fy ML", section 5.2 (three tiers, as a convention).
+    """
+    return "strong" if epsilon <= 1 else "reasonable" if epsilon <= 10 else "weak, often no meaningful protection"
 
 
 def is_hub_id(name: str) -> bool:
@@ -113,3 +127,8 @@ def without_paths(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_paths(inner) for inner in value]
     return value
+
+
+def by_number(names: Iterable[str]) -> list[str]:
+    """Names that are numbers, the smallest first."""
+    return sorted(names, key=int)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ import pytest
 import tiny
 import torch
 import yaml
-from running import NUM_ROWS, SENTINEL, STEPS, Place, done, dpllm_, make_place, rows
+from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, make_place, rows
 
 from dpllm.audit import figure
 from dpllm.ledger import Ledger
+from dpllm.report.card import rerender
 
 SLOTS = 20 + 4 * 4
 Json = dict[str, Any]
@@ -48,7 +51,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     audit = {f"audit/{name}" for name in ("audit.json", "scores.csv", "tokens.parquet", *figure.FILES)}
     exported = {name.removeprefix("export/") for name in files if name.startswith("export/")}
-    assert exported == weights | tokenizer | audit | {"README.md", "privacy.json"}
+    assert exported == weights | tokenizer | audit | {"README.md", "privacy.json", "privacy.svg"}
 
 
 def test_private_is_for_its_owner_alone(finished: Place, baseline: Place) -> None:
@@ -116,17 +119,32 @@ def test_the_card_states_the_plans_epsilon(finished: Place) -> None:
     plan = finished.json("plan.json")
     block = finished.json("export/privacy.json")
     front = front_matter(finished.run)
-    assert front["privacy"] == {key: value for key, value in block.items() if key != "schema_version"}
+    assert front["privacy"] == block
     assert block["guarantee"] is True
     assert (block["epsilon"], block["delta"]) == (plan["epsilon"], plan["delta"])
     assert "differential-privacy" in front["tags"]
 
 
-def test_the_record_hashes_what_was_exported(finished: Place) -> None:
+def test_record_and_card_hash_what_was_exported(finished: Place) -> None:
     from dpllm.checkpoint import weight_hashes
 
-    assert finished.json("run.json")["artifacts"] == weight_hashes(finished.run / "export")
+    export = finished.run / "export"
+    card = {"README.md", "privacy.json"}
+    files = {name: hashlib.sha256(data).hexdigest() for name, data in contents(export).items() if name not in card}
+    trained = {name: digest for name, digest in files.items() if not name.startswith(("audit/", "privacy."))}
+    assert finished.json("run.json")["artifacts"] == trained
+    assert finished.json("export/privacy.json")["files"] == files
     assert finished.json("export/audit/audit.json")["weights"] == weight_hashes(finished.run / "export")
+
+
+def test_a_card_is_made_again_without_the_weights(finished: Place, baseline: Place, tmp_path: Path) -> None:
+    for place in (finished, baseline):
+        kept = tmp_path / place.run.parent.name
+        shutil.copytree(place.run, kept, ignore=shutil.ignore_patterns("private", "*.safetensors", "tokenizer*"))
+        made = rerender(kept)
+        assert made.keys() >= {"README.md", "privacy.json"}
+        for name, text in made.items():
+            assert (place.run / "export" / name).read_bytes() == text.encode()
 
 
 def test_the_ledger_shows_the_run(finished: Place) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from test_card import EPSILON, HASH, SETTINGS, Json, audit, config, first_line, plan, record
+from cards import EPSILON, HASH, SETTINGS, Json, audit, config, first_line, plan, record
 
 from dpllm.errors import ConfigError
 from dpllm.report import words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_card import config, plan, record
+from cards import config, plan, record
 
 from dpllm.report.card import render_card
 
@@ -16,7 +16,7 @@ def text(**changes: object) -> str:
 
 def test_the_limits_of_the_whole_profile_and_other_deltas_are_stated_rounded_up() -> None:
     card = text(limits=LIMITS, curve=CURVE)
-    assert "the same limits are 0.7%, 3.7% and 0.6266." in card
+    assert "the same limits are 0.7%, 3.7% and 0.6266;" in card
     assert "Gaussian DP with μ = 0.9333" in card
     assert "At other δ, ε is 2.316 at 0.0001, 2.964 at 1e-05, not certified at 1e-30." in card
     assert "μ" not in text(limits={**LIMITS, "gdp_mu": None})

@@ -236,6 +236,7 @@ def _recipe(run: RunDir, config: RunConfig, shadow: RunDir, own_ledger: Path | N
         data={"eval": None, "eval_public": False},
         privacy=privacy,
         train={"eval_every": None, "checkpoint_every": None},
+        telemetry={"textfile": None, "port": None, "trackers": []},
     ).model_copy(update={"output_dir": str(shadow.root)})
 
 
@@ -251,11 +252,12 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
         record, trained = read_json(shadow.run), canaries.load(shadow.canaries)
         moved = _changed(shadow.load_config(), privacy={"ledger": recipe.privacy.ledger})
         moved = moved.model_copy(update={"output_dir": recipe.output_dir})  # however the run's path is typed today
-        return (
+        return bool(
             record.get("status") == "completed"
             and dump_config(moved) == dump_config(recipe)
             and _texts(trained) == _texts(plan)
-            and record.get("artifacts") == checkpoint.weight_hashes(shadow.export) != {}
+            and (weights := checkpoint.weight_hashes(shadow.export))
+            and weights.items() <= record.get("artifacts", {}).items()
         )
     return False
 

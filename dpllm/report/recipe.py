@@ -1,0 +1,53 @@
+"""The recipe as it may be published: without directories, addresses and the seed of the noise.
+
+Comes in: a ``RunConfig``. Goes out: another one of the same promise, and a digest. Must not open any file.
+"""
+
+from __future__ import annotations
+
+from dpllm.builtin import is_builtin
+from dpllm.config import RunConfig
+from dpllm.report import words
+from dpllm.rundir import digest as digest_of
+
+
+def publishable(config: RunConfig) -> RunConfig:
+    """The recipe without what a stranger has no use for, or could use against the run.
+
+    Local paths are cut to their last part; the ledger's address, which may hold a password, and the directory of metrics
+    are left out; a seed of the noise, with which the noise can be taken off, becomes 0.
+
+    Args:
+        config: The resolved recipe.
+
+    Returns:
+        A recipe of which a card says the same, byte for byte.
+    """
+    model, data, privacy, telemetry = config.model, config.data, config.privacy, config.telemetry
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update={"name_or_path": words.public_name(model.name_or_path)}),
+            "data": data.model_copy(
+                update={name: words.public_name(path) for name in ("train", "eval") if (path := getattr(data, name))}
+            ),
+            "privacy": privacy.model_copy(
+                update={"ledger": None, "insecure_seed": None if privacy.insecure_seed is None else 0}
+            ),
+            "telemetry": telemetry.model_copy(update={"textfile": None}),
+            "output_dir": words.last_part(config.output_dir),
+        }
+    )
+
+
+def digest(config: RunConfig) -> str:
+    """SHA-256 of the publishable recipe, without output_dir and with every name of a model or dataset cut to its last part.
+
+    So it does not depend on where the run, its data or its model lie, and says that two runs had the same settings.
+    """
+    recipe = publishable(config).model_dump(mode="json")
+    del recipe["output_dir"]
+    for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
+        value = recipe[section][name]
+        if value and not is_builtin(value):
+            recipe[section][name] = words.last_part(value)
+    return digest_of(recipe)

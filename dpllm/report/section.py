@@ -1,0 +1,150 @@
+"""The parts of a card that are a function of its privacy block: the banner, and everything about privacy and audit.
+
+Comes in: a privacy block, or the Markdown of a card. Goes out: the text between the markers, written or read back. Must not
+read any file but its template, nor know the recipe, the record or the audit: whoever has ``privacy.json`` can render the
+same text, and jinja2 is all that it takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.limits import attacker_limits
+from dpllm.report import person, words
+
+Json = dict[str, Any]
+
+TEMPLATES = Path(__file__).parent / "templates"
+PARTS = ("banner", "privacy")
+
+
+def render(block: Json) -> dict[str, str]:
+    """The marked parts of a card.
+
+    Args:
+        block: The privacy block, as ``privacy.json`` holds it.
+
+    Returns:
+        "banner" and "privacy": Markdown, as it stands between the markers. Equal blocks give equal text, however their keys
+        are ordered, and any two that differ give different text: the last line holds ``digest``.
+
+    Raises:
+        ConfigError: The block is not one that the schema allows, or a text in it holds a marker.
+    """
+    holds = block.get("guarantee")
+    try:
+        terms = block if holds else block.get("attempted")
+        context = {
+            "w": words,
+            "b": block,
+            "t": terms,
+            "holds": holds,
+            "limits": attacker_limits(terms["epsilon"], terms["delta"]) if holds and terms else None,
+            "figure": person,
+            "digest": digest(block),
+        }
+        found = {name: _tidy(template(f"{name}.md.j2").render(context)) for name in PARTS}
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a block of a stranger makes a template do
+        raise ConfigError(
+            f"the privacy block cannot be put into words ({type(error).__name__}), so no card can be made of it. Check it "
+            "against dpllm/report/schema/privacy.schema.json."
+        ) from None
+    for name, text in found.items():
+        if any(marker in text for part in PARTS for marker in _markers(part)):
+            raise ConfigError(
+                f"a text in the privacy block holds a marker of the card's {name}, so the card could not be read back. Take "
+                "<!-- dpllm: ... --> out of card.contact, card.tuning and the names in the recipe."
+            )
+    return found
+
+
+def marked(name: str, text: str) -> str:
+    """A part of a card between its markers."""
+    start, end = _markers(name)
+    return f"{start}\n{text}\n{end}"
+
+
+def parts(markdown: str) -> dict[str, str]:
+    """The marked parts of a card, as ``render`` makes them.
+
+    Args:
+        markdown: A whole card. Line ends may be those of any system.
+
+    Raises:
+        ConfigError: A marker is missing, doubled or out of order.
+    """
+    text = _unix(markdown)
+    found = {}
+    for name in PARTS:
+        start, end = _markers(name)
+        counts = (text.count(start), text.count(end))
+        if counts != (1, 1) or text.index(start) > text.index(end):
+            raise ConfigError(
+                f"the card holds {counts[0]} times {start} and {counts[1]} times {end}, so what it says about privacy cannot "
+                "be told from what was written by hand. Write it again: dpllm card RUN."
+            )
+        inside = text[text.index(start) + len(start) : text.index(end)]
+        # The line ends of the markers; any other space is part of the text.
+        found[name] = inside[1:-1] if len(inside) > 1 and inside[0] == inside[-1] == "\n" else inside
+    return found
+
+
+def front_matter(markdown: str) -> Json:
+    """The YAML between the first two rules of a card.
+
+    Raises:
+        ConfigError: There is none, or it is no mapping.
+    """
+    import yaml
+
+    text = _unix(markdown).removeprefix("\ufeff")
+    matter = re.match(r"---\n(.*?\n)---[ \t]*(?:\n|$)", text, re.DOTALL)
+    try:
+        value = yaml.safe_load(matter[1]) if matter else None
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            "the card has no front matter that reads as YAML, so nothing that it states can be found. Write it again: "
+            "dpllm card RUN."
+        )
+    return value
+
+
+def digest(block: Json) -> str:
+    """SHA-256 of a block as JSON with sorted keys and without spaces."""
+    text = json.dumps(block, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def template(name: str) -> Template:
+    """A template of a card or of a part of it."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, autoescape=False, keep_trailing_newline=False
+    )
+    found: Template = environment.get_template(name)
+    return found
+
+
+def _markers(name: str) -> tuple[str, str]:
+    return f"<!-- dpllm:{name} -->", f"<!-- /dpllm:{name} -->"
+
+
+def _tidy(text: str) -> str:
+    lines = "\n".join(line.rstrip() for line in text.splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
+
+
+def _unix(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")

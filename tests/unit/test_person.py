@@ -1,0 +1,109 @@
+"""The figure of what a test for one person's presence can reach."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from cards import Json, config, plan, record
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.privacy.limits import attacker_limits_of
+from dpllm.report import person
+from dpllm.report.card import render_card
+
+EVENT = {
+    "type": "self_composed",
+    "count": 100,
+    "event": {
+        "type": "poisson_sampled",
+        "probability": 0.05,
+        "event": {"type": "gaussian", "noise_multiplier": 1.1},
+    },
+}
+
+
+def block(**changes: object) -> Json:
+    return {"epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes}
+
+
+def test_the_curve_is_above_guessing_rising_and_holds_the_stated_limits() -> None:
+    curve = person.trade_off(EVENT, "zero_out")
+    assert curve is not None
+    rates, reached = [rate for rate, _ in curve], [tpr for _, tpr in curve]
+    assert tuple(rates) == person.RATES
+    assert {0.001, 0.01, 0.1, 1.0} <= set(rates)
+    assert reached == sorted(reached)
+    assert all(rate <= tpr <= 1 for rate, tpr in curve)
+    limits = attacker_limits_of(EVENT, "zero_out")
+    for rate in (0.001, 0.01):
+        exact = limits[f"tpr_at_fpr_{rate:g}"]
+        assert exact is not None
+        assert exact <= dict(curve)[rate] <= exact * 1.0011
+
+
+@given(st.floats(min_value=0, max_value=800), st.floats(min_value=1e-12, max_value=1e-2), st.booleans())
+@settings(deadline=None, derandomize=True)
+def test_any_guarantee_has_a_figure_that_stays_in_its_frame(epsilon: float, delta: float, known: bool) -> None:
+    curve = [[rate, min(1.0, 3 * rate)] for rate in person.RATES] if known else None
+    shown = block(epsilon=epsilon, delta=delta, trade_off=curve)
+    drawn = person.figure(shown)
+    assert drawn == person.figure(dict(reversed(shown.items())))
+    root = ET.fromstring(drawn)
+    _, _, width, height = map(float, root.get("viewBox", "").split())
+    for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", drawn):
+        assert 0 <= float(x) <= width
+        assert 0 <= float(y) <= height
+    for number in re.findall(r'(?:cx|x|x1|x2)="(-?[\d.]+)"', drawn):
+        assert 0 <= float(number) <= width
+
+
+def test_text_fits_its_frame() -> None:
+    """At 0.58 of its size a letter: wider than Helvetica, Arial and DejaVu Sans set these words."""
+    for shown in (block(), block(epsilon=12345.678901, delta=1.2345678901e-11), block(unit="example", epsilon=0.01)):
+        root = ET.fromstring(person.figure(shown))
+        width = float(root.get("width", "0"))
+        for text in root.iter("{http://www.w3.org/2000/svg}text"):
+            if text.get("transform") or text.get("text-anchor") != "start":
+                continue
+            letter = 0.58 + (0.04 if text.get("font-weight") else 0)
+            end = float(text.get("x", "0")) + letter * float(text.get("font-size", "13")) * len(text.text or "")
+            assert end <= width - 4, text.text
+
+
+def test_it_needs_no_font_no_script_and_no_network() -> None:
+    drawn = person.figure(block())
+    assert drawn.count("http") == 1  # the namespace
+    for word in ("<script", "href", "<style", "<image", "@import"):
+        assert word not in drawn
+    assert 'fill="#ffffff" stroke=' in drawn  # a white ground with a frame, for dark pages
+    assert len(drawn) < 8000
+
+
+def test_a_long_or_odd_unit_is_escaped_and_cut() -> None:
+    unit = '<&"]' + "x" * 200
+    drawn = person.figure(block(unit=unit))
+    root = ET.fromstring(drawn)
+    title = next(text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text"))
+    assert len(title) < 60
+    assert "]" not in person.alt_text(block(unit=unit))
+
+
+@pytest.mark.parametrize("unit", ["example", "patient_id"])
+def test_the_description_states_the_figures_of_the_block(unit: str) -> None:
+    text = person.alt_text(
+        block(unit=unit, limits={"tpr_at_fpr_0.001": 0.0061, "tpr_at_fpr_0.01": 0.0367, "auc": 0.6265})
+    )
+    assert ("one training example" if unit == "example" else "one patient_id") in text
+    assert "at most 3.7% at 1%, at most 0.7% at 0.1%" in text
+    assert "at most 0.6265, of guessing 0.5" in text
+
+
+def test_the_card_shows_it_with_its_description() -> None:
+    text, whole = render_card(config(), plan(), record(), None)
+    assert f"![{person.alt_text(whole)}](privacy.svg)" in text
+    assert f"<title>{person.alt_text(whole)}</title>".replace("'", "&#x27;") in person.figure(whole).replace(
+        "'", "&#x27;"
+    )
