@@ -9,9 +9,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dpllm import lineage
 from dpllm.config import RunConfig
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError
 from dpllm.planning.batches import Batches, batches_of
@@ -113,6 +115,7 @@ def look_ahead(
         if subject is None:
             return Outlook(config, None, None, None, None, None, tuple(found.errors))
         schedule, plan = _promise(config, cache_dir, subject, book, found)
+        found.attempt(partial(_ancestry, config, subject, book))
         batches = batches_of(config, schedule) if schedule else None
         seen = _ask(book, subject, plan, found) if book is not None and plan is not None else None
         return Outlook(config, subject.num_units, schedule, plan, batches, seen, tuple(found.errors))
@@ -177,6 +180,11 @@ def _promise(
         return None, None
     terms = found.attempt(lambda: protect.terms(book, subject.dataset, subject.derived_from))
     return schedule, _plan(config, units, cache_dir, terms or protect.terms(None, subject.dataset, None), found)
+
+
+def _ancestry(config: RunConfig, subject: Subject, book: Any) -> None:
+    base = lineage.of_base(config, fetch=False)
+    lineage.settle(base, config, dataset=subject.dataset, derived_from=subject.derived_from, book=book, plan=None)
 
 
 def _plan(

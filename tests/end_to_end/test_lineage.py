@@ -1,0 +1,262 @@
+"""Models made from models: what the second run states, and what it may not do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from running import Place, contents, done, dpllm_
+from safetensors.torch import load_file, save_file
+
+from dpllm import lineage
+from dpllm.errors import ConfigError, Refused
+from dpllm.report import section
+from dpllm.rundir import RunDir
+
+Json = dict[str, Any]
+QUICK = ("--audit.canaries", "null")
+
+
+@pytest.fixture(scope="session")
+def parent(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The finished run merged, and its ledger; read only."""
+    root = tmp_path_factory.mktemp("lineage") / "parent"
+    shutil.copytree(finished.root, root)
+    done("merge", root / "run", "--output", root / "clinic-notes")
+    return Place(root, finished.base)
+
+
+@pytest.fixture(scope="session")
+def child(parent: Place, tmp_path_factory: pytest.TempPathFactory, data_home: Path) -> Place:
+    """A second run with privacy on the same data, from the merged first one; read only."""
+    root = tmp_path_factory.mktemp("child") / "place"
+    shutil.copytree(parent.root, root)
+    place = Place(root, root / "clinic-notes")
+    shutil.rmtree(place.run)
+    done("train", place.recipe, *again(place))
+    done("card", place.run)
+    return place
+
+
+@pytest.fixture
+def place(parent: Place, tmp_path: Path) -> Place:
+    """The merged first run with its ledger and no second run yet."""
+    shutil.copytree(parent.root, tmp_path / "place")
+    shutil.rmtree(tmp_path / "place" / "run")
+    return Place(tmp_path / "place", tmp_path / "place" / "clinic-notes")
+
+
+def again(place: Place, *more: object) -> tuple[object, ...]:
+    """Overrides: the same data and recipe, from the model that the place has as its base, into the place's own directory."""
+    paths = ("--model.name_or_path", place.base, "--privacy.ledger", place.ledger, "--output_dir", place.run)
+    return (*paths, "--data.train", place.train, *QUICK, *more)
+
+
+def refused(place: Place, *more: object, code: int = 3) -> str:
+    """What plan and train both say; the ledger and the run directory stay as they were."""
+    before = contents(place.ledger.parent)
+    answers = [dpllm_(command, place.recipe, *again(place, *more)) for command in ("plan", "train")]
+    assert [answer.code for answer in answers] == [code, code], [answer.err for answer in answers]
+    said = [answer.err.split(": ", 1)[1] for answer in answers]
+    assert said[0] == said[1]
+    after = contents(place.ledger.parent)
+    for name in ("run/run.json", "ledger.sqlite"):  # a refusal is noted in both
+        before.pop(name, None)
+        after.pop(name, None)
+    assert {name for name in after.keys() - before.keys() if "cache" not in name} == set()
+    return said[1]
+
+
+def test_two_generations_on_the_same_data_state_what_both_cost(parent: Place, child: Place) -> None:
+    own = child.json("plan.json")
+    found = child.json("run.json")["lineage"]
+    base = json.loads((parent.root / "clinic-notes" / "privacy.json").read_text("utf-8"))
+    assert found["base"]["name"] == "clinic-notes"
+    assert found["base"]["epsilon"] == base["epsilon"]
+    assert found["base"]["entry"] == base["composed"]["entry"]
+    assert (found["same_dataset"], found["dataset"], found["excepted"]) == (True, "notes", None)
+    composed = found["composed"]["epsilon"]
+    assert max(own["epsilon"], base["epsilon"]) < composed <= own["epsilon"] + base["epsilon"]
+    # The ledger, which knows both runs, comes to the same.
+    assert composed == pytest.approx(child.json("run.json")["ledger"]["spent_epsilon"], rel=1e-6)
+    block = json.loads((child.run / "export" / "privacy.json").read_text("utf-8"))
+    assert block["lineage"] == found
+    assert block["guarantee"] is True
+    assert block["epsilon"] == own["epsilon"]  # this run's own, beside what both cost
+    text = section.parts((child.run / "export" / "README.md").read_text("utf-8"))["privacy"]
+    assert "clinic-notes" in text
+    assert f"ε = {composed:.2f}"[:6] in text
+
+
+def test_a_run_with_lineage_verifies(child: Place) -> None:
+    done("verify", child.run)
+
+
+def test_a_third_generation_carries_the_first_on(child: Place, tmp_path: Path) -> None:
+    done("merge", child.run, "--output", tmp_path / "third")
+    done("verify", tmp_path / "third")
+    config = RunDir(child.run).load_config()
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"name_or_path": str(tmp_path / "third")})}
+    )
+    base = lineage.of_base(config)
+    assert base is not None
+    assert base.statement["name"] == "third"
+    assert [ancestor["name"] for ancestor in base.ancestors] == ["clinic-notes"]
+    assert base.ancestors[0] == child.json("run.json")["lineage"]["base"]
+
+
+def test_a_base_that_was_exchanged_is_not_merged_into(child: Place, tmp_path: Path) -> None:
+    shutil.copytree(child.root, tmp_path / "place")
+    copy = Place(tmp_path / "place", tmp_path / "place" / "clinic-notes")
+    config = copy.run / "config.yaml"
+    config.write_text(config.read_text().replace(str(child.base), str(copy.base)))
+    done("merge", copy.run, "--output", tmp_path / "well")
+    for name in ("privacy.json", "README.md"):
+        (copy.base / name).unlink()
+    answer = dpllm_("merge", copy.run, "--output", tmp_path / "out")
+    assert answer.code == 3
+    assert "is not the base model that the run was trained on" in answer.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_privacy_on_the_same_data_is_refused_unless_excepted(place: Place) -> None:
+    off = ("--privacy.enabled", "false", "--data.public", "true")
+    said = refused(place, *off)
+    assert "clinic-notes, which was trained on dataset 'notes' with differential privacy" in said
+    who = ("--by", "alice", "--reason", "a baseline that stays here")
+    done("ledger", "except", "notes", "--ledger", place.ledger, *who)
+    done("train", place.recipe, *again(place, *off))
+    done("card", place.run)
+    record = place.json("run.json")
+    assert "permitted by alice" in record["lineage"]["excepted"]
+    assert record["lineage"]["excepted"] in record["deviations"]
+    banner = section.parts((place.run / "export" / "README.md").read_text("utf-8"))["banner"]
+    first = banner.splitlines()[0]
+    assert "No differential privacy guarantee" in first
+    assert "a baseline that stays here" in first
+    done("verify", place.run)
+    # Whoever goes on from there with privacy has none for these data: the base holds them already.
+    done("merge", place.run, "--output", place.root / "leaky")
+    leaky = Place(place.root, place.root / "leaky")
+    shutil.rmtree(place.run)
+    done("train", place.recipe, *again(leaky))
+    done("card", place.run)
+    guarantee = place.json("run.json")["guarantee"]
+    assert guarantee["holds"] is False
+    assert "leaky, which was trained on the same dataset (notes) without a guarantee" in guarantee["reason"]
+    assert place.json("export/privacy.json")["guarantee"] is False
+    assert place.json("run.json")["lineage"]["composed"] is None
+    done("verify", place.run)
+
+
+def _weights(base: Path) -> None:
+    path = base / "model.safetensors"
+    save_file({name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def _epsilon(base: Path) -> None:
+    block = json.loads((base / "privacy.json").read_text("utf-8"))
+    (base / "privacy.json").write_text(json.dumps({**block, "epsilon": block["epsilon"] / 2}))
+
+
+def _key(base: Path) -> None:
+    block = json.loads((base / "privacy.json").read_text("utf-8"))
+    (base / "privacy.json").write_text(json.dumps({**block, "unheard_of": 1}))
+
+
+def _entry(base: Path) -> None:
+    block = json.loads((base / "privacy.json").read_text("utf-8"))
+    block["composed"]["dataset"] = "letters"
+    (base / "privacy.json").write_text(json.dumps(block))
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (_weights, "is not the file that its privacy.json describes"),
+        (
+            lambda base: (base / "pytorch_model.bin").write_bytes(b"0"),
+            "is not the file that its privacy.json describes",
+        ),
+        (lambda base: (base / "tokenizer.json").unlink(), "is not the file that its privacy.json describes"),
+        (_epsilon, "its own event costs"),
+        (_key, "is no privacy block"),
+        (_entry, "one of the two was changed"),
+        (lambda base: (base / "privacy.json").unlink(), r"privacy.json is missing"),
+    ],
+    ids=["weights", "another file of weights", "tokenizer", "epsilon", "key", "dataset", "no block"],
+)
+def test_a_base_that_lies_is_refused(place: Place, lie: Callable[[Path], object], message: str) -> None:
+    lie(place.base)
+    before = (place.base.parent / "ledger.sqlite").read_bytes()
+    answer = dpllm_("plan", place.recipe, *again(place))
+    assert answer.code == 3, answer.err
+    assert message in answer.err
+    assert (place.base.parent / "ledger.sqlite").read_bytes() == before
+
+
+def test_an_adapter_is_no_base(finished: Place, place: Place) -> None:
+    adapter = Place(place.root, finished.run / "export")
+    assert "dpllm merge RUN" in refused(adapter, code=2)
+    assert "is a run directory" in refused(Place(place.root, finished.run), code=2)
+
+
+def test_other_data_need_no_composition(place: Place) -> None:
+    other = tiny.write_rows(place.root / "letters.jsonl", [{"text": tiny.sentence(n)} for n in range(1000, 1040)])
+    off = ("--privacy.enabled", "false", "--data.public", "true", "--privacy.dataset", "letters", "--data.train", other)
+    done("train", place.recipe, *again(place, *off))
+    found = place.json("run.json")["lineage"]
+    assert (found["same_dataset"], found["composed"], found["excepted"]) == (False, None, None)
+    assert found["base"]["guarantee"] is True
+
+
+def test_a_budget_is_not_spent_in_another_ledger(place: Place) -> None:
+    block = json.loads((place.base / "privacy.json").read_text("utf-8"))
+    budget = {"epsilon": 9.0, "delta": 1e-3, "gate": "planned", "order": None}
+    block["composed"] |= {"budget": budget}
+    (place.base / "privacy.json").write_text(json.dumps(block))
+    said = refused(place, "--privacy.ledger", place.root / "other.sqlite")
+    assert block["composed"]["entry"] in said
+    assert "Set privacy.ledger" in said
+    assert dpllm_("plan", place.recipe, *again(place)).code == 0
+
+
+@pytest.fixture
+def hub(parent: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot of org/clinic-notes in a cache of the Hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--org--clinic-notes"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(parent.root / "clinic-notes", repository / "snapshots" / ("0" * 40))
+    return repository / "snapshots" / ("0" * 40)
+
+
+@pytest.mark.parametrize("fetch", [True, False])
+def test_a_model_of_the_hub_is_read_where_it_is_cached(parent: Place, hub: Path, fetch: bool) -> None:
+    config = RunDir(parent.run).load_config()
+
+    def seen(name: str) -> lineage.Base | None:
+        named = config.model.model_copy(update={"name_or_path": name})
+        return lineage.of_base(config.model_copy(update={"model": named}), fetch=fetch)
+
+    here, there = seen(str(parent.root / "clinic-notes")), seen("org/clinic-notes")
+    assert here is not None
+    assert there is not None
+    assert there.statement == {**here.statement, "name": "org/clinic-notes"}
+    assert seen("org/nothing") is None
+    block = json.loads((hub / "privacy.json").read_text("utf-8"))
+    files = {name: sha for name, sha in block["files"].items() if name not in ("config.json", "model.safetensors")}
+    (hub / "privacy.json").write_text(json.dumps({**block, "files": {**files, "adapter_config.json": "0" * 64}}))
+    with pytest.raises(ConfigError, match="is an adapter"):
+        seen("org/clinic-notes")
+    (hub / "privacy.json").write_text(json.dumps(block))
+    _weights(hub)
+    with pytest.raises(Refused, match=r"is not the file that its privacy\.json describes"):
+        seen("org/clinic-notes")
