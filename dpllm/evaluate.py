@@ -1,12 +1,16 @@
-"""Held-out loss.
+"""Held-out loss and accuracy.
 
-Comes in: a model and tokenised examples. Goes out: nats per target token. The figure is computed from data, so it is
-private unless the evaluation data are declared public; the caller decides where it may go.
+Comes in: a model and tokenised examples. Goes out: nats per target token, and the share of tokens that the model ranks
+first. Both are computed from data, so they are private unless the evaluation data are declared public; the caller decides
+where they may go.
+
+Shape suffixes: R sequences, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
@@ -14,6 +18,20 @@ from torch import distributed, nn
 from dpllm.data import TokenSequence, Unit
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.sampling import collate
+
+
+class HeldOut(NamedTuple):
+    """What one pass over held-out text shows.
+
+    Attributes:
+        loss: Mean negative log-likelihood, in nats per target token.
+        accuracy: Share of target tokens to which the model gives the highest logit, in [0, 1].
+        tokens: Number of target tokens.
+    """
+
+    loss: float
+    accuracy: float
+    tokens: int
 
 
 def held_out_loss(
@@ -24,8 +42,8 @@ def held_out_loss(
     autocast: Callable[[], torch.autocast | object],
     rank: int = 0,
     world: int = 1,
-) -> tuple[float, int]:
-    """Mean negative log-likelihood per target token.
+) -> HeldOut:
+    """Mean negative log-likelihood per target token, and next-token accuracy, in one pass.
 
     Args:
         model: Any causal LM; put into eval mode and back.
@@ -37,23 +55,27 @@ def held_out_loss(
         world: Number of processes.
 
     Returns:
-        Loss in nats per target token over all sequences, and the number of target tokens.
+        Both over the target tokens of all sequences, and their number.
     """
     mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
     training = model.training
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64)
+    totals = torch.zeros(3, dtype=torch.float64)
     with torch.inference_mode(), autocast():  # type: ignore[attr-defined]
         for start in range(0, len(mine), batch_size):
             units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
             batch = collate(units, pad_id=0).to(device)
-            logits = model(input_ids=batch.input_ids_RT, attention_mask=batch.attention_mask_RT, use_cache=False).logits
+            logits_RTV = model(
+                input_ids=batch.input_ids_RT, attention_mask=batch.attention_mask_RT, use_cache=False
+            ).logits
             tokens_R = batch.loss_mask_RT.sum(dim=1)
-            loss_R = sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, tokens_R.float())
-            totals += torch.stack([(loss_R.double() * tokens_R).sum(), tokens_R.double().sum()]).cpu()
+            loss_R = sequence_losses(logits_RTV, batch.input_ids_RT, batch.loss_mask_RT, tokens_R.float())
+            hit_RT = (logits_RTV[:, :-1].argmax(dim=-1) == batch.input_ids_RT[:, 1:]) & batch.loss_mask_RT[:, 1:]
+            sums = (loss_R.double() * tokens_R).sum(), tokens_R.double().sum(), hit_RT.sum().double()
+            totals += torch.stack(sums).cpu()
     model.train(training)
     if world > 1:
         on_device = totals.float().to(device) if device.type == "mps" else totals.to(device)
         distributed.all_reduce(on_device)
         totals = on_device.cpu().double()
-    return float(totals[0] / totals[1]), int(totals[1])
+    return HeldOut(float(totals[0] / totals[1]), float(totals[2] / totals[1]), int(totals[1]))

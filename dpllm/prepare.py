@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed
 
-from dpllm import checkpoint, data, ledger, model
+from dpllm import checkpoint, data, ledger, lineage, model, telemetry
 from dpllm.audit import canaries
 from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.planting.source import ModelSource
@@ -28,6 +28,7 @@ from dpllm.audit.scores import encode_secret
 from dpllm.config import RunConfig, TrainConfig, dump_config
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import protect
+from dpllm.ledger.reserving import take
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
 from dpllm.privacy.noise import key_bits, os_entropy
@@ -58,6 +59,7 @@ class Prepared:
     claims: tuple[tuple[str, int], ...]
     first_step: int
     notes: list[str]
+    lineage: dict[str, Any] | None
 
 
 def prepare(
@@ -68,8 +70,9 @@ def prepare(
     *,
     resume: bool = False,
     make_up_lost_steps: bool = False,
+    entry: str | None = None,
 ) -> Prepared:
-    """Data, custody, Plan, model, self-check, and last of all the reservation."""
+    """Data, custody, Plan, model, self-check, and last of all the reservation, unless ``entry`` names one made before."""
     run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
     if resume:
         same_recipe(config, run)
@@ -81,11 +84,12 @@ def prepare(
         book = ledger.open_ledger(config.privacy.ledger, create=False)
     try:
         custody = shared(protect.take_custody(config, table, book) if state.is_main_process else None)
-        return _prepare(config, run, state, console, table, book, custody, resume, make_up_lost_steps)
+        return _prepare(config, run, state, console, table, book, custody, resume, make_up_lost_steps, entry)
     except BaseException as error:
         if book is not None:
             if isinstance(error, Refused) and error.reason:
                 book.count_refusal(error.dataset, error.reason)
+                telemetry.publish_ledger(config.telemetry, book, error.dataset)
             book.close()
         raise
 
@@ -100,8 +104,10 @@ def _prepare(
     custody: protect.Custody,
     resume: bool,
     make_up_lost_steps: bool,
+    entry: str | None,
 ) -> Prepared:
     cache = run.private / "cache"
+    base = lineage.of_base(config) if state.is_main_process else None
     groups = data.sampled_rows(table, config.data)
     num_units = config.data.public_size or len(groups)
     standing = shared(stand(config, run, book, custody) if resume and state.is_main_process else None)
@@ -120,6 +126,7 @@ def _prepare(
         plan_json = {**(plan_json or {}), **plan.to_json()}
     if plan and plan_json and standing and plan.schedule.num_steps != standing.plan["num_steps"]:
         plan_json |= _checked(plan)
+    ancestry = shared(_ancestry(base, config, book, custody, plan) if state.is_main_process else None)
     if plan:
         console.print(
             f"[bold]Plan[/]: epsilon {plan.epsilon:.3f} at delta {plan.delta:g} per {plan.unit}, N {schedule.dataset_size}, "
@@ -197,7 +204,7 @@ def _prepare(
         if state.is_main_process and book is None:  # the first reservation makes the file; a refusal makes none
             book = ledger.open_ledger(config.privacy.ledger)
             custody = protect.take_custody(config, table, book)
-        claims = shared((_reserve(plan, run, book, custody),) if book else None)
+        claims = shared((_reserve(plan, run, book, custody, entry),) if book else None)
     if state.is_main_process:
         if not resume:
             run.clear()
@@ -211,8 +218,21 @@ def _prepare(
     sampler = PoissonSampler(schedule, len(units), sampling_key, secure=secure)
     return Prepared(
         config, run, schedule, plan, units, held_out, tokenizer, net, optimizer, engine, autocast, sampler,
-        custody, book if plan else None, claims, first_step, notes,
+        custody, book if plan else None, claims, first_step, notes, ancestry,
     )  # fmt: skip
+
+
+def _ancestry(
+    base: lineage.Base | None,
+    config: RunConfig,
+    book: ledger.Ledger | None,
+    custody: protect.Custody,
+    plan: Plan | None,
+) -> dict[str, Any] | None:
+    """What the base model and this run promise together; see ``dpllm.lineage``."""
+    return lineage.settle(
+        base, config, dataset=custody.dataset, derived_from=custody.derived_from, book=book, plan=plan
+    )
 
 
 def _check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device) -> None:
@@ -316,7 +336,13 @@ def _checked(plan: Plan) -> dict[str, Any]:
     return {"cross_check": second}
 
 
-def _reserve(plan: Plan, run: RunDir, book: ledger.Ledger, custody: protect.Custody) -> tuple[str, int]:
+def _reserve(
+    plan: Plan, run: RunDir, book: ledger.Ledger, custody: protect.Custody, entry: str | None
+) -> tuple[str, int]:
+    if entry is not None:
+        account = book.records.charged_to(custody.dataset, custody.derived_from)
+        taken = take(book, entry, dataset=account, event=plan.event, num_steps=plan.schedule.num_steps)
+        return taken.entry, taken.num_steps
     claim = book.reserve(
         custody.dataset,
         event=plan.event,

@@ -24,16 +24,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import distributed
 
-from dpllm import checkpoint, evaluate
+from dpllm import checkpoint, environment, evaluate
 from dpllm.config import RunConfig, TrainConfig
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger
 from dpllm.prepare import Prepared, prepare
-from dpllm.privacy import accounting, guards
-from dpllm.privacy.plan import Plan
+from dpllm.privacy import guards
 from dpllm.privacy.sampling import physical_batches
 from dpllm.record import Summary, write_record
 from dpllm.rundir import RunDir, check_directory, read_json, write_json
+from dpllm.telemetry import EpsilonSpent, Telemetry
 
 
 def train(
@@ -42,6 +42,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     make_up_lost_steps: bool = False,
+    entry: str | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Runs a recipe from data to export/.
@@ -52,6 +53,7 @@ def train(
         make_up_lost_steps: With ``resume``: steps that were charged and lost in a crash are reserved once more and repeated;
             the stated epsilon then covers them too.
         overwrite: Replace a run that lies in ``output_dir``. What it spent stays in the ledger.
+        entry: A reservation that was made for this run before, as one of a tuning group; None: it makes its own.
         console: Where progress and tables go.
 
     Returns:
@@ -67,7 +69,7 @@ def train(
     guards.check_modes(config)
     check_directory(config, run, resume=resume, overwrite=overwrite)  # before anything is made
     with run.locked() if state.is_main_process else contextlib.nullcontext():
-        return _train(config, run, state, console, resume, overwrite, make_up_lost_steps)
+        return _train(config, run, state, console, resume, overwrite, make_up_lost_steps, entry)
 
 
 def _train(
@@ -78,19 +80,24 @@ def _train(
     resume: bool,
     overwrite: bool,
     make_up_lost_steps: bool,
+    entry: str | None,
 ) -> dict[str, Any]:
     check_directory(config, run, resume=resume, overwrite=overwrite)
     torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
     started = time.time()
-    try:
-        prepared = prepare(config, run, state, console, resume=resume, make_up_lost_steps=make_up_lost_steps)
-    except Refused as error:
-        if state.is_main_process and not run.run.exists():
-            reason = {"holds": False, "reason": f"the run was refused: {error}"}
-            write_json(run.run, {"status": "refused", "guarantee": reason, "steps_taken": 0})
-        raise
-    with prepared.ledger or contextlib.nullcontext():
-        return _run(prepared, state, console, started)
+    environment.reset_peak_memory()
+    with Telemetry(config, run, main=state.is_main_process) as telemetry:
+        try:
+            prepared = prepare(
+                config, run, state, console, resume=resume, make_up_lost_steps=make_up_lost_steps, entry=entry
+            )
+        except Refused as error:
+            if state.is_main_process and not run.run.exists():
+                reason = {"holds": False, "reason": f"the run was refused: {error}"}
+                write_json(run.run, {"status": "refused", "guarantee": reason, "steps_taken": 0})
+            raise
+        with prepared.ledger or contextlib.nullcontext():
+            return _run(prepared, state, console, started, telemetry)
 
 
 def process_state() -> PartialState:
@@ -109,19 +116,23 @@ def process_state() -> PartialState:
     return state
 
 
-def _run(p: Prepared, state: PartialState, console: Console, started: float) -> dict[str, Any]:
+def _run(p: Prepared, state: PartialState, console: Console, started: float, telemetry: Telemetry) -> dict[str, Any]:
     """The loop, and what is written when it ends, whichever way it ends."""
-    main, step, summary = state.is_main_process, p.first_step, Summary()
+    main, step, summary, epsilon_after = state.is_main_process, p.first_step, Summary(), EpsilonSpent(p.plan)
     if main:  # what run.json says if the process is killed
         write_record(p, None, "interrupted", started, summary, "its process was killed; the ledger holds its steps")
+        telemetry.begin(p, epsilon_after(step))
     try:
-        summary.before = _evaluate(p, state)
+        summary.before, summary.accuracy_before = _evaluate(p, state)
+        telemetry.evaluated(step, summary.before, summary.accuracy_before)
         if p.config.data.eval_public and summary.before is not None and not p.first_step:
             console.print(f"Held-out loss before: {summary.before:.4f} nats per token")
-        for step in _loop(p, state, console):
+        for step in _loop(p, state, console, telemetry, epsilon_after):
             settings = p.config.train
             if settings.eval_every and step % settings.eval_every == 0 and step < p.schedule.num_steps:
-                _log(p, state, {"step": step, "eval_loss": _evaluate(p, state)})
+                loss, accuracy = _evaluate(p, state)
+                telemetry.evaluated(step, loss, accuracy)
+                _log(p, state, {"step": step, "eval_loss": loss, "eval_accuracy": accuracy})
             if main and settings.checkpoint_every and step % settings.checkpoint_every == 0:
                 _save(p, step)
         status = "completed" if step == p.schedule.num_steps else "interrupted"
@@ -130,18 +141,21 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float) -> 
         unsaved = every and step % every and step > p.first_step  # a crash from here on must not lose paid steps
         if main and (status == "interrupted" or unsaved):
             _save(p, step)
-        summary.after = _evaluate(p, state)
+        summary.after, summary.accuracy_after = _evaluate(p, state)
+        telemetry.evaluated(step, summary.after, summary.accuracy_after)
         summary.tokens = sum(sum(sequence.loss_mask) for sequence in p.held_out)
     except BaseException as error:
         if main:
             why = f"it ended with {type(error).__name__} after step {step}"
             write_record(p, step, "interrupted", started, summary, why)
+            telemetry.end()
         raise
     if main:
         checkpoint.export(p.model, p.tokenizer, p.run)
         if p.ledger:
             _finish(p, p.ledger, "completed" if status == "completed" else "interrupted")
         write_record(p, step, status, started, summary)
+        telemetry.end()
         if status == "completed":  # last, so that a run killed before it can still be resumed and recorded
             shutil.rmtree(p.run.resume, ignore_errors=True)
         if p.config.data.eval_public and summary.after is not None:
@@ -153,19 +167,21 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float) -> 
     return read_json(p.run.run)
 
 
-def _loop(p: Prepared, state: PartialState, console: Console) -> Iterator[int]:
+def _loop(
+    p: Prepared, state: PartialState, console: Console, telemetry: Telemetry, epsilon_after: EpsilonSpent
+) -> Iterator[int]:
     """One logical batch after the other; yields the number of steps executed so far."""
     rank, world, main = state.process_index, state.num_processes, state.is_main_process
     pad_id = p.tokenizer.pad_token_id if p.tokenizer.pad_token_id is not None else 0
-    epsilon_after = _EpsilonSpent(p.plan)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _stop_signal() as stopping, Progress(*columns, console=console, disable=not main) as progress:
         task = progress.add_task("training", total=p.schedule.num_steps, completed=p.first_step)
         for step in range(p.first_step, p.schedule.num_steps):
             if _any_rank(bool(stopping), state):
                 return
+            rate = learning_rate(p.config.train, step, p.schedule.num_steps)
             for group in p.optimizer.param_groups:
-                group["lr"] = learning_rate(p.config.train, step, p.schedule.num_steps)
+                group["lr"] = rate
             drawn = p.sampler.draw()
             batches = physical_batches(drawn, p.units, p.config.train.physical_batch_size, pad_id, rank, world)
             if p.ledger:
@@ -173,8 +189,10 @@ def _loop(p: Prepared, state: PartialState, console: Console) -> Iterator[int]:
             diagnostics = p.engine.step(batches)
             loss = diagnostics.loss if math.isfinite(diagnostics.loss) else None
             private = {"step": step + 1, "loss": loss, "units": diagnostics.units, "clipped": diagnostics.clipped}
-            _log(p, state, {**private, "released": p.engine.released()})
-            progress.update(task, completed=step + 1, description=epsilon_after(step + 1))
+            released = p.engine.released()
+            _log(p, state, {**private, "released": released})
+            telemetry.step(step + 1, epsilon_after(step + 1), rate, released, private)
+            progress.update(task, completed=step + 1, description=epsilon_after.words(step + 1))
             yield step + 1
 
 
@@ -189,25 +207,6 @@ def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
     left = (num_steps - step) / max(1, num_steps - warm)
     shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
     return train.learning_rate * shape[train.lr_scheduler]
-
-
-class _EpsilonSpent:
-    """An upper bound of the epsilon spent so far, for the progress bar: computed at fifths of the run, rounded up."""
-
-    def __init__(self, plan: Plan | None) -> None:
-        self._plan, self._known = plan, (0, 0.0)
-
-    def __call__(self, step: int) -> str:
-        if self._plan is None:
-            return "training, no differential privacy"
-        schedule = self._plan.schedule
-        if step > self._known[0]:
-            fifth = -(-schedule.num_steps // 5)
-            grid = min(schedule.num_steps, -(-step // fifth) * fifth)
-            event, relation = self._plan.event_after(grid), self._plan.neighbouring_relation
-            value = accounting.epsilon(event, self._plan.delta, relation, interval=5e-3)
-            self._known = (grid, min(value, self._plan.epsilon))
-        return f"training, epsilon spent <= {self._known[1]:.2f} of {self._plan.epsilon:.2f}"
 
 
 def _save(p: Prepared, step: int) -> None:
@@ -244,12 +243,14 @@ def _finish(p: Prepared, ledger: Ledger, status: Literal["completed", "interrupt
             ledger.finish(entry, status)
 
 
-def _evaluate(p: Prepared, state: PartialState) -> float | None:
+def _evaluate(p: Prepared, state: PartialState) -> tuple[float | None, float | None]:
+    """Held-out loss and next-token accuracy; None for what there is not."""
     if not p.held_out:
-        return None
+        return None, None
     size, rank, world = 4 * p.config.train.physical_batch_size, state.process_index, state.num_processes
-    loss = evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)[0]
-    return loss if math.isfinite(loss) else None  # of a run that diverged; JSON has no word for it
+    found = evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)
+    loss = found.loss if math.isfinite(found.loss) else None  # of a run that diverged; JSON has no word for it
+    return loss, found.accuracy
 
 
 def _log(p: Prepared, state: PartialState, values: dict[str, Any]) -> None:

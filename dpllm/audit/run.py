@@ -32,6 +32,7 @@ from dpllm.config import RunConfig
 from dpllm.data import Format, load_table
 from dpllm.errors import ConfigError
 from dpllm.rundir import RunDir, digest, read_json, write_json
+from dpllm.telemetry import publish_audit
 
 if TYPE_CHECKING:
     from dpllm.model import ScoringModels
@@ -83,6 +84,7 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
     _write(run, report, examined)
     if config.privacy.enabled and not report["published"]:  # the same without what tells of other runs
         _write(run, {**_report(examined, None), "audits_run": report["audits_run"], "published": True}, examined)
+    publish_audit(run, config)
     return report
 
 

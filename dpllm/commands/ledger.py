@@ -27,6 +27,7 @@ ACTIONS = {
     "reconcile": "close a run that will not go on",
     "import": "enter what was spent on a dataset elsewhere",
     "export": "write the chain as JSON, without fingerprints",
+    "metrics": "what a monitoring system watches, as Prometheus metrics",
     "plot": "draw the burn-down of each dataset",
 }
 
@@ -80,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("--from", dest="source", help="an exported ledger: all runs of the dataset there")
     _add_terms(imported, default=False)
     made["export"].add_argument("--output", help="file (default: standard output)")
+    made["metrics"].add_argument(
+        "--textfile",
+        metavar="DIR",
+        help="directory of the node exporter's textfile collector (default: standard output)",
+    )
     made["plot"].add_argument("--output", default="ledger.png", help="picture (default: ledger.png)")
 
 
@@ -110,7 +116,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         where = known.ledger or ledger.default_path()
         raise ConfigError(f"{where}: no ledger there yet; the first private run makes one. Name another with --ledger.")
     with book, book.counting():
-        if known.action not in ("verify", "history", "export", "show"):
+        if known.action not in ("verify", "history", "export", "show", "metrics"):
             book.refuse_if_tampered()
         code: int = globals()[f"_{known.action}"](book, known)
         return code
@@ -360,6 +366,22 @@ def _export(book: Ledger, known: argparse.Namespace) -> int:
         print(f"{known.output}: {value['head']['count']} entries")
     else:
         print(json.dumps(value, indent=2, sort_keys=True))
+    return 0
+
+
+def _metrics(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.telemetry import textfile
+
+    if known.textfile is None:
+        print(textfile.ledger_text(book), end="")
+        return 0
+    try:
+        textfile.write_ledger(Path(known.textfile), book)
+    except OSError as error:
+        raise ConfigError(
+            f"--textfile {known.textfile}: cannot be written to ({error.strerror}), so there would be no metrics. Type the "
+            "directory that the node exporter reads."
+        ) from None
     return 0
 
 

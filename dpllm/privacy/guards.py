@@ -55,6 +55,11 @@ def deviations(config: RunConfig) -> tuple[str | None, list[str]]:
         notes.append(
             "held-out loss was computed on private evaluation data; it is kept private and nothing was chosen by it"
         )
+    if config.telemetry.private_metrics and not config.data.public:
+        notes.append(
+            "un-noised figures of the training data (loss, share of clipped gradients) and of the evaluation data went to "
+            "metrics and trackers (telemetry.private_metrics); they are outside the guarantee"
+        )
     return None, notes
 
 

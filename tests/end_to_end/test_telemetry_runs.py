@@ -1,0 +1,331 @@
+"""Whole runs with metrics, an endpoint and a tracker: what is shown, when, and that nothing un-noised is among it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from metrics_text import Series, free_port, promtool_is_silent, scrape, series, value
+from running import SENTINEL, STEPS, Place, done, dpllm_, make_place, python, rows
+
+from dpllm import evaluate
+from dpllm.config import load_config
+from dpllm.privacy.engine import Diagnostics, Engine
+from dpllm.rundir import RunDir
+from dpllm.telemetry import publish_audit, textfile
+
+# Far from what noise makes of a share or of C, so that a released value is never taken for one of them.
+LOSS, UNITS, CLIPPED, HELD_OUT, ACCURACY = 765.4321, 1009, 31079, 654.321, 17.654321
+SECRETS = (LOSS, UNITS, CLIPPED, CLIPPED / UNITS, 1 - CLIPPED / UNITS, HELD_OUT, ACCURACY)
+# Every metric of a private run that keeps its figures to itself, and the labels whose values are names.
+PUBLIC = {
+    "dp_training_info",
+    "dp_training_state",
+    "dp_training_epsilon_consumed",
+    "dp_training_step",
+    "dp_training_steps_planned",
+    "dp_stated_epsilon",
+    "dp_stated_delta",
+    "dp_noise_multiplier",
+    "dp_ledger_entries",
+    "dp_ledger_chain_valid",
+    "dp_ledger_reservations",
+    "dp_reservation_heartbeat_timestamp_seconds",
+}
+RELEASED = {"dp_gradient_clip_fraction"}
+TAGS = {"epsilon_consumed", "learning_rate", "unclipped_fraction", "max_grad_norm"}
+
+
+class Watched:
+    """A run of recognisable private figures, and what was scraped before each of its steps."""
+
+    def __init__(self, root: Path, base: Path, **changes: Any) -> None:
+        self.collector, self.port = root / "collector", free_port()
+        self.collector.mkdir(parents=True)
+        telemetry = {"textfile": str(self.collector), "port": self.port, "trackers": ["tensorboard"]}
+        self.place = make_place(root, base)
+        tiny.write_rows(root / "data" / "eval.jsonl", rows(4, start=500))
+        eval_data = {"data.eval": str(root / "data" / "eval.jsonl")}
+        self.place.write({**eval_data, **changes, "telemetry": {**telemetry, **changes.get("telemetry", {})}})
+        self.scraped: list[str] = []
+        step, held_out = Engine.step, evaluate.held_out_loss
+
+        def with_known_figures(engine: Engine, batches: Any) -> Diagnostics:
+            self.scraped.append(scrape(self.port).decode())
+            step(engine, batches)
+            return Diagnostics(LOSS, UNITS, CLIPPED)
+
+        def with_known_scores(*arguments: Any) -> evaluate.HeldOut:
+            held_out(*arguments)
+            return evaluate.HeldOut(HELD_OUT + len(self.scraped), ACCURACY + len(self.scraped) / 100, 40)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Engine, "step", with_known_figures)
+            patch.setattr(evaluate, "held_out_loss", with_known_scores)
+            patch.setattr("dpllm.telemetry.live.INTERVAL_SECONDS", 0.0)
+            self.answer = done("train", self.place.recipe)
+
+    def files(self) -> dict[str, str]:
+        return {path.name: path.read_text("utf-8") for path in sorted(self.collector.iterdir())}
+
+    def tracked(self) -> dict[str, list[float]]:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(self.place.run / "private" / "trackers" / "dpllm"))
+        events.Reload()
+        return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Watched:
+    """A private run with adaptive clipping, whose noised share of clipped gradients may be shown."""
+    return Watched(tmp_path_factory.mktemp("watched"), base, **{"privacy.clipping": "adaptive", "train.eval_every": 2})
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Watched:
+    """A run whose recipe lets private figures out, and whose evaluation data are public."""
+    changes = {"telemetry": {"private_metrics": True}, "data.eval_public": True}
+    return Watched(tmp_path_factory.mktemp("opened"), base, **changes)
+
+
+def test_a_run_is_shown_from_its_start_to_its_end(watched: Watched) -> None:
+    before = [series(text) for text in watched.scraped]
+    assert [value(found, "dp_training_step") for found in before] == list(range(STEPS))
+    assert value(before[0], "dp_training_epsilon_consumed") == 0.0
+    spent = [value(found, "dp_training_epsilon_consumed") for found in before]
+    assert spent == sorted(spent)
+    assert all(found["dp_training_state", (("model", "run"), ("state", "running"))] == 1 for found in before)
+    assert value(before[-1], "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600
+    last = {key: number for text in watched.files().values() for key, number in series(text).items()}
+    plan = watched.place.json("plan.json")
+    assert last["dp_training_state", (("model", "run"), ("state", "completed"))] == 1
+    assert value(last, "dp_training_epsilon_consumed") == value(last, "dp_stated_epsilon") == plan["epsilon"]
+    assert value(last, "dp_noise_multiplier") == plan["noise_multiplier"]
+    assert value(last, "dp_training_step") == STEPS
+    assert last["dp_ledger_reservations", (("dataset", "notes"), ("state", "completed"))] == 1
+    assert "dp_reservation_heartbeat_timestamp_seconds" not in {name for name, _ in last}
+    with pytest.raises(urllib.error.URLError):
+        scrape(watched.port)
+
+
+def test_promtool_finds_nothing_to_complain_about(watched: Watched, opened: Watched) -> None:
+    for run in (watched, opened):
+        promtool_is_silent(run.scraped[-1].encode())
+        for text in run.files().values():
+            promtool_is_silent(text.encode())
+        assert len(series("".join(run.files().values()))) == sum(len(series(text)) for text in run.files().values())
+
+
+def test_nothing_unnoised_is_shown(watched: Watched) -> None:
+    run_id = watched.place.json("run.json")["ledger"]["entry"]
+    known = {"run", "tiny-base", "notes", run_id, "running", "completed", "interrupted", "reserved", "refused"}
+    for text in (*watched.scraped, *watched.files().values()):
+        found = series(text)
+        assert {name for name, _ in found} <= PUBLIC | RELEASED
+        assert {label for _, pairs in found for _, label in pairs} <= known | {"reconciled"}
+        for (name, _), number in found.items():
+            assert not any(math.isclose(number, secret, rel_tol=1e-3) for secret in SECRETS), name
+        assert not any(word in text for word in ("Sigrid", "4711", SENTINEL, str(watched.place.root)))
+    assert set(watched.tracked()) == TAGS
+    for tag, numbers in watched.tracked().items():
+        for number in numbers:
+            assert not any(math.isclose(number, secret, rel_tol=1e-3) for secret in SECRETS), tag
+
+
+def test_the_share_of_clipped_gradients_that_is_shown_is_the_released_one(watched: Watched) -> None:
+    released = watched.place.json("run.json")["metrics"]["released"]["unclipped_fraction"]
+    last = series("".join(watched.files().values()))
+    assert value(last, "dp_gradient_clip_fraction") == min(1.0, max(0.0, 1 - released))
+
+
+def test_files_of_trackers_are_private_and_name_no_path(watched: Watched) -> None:
+    folder = watched.place.run / "private" / "trackers"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        content = path.read_bytes()
+        for word in ("Sigrid", str(watched.place.root), str(watched.place.base)):
+            assert word.encode() not in content, path
+    assert not [path for path in watched.place.run.rglob("events.out*") if "private" not in path.parts]
+
+
+def test_private_figures_leave_where_the_recipe_says_so_and_the_record_names_it(opened: Watched) -> None:
+    tags = opened.tracked()
+    assert set(tags) == {
+        *("epsilon_consumed", "learning_rate", "private_loss", "private_clip_fraction"),
+        *("eval_loss", "eval_accuracy"),
+    }
+    assert all(math.isclose(number, LOSS, rel_tol=1e-6) for number in tags["private_loss"])
+    last = series("".join(opened.files().values()))
+    assert value(last, "dp_training_private_loss") == LOSS
+    assert value(last, "dp_gradient_clip_fraction") == CLIPPED / UNITS
+    assert any("telemetry.private_metrics" in note for note in opened.place.json("run.json")["deviations"])
+    assert opened.place.json("run.json")["guarantee"]["holds"] is True
+
+
+def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, opened: Watched) -> None:
+    public = opened.place.json("run.json")["metrics"]["public"]
+    assert public["eval_accuracy_after"] - public["eval_accuracy_before"] == pytest.approx(STEPS / 100)
+    shown = value(series("".join(opened.files().values())), "dp_training_accuracy_delta")
+    assert shown == public["eval_accuracy_after"] - public["eval_accuracy_before"]
+    assert watched.place.json("run.json")["metrics"]["public"] == {}
+    private = json.loads((watched.place.run / "private" / "summary.json").read_text())
+    assert private["eval_accuracy_before"] == ACCURACY
+
+
+def test_the_record_has_the_peak_of_memory(finished: Place) -> None:
+    peak = finished.json("run.json")["peak_memory_bytes"]
+    assert 2**26 < peak < 2**40
+    assert peak % 2**20 == 0
+
+
+# --- audits ----------------------------------------------------------------------------------------------------------
+
+
+def audited(place: Place, tmp_path: Path) -> Series:
+    """What the collector reads after an audit of a run, whose own textfile lay elsewhere."""
+    run = RunDir(place.run)
+    config = load_config(run.config, {"telemetry.textfile": str(tmp_path)})
+    publish_audit(run, config)
+    text = textfile.run_file(tmp_path, run.root.name).read_text("utf-8")
+    promtool_is_silent(text.encode())
+    return series(text)
+
+
+def test_a_published_audit_is_shown_beside_the_claim(finished: Place, tmp_path: Path) -> None:
+    found, report = audited(finished, tmp_path), finished.json("export/audit/audit.json")
+    attack = report["attacks"]["calibrated"]
+    assert value(found, "dp_membership_inference_auc") == attack["auc"]
+    assert value(found, "dp_membership_inference_auc_lower") == attack["auc_interval"][0]
+    assert value(found, "dp_membership_inference_auc_upper") == attack["auc_interval"][1]
+    assert value(found, "dp_audit_epsilon_lower_bound") == report["epsilon_lower_bound"]["value"]
+    assert value(found, "dp_stated_epsilon") == finished.json("plan.json")["epsilon"]
+    public = finished.json("run.json")["metrics"]["public"]
+    delta = public["eval_accuracy_after"] - public["eval_accuracy_before"]
+    assert value(found, "dp_training_accuracy_delta") == delta
+
+
+def test_a_private_audit_is_not_shown(baseline: Place, tmp_path: Path) -> None:
+    names = {name for name, _ in audited(baseline, tmp_path)}
+    assert (baseline.run / "private" / "audit" / "audit.json").exists()
+    assert not [name for name in names if "audit" in name or "membership" in name or "epsilon" in name]
+
+
+def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpllm.audit import run as audits
+
+    called = []
+    monkeypatch.setattr(audits, "publish_audit", lambda run, config: called.append(run.root.name))
+    shutil.copytree(finished.root, tmp_path / "copy")
+    audits.audit(RunDir(tmp_path / "copy" / "run"), generate=False)
+    assert called == ["run"]
+
+
+def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
+    from dpllm.audit.shadow import shadows
+
+    asked = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
+    recipe = load_config(RunDir(baseline.run).config, asked)
+    quiet = shadows._recipe(RunDir(baseline.run), recipe, RunDir(tmp_path / "shadow"), None).telemetry
+    assert (quiet.textfile, quiet.port, quiet.trackers) == (None, None, [])
+
+
+# --- what does not start, and what does not end ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "setting", "words"),
+    [
+        ("port", None, "cannot be listened on"),
+        ("textfile", "nowhere", "no such directory"),
+        ("trackers", ["mlflow"], "pip install mlflow"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused_before_anything_is_reserved(
+    place: Place, key: str, setting: Any, words: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place.write({f"telemetry.{key}": setting or taken.getsockname()[1]})
+        answer = dpllm_("train", place.recipe)
+    assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+    assert words in answer.err
+    assert not place.ledger.exists()
+    assert not place.run.exists() or not any(place.run.iterdir())
+
+
+def test_a_refused_run_is_counted(place: Place) -> None:
+    (place.root / "collector").mkdir()
+    place.write({"telemetry.textfile": str(place.root / "collector"), "privacy.epsilon": 8.0})
+    terms = ("--epsilon", "0.5", "--delta", "1e-3", "--by", "alice", "--reason", "a test")
+    done("ledger", "init", "notes", *terms, "--ledger", place.ledger)
+    assert dpllm_("train", place.recipe).code == 3
+    found = series("".join(path.read_text() for path in (place.root / "collector").iterdir()))
+    assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
+    assert found["dp_training_budget", (("dataset", "notes"),)] == 0.5
+
+
+@pytest.fixture
+def crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, count = Engine.step, iter(range(100))
+
+    def fails(engine: Engine, batches: Any) -> Diagnostics:
+        if next(count) == 2:
+            raise RuntimeError("the device is gone")
+        return step(engine, batches)
+
+    monkeypatch.setattr(Engine, "step", fails)
+
+
+def test_a_run_that_fails_says_so_and_its_heartbeat_stays(place: Place, crash: None) -> None:
+    (place.root / "collector").mkdir()
+    place.write({"telemetry.textfile": str(place.root / "collector")})
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        dpllm_("train", place.recipe)
+    found = series("".join(path.read_text() for path in (place.root / "collector").iterdir()))
+    assert found["dp_training_state", (("model", "run"), ("state", "interrupted"))] == 1
+    assert value(found, "dp_training_step") == 2
+    assert 0 < value(found, "dp_training_epsilon_consumed") < value(found, "dp_stated_epsilon")
+    assert value(found, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600
+
+
+KILLED = """
+import os, signal, sys
+from dpllm.cli import main
+from dpllm.privacy.engine import Engine
+from dpllm.telemetry import live
+live.INTERVAL_SECONDS = 0.0
+step, count = Engine.step, iter(range(100))
+def killed(engine, batches):
+    if next(count) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(engine, batches)
+Engine.step = killed
+main(["train", sys.argv[1]])
+"""
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_leaves_its_last_file(place: Place) -> None:
+    (place.root / "collector").mkdir()
+    place.write({"telemetry.textfile": str(place.root / "collector")})
+    assert python(KILLED, place.recipe, **os.environ).returncode == -signal.SIGKILL
+    found = series("".join(path.read_text() for path in (place.root / "collector").glob("*.prom")))
+    assert found["dp_training_state", (("model", "run"), ("state", "running"))] == 1
+    assert value(found, "dp_training_step") == 2
+    assert "dp_reservation_heartbeat_timestamp_seconds" in {name for name, _ in found}
+    printed = series(done("ledger", "metrics", "--ledger", place.ledger).out)
+    assert value(printed, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600

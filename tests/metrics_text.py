@@ -1,0 +1,52 @@
+"""Metrics as tests read them: text in Prometheus' exposition format, from files and from an endpoint."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+LOOPBACK = "127.0.0.1"
+
+
+def series(text: bytes | str) -> Series:
+    """Every sample by its name and labels; none may stand there twice."""
+    text = text.decode() if isinstance(text, bytes) else text
+    found: Series = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+def value(found: Series, name: str) -> float:
+    """The only sample of a name."""
+    (only,) = [number for (known, _), number in found.items() if known == name]
+    return only
+
+
+def promtool_is_silent(text: bytes) -> None:
+    """``promtool check metrics`` has nothing to say."""
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    answer = subprocess.run([program, "check", "metrics"], input=text, capture_output=True, timeout=60)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, b"", b"")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def scrape(port: int) -> bytes:
+    with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=10) as answer:
+        return bytes(answer.read())

@@ -1,0 +1,252 @@
+"""What a run shows while it goes on, without training one: when, to whom, and what happens when nobody can be told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate import tracking
+from ledger_stores import Place, budget
+from metrics_text import Series, series
+from tiny_models import recipe
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.ledger import Ledger, budgets
+from dpllm.privacy.plan import make_plan
+from dpllm.rundir import RunDir, write_json
+from dpllm.telemetry import Telemetry, live, publish_audit, publish_ledger, textfile
+from dpllm.telemetry.ledger import of_dataset
+from dpllm.telemetry.trackers import Trackers
+
+
+def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
+    return recipe(telemetry=telemetry, output_dir=str(tmp_path / "run"), privacy={"noise_multiplier": 2.0})
+
+
+# --- trackers --------------------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """A tracker that remembers, in place of wandb."""
+
+    name, requires_logging_directory = "wandb", False
+    made: list[Stub]
+    fail: str | None = None
+
+    def __init__(self, project: str, **options: Any) -> None:
+        self.calls: list[Any] = [("init", project, options)]
+        Stub.made.append(self)
+
+    def _say(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.fail == call[0]:
+            raise RuntimeError("the tracker is down")
+
+    def start(self) -> None:
+        self._say("start")
+
+    def store_init_configuration(self, values: Any) -> None:
+        self._say("about", values)
+
+    def log(self, values: Any, step: int) -> None:
+        self._say("log", step, values)
+
+    def finish(self) -> None:
+        self._say("finish")
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stub]]:
+    Stub.made, Stub.fail = [], None
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Stub)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    yield Stub
+    Stub.fail = None
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:
+    config = settings_of(tmp_path, trackers=["tensorboard", "mlflow"])
+    with pytest.raises(ConfigError, match=r"mlflow is not installed.*pip install mlflow"):
+        Telemetry(config, RunDir(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("fails", ["start", "about", "log", "finish"])
+def test_a_tracker_that_fails_ends_nothing(stub: type[Stub], fails: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.fail = fails
+    trackers = Trackers(["wandb"], "notes-lora", Path("nowhere"), {"a": 1, "b": None})
+    for step in (1, 2):
+        trackers.log({"x": 0.5, "y": None}, step)
+    trackers.finish()
+    assert capsys.readouterr().err == "dpllm: the tracker wandb failed (RuntimeError) and gets nothing more.\n"
+    assert [call[0] for call in stub.made[0].calls][-1] == fails
+
+
+def test_wandb_is_told_to_send_nothing_by_itself(stub: type[Stub]) -> None:
+    trackers = Trackers(["wandb"], "notes-lora", Path("nowhere"), {"a": 1, "b": None})
+    trackers.log({"x": 0.5, "y": None}, 3)
+    trackers.log({"y": None}, 4)
+    trackers.finish()
+    first, *rest = stub.made[0].calls
+    assert first[1:] == ("dpllm", {"name": "notes-lora", "settings": first[2]["settings"]})
+    assert first[2]["settings"]["console"] == "off"
+    assert first[2]["settings"]["x_disable_meta"] is True
+    assert rest == [("start",), ("about", {"a": 1}), ("log", 3, {"x": 0.5}), ("finish",)]
+
+
+# --- a run, without training -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """What telemetry reads of a prepared run, with a reservation in a ledger."""
+    (tmp_path / "collector").mkdir()
+    config = settings_of(tmp_path, textfile=str(tmp_path / "collector"), trackers=["wandb"])
+    plan = make_plan(config, 500)
+    run = RunDir(tmp_path / "run")
+    run.make()
+    with Ledger(tmp_path / "ledger.sqlite") as book:
+        terms = {"unit": plan.unit, "relation": plan.neighbouring_relation, "num_steps": plan.schedule.num_steps}
+        claim = book.reserve("notes", event=plan.event, delta=plan.delta, run="run-1", **terms)
+        yield SimpleNamespace(
+            config=config, run=run, plan=plan, schedule=plan.schedule, ledger=book, first_step=0, lineage=None,
+            claims=((claim.entry, claim.num_steps),),
+        )  # fmt: skip
+
+
+def shown(p: SimpleNamespace) -> Series:
+    found: Series = {}
+    for file in sorted((p.run.root.parent / "collector").glob("*.prom")):
+        one = series(file.read_bytes())
+        assert not one.keys() & found.keys()
+        found |= one
+    return found
+
+
+def a_step(telemetry: Telemetry, number: int, **changes: Any) -> None:
+    private = {"step": number, "loss": 765.4321, "units": 1000, "clipped": 987, **changes}
+    telemetry.step(number, 0.5, 1e-3, {}, private)
+
+
+def test_a_run_that_is_killed_leaves_its_last_file(prepared: SimpleNamespace, stub: type[Stub]) -> None:
+    entry = prepared.claims[0][0]
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(prepared, 0.0)
+    model, beat = (("model", "run"),), (("dataset", "notes"), ("run_id", entry))
+    assert shown(prepared)["dp_training_state", (("model", "run"), ("state", "running"))] == 1
+    prepared.ledger.charge(entry, 1)
+    telemetry._due = 0.0
+    a_step(telemetry, 1)
+    found = shown(prepared)  # and no more calls: it was killed
+    assert found["dp_training_step", model] == 1
+    assert found["dp_training_epsilon_consumed", tuple(sorted({*model, *beat}))] == 0.5
+    assert found["dp_reservation_heartbeat_timestamp_seconds", (*beat, ("state", "running"))] > time.time() - 60
+    assert not [name for name, _ in found if "private" in name or "clip" in name]
+
+
+def test_files_are_written_every_few_seconds_at_most(
+    prepared: SimpleNamespace, stub: type[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(prepared, 0.0)
+    seen = []
+    for number in range(1, 101):  # ten seconds of steps
+        clock[0] += 0.1
+        a_step(telemetry, number)
+        seen.append(shown(prepared)["dp_training_step", (("model", "run"),)])
+    assert len(set(seen)) <= 1 + 10 / live.INTERVAL_SECONDS
+    assert max(seen) > 50
+
+
+def test_a_full_disk_is_told_once_and_the_run_goes_on(
+    prepared: SimpleNamespace, stub: type[Stub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(textfile, "write", full)
+    with Telemetry(prepared.config, prepared.run) as telemetry:
+        telemetry.begin(prepared, 0.0)
+        for number in (1, 2):
+            telemetry._due = 0.0
+            a_step(telemetry, number)
+        telemetry.end()  # run.json is not there either
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_a_ledger_that_breaks_meanwhile_shows(prepared: SimpleNamespace, stub: type[Stub]) -> None:
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(prepared, 0.0)
+    assert shown(prepared)["dp_ledger_chain_valid", ()] == 1
+    Place(prepared.ledger.location).edit("UPDATE entries SET dataset = 'others' WHERE seq = 1")
+    telemetry._due = telemetry._verify_due = 0.0
+    a_step(telemetry, 1)
+    assert shown(prepared)["dp_ledger_chain_valid", ()] == 0
+
+
+def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stub: type[Stub], tmp_path: Path) -> None:
+    with Telemetry(prepared.config, prepared.run) as telemetry:
+        telemetry.begin(prepared, 0.0)
+        a_step(telemetry, 1)
+        telemetry.evaluated(1, 3.25, 0.5)  # of private data
+    calls = stub.made[0].calls
+    assert [call[0] for call in calls] == ["init", "start", "about", "log", "finish"]
+    assert calls[3][1:] == (1, {"epsilon_consumed": 0.5, "learning_rate": 1e-3})
+    assert str(tmp_path) not in json.dumps(calls[:4])
+    assert not {"765.4321", "987", "0.987", "1000", "3.25"} & set(json.dumps(calls).replace(",", " ").split())
+
+
+def test_only_the_main_process_shows_anything(prepared: SimpleNamespace, stub: type[Stub]) -> None:
+    with Telemetry(prepared.config, prepared.run, main=False) as telemetry:
+        telemetry.begin(prepared, 0.0)
+        a_step(telemetry, 1)
+        telemetry.end()
+    assert shown(prepared) == {}
+    assert stub.made == []
+
+
+@pytest.mark.parametrize("broken", [{"insecure_seed": 3}, {"grad_sample_mode": "opacus_ghost"}])
+def test_a_run_without_a_guarantee_states_no_epsilon(
+    prepared: SimpleNamespace, stub: type[Stub], broken: dict[str, Any]
+) -> None:
+    prepared.config = prepared.config.model_copy(update={"privacy": prepared.config.privacy.model_copy(update=broken)})
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(prepared, 0.0)
+    telemetry._due = 0.0
+    telemetry.step(1, 0.5, 1e-3, {"unclipped_fraction": 0.25}, {"step": 1, "loss": 1.0, "units": 8, "clipped": 6})
+    hidden = {"dp_stated_epsilon", "dp_training_epsilon_consumed", "dp_gradient_clip_fraction"}
+    assert not {name for name, _ in shown(prepared)} & hidden
+    assert stub.made[0].calls[-1] == ("log", 1, {"learning_rate": 1e-3})
+    assert "dp_noise_multiplier" in {name for name, _ in shown(prepared)}
+
+
+def test_a_refusal_is_counted_where_the_collector_looks(prepared: SimpleNamespace) -> None:
+    prepared.ledger.count_refusal("notes", "over_budget")
+    publish_ledger(prepared.config.telemetry, prepared.ledger, "notes")
+    found = shown(prepared)
+    assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
+    assert ("dp_ledger_reservations", (("dataset", "notes"), ("state", "reserved"))) in found
+
+
+def test_remaining_is_nothing_where_no_accountant_knows_the_total(
+    prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(self: Ledger, dataset: str) -> float:
+        raise Refused("no accountant knows all of them together")
+
+    with Ledger(prepared.run.root / "other.sqlite") as book:
+        budgets.set_budget(book, "notes", budget(8.0))
+        monkeypatch.setattr(Ledger, "remaining", unknown)
+        assert of_dataset(book, "notes").remaining == 0.0
+
+
+def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stub], capsys: Any) -> None:
+    write_json(prepared.run.run, {"status": "completed"})
+    publish_audit(prepared.run, prepared.config)
+    assert "metrics could not be written" in capsys.readouterr().err
