@@ -50,7 +50,7 @@ def main(output: Path) -> None:
     typing(console, f"dpllm card {private.root}; dpllm compare {baseline.root} {private.root}")
     card = write_card(private)
     write_card(baseline)
-    comparison = compare(baseline, private)
+    comparison = compare([baseline, private])
     console.print(comparison.table())
     console.print(f"card    {card}\nfigure  {comparison.output / 'comparison.png'}\nledger  {output / 'ledger.sqlite'}")
     console.print(f"{time.time() - start:.0f} s after installation. Look at the card, then read recipes/lora/e2e.yaml.")

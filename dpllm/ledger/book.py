@@ -8,20 +8,19 @@ gates.py, what people enter is in budgets.py, where the rows lie is in store.py.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import gates, values
 from dpllm.ledger.chain import Chain, Entry, canonical
 from dpllm.ledger.fingerprint import Fingerprint
 from dpllm.ledger.records import Records
+from dpllm.ledger.reserving import Wanted, reserve_all
 from dpllm.ledger.store import SQLite, Store, default_path
 from dpllm.ledger.values import (
     Account,
@@ -31,9 +30,8 @@ from dpllm.ledger.values import (
     Run,
     Sealed,
     State,
-    seal_content,
 )
-from dpllm.privacy.accounting import Event, Relation, compose, count_releases, stated
+from dpllm.privacy.accounting import Event, Relation, compose, stated
 from dpllm.privacy.renyi import Fit
 
 Status = Literal["completed", "interrupted", "refused"]
@@ -139,49 +137,17 @@ class Ledger:
             The check and the charge are one transaction: however many processes reserve at once, what they reserve
             together is within the budget.
         """
-        values.check_name(dataset)
-        paid = count_releases(event)
-        if not 0 <= num_steps <= paid:
-            raise ConfigError(
-                f"the event pays for {paid} steps of a run on {dataset!r} that has {num_steps}: "
-                "what runs must be what is accounted. Build both from one Plan."
-            )
-        alone = stated(event, delta, relation)[0]
-        if alone == float("inf"):
-            raise Refused(
-                f"no finite epsilon can be certified at delta {delta:g}, so nothing can be charged."
-                " Raise privacy.delta or privacy.noise_multiplier."
-            )
-        self.refuse_if_tampered()
-        while True:
-            # Composition can take seconds and the write lock stops everyone else, so it is computed for the dataset as
-            # it was ``seen``, and the lock is held only to look whether that still holds.
-            with self.chain.moment():
-                seen = self.chain.length()
-                name = self.records.charged_to(dataset, derived_from)
-                self.same_unit(name, unit, relation)
-                account = self.account(name)
-                if extends is not None and self._claim(extends)[0].dataset != name:
-                    raise ConfigError(
-                        f"reservation {extends!r} is not charged to {name!r}, so no lost steps of it can be made up."
-                    )
-                if why := gates.refusal(account, event, num_steps, extends=extends is not None):
-                    raise BudgetExceeded(why, dataset=name, reason="over_budget")
-            gate = account.budget.gate if account.budget else None
-            # Random, so that an entry means no other run in another ledger.
-            terms = (num_steps, alone, delta, unit, relation, config_hash, extends, gate)
-            claim = Reservation(secrets.token_hex(8), name, run, *terms)
-            with self.chain.writing():
-                if self.outdated(seen, name, dataset):
-                    continue
-                if gate == "planned" and account.sealed is None:
-                    self.chain.append(
-                        "seal", name, seal_content([Sealed(event, num_steps)], "the run itself", "a list of one")
-                    )
-                self.records.register(dataset, records, derived_from)
-                seq = self.chain.append("reserve", name, {**asdict(claim), "event": event, "data": dataset})
-                self.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
-            return claim
+        return reserve_all(
+            self,
+            dataset,
+            [Wanted(event, delta, num_steps, run)],
+            unit=unit,
+            relation=relation,
+            config_hash=config_hash,
+            extends=extends,
+            records=records,
+            derived_from=derived_from,
+        )[0]
 
     def outdated(self, seen: int, *datasets: str) -> bool:
         """Whether what decides about these datasets was entered after the first ``seen`` links."""

@@ -161,6 +161,27 @@ def refusal(account: Account, event: Event, num_steps: int, *, extends: bool = F
     )
 
 
+def group_refusal(account: Account, runs: Sequence[Sealed]) -> str | None:
+    """Why not all of these runs fit together; None if they do, or if the dataset has no budget."""
+    budget = account.budget
+    if budget is None:
+        return None
+    if budget.gate == "adaptive":
+        return _group_over_filter(account, budget, runs)
+    if account.sealed is None and not account.runs:
+        return over_plan(account, budget, runs)
+    free = Counter(run.key for run in pending(account))
+    missing = [run for run, number in Counter(run.key for run in runs).items() if number > free[run]]
+    if missing:
+        strangers = [described(Sealed(json.loads(text), steps)) for text, steps in missing]
+        return (
+            f"dataset {account.dataset!r} has a planned budget, whose list was sealed without (or without so many of) "
+            f"{len(missing)} of these {len(runs)} runs: {'; '.join(strangers)}. A run chosen after seeing results needs another "
+            f"rule than PLD. {_way_on(account, budget)}"
+        )
+    return over_plan(account, budget, account.sealed or ()) if account.imports else None
+
+
 def listed(account: Account, event: Event, num_steps: int) -> bool:
     """Whether the sealed list holds a run more often than it was reserved."""
     wanted = Sealed(event, num_steps).key
@@ -220,6 +241,22 @@ def list_epsilon(account: Account, budget: Budget) -> float:
     """Epsilon of a sealed list and of what was imported, at the budget's delta."""
     parts = [*account.imports, *(run.event for run in account.sealed or ())]
     return accounting.stated(compose(parts), budget.delta, budget.relation)[0] if parts else 0.0
+
+
+def _group_over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str | None:
+    left = filter_left(account)
+    assert left is not None
+    costs = [divergence(run.event, left.order) for run in runs]
+    for run in runs:  # what no single one of them may
+        if why := _over_filter(account, budget, run.event):
+            return why
+    if math.fsum(costs) <= left.allowance:
+        return None
+    return (
+        f"dataset {account.dataset!r}: these {len(runs)} runs request {math.fsum(costs):.4f} of Renyi divergence at order "
+        f"{left.order:g} together, and {max(0.0, left.allowance):.4f} remains of the {filter_allowance(budget):.4f} that a "
+        f"budget of epsilon {budget.epsilon:g} allows. Ask for fewer runs or smaller epsilons, or use other data."
+    )
 
 
 def _over_filter(account: Account, budget: Budget, event: Event) -> str | None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpllm.errors import Refused
-from dpllm.ledger import gates
+from dpllm.ledger import gates, groups
 from dpllm.ledger.book import Ledger
 from dpllm.ledger.chain import Entry
 from dpllm.ledger.values import Run
@@ -95,6 +95,7 @@ def totals(book: Ledger, dataset: str) -> list[str]:
                 f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was "
                 f"imported epsilon {gates.list_epsilon(account, budget):.3f}. This figure gates."
             )
+    lines += groups.described(book, dataset)
     if len(account.runs) + len(account.imports) > 1:
         total = sum(run.reservation.epsilon for run in account.runs)
         outside = " (without what was imported)" if account.imports else ""
@@ -144,7 +145,9 @@ def _what(kind: str, content: dict[str, Any]) -> str:
     if kind in ("budget", "gate"):
         return f"epsilon {content['epsilon']:g} at delta {content['delta']:g}, {content.get('gate', 'planned')}{who}"
     if kind == "reserve":
-        return f"{content['run']}: {content['num_steps']} steps, epsilon {content['epsilon']:.3f}, entry {content['entry']}"
+        group = f", tuning group {content['group']}" if content.get("group") else ""
+        size = f"{content['num_steps']} steps, epsilon {content['epsilon']:.3f}"
+        return f"{content['run']}: {size}, entry {content['entry']}{group}"
     if kind in ("commit", "reconcile"):
         return f"{content['entry']}: {content.get('status', 'closed')} after {content['steps']} steps{who}"
     if kind == "seal":

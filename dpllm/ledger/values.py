@@ -58,6 +58,7 @@ class Reservation:
         dataset: The account that is charged: a dataset, or the one from which it derives.
         extends: The reservation whose lost steps this one makes up.
         gate: By which gate it was admitted; None without a budget.
+        group: The tuning group with whose runs it was fixed; None for a single run.
     """
 
     entry: str
@@ -71,6 +72,7 @@ class Reservation:
     config_hash: str | None = None
     extends: str | None = None
     gate: Gate | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,280 +1,175 @@
-"""With and without differential privacy, side by side: what privacy cost in held-out loss, and what it bought.
+"""Runs side by side: what privacy cost in utility, and what it bought.
 
-Comes in: two run directories, private figures included. Goes out: a table, and JSON, Markdown and a figure under
-``private/`` of the run with differential privacy. Nothing that is written here may be published as it is: the audit and
-the held-out loss of the run without differential privacy are un-noised.
+Comes in: two or more run directories, in any order: at most one without differential privacy, and any number with it. Goes out:
+a table, and JSON, Markdown and pictures. They are private, because the audit and the held-out figures of a run without
+differential privacy are un-noised, unless a public comparison was asked for, which leaves out whatever may not be published.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.audit.attacks import ATTACKS
-from dpllm.audit.summary import PRIMARY_ATTACK
-from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
-from dpllm.report import words
-from dpllm.report.claim import Json, check_audit, stated_epsilon, why_not
-from dpllm.rundir import RunDir, read_json, write_json
+from dpllm.report.claim import Json
+from dpllm.report.comparison import markdown, rows, sides, values
+from dpllm.report.comparison.rows import Row
+from dpllm.rundir import RunDir, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Flags that say what may be published, how large the data are declared to be, or how fast a step runs: they change
-# neither the rows that train nor those that are evaluated.
-DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
-SAME = ("model.", "data.", "audit.canaries.")
-NONE = "-"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measure, as text, of the base model, the run without and the run with differential privacy."""
-
-    measure: str
-    base: str
-    baseline: str
-    dp: str
-
-
-@dataclass(frozen=True)
-class Side:
-    """What is read of one run."""
-
-    config: RunConfig
-    record: Json
-    plan: Json | None
-    summary: Json
-    audit: Json | None
+FILES = ("comparison.json", "comparison.md", "comparison.png", "utility.png", "leakage.png")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs that differ in privacy, adapter or training alone.
+    """Runs that differ in privacy, adapter or training alone.
 
     Attributes:
-        rows: The measures, the most important first.
-        differences: What else differs: dotted key -> (baseline, with DP).
-        guarantee: Why the run with differential privacy gives no guarantee; None where it gives one.
-        output: Where the files lie; private.
+        values: Every figure, as comparison.json holds it.
+        rows: The same as text, in the order of the table.
+        output: Where the files lie.
+        files: What was written there.
     """
 
+    values: Json
     rows: tuple[Row, ...]
-    differences: dict[str, tuple[Any, Any]]
-    guarantee: str | None
     output: Path
+    files: tuple[Path, ...]
+
+    @property
+    def differences(self) -> dict[str, dict[str, Any]]:
+        """What else differs: dotted key -> run -> value."""
+        return dict(self.values["differences"])
 
     def table(self) -> Table:
         """The measures as a table for the terminal."""
-        from rich.table import Table
-
-        table = Table(title="Without and with differential privacy", caption=_caption(self.guarantee))
-        table.add_column("", overflow="fold")
-        for name in ("base model", "without DP", "with DP"):
-            table.add_column(name, justify="right", overflow="fold")
-        for row in self.rows:
-            table.add_row(row.measure, row.base, row.baseline, row.dp)
-        return table
+        return rows.table(self.values, " ".join(markdown.caption(self.values)))
 
 
-def compare(baseline: RunDir, dp: RunDir, output: Path | None = None) -> Comparison:
-    """Compares a run without differential privacy and one with it, and writes the result.
+def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> Comparison:
+    """Compares runs and writes the result.
 
     Args:
-        baseline: A run with ``privacy.enabled: false``.
-        dp: A run with ``privacy.enabled: true`` on the same model, data and evaluation.
-        output: Directory to write to; None: ``private/compare`` of `dp`.
+        runs: Two or more, on the same model, data, evaluation and canaries: at most one with ``privacy.enabled: false``.
+        output: Directory to write to; None: ``private/compare`` of the first run with differential privacy, or, of a public
+            comparison, ``comparison`` in its run directory.
+        public: Write what may be published: figures of public evaluation data and released weights, audits of runs with
+            differential privacy, and of the run without only what was trained on public data. What is left out is said.
 
     Returns:
-        The comparison; ``comparison.json``, ``comparison.md`` and ``comparison.png`` are written.
+        The comparison; ``comparison.json``, ``comparison.md`` and up to three pictures are written.
 
     Raises:
-        ConfigError: A run is not what it should be, was refused, lacks a file, or differs from the other in its
-            model, data, evaluation or canaries; or `output` lies in a directory that is published.
+        ConfigError: The runs cannot be compared, see ``sides.read`` and ``sides.differences``; or `output` lies in a
+            directory that is published as it was verified.
     """
-    target = output or dp.private / "compare"
-    for run in (baseline, dp):
-        if target.resolve().is_relative_to(run.export.resolve()):
-            raise ConfigError(
-                f"{target}: lies in export/, which is published, and a comparison holds un-noised figures of private "
-                "data. Choose a directory outside export/."
-            )
-    without, with_dp = _read(baseline, False), _read(dp, True)
-    differences = _differences(without, with_dp)
-    guarantee = why_not(with_dp.config, with_dp.plan, with_dp.record, with_dp.audit)
-    values = _values(without, with_dp, with_dp.plan or {})
-    result = Comparison(_rows(values, guarantee), differences, guarantee, target)
-    _write(result, values)
-    return result
+    read, target = _ready(runs, output, public)
+    value = values.values(read, sides.differences(read, public=public), public=public)
+    files = _write(value, target, public)
+    return Comparison(value, rows.rows(value), target, files)
 
 
-def _read(run: RunDir, enabled: bool) -> Side:
-    config = run.load_config()
-    if config.privacy.enabled != enabled:
-        kind, word = ("DP run", "true") if enabled else ("baseline", "false")
-        raise ConfigError(
-            f"{run.root}: privacy.enabled is {str(not enabled).lower()}, so this is not the {kind} (privacy.enabled: "
-            f"{word}). Type: dpllm compare BASELINE RUN."
-        )
-    record = read_json(run.run)
-    if record["status"] == "refused":
-        raise ConfigError(f"{run.root}: the run was refused, so there is nothing to compare. Train first.")
-    plan = read_json(run.plan) if enabled else None
-    audit = None
-    if config.audit.canaries is not None:
-        path = run.audit_dir(enabled) / "audit.json"
-        if not path.exists():
-            raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
-        audit = read_json(path)
-        check_audit(plan, record, audit)
-    return Side(config, record, plan, read_json(run.private / "summary.json"), audit)
-
-
-def _differences(without: Side, with_dp: Side) -> dict[str, tuple[Any, Any]]:
-    """Every other setting that differs.
+def check(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> None:
+    """Refuses what ``compare`` would refuse, before anything long is computed for it.
 
     Raises:
-        ConfigError: One that must be the same.
+        ConfigError: See ``compare``.
     """
-    ours, theirs = _flat(without.config.model_dump(mode="json")), _flat(with_dp.config.model_dump(mode="json"))
-    ours["model.commit"], theirs["model.commit"] = (side.record["model"]["commit"] for side in (without, with_dp))
-    ours["data.eval_tokens"], theirs["data.eval_tokens"] = (side.summary["eval_tokens"] for side in (without, with_dp))
-    found = {}
-    for key in sorted(ours.keys() | theirs.keys()):
-        pair = ours.get(key), theirs.get(key)
-        if pair[0] == pair[1] or key == "output_dir" or key.startswith("card."):
-            continue
-        if key.startswith(SAME) and key not in DECLARATIONS:
+    read, _ = _ready(runs, output, public)
+    sides.differences(read, public=public)
+
+
+class DPComparison:
+    """Runs with differential privacy beside the one without, for notebooks and scripts.
+
+    Args:
+        baseline_dir: Run directory without differential privacy; None: there is none.
+        dp_dir: Run directory with differential privacy, or several.
+        public: Leave out what may not be published.
+    """
+
+    def __init__(
+        self,
+        baseline_dir: str | os.PathLike[str] | None = None,
+        dp_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+        *,
+        public: bool = False,
+    ) -> None:
+        """Nothing is read yet."""
+        several = [dp_dir] if isinstance(dp_dir, str | os.PathLike) else list(dp_dir)
+        first = [] if baseline_dir is None else [baseline_dir]
+        self.runs = [RunDir(Path(path)) for path in (*first, *several)]
+        self.public = public
+
+    def compare(self, output: str | os.PathLike[str] | None = None) -> Comparison:
+        """The comparison; see ``compare``."""
+        return compare(self.runs, None if output is None else Path(output), public=self.public)
+
+    def generate_report(self, output: str | os.PathLike[str] | None = None) -> tuple[Path, ...]:
+        """Writes JSON, Markdown and pictures.
+
+        Args:
+            output: Directory; None: see ``compare``.
+
+        Returns:
+            The files.
+
+        Raises:
+            ConfigError: The runs cannot be compared.
+        """
+        return self.compare(output).files
+
+
+def _ready(runs: Sequence[RunDir], output: Path | None, public: bool) -> tuple[list[sides.Side], Path]:
+    read = sides.read(runs, public=public)
+    target = output or _default(read, public)
+    _refuse_export(target)
+    return read, target
+
+
+def _default(read: Sequence[sides.Side], public: bool) -> Path:
+    run = read[0].run  # the one without differential privacy comes last
+    return run.root / "comparison" if public else run.private / "compare"
+
+
+def _refuse_export(target: Path) -> None:
+    for folder in (target.resolve(), *target.resolve().parents):
+        if folder.name == "export" and (folder.parent / "config.yaml").exists():
             raise ConfigError(
-                f"{key} differs: {pair[0]!r} in the baseline, {pair[1]!r} in the DP run, so a difference between the "
-                "two would say nothing about privacy. Train both with the same model, data, evaluation and canaries."
+                f"{target}: lies in export/, which is published as it was verified, and a comparison tells of other runs too. "
+                "Choose a directory outside export/."
             )
-        found[key] = pair
-    return found
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or (prefix and not value):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+def _write(value: Json, target: Path, public: bool) -> tuple[Path, ...]:
+    from dpllm.report.comparison import bars, curves
 
-
-def _values(without: Side, with_dp: Side, plan: Json) -> Json:
-    """Every figure that the table and the picture show."""
-    ours, theirs = without.summary, with_dp.summary
-    base, baseline, dp = theirs["eval_loss_before"], ours["eval_loss_after"], theirs["eval_loss_after"]
-    values: Json = {
-        "loss": {"base": base, "baseline": baseline, "dp": dp},
-        "epsilon": stated_epsilon(plan, with_dp.record),
-        "delta": plan["delta"],
-        "groups": {},
-        "auc": {},
-        "epsilon_lower_bound": None,
-    }
-    if without.audit is None or with_dp.audit is None:
-        return values
-    audits = {"baseline": without.audit, "dp": with_dp.audit}
-    values["groups"] = {
-        group: {
-            side: {"exposure": audit["exposure"][group], "extraction": audit["extraction"][group]}
-            for side, audit in audits.items()
+    try:
+        target.mkdir(mode=0o755 if public else 0o700, parents=True, exist_ok=True)
+        for name in FILES:  # of an earlier comparison
+            (target / name).unlink(missing_ok=True)
+        shown = [
+            {"section": row.section, "measure": row.measure, "cells": [cell.line() for cell in row.cells]}
+            for row in rows.rows(value)
+        ]
+        write_json(target / "comparison.json", {**value, "columns": rows.headings(value), "rows": shown})
+        pictures = {
+            "comparison.png": bars.draw if bars.fits(value) else curves.draw_both,
+            "utility.png": curves.draw_utility,
+            "leakage.png": curves.draw_leakage,
         }
-        for group in sorted(with_dp.audit["exposure"], key=int, reverse=True)
-    }
-    both = without.audit["attacks"].keys() & with_dp.audit["attacks"].keys()
-    names = [name for name in (PRIMARY_ATTACK, *ATTACKS) if name in both]  # the one that counts before the usual two
-    values["auc"] = {name: {side: audit["attacks"][name] for side, audit in audits.items()} for name in names}
-    values["epsilon_lower_bound"] = {side: audit["epsilon_lower_bound"] for side, audit in audits.items()}
-    return values
-
-
-def _rows(values: Json, guarantee: str | None) -> tuple[Row, ...]:
-    loss = {side: words.measured(value, 3) for side, value in values["loss"].items()}
-    stated = f"{words.bound(values['epsilon'])} (delta {words.number_text(values['delta'])})"
-    rows = [
-        Row("Held-out loss (nats per target token)", loss["base"], loss["baseline"], loss["dp"]),
-        Row("Epsilon", NONE, "no guarantee", stated if guarantee is None else "no guarantee"),
-    ]
-    for group, sides in values["groups"].items():
-        null = words.measured(sides["dp"]["exposure"]["null_mean"])
-        name = f"Canary exposure in bits, {_copies(group)} (no memory: {null})"
-        rows.append(_row(name, sides, "exposure", "base_mean", lambda seen: words.measured(seen["mean"])))
-    for group, sides in values["groups"].items():
-        rows.append(
-            _row(
-                f"Canaries extracted, {_copies(group)}",
-                sides,
-                "extraction",
-                "base",
-                lambda got: f"{got['tuned']} of {got['inserted']}",
-            )
-        )
-    for name, sides in values["auc"].items():
-        attack = sides["dp"]
-        label = f"AUC, {name} attack, {_copies(str(attack['group']))} ({words.percent(attack['confidence'])} interval)"
-        auc = {
-            side: f"{words.measured(a['auc'])} ({words.interval(a['auc_interval']).replace(' to ', ', ')})"
-            for side, a in sides.items()
-        }
-        rows.append(Row(label, NONE, auc["baseline"], auc["dp"]))
-    if values["epsilon_lower_bound"]:
-        found = {
-            side: f"{words.measured(b['value'])} (ceiling {words.measured(b['ceiling'])})"
-            for side, b in values["epsilon_lower_bound"].items()
-        }
-        sure = words.percent(1 - values["epsilon_lower_bound"]["dp"]["alpha"])
-        rows.append(Row(f"Epsilon lower bound ({sure} confidence)", NONE, found["baseline"], found["dp"]))
-    return tuple(rows)
-
-
-def _row(name: str, sides: Json, part: str, base_key: str, show: Callable[[Json], str]) -> Row:
-    """One measure of a group; the base model's figure is given for each run's canaries where the two differ."""
-
-    def base(seen: Json) -> str:
-        value = seen[base_key]
-        return f"{value} of {seen['inserted']}" if base_key == "base" else words.measured(value)
-
-    bases = list(dict.fromkeys(base(sides[side][part]) for side in ("baseline", "dp")))
-    return Row(name, " / ".join(bases), show(sides["baseline"][part]), show(sides["dp"][part]))
-
-
-def _copies(group: str) -> str:
-    return "1 copy" if group == "1" else f"{group} copies"
-
-
-def _caption(guarantee: str | None) -> str:
-    text = "Private: holds un-noised figures. Do not publish."
-    return text if guarantee is None else f"The DP run gives no guarantee: {guarantee}. {text}"
-
-
-def _write(result: Comparison, values: Json) -> None:
-    from dpllm.report.figure import draw
-
-    result.output.mkdir(mode=0o700, parents=True, exist_ok=True)
-    rows = [asdict(row) for row in result.rows]
-    differences = {key: {"baseline": ours, "dp": theirs} for key, (ours, theirs) in result.differences.items()}
-    write_json(
-        result.output / "comparison.json",
-        {**values, "rows": rows, "differences": differences, "no_guarantee_because": result.guarantee},
-    )
-    lines = ["# Without and with differential privacy", "", _caption(result.guarantee), ""]
-    lines += ["| | base model | without DP | with DP |", "|---|---:|---:|---:|"]
-    lines += ["| " + " | ".join(words.cell(text) for text in row.values()) + " |" for row in rows]
-    lines += ["", "![held-out loss, canary exposure and extraction](comparison.png)", ""]
-    if differences:
-        lines += ["Settings that differ:", "", "| key | without DP | with DP |", "|---|---|---|"]
-        for key, pair in result.differences.items():
-            lines += [f"| {key} | {words.cell(pair[0])} | {words.cell(pair[1])} |"]
-        lines += [""]
-    temporary = result.output / f".comparison.md.{os.getpid()}"
-    temporary.write_text("\n".join(lines), encoding="utf-8")
-    os.replace(temporary, result.output / "comparison.md")
-    stated = f"epsilon {words.bound(values['epsilon'])}" if result.guarantee is None else "no guarantee"
-    draw(values, stated, result.output / "comparison.png")
+        drawn = [name for name, draw in pictures.items() if draw(value, target / name)]
+        temporary = target / f".comparison.md.{os.getpid()}"
+        temporary.write_text(markdown.render(value, drawn), encoding="utf-8")
+        os.replace(temporary, target / "comparison.md")
+        files = tuple(target / name for name in FILES if (target / name).exists())
+        for path in files:
+            path.chmod(0o644 if public else 0o600)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written to ({error.strerror}). Type another --output.") from None
+    return files

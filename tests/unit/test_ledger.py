@@ -152,7 +152,7 @@ def test_reconciling_needs_a_name_and_a_reason_and_stops_a_run_that_is_alive(led
 
 def test_the_start_of_an_entry_must_mean_one_reservation(ledger: Ledger, monkeypatch):
     names = iter(["ab" * 8, "ac" * 8, "a" * 16])
-    monkeypatch.setattr("dpllm.ledger.book.secrets.token_hex", lambda _: next(names))
+    monkeypatch.setattr("dpllm.ledger.reserving.secrets.token_hex", lambda _: next(names))
     for _ in range(3):
         reserve(ledger)
     for start_of in ("a", "", "b"):

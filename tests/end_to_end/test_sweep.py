@@ -1,0 +1,392 @@
+"""``dpllm sweep``: all runs are reserved before the first, trained, audited, carded and compared; --resume keeps what is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+from running import SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, make_place
+
+import dpllm.train
+from dpllm.audit import run as audit_run
+from dpllm.errors import DpllmError, Refused
+from dpllm.ledger import Ledger, groups
+
+CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
+WRONG, REFUSED = 2, 3
+
+
+def rows(count: int, start: int = 0) -> list[dict[str, str]]:
+    """Each prompt stands twice, with two references."""
+    texts = [tiny.sentence(number) for number in range(start, start + count)]
+    return [
+        {"prompt": f"{SENTINEL}. note {number // 2}:", "completion": text} for number, text in enumerate(texts, start)
+    ]
+
+
+def make(root: Path, base: Path, **changes: object) -> Place:
+    settings = {"data.public": True, "output_dir": str(root / "sweep"), **changes}
+    place = make_place(root, base, settings)
+    tiny.write_rows(place.train, rows(40))
+    return place
+
+
+def swept_to(place: Place, epsilons: str, *more: object) -> Answer:
+    return dpllm_("sweep", place.recipe, "--privacy.epsilon", epsilons, "--by", "tester", *more)
+
+
+def record(place: Place, name: str) -> dict[str, object]:
+    return dict(json.loads((place.root / "sweep" / name / "run.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, Answer]:
+    root = tmp_path_factory.mktemp("swept")
+    evaluation = tiny.write_rows(root / "data" / "eval.jsonl", rows(8, 500))
+    place = make(root, base, **{"data.eval": str(evaluation), "audit.canaries": CANARIES, "audit.guesses": [5, 10]})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit_run, "audit", partial(audit_run.audit, generate=False))  # which has tests of its own
+        answer = swept_to(place, "8,inf,2", "--tasks", 3)
+    assert answer.code == 0, answer.err
+    return place, answer
+
+
+def test_every_run_is_trained_audited_carded_and_compared(swept: tuple[Place, Answer]) -> None:
+    place, answer = swept
+    root = place.root / "sweep"
+    assert {path.name for path in root.iterdir()} == {"eps-2", "eps-8", "eps-inf", "compare", "sweep.json"}
+    for name in ("eps-2", "eps-8", "eps-inf"):
+        assert record(place, name)["status"] == "completed"
+        assert (root / name / "export" / "README.md").exists()
+    assert (root / "eps-8" / "export" / "audit" / "audit.json").exists()
+    assert not (root / "eps-inf" / "export" / "audit").exists()
+    assert (root / "compare").stat().st_mode & 0o077 == 0
+    value = json.loads((root / "compare" / "comparison.json").read_text())
+    assert [run["name"] for run in value["runs"]] == ["eps-2", "eps-8", "eps-inf"]
+    for part in (value["base"], *value["runs"]):
+        assert {"loss", "perplexity", "accuracy", "bleu", "rouge_l"} == part["utility"].keys()
+        assert part["utility"]["loss"]["interval"] is not None
+    assert "BLEU" in answer.out
+    assert value["together"]["fixed_together"] is True
+    assert {"comparison.md", "comparison.png", "utility.png", "leakage.png"} < {
+        p.name for p in (root / "compare").iterdir()
+    }
+
+
+def test_no_text_of_a_row_leaves_private(swept: tuple[Place, Answer]) -> None:
+    place, answer = swept
+    root = place.root / "sweep"
+    assert SENTINEL not in answer.out + answer.err
+    for path in root.rglob("*"):
+        if path.is_file() and "cache" not in path.parts:
+            assert SENTINEL.encode() not in path.read_bytes() or path.name == "canaries.json", path
+
+
+def test_losses_by_example_add_up_to_those_of_training(swept: tuple[Place, Answer]) -> None:
+    place, _ = swept
+    for name in ("eps-2", "eps-8", "eps-inf"):
+        private = place.root / "sweep" / name / "private"
+        summary = json.loads((private / "summary.json").read_text())
+        tuned = json.loads((private / "held_out.json").read_text())["tuned"]
+        assert sum(tuned["tokens"]) == summary["eval_tokens"]
+        assert sum(tuned["loss"]) / sum(tuned["tokens"]) == pytest.approx(summary["eval_loss_after"], rel=1e-4)
+        assert len(tuned["loss"]) == 8
+        tasks = json.loads((private / "tasks.json").read_text())
+        assert (tasks["prompts"], tasks["references"]) == (3, 6)
+
+
+def test_the_ledger_holds_one_group_and_each_run_its_total(swept: tuple[Place, Answer]) -> None:
+    place, _ = swept
+    with Ledger(place.ledger) as book:
+        (name,) = groups.names(book, "notes")
+        assert [(run.reservation.run, run.state) for run in groups.members(book, "notes", name)] == [
+            (f"{name}/eps-2", "completed"),
+            (f"{name}/eps-8", "completed"),
+        ]
+        total = groups.total(book, "notes", name)
+        kinds = [entry.kind for entry in book.history("notes")]
+        assert kinds[:3] == ["data", "reserve", "reserve"]  # before the first step
+    for run in ("eps-2", "eps-8"):
+        ledger = record(place, run)["ledger"]
+        assert isinstance(ledger, dict)
+        assert ledger["group"] == total
+        assert total["epsilon"] == pytest.approx(ledger["spent_epsilon"])
+    assert record(place, "eps-inf")["ledger"] is None
+    assert f"Tuning group {name}" in done("ledger", "show", "--ledger", place.ledger).out
+    assert "tuning group" in done("ledger", "history", "--ledger", place.ledger).out
+    assert "One of 3 runs that differ in privacy.epsilon alone (2, 8, inf)" in (
+        place.root / "sweep" / "eps-8" / "config.yaml"
+    ).read_text().replace("\n    ", " ")
+
+
+def test_a_finished_sweep_is_kept(swept: tuple[Place, Answer]) -> None:
+    place, _ = swept
+    root = place.root / "sweep"
+    before = {name: text for name, text in contents(root).items() if "compare" not in name and "README" not in name}
+    head = json.loads(done("ledger", "export", "--ledger", place.ledger).out)["head"]
+    again = swept_to(place, "2,8,inf", "--resume", "--tasks", 3)
+    assert again.code == 0, again.err
+    after = contents(root)
+    changed = [name for name in before if after[name] != before[name] and "privacy.json" not in name]
+    assert changed == []
+    assert json.loads(done("ledger", "export", "--ledger", place.ledger).out)["head"] == head
+    assert "already holds a sweep" in swept_to(place, "2,8,inf").err
+    assert "another list of epsilons" in swept_to(place, "2,8", "--resume").err
+    assert "another recipe" in swept_to(place, "2,8,inf", "--resume", "--train.steps", 9).err
+
+
+def test_a_public_report_of_public_data(swept: tuple[Place, Answer]) -> None:
+    place, _ = swept
+    runs = [place.root / "sweep" / name for name in ("eps-inf", "eps-2", "eps-8")]
+    output = place.root / "public"
+    done("compare", *runs, "--public", "--no-intervals", "--output", output)
+    text = (output / "comparison.md").read_text() + (output / "comparison.json").read_text()
+    assert "not every run declares its evaluation data public" in text  # public: true is about the training data
+    assert str(place.root) not in text
+    assert SENTINEL not in text
+
+
+# --- refused before anything is trained ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_registry(tmp_path: Path, data_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets set here must not bind the ledgers of other tests; what was calibrated is known to all."""
+    (tmp_path / "own" / "dpllm").mkdir(parents=True)
+    (data_home / "dpllm" / "calibration").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "own" / "dpllm" / "calibration").symlink_to(data_home / "dpllm" / "calibration")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "own"))
+
+
+def untouched(place: Place) -> bool:
+    left = [path for path in (place.root / "sweep").rglob("*") if path.is_file()]
+    with Ledger(place.ledger) as book:
+        return not left and all(book.account(name).runs == () for name in ("notes", *book.datasets()))
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_budget_for_one_of_two_refuses_the_sweep(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dpllm.ledger.gates.what_fits", lambda *_: "Less would fit."
+    )  # a long search with tests of its own
+    place = make(tmp_path / "place", base)
+    who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
+    done("ledger", "init", "notes", "--epsilon", 8.01, "--delta", 1e-3, *who)
+    answer = swept_to(place, "2,8")
+    assert answer.code == REFUSED
+    assert "these 2 runs request epsilon" in answer.err
+    assert untouched(place)
+    with Ledger(place.ledger) as book:
+        assert book.account("notes").sealed is None
+        assert book.refusals() == {("notes", "over_budget"): 1}
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make(tmp_path / "place", base)
+    who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
+    terms = ("--gate", "adaptive", "--reference", "q=0.2,sigma=0.8,steps=4", "--delta", 1e-3)
+    done("ledger", "init", "notes", "--epsilon", 7, *terms, *who)
+    answer = swept_to(place, "2,6,8")
+    assert answer.code == REFUSED, answer.err
+    assert "eps-8, after the runs of the sweep before it" in answer.err
+    assert untouched(place)
+    seen = []
+    monkeypatch.setattr("dpllm.sweep._train", lambda point, entry, console: seen.append((point, entry)))
+    monkeypatch.setattr("dpllm.sweep._audit", lambda points, console: [])
+    assert swept_to(place, "2,6").code == WRONG  # nothing was trained, so nothing can be compared
+    state = json.loads((place.root / "sweep" / "sweep.json").read_text())
+    with Ledger(place.ledger) as book:
+        runs = groups.members(book, "notes", state["group"])
+        assert [entry for _, entry in seen] == [run.reservation.entry for run in runs]
+    for (point, _), run in zip(seen, runs, strict=True):
+        assert point.config.privacy.noise_multiplier == state["pinned"][point.name]["noise_multiplier"]
+        assert point.config.privacy.noise_multiplier == run.event["event"]["event"]["noise_multiplier"]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("own_registry")
+def test_runs_under_an_adaptive_budget_train_with_the_noise_that_was_reserved(tmp_path: Path, base: Path) -> None:
+    place = make(tmp_path / "place", base)
+    who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
+    terms = ("--gate", "adaptive", "--reference", "q=0.2,sigma=0.8,steps=4", "--delta", 1e-3)
+    done("ledger", "init", "notes", "--epsilon", 7, *terms, *who)
+    answer = swept_to(place, "2,6")
+    assert answer.code == 0, answer.err
+    with Ledger(place.ledger) as book:
+        runs = book.account("notes").runs
+        assert [run.state for run in runs] == ["completed", "completed"]
+        for name, run in zip(("eps-2", "eps-6"), runs, strict=True):
+            plan = json.loads((place.root / "sweep" / name / "plan.json").read_text())
+            assert plan["event"] == run.event
+        assert book.verify() == []
+
+
+def test_without_privacy_only_public_data_are_swept(tmp_path: Path, base: Path) -> None:
+    place = make(tmp_path / "place", base, **{"data.public": False})
+    answer = swept_to(place, "2,inf")
+    assert answer.code == REFUSED
+    assert "not declared public" in answer.err
+    assert not place.ledger.exists()
+    assert not list((place.root / "sweep").glob("eps-*"))
+
+
+def test_what_the_base_model_forbids_is_refused_first(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(base, config, **_):
+        if not config.privacy.enabled:
+            raise Refused("a model with differential privacy may not be continued without it.")
+
+    monkeypatch.setattr("dpllm.lineage.settle", settle)
+    place = make(tmp_path / "place", base)
+    answer = swept_to(place, "2,inf")
+    assert answer.code == REFUSED
+    assert "may not be continued" in answer.err
+    assert not place.ledger.exists()
+
+
+@pytest.mark.parametrize(
+    ("epsilons", "words"),
+    [
+        ("1,x,3", "'x' is no epsilon"),
+        ("1,,3", "'' is no epsilon"),
+        ("1,-3", "'-3' is no epsilon"),
+        ("0,1", "'0' is no epsilon"),
+        ("nan,1", "'nan' is no epsilon"),
+        ("true", "'True' is no epsilon"),
+        ("3", "leaves nothing to compare"),
+        ("inf", "leaves nothing to compare"),
+        ("3,3.0", "holds a value twice"),
+        ("null", "'None' is no epsilon"),
+    ],
+)
+def test_a_list_that_is_none(tmp_path: Path, base: Path, epsilons: str, words: str) -> None:
+    place = make(tmp_path / "place", base)
+    answer = swept_to(place, epsilons)
+    assert answer.code == WRONG
+    assert words in answer.err
+    assert len(answer.err.splitlines()) == 1
+    assert not place.ledger.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--train.learning_rate", "1e-3,1e-2"), "trains at several values of privacy.epsilon and of nothing else"),
+        (("--privacy.noise_multiplier", 1.0), "every run would have the same epsilon"),
+        (("--privacy.enabled", "false"), "put inf into the list"),
+        (("--resume",), "holds no sweep to resume"),
+        (("--tasks", -1), "fewer than no rows"),
+        (("--train.stepz", 3), "did you mean steps?"),
+    ],
+)
+def test_what_no_sweep_takes(tmp_path: Path, base: Path, more: tuple[object, ...], words: str) -> None:
+    place = make(tmp_path / "place", base)
+    answer = swept_to(place, "1,3", *more)
+    assert answer.code == WRONG
+    assert words in answer.err
+    assert not place.ledger.exists()
+
+
+def test_several_processes_do_not_each_sweep(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "a group of its own" in swept_to(make(tmp_path / "place", base), "1,3").err
+
+
+# --- interrupted -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the second run: the first is kept, the second goes on from its checkpoint, and nothing is reserved again."""
+    place = make(tmp_path / "place", base)
+    who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
+    done("ledger", "init", "notes", "--epsilon", 9, "--delta", 1e-3, *who)
+    rate, calls = dpllm.train.learning_rate, []
+
+    def interrupt(settings, step, num_steps):
+        calls.append(step)
+        if len(calls) == STEPS + 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return rate(settings, step, num_steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dpllm.train, "learning_rate", interrupt)
+        answer = swept_to(place, "2,8")
+    assert answer.code == 1
+    assert "eps-8 was interrupted after 2 steps" in answer.err
+    first = contents(place.root / "sweep" / "eps-2")
+    with Ledger(place.ledger) as book:
+        reserved = [run.reservation.entry for run in book.account("notes").runs]
+        sealed = book.account("notes").sealed
+    assert len(reserved) == len(sealed or ()) == 2
+    answer = swept_to(place, "2,8", "--resume")
+    assert answer.code == 0, answer.err
+    assert "finished before" in answer.out
+    after = contents(place.root / "sweep" / "eps-2")
+    assert first["export/adapter_model.safetensors"] == after["export/adapter_model.safetensors"]
+    assert first["run.json"] == after["run.json"]
+    with Ledger(place.ledger) as book:
+        runs = book.runs("notes")
+        assert [run.reservation.entry for run in runs] == reserved
+        assert [(run.state, run.steps) for run in runs] == [("completed", STEPS)] * 2
+        assert book.account("notes").sealed == sealed
+        assert record(place, "eps-8")["ledger"]["group"] == groups.of_entry(book, reserved[1])
+
+
+def test_a_run_that_fails_leaves_the_others_their_places(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make(tmp_path / "place", base)
+
+    def fails(config, **_):
+        raise DpllmError("the machine went away")
+
+    monkeypatch.setattr("dpllm.train.train", fails)
+    answer = swept_to(place, "2,8")
+    assert answer.code == 1
+    assert "--resume goes on" in answer.out
+    with Ledger(place.ledger) as book:
+        assert [run.state for run in book.runs("notes")] == ["reserved", "reserved"]
+
+
+def test_a_contradicted_promise_ends_with_its_own_code_once_all_is_written(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+    monkeypatch.setattr("dpllm.sweep._train", lambda *_: None)
+    monkeypatch.setattr("dpllm.sweep._audit", lambda *_: ["eps-2: epsilon is at least 3"])
+    monkeypatch.setattr("dpllm.sweep._measure", lambda *_: None)
+    monkeypatch.setattr("dpllm.sweep.compare", lambda runs, output: compared.append(output))
+    answer = swept_to(make(tmp_path / "place", base), "2,8")
+    assert answer.code == 4
+    assert "eps-2: epsilon is at least 3" in answer.err
+    assert len(compared) == 1
+
+
+def test_a_run_that_lost_its_steps_is_not_trained_for_nothing(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that were charged may have been released, and no checkpoint has them: to repeat them would spend once more."""
+    place = make(tmp_path / "place", base)
+
+    def dies_after_a_step(config, *, entry, **_):
+        with Ledger(place.ledger) as book:
+            book.charge(entry, 1)
+        raise DpllmError("killed")
+
+    monkeypatch.setattr("dpllm.train.train", dies_after_a_step)
+    assert swept_to(place, "2,8").code == 1
+    answer = swept_to(place, "2,8", "--resume")
+    assert answer.code == REFUSED
+    assert "eps-2 was stopped after 1 charged steps and left no checkpoint" in answer.err
