@@ -1,24 +1,38 @@
-"""What is written down works: recipes load, links lead somewhere, commands exist, no machine's path is left behind."""
+"""What is written down works: commands run, recipes load, links lead somewhere, no machine's path is left behind.
+
+How blocks of commands are written: tests/docs_pages.py. Where they run: tests/docs_workspace.py.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import docs_pages
+import docs_workspace
 import pytest
+from docs_pages import ROOT, Block, Command
 
+from dpllm.cli import _parser, _split
 from dpllm.config import load_config
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate")
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "model_cards/**/*.md", "dpllm/builtin/**/*.md")
     for path in ROOT.glob(pattern)
 )
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# The pages whose commands are executed.
+GUIDES = [page for page in PAGES if page.parent == ROOT or ROOT / "docs" in page.parents]
+GUIDES = [page for page in GUIDES if page.name != "CHANGELOG.md"]
+# What a page may type beside dpllm without saying that it is not run.
+SHELL = {"accelerate", "cat", "export", "head", "ls", "mkdocs"}
 # Assembled, so that this file does not contain what it looks for.
 MACHINES = re.compile(
     rb"(?<![\w.])/(?:" + b"|".join([b"wo" + b"rk", b"ro" + b"ot", b"home/" + b"(?!alice)[a-z]+"]) + rb")/\w"
@@ -47,33 +61,174 @@ def test_a_recipe_loads_and_says_how_to_launch_it(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=label)
 def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    targets = [target.split("#")[0] for target in LINK.findall(text) if not re.match(r"[a-z]+:", target)]
-    assert [target for target in targets if target and not (path.parent / target).exists()] == []
+    for target in docs_pages.links(path.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        assert page.exists(), target
+        if anchor and "." not in anchor:  # mkdocs checks those of the reference, which docstrings make
+            assert anchor in docs_pages.anchors(page.read_text(encoding="utf-8")), target
 
 
-@pytest.mark.parametrize("name", ["scripts/quickstart", "scripts/test"])
-def test_the_commands_of_the_readme_exist(name: str) -> None:
-    assert name in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert os.access(ROOT / name, os.X_OK)
-    assert (ROOT / name).read_text().startswith("#!")
+def test_the_gallery_names_every_recipe_and_every_recipe_that_is_named_exists() -> None:
+    gallery = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert [label(path) for path in RECIPES if label(path) not in gallery] == []
+    for page in GUIDES:
+        text = docs_pages.shown(page.read_text(encoding="utf-8"))
+        named = set(re.findall(r"(?<![\w/])(?:recipes|scripts|docs|tests|benchmarks)/[\w/.-]+\w", text))
+        assert [name for name in sorted(named) if not (ROOT / name).exists()] == [], page
 
 
-def test_recipes_of_the_readme_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"recipes/[\w/]+\.(?:yaml|py)", text))
-    assert named
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+def test_every_command_has_a_line_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    (\w+)  ", _parser().format_help(), flags=re.MULTILINE)
+    assert len(commands) > 10
+    assert [name for name in commands if not re.search(rf"`dpllm {name}\b", text)] == []
 
 
-def test_commands_of_the_readme_are_commands() -> None:
-    from dpllm.cli import _parser
+# --- commands --------------------------------------------------------------------------------------------------------
 
-    known = _parser().format_help()
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^dpllm (\w+)", text, flags=re.MULTILINE))
-    assert named
-    assert [name for name in sorted(named) if not re.search(rf"\b{name}\b", known)] == []
+
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that is filled once for all processes of the tests."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    folder, made = shared / name, shared / f"{name}-made"
+    with open(shared / f"{name}-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed half-way
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every page finds."""
+    shown: dict[str, str] = {}
+    for page in GUIDES:
+        found = docs_pages.recipes(page.read_text(encoding="utf-8"))
+        assert not found.keys() & shown.keys(), f"{page} shows a recipe under a name that another page uses"
+        shown |= found
+    return once(tmp_path_factory, "docs", lambda folder: docs_workspace.prepare(folder, shown))
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found = docs_pages.blocks(page.read_text(encoding="utf-8"))
+    return [block for block in found if block.language in docs_pages.EXECUTED]
+
+
+def runs(block: Block, full: bool) -> bool:
+    return block.marker is None or (full and block.marker == "run under --full")
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=label)
+def test_every_command_is_executed_or_says_why_not(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert docs_pages.typed_outside(text) == [], "type commands in a block of bash"
+    strange = [
+        f"line {command.line}: {command.text}"
+        for block in blocks_of(page)
+        if block.language == "bash" and block.marker is None
+        for command in block.commands()
+        if command.words[0] not in SHELL | {"dpllm"}
+    ]
+    assert strange == [], "say <!-- not run: why --> before the block"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=label)
+def test_commands_take_the_arguments_that_a_page_types(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are not run too."""
+    for block in blocks_of(page):
+        for command in block.commands() if block.language == "bash" else ():
+            if command.words[0] == "dpllm" and not {"--help", "--keys"} & set(command.words):
+                assert accepted(command), f"{label(page)} line {command.line}: {command.text}"
+
+
+def accepted(command: Command) -> bool:
+    arguments, _ = _split(command.words[1:])
+    try:
+        return not _parser().parse_known_args(arguments)[1]
+    except SystemExit:
+        return False
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if blocks_of(page)], ids=label)
+def test_the_commands_of_a_page_work(page: Path, prepared: Path, tmp_path: Path, full: bool) -> None:
+    blocks = [block for block in blocks_of(page) if runs(block, full)]
+    if not blocks:
+        pytest.skip("every block of this page says why it is not run, or runs under --full")
+    with docs_workspace.opened(prepared, tmp_path / "here") as workspace:
+        for block in blocks:
+            if block.language == "python":
+                workspace.python(block)
+                continue
+            for command in block.commands():
+                code, output = workspace.run(command)
+                assert code == command.exit_code, f"{label(page)} line {command.line}: {command.text}\n{output}"
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if docs_pages.recipes(page.read_text("utf-8"))], ids=label)
+def test_recipes_that_a_page_shows_load(page: Path, tmp_path: Path) -> None:
+    for name, text in docs_pages.recipes(page.read_text(encoding="utf-8")).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        load_config(tmp_path / name)
+
+
+def test_blocks_are_read_as_they_are_written() -> None:
+    """The reader itself: what it overlooks is never executed."""
+    page = (
+        "<!-- not run: needs a GPU -->\n```bash\ndpllm train a.yaml \\\n    --x.y 1   # refused: ends with exit code 3\n```\n"
+        "text\n```text\n$ dpllm audit RUN\n```\n\n    dpllm card RUN\n"
+    )
+    first, second = docs_pages.blocks(page)
+    assert (first.marker, first.reason, second.language) == ("not run", "needs a GPU", "text")
+    assert first.commands() == [Command("dpllm train a.yaml --x.y 1", 3, 3)]
+    assert docs_pages.typed_outside(page) == ["dpllm card RUN", "$ dpllm audit RUN"][::-1]
+
+
+# --- the site --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+        environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return once(tmp_path_factory, "site", build)
+
+
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    pages = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
+    written = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    assert written <= pages
+
+
+def test_docstrings_reach_the_reference(site: Path) -> None:
+    text = (site / "reference" / "privacy.html").read_text(encoding="utf-8")
+    assert "dpllm.privacy.plan.make_plan" in text
+    assert 'class="guarantee"' in text
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    """Somebody without a connection, or who must not make one, sees the same pages."""
+    loads = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*\b(?:href|src)=[\"']?((?:https?:)?//[^\"' >]+)")
+    inside = re.compile(r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)")
+    found = {}
+    for path in [*site.rglob("*.html"), *site.rglob("*.css"), *site.rglob("*.svg")]:
+        text = path.read_text(encoding="utf-8")
+        found[path.name] = [*loads.findall(text), *inside.findall(text)]
+        assert 'class="mermaid"' not in text, "a diagram of mermaid is drawn by a script from elsewhere"
+    assert {name: targets for name, targets in found.items() if targets} == {}
+
+
+# --- machines --------------------------------------------------------------------------------------------------------
 
 
 def test_no_file_names_a_place_on_a_build_machine() -> None:

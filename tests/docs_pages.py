@@ -1,0 +1,129 @@
+"""The pages of the documentation as values: their blocks of commands, their links, their headings.
+
+Comes in: Markdown. Goes out: blocks, links, anchors. Must not run anything. The conventions:
+
+- A block marked ``bash`` or ``python`` is executed, in the order of the page, in one directory for each page.
+- ``<!-- not run: REASON -->`` on the line before a block says why it is not. ``<!-- run under --full: REASON -->`` says
+  that it takes longer than a normal run of the tests allows.
+- A comment ``# ... ends with exit code N`` behind a command says that it ends with that code, and not with 0.
+- A block of any other kind holds what somebody sees, not what somebody types.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EXECUTED = ("bash", "python")
+OPERATORS = {"|", "||", "&&", ";", ">", ">>", "<"}
+_FENCE = re.compile(r"^(\s*)```+\s*(\w*)")
+_MARKER = re.compile(r"^<!-- (not run|run under --full): (\S.*?) -->$")
+_EXIT = re.compile(r"#.*\bends with exit code (\d+)")
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a block, as typed: continued lines are joined, comments cut off."""
+
+    text: str
+    exit_code: int
+    line: int
+
+    @property
+    def words(self) -> list[str]:
+        """Up to the first pipe or redirection."""
+        words = shlex.split(self.text)
+        return words[: next((place for place, word in enumerate(words) if word in OPERATORS), len(words))]
+
+    @property
+    def is_plain(self) -> bool:
+        """No shell is needed to run it."""
+        return not set(shlex.split(self.text)) & OPERATORS
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: what language, what marker (kind and reason) stands before it, what it says."""
+
+    language: str
+    line: int
+    text: str
+    marker: str | None = None
+    reason: str | None = None
+
+    def commands(self) -> list[Command]:
+        """The commands of a ``bash`` block."""
+        found, whole, start = [], "", 0
+        for number, line in enumerate(self.text.splitlines(), self.line + 1):
+            start = start if whole else number
+            whole += line.removesuffix("\\") + (" " if line.endswith("\\") else "")
+            if line.endswith("\\"):
+                continue
+            text = re.sub(r"(^|\s)#.*$", "", whole).strip()
+            if text:
+                code = _EXIT.search(whole)
+                found.append(Command(" ".join(text.split()), int(code[1]) if code else 0, start))
+            whole = ""
+        return found
+
+
+def blocks(markdown: str) -> list[Block]:
+    """Every fenced block of a page, in order."""
+    found: list[Block] = []
+    lines = markdown.splitlines()
+    inside: tuple[int, str, str] | None = None
+    for number, line in enumerate(lines):
+        fence = _FENCE.match(line)
+        if inside is None and fence:
+            inside = (number, fence[1], fence[2])
+        elif inside is not None and fence and not fence[2]:
+            start, indent, language = inside
+            before = next((text.strip() for text in reversed(lines[:start]) if text.strip()), "")
+            marker = _MARKER.match(before)
+            text = "\n".join(part.removeprefix(indent) for part in lines[start + 1 : number])
+            found.append(Block(language, start + 1, text, *(marker.groups() if marker else (None, None))))
+            inside = None
+    assert inside is None, f"a block that begins in line {inside[0] + 1} has no end"
+    return found
+
+
+def recipes(markdown: str) -> dict[str, str]:
+    """Recipes that a page shows: blocks of YAML whose first line is a comment with the name of a file."""
+    named = ((block, re.match(r"# ([\w-]+\.yaml)$", block.text.split("\n")[0])) for block in blocks(markdown))
+    return {name[1]: block.text for block, name in named if name and block.language == "yaml"}
+
+
+def shown(markdown: str) -> str:
+    """A page without its comments."""
+    return re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL)
+
+
+def prose(markdown: str) -> str:
+    """A page without its blocks, code spans and comments."""
+    text = re.sub(r"^(\s*)```.*?^\s*```\s*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", shown(text))
+
+
+def links(markdown: str) -> list[str]:
+    """Targets of links and pictures, those with a scheme left out."""
+    return [target for target in _LINK.findall(prose(markdown)) if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(markdown: str) -> set[str]:
+    """The anchors that headings of a page get, on GitHub as in the site."""
+    text = re.sub(r"^(\s*)```.*?^\s*```\s*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+\s+(.*?)\s*$", text, flags=re.MULTILINE)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+def typed_outside(markdown: str) -> list[str]:
+    """Commands of ours in an indented block or one of another language, where no test would see them."""
+    fenced = [line for block in blocks(markdown) if block.language not in EXECUTED for line in block.text.splitlines()]
+    bare = re.sub(r"^(\s*)```.*?^\s*```\s*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    indented = [line for line in bare.splitlines() if line.startswith("    ")]
+    ours = re.compile(r"^\s*\$?\s*(dpllm [a-z]|accelerate launch|scripts/\w|pip install)")
+    return [line.strip() for line in fenced + indented if ours.match(line)]
