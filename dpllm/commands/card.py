@@ -9,6 +9,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``dpllm card``."""
     parser.add_argument("run", help="run directory")
+    parser.add_argument("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
@@ -16,5 +17,10 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.report.card import write_card
     from dpllm.rundir import RunDir
 
-    print(write_card(RunDir(Path(known.run))))
+    card = write_card(RunDir(Path(known.run)))
+    print(card)
+    if known.sign:
+        from dpllm.report.sign import sign
+
+        print(sign(card.parent, Path(known.sign)))
     return 0

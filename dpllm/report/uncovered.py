@@ -36,7 +36,7 @@ def not_covered(config: RunConfig, plan: Json | None, record: Json) -> list[str]
         "text given to the model when it is used",
         "who could read the data, the logs and the checkpoints on the machines that trained the model",
         "the difference between floating-point arithmetic and real numbers (in bf16 or fp16 one unit can move the rounding of "
-        "the others' gradients), and side channels such as timing",
+        "the others' gradients), and side channels such as time and memory",
     ]
     if plan is not None and plan["neighbouring_relation"] == "zero_out":
         lines.append("the number of units, which is published")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,3 +73,36 @@ def baseline(finished: Place, data_home: Path) -> Place:
     done("audit", run)
     done("card", run)
     return place
+
+
+@pytest.fixture(scope="session")
+def copies(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The run twice: one that tests change, and one to restore it from."""
+    folder = tmp_path_factory.mktemp("published")
+    for name in ("run", "kept"):
+        shutil.copytree(finished.run, folder / name)
+    return folder / "run", folder / "kept"
+
+
+@pytest.fixture
+def run(copies: tuple[Path, Path]) -> Iterator[Path]:
+    """A run that may be changed; it lies at one place, so that what was read once is known."""
+    original, kept = copies
+    yield original
+    for path in sorted(original.rglob("*"), reverse=True):
+        if path.is_symlink() or not os.path.lexists(kept / path.relative_to(original)):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in kept.rglob("*"):
+        there = original / path.relative_to(kept)
+        if path.is_file() and not (there.exists() and _seen(there) == _seen(path)):
+            shutil.copy2(path, there)
+
+
+def _seen(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@pytest.fixture
+def export(run: Path) -> Path:
+    return run / "export"

@@ -1,0 +1,324 @@
+"""The audits: that they are about these weights, and that their numbers follow from the published scores.
+
+Comes in: export/audit/. Goes out: checks. What the models wrote or chose when they were asked cannot be asked again without
+them, and is asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dpllm.audit.bounds import epsilon_from_guesses, one_run_ceiling
+from dpllm.audit.summary import Claim, summarise
+from dpllm.audit.table import CanaryScores, by_group, read_table
+from dpllm.audit.tokens import TokenTable, read_tokens
+from dpllm.audit.whitebox import mechanism
+from dpllm.errors import DpllmError
+from dpllm.privacy import events
+from dpllm.report import claim
+from dpllm.report.checks import costs
+from dpllm.report.checks.reading import read_bytes, read_object
+from dpllm.report.checks.values import (
+    Check,
+    Json,
+    Published,
+    Wrong,
+    asserted,
+    close,
+    differences,
+    failed,
+    listed,
+    verified,
+)
+
+MOST_ROWS, MOST_TOKENS = 200_000, 10_000_000
+BESIDE = {"audits_run", "canaries", "generation", "published", "schema_version", "settings", "shadows", "weights"}
+"""What audit.json holds beside its statistics."""
+_ID = re.compile(r"[cr]\d{5,9}")
+_AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
+_SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the whole
+_SLACK = 1e-6
+
+
+def check(found: Published) -> Iterator[Check]:
+    """The audit of the weights."""
+    folder, part = found.directory / "audit", found.block.get("audit")
+    files = sorted(name for name in found.hashes if name.startswith("audit/") and name != "audit/mechanism.json")
+    if part is None:
+        if files:
+            raise Wrong(f"{listed(files)} lie in export/, and the card names no audit. Write it again: dpllm card RUN.")
+        yield asserted("audit", "none of these weights is published.")
+        return
+    report = read_object(folder / "audit.json")
+    yield _belongs(found, report)
+    yield _in_block(found, part, report)
+    table, tokens = _tables(folder)
+    yield _rows(found, table, tokens, report)
+    yield _statistics(found, report, table, tokens)
+    left = [name for name in ("generation", "shadows") if report.get(name)]
+    if (report.get("controls") or {}).get("words"):
+        left.append("the control by words")
+    yield asserted(
+        "audit: what needs the models",
+        f"that these scores are those of these weights, that the coins were fair, that there were {report.get('audits_run')} "
+        f"audits{'' if not left else ', and ' + ', '.join(left)}. Whoever has the weights and the canaries can score them again.",
+    )
+
+
+def _belongs(found: Published, report: Json) -> Check:
+    """Weights, canaries and claim are those of the block."""
+    weights = {name: value for name, value in found.hashes.items() if name.endswith(".safetensors")}
+    merged = found.block.get("merged_from")
+    if merged:
+        weights = {name: value for name, value in merged["files"].items() if name.endswith(".safetensors")}
+    if not weights or report.get("weights") != weights:
+        raise Wrong(f"audit.json is about other weights than these. {_AUDIT_AGAIN}")
+    terms = found.terms
+    if terms is None:
+        raise Wrong(
+            "an audit of a run without differential privacy is private, and lies in export/. Delete export/audit."
+        )
+    tested = report.get("claim") or {}
+    if any(tested.get(name) != terms[name] for name in ("delta", "unit")) or not close(
+        tested.get("epsilon"), terms["epsilon"]
+    ):
+        raise Wrong(f"audit.json tested another epsilon, delta or unit than the card states. {_AUDIT_AGAIN}")
+    if report.get("published") is not True:
+        raise Wrong("audit.json tells of other, private runs and was not to be published. Delete it, and audit again.")
+    if merged:
+        return asserted("audit: weights", "it is about the adapter; that it was merged into these weights is asserted.")
+    return verified("audit: weights", f"it is about {listed(sorted(weights))} and about the epsilon that is stated.")
+
+
+def _in_block(found: Published, part: Json, report: Json) -> Check:
+    """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
+    expected = json.loads(json.dumps(claim.audit_part(report, found.terms if found.guarantee else None)))
+    wrong = list(differences(part, expected))
+    if wrong:
+        raise Wrong(
+            f"audit.{listed(wrong)} of privacy.json is not what audit.json says. Write the card again: dpllm card RUN."
+        )
+    terms = found.terms or {}
+    if found.guarantee and claim.contradicts(report, float(terms["epsilon"])):
+        raise Wrong(
+            "the audit contradicts the epsilon that is stated as a guarantee. There is none: do not rely on it."
+        )
+    return verified("audit: in the card", "the card shows what audit.json says.")
+
+
+def _tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    read_bytes(folder / "scores.csv")
+    read_bytes(folder / "tokens.parquet")
+    try:
+        _only_numbers(folder / "tokens.parquet")
+        return _read_tables(str(folder), *(_seen(folder / name) for name in ("scores.csv", "tokens.parquet")))
+    except DpllmError as error:
+        raise Wrong(str(error).replace(f"{folder}/", "")) from None
+
+
+def _only_numbers(path: Path) -> None:
+    """The columns of a token table and nothing else, before any of it is unpacked."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        described = parquet.read_metadata(path)
+    except (ArrowException, OSError):
+        raise Wrong(f"{path.name} is no parquet file. {_AUDIT_AGAIN}") from None
+    wanted = {"canary_id", "zlib_bytes"} | {field.name.removesuffix("_N") for field in fields(TokenTable)[3:]}
+    if set(described.schema.names) != wanted or (described.metadata or {}).keys() - {b"ARROW:schema"}:
+        raise Wrong(f"{path.name} holds other columns than a token table, which could be text. {_AUDIT_AGAIN}")
+    if described.num_rows > MOST_TOKENS:
+        raise Wrong(f"{path.name} has {described.num_rows:,} rows, more than any audit of dpllm. {_AUDIT_AGAIN}")
+
+
+def _seen(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=8)
+def _read_tables(folder: str, *seen: tuple[int, int]) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    table = read_table(Path(folder) / "scores.csv")
+    if len(table) > MOST_ROWS:
+        raise Wrong(f"scores.csv has {len(table):,} rows, more than any audit of dpllm. {_AUDIT_AGAIN}")
+    return table, read_tokens(Path(folder) / "tokens.parquet")
+
+
+def _rows(found: Published, table: tuple[CanaryScores, ...], tokens: TokenTable, report: Json) -> Check:
+    """Scores, tokens and the numbers of canaries speak of the same canaries."""
+    rows = {row.canary_id: row for row in table}
+    values = [value for row in table for value in (row.tuned_log_prob, row.base_log_prob)]
+    if not all(_ID.fullmatch(row.canary_id) for row in table):
+        raise Wrong(f"scores.csv names a canary in another way than dpllm does, which could be text. {_AUDIT_AGAIN}")
+    if len(rows) != len(table) or not all(math.isfinite(value) and value <= 0 for value in values):
+        raise Wrong(f"scores.csv names a canary twice, or holds a score that is no log-probability. {_AUDIT_AGAIN}")
+    if any((row.inserted is None) != (row.group == 0) or row.group < 0 for row in table):
+        raise Wrong(f"scores.csv has a coin of a reference, or a candidate without one. {_AUDIT_AGAIN}")
+    groups = by_group(table)
+    references = len(groups.pop(0, []))
+    counted = {
+        str(group): {"candidates": len(of_group), "inserted": sum(bool(row.inserted) for row in of_group)}
+        for group, of_group in groups.items()
+    }
+    canaries = report["canaries"]
+    planned = {str(group): number for group, number in canaries["settings"]["groups"].items()}
+    sizes = {group: counts["candidates"] for group, counts in counted.items()}
+    if (canaries["groups"], canaries["references"]) != (counted, references) or planned != sizes:
+        raise Wrong(f"scores.csv holds other canaries than audit.json counts. {_AUDIT_AGAIN}")
+    sampling = (found.terms or {})["sampling"]
+    row_by_row = (found.terms or {})["unit"] == "example" or sampling["of"] == "example"
+    slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())
+    if sampling["canary_slots"] != slots:
+        raise Wrong(
+            f"the canaries of scores.csv hold {slots} slots of N, and canary_slots is another number. {_AUDIT_AGAIN}"
+        )
+    if set(tokens.canary_ids) != rows.keys():
+        raise Wrong(f"tokens.parquet is about other canaries than scores.csv. {_AUDIT_AGAIN}")
+    starts = tokens.starts()
+    sums = {
+        "num_tokens": tokens.lengths(),
+        "tuned_log_prob": np.add.reduceat(tokens.tuned_log_prob_N, starts),
+        "base_log_prob": np.add.reduceat(tokens.base_log_prob_N, starts),
+        "tuned_greedy": np.logical_and.reduceat(tokens.tuned_argmax_N, starts),
+        "base_greedy": np.logical_and.reduceat(tokens.base_argmax_N, starts),
+    }
+    for name, added in sums.items():
+        stated = np.array([getattr(rows[canary], name) for canary in tokens.canary_ids], dtype=np.float64)
+        gap = np.abs(stated - added.astype(np.float64))
+        if not (gap <= _SUM_GAP * np.maximum(1.0, np.abs(stated))).all():
+            raise Wrong(f"column {name} of scores.csv is not what tokens.parquet adds up to. {_AUDIT_AGAIN}")
+    return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
+
+
+def _statistics(found: Published, report: Json, table: tuple[CanaryScores, ...], tokens: TokenTable) -> Check:
+    """Everything that the summary of an audit says, computed again from the tables."""
+    terms = found.terms or {}
+    costs.bounded(costs.text(terms["event"]))
+    promise = {name: terms[name] for name in ("event", "neighbouring_relation", "limits") if name in terms}
+    canaries, controls = report["canaries"], report["controls"]
+    if canaries["kind"] == "digits" and not close(
+        canaries["log2_secrets"], canaries["settings"]["digits"] * math.log2(10), 1e-9
+    ):
+        raise Wrong(f"audit.json counts other secrets than its digits allow. {_AUDIT_AGAIN}")
+    fixed = {
+        "claim": report["claim"],
+        "settings": report["settings"],
+        "promise": promise,
+        "log2_secrets": canaries["log2_secrets"],
+        "words": controls["words"],
+        "twin": controls["twin"],
+    }
+    fresh = _summary(table, _Hashed(tokens), costs.text(fixed))
+    stated = {name: report.get(name) for name in fresh}
+    wrong = list(differences(stated, fresh)) + sorted(report.keys() - fresh.keys() - BESIDE)
+    if wrong:
+        raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
+    bound = fresh["epsilon_lower_bound"]
+    return verified(
+        "audit: statistics",
+        f"{len(fresh)} parts of audit.json follow from the scores; verdict {fresh['verdict']}, lower bound {bound['value']:.3g}, "
+        f"of at most {bound['ceiling']:.3g}.",
+    )
+
+
+class _Hashed:
+    """A token table that can be a key: it is the same object as long as its file is the same."""
+
+    def __init__(self, tokens: TokenTable) -> None:
+        self.tokens = tokens
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and other.tokens is self.tokens
+
+    def __hash__(self) -> int:
+        return id(self.tokens)
+
+
+@lru_cache(maxsize=8)
+def _summary(table: tuple[CanaryScores, ...], tokens: _Hashed, fixed: str) -> Json:
+    given: dict[str, Any] = json.loads(fixed)
+    tested, settings = Claim(**given.pop("claim")), given.pop("settings")
+    fresh = summarise(table, tested, tokens=tokens.tokens, **given, **settings)
+    return dict(json.loads(json.dumps(fresh)))
+
+
+def check_mechanism(found: Published) -> Iterator[Check]:
+    """The audit of the engine: its verdict from its own figures, and its figures as far as they follow from the event."""
+    part, path = found.block.get("mechanism_audit"), found.directory / "audit" / "mechanism.json"
+    name = "audit of the engine"
+    if part is None:
+        if "audit/mechanism.json" in found.hashes:
+            raise Wrong(
+                "mechanism.json lies in export/, and the card does not name it. Write it again: dpllm card RUN."
+            )
+        yield asserted(name, "none is published.")
+        return
+    report, terms = read_object(path), found.terms or {}
+    again = "Audit the engine again: dpllm audit RUN --mechanism, then dpllm card RUN."
+    if {key: report.get(key) for key in ("verdict", "reason", "steps")} != part:
+        raise Wrong(f"mechanism_audit of privacy.json is not what mechanism.json says. {again}")
+    sampling, steps = terms["sampling"], found.block["steps"]["planned"]
+    claimed = {name: terms[name] for name in ("epsilon", "delta", "noise_multiplier", "clipping", "max_grad_norm")}
+    claimed |= {"num_steps": steps, **{key: sampling[key] for key in ("sampling_rate", "expected_batch_size")}}
+    if wrong := list(differences(report.get("claimed"), claimed)):
+        raise Wrong(f"mechanism.json tested another {listed(wrong)} than the card states. {again}")
+    bound = report["bound"]
+    canaries, promised = report["canaries"], min(report["steps"], steps)
+    # Of one thing that is sampled, as the audit has it.
+    event = events.sampled_steps(terms["event"]["event"]["event"], sampling["sampling_rate"], promised)
+    epsilon, _ = costs.pld(costs.text(event), float(bound["delta"]), terms["neighbouring_relation"])
+    ways = len(bound["guesses"]) + len(bound["guesses_in"])
+    least = epsilon_from_guesses(
+        canaries, bound["best_guesses"], bound["correct"], delta=bound["delta"], alpha=bound["alpha"] / ways
+    )
+    ceiling = one_run_ceiling(
+        canaries, delta=bound["delta"], alpha=bound["alpha"], guesses=bound["guesses"], guesses_in=bound["guesses_in"]
+    )
+    shown = {
+        "bound": {**bound, "value": max(least, 0.0), "ceiling": ceiling, "num_canaries": canaries},
+        "bound.alpha": mechanism.ALPHA / 2,
+        "bound.delta": min(terms["delta"], mechanism.ALPHA / 1000 / canaries),
+        "level": mechanism.ALPHA / 2 / len(report["tests"]),
+        "promised_steps": promised,
+        "epsilon": epsilon,
+        "scope": mechanism.SCOPE,
+    }
+    stated = {**report, "bound.alpha": bound["alpha"], "bound.delta": bound["delta"]}
+    if wrong := list(differences({key: stated.get(key) for key in shown}, shown, tolerance=1e-3)):
+        raise Wrong(f"{listed(wrong)} of mechanism.json does not follow from its own counts. {again}")
+    pairs = [SimpleNamespace(**{**pair, "excess": _excess(pair)}) for pair in report["pairs"]]
+    if any(not close(pair.excess, stated["excess"]) for pair, stated in zip(pairs, report["pairs"], strict=True)):
+        raise Wrong(f"pairs of mechanism.json: an excess is not that of its differences. {again}")
+    seen: Any = SimpleNamespace(
+        **{
+            **report,
+            "bound": SimpleNamespace(**bound),
+            "tests": [SimpleNamespace(**test) for test in report["tests"]],
+            "pairs": pairs,
+            "resolution": math.inf if report["resolution"] is None else report["resolution"],
+        }
+    )
+    if list(mechanism.verdict(seen)) != [report["verdict"], report["reason"]]:
+        raise Wrong(f"the verdict of mechanism.json is not that of its own figures. {again}")
+    if found.guarantee and report["verdict"] == "falsified":
+        yield failed(
+            name, "it falsified the mechanism, and the card states a guarantee. There is none: do not rely on it."
+        )
+        return
+    yield verified(name, f"{report['verdict']}, by its own figures; that they were measured is asserted.")
+
+
+def _excess(pair: Json) -> float:
+    of_count = 2 * (pair["count_difference"] or 0.0)
+    differences_of = (pair["sum_difference"], pair["released_difference"], of_count)
+    return max(float(difference) for difference in differences_of) / (1 + _SLACK)

@@ -1,0 +1,138 @@
+"""The card as a page: its schema, its front matter, and the marked parts that follow from the block.
+
+Comes in: README.md and privacy.json. Goes out: checks. What an author writes outside the markers is not looked at, beyond
+whether it hides what stands inside them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import dpllm
+from dpllm.errors import ConfigError
+from dpllm.report import person, section
+from dpllm.report.checks.reading import read_front_matter, read_text
+from dpllm.report.checks.values import Check, Published, Wrong, asserted, failed, plain, verified
+
+SCHEMA = Path(__file__).parent.parent / "schema" / "privacy.schema.json"
+_AGAIN = "Write the card again: dpllm card RUN."
+_HIDES = re.compile(
+    r"<!--|<(details|template|script|style|noscript|textarea|title|svg|object|iframe)\b|<[^>]*\bhidden\b|display\s*:",
+    re.IGNORECASE,
+)
+_MOST_PROBLEMS = 3
+
+
+def schema(found: Published) -> Iterator[Check]:
+    """privacy.json against the schema that the package ships."""
+    problems = []
+    for error in _validator().iter_errors(found.block):
+        where = ".".join(str(part) for part in error.absolute_path) or "privacy.json"
+        # A message may quote a whole value, so that it is the rule that is named.
+        problems.append(f"{where} ({error.validator})")
+        if len(problems) == _MOST_PROBLEMS:
+            break
+    if problems:
+        yield failed("schema", f"privacy.json does not follow its schema: {', '.join(problems)}. {_AGAIN}")
+    else:
+        yield verified("schema", f"privacy.json follows schema version {found.block.get('schema_version')}.")
+
+
+@cache
+def _validator() -> Any:
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+
+def front_matter(found: Published) -> Iterator[Check]:
+    """The ``privacy`` entry of the front matter against privacy.json."""
+    stated = read_front_matter(found.card)
+    if _text(stated.get("privacy")) != _text(found.block):
+        raise Wrong(f"the front matter of README.md and privacy.json state different things. {_AGAIN}")
+    yield verified("front matter", "the privacy entry of README.md is privacy.json.")
+    tags = stated.get("tags") or []
+    claims = isinstance(tags, list) and any(tag in ("differential-privacy", "dp-sgd") for tag in tags)
+    if claims and not found.guarantee:
+        yield failed(
+            "tags",
+            "the tags say differential privacy, and the block says that there is no guarantee: who searches the Hub would find "
+            f"it. {_AGAIN}",
+        )
+
+
+def marked(found: Published) -> Iterator[Check]:
+    """The banner and the privacy part against what the block renders to, byte for byte."""
+    try:
+        parts, expected = section.parts(found.card), section.render(found.block)
+    except ConfigError as error:
+        raise Wrong(str(error)) from None
+    for name in expected:
+        label = f"{name} in README.md"
+        if parts.get(name) == expected[name]:
+            yield verified(label, "is what privacy.json renders to, byte for byte.")
+            continue
+        line = _first_difference(parts.get(name, ""), expected[name])
+        yield failed(label, f"is not what privacy.json renders to, from line {line} of the part on. {_version(found)}")
+    yield _visible(found.card)
+
+
+def figure(found: Published) -> Iterator[Check]:
+    """The picture of what a tester can do against what the block draws."""
+    there = person.FILE in found.hashes
+    if not found.guarantee:
+        if there:
+            raise Wrong(f"{person.FILE} shows a guarantee, and there is none. {_AGAIN}")
+        return
+    if not there or read_text(found.directory / person.FILE) != person.figure(found.block):
+        raise Wrong(f"{person.FILE} is not the figure that privacy.json draws. {_version(found)}")
+    yield verified("figure", f"{person.FILE} is what privacy.json draws, byte for byte.")
+
+
+def _version(found: Published) -> str:
+    """What to do about a page that is not as this version writes it."""
+    software = found.block.get("software")
+    wrote = software.get("dpllm") if isinstance(software, dict) else None
+    if wrote == dpllm.__version__:
+        return _AGAIN
+    return f"The card names dpllm {wrote}, and this is {dpllm.__version__}, which words it anew: verify it with that version."
+
+
+def _visible(card: str) -> Check:
+    """Whether anything that stands before a marked part could hide it."""
+    before, _, rest = card.partition("<!-- dpllm:banner -->")
+    between = rest.partition("<!-- /dpllm:banner -->")[2].partition("<!-- dpllm:privacy -->")[0]
+    pieces = before.split("\n---", 1)
+    after_front_matter = pieces[1].partition("\n")[2] if len(pieces) > 1 else before
+    if after_front_matter.strip():
+        return failed("what is seen first", f"text stands before the banner, which has to come first. {_AGAIN}")
+    fences = [line for line in between.splitlines() if line.lstrip().startswith(("```", "~~~"))]
+    if _HIDES.search(between) or len(fences) % 2:
+        return failed(
+            "what is seen first",
+            "HTML or an open block of code before the privacy part could hide it. Write plain Markdown there.",
+        )
+    return asserted(
+        "text of the author",
+        "title, description, use, training and citation stand outside the marked parts, and nobody checks them.",
+    )
+
+
+def _text(value: object) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        return plain(type(value))
+
+
+def _first_difference(one: str, other: str) -> int:
+    lines, expected = one.split("\n"), other.split("\n")
+    for number, pair in enumerate(zip(lines, expected, strict=False), start=1):
+        if pair[0] != pair[1]:
+            return number
+    return min(len(lines), len(expected)) + 1

@@ -1,0 +1,226 @@
+"""The promise: epsilon and every number beside it, computed again from the stored event.
+
+Comes in: the terms of a privacy block. Goes out: checks. That this event is what ran is asserted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from dpllm.privacy import accounting, events
+from dpllm.report import claim
+from dpllm.report.checks import costs
+from dpllm.report.checks.values import (
+    TOLERANCE,
+    Check,
+    Json,
+    Published,
+    Wrong,
+    asserted,
+    close,
+    differences,
+    is_number,
+    listed,
+    tried,
+    verified,
+)
+
+ACCOUNTANT = "dp-accounting PLD"
+OTHER_VERSION = 1e-3
+"""Relative; how far PLD of another version may lie from this one."""
+OTHER_RDP = 1e-2
+"""The same of RDP, whose orders differ between versions."""
+COARSE = 2e-2
+"""How far PLD on a coarser grid may lie above."""
+OF_THE_EVENT = ("accountants", "limits", "curve", "trade_off")
+_AGAIN = "Restore privacy.json from where the model was published, or write the card again: dpllm card RUN."
+
+
+def check(found: Published) -> Iterator[Check]:
+    """Every number of the promise that follows from the event and the public sizes."""
+    terms = found.terms
+    if terms is None:
+        if found.guarantee:
+            raise Wrong(f"privacy.json promises something without saying what. {_AGAIN}")
+        yield verified("promise", f"none is made: {found.block.get('reason')}.")
+        return
+    if not found.guarantee:
+        yield verified("promise", f"none is made: {found.block.get('reason')}. What was attempted is looked at.")
+    steps: tuple[tuple[str, Callable[[Published, Json], Check]], ...] = (
+        ("epsilon", _epsilon),
+        ("sizes", _sizes),
+        ("other accountants", _accountants),
+        ("cross-check", _cross_check),
+        ("limits of attackers", _attackers),
+        ("without amplification", _shuffled),
+        ("terms", _wording),
+    )
+    for name, step in steps:
+        yield tried(name, step, found, terms)
+    yield asserted(
+        "training",
+        "that these steps ran with this sampler, this clipping and noise from the operating system, on data of this size and "
+        "unit, is what the author says; so are optimizer, clipping norm, software, hardware and date.",
+    )
+
+
+def _epsilon(found: Published, terms: Json) -> Check:
+    accountant = terms["accountant"]
+    if accountant["name"] != ACCOUNTANT or accountant["interval"] != accounting.FINE_INTERVAL:
+        raise Wrong(f"accountant is not {ACCOUNTANT} at interval {accounting.FINE_INTERVAL:g}. {_AGAIN}")
+    delta, stated, rounding = float(terms["delta"]), float(terms["epsilon"]), _rounding(terms)
+    least, coarse = costs.pld(costs.text(terms["event"]), delta, terms["neighbouring_relation"])
+    slack = COARSE if coarse else rounding
+    if not math.isfinite(least) or stated < least * (1 - slack):
+        raise Wrong(f"the event costs epsilon {least:.6g} at delta {delta:g}, and {stated:.6g} is stated. {_AGAIN}")
+    # What was spent beyond the plan is stated without the plan's other figures.
+    if any(name in terms for name in OF_THE_EVENT) and stated > least * (1 + slack):
+        raise Wrong(
+            f"epsilon {stated:.6g} is stated, and the event costs {least:.6g}: parts of two statements. {_AGAIN}"
+        )
+    return verified(
+        "epsilon", f"PLD gives {least:.6g} at delta {delta:g} for the stored event; {stated:.6g} is stated."
+    )
+
+
+def _sizes(found: Published, terms: Json) -> Check:
+    """The event against N, q, T, sigma and delta."""
+    sampling, steps, event = terms["sampling"], found.block["steps"], terms["event"]
+    size, batch, delta = sampling["dataset_size"], sampling["expected_batch_size"], terms["delta"]
+    group = terms["max_examples_per_unit"] or 1 if sampling["of"] == "example" else 1
+    step = event["event"]
+    taken, planned = steps["taken"], steps["planned"]
+    rules = {
+        "the event is not that of Poisson sampled steps": event["type"] == "self_composed"
+        and step["type"] == ("poisson_sampled_group" if group > 1 else "poisson_sampled"),
+        "max_examples_per_unit is not the event's group": step.get("group_size", 1) == group,
+        "max_examples_per_unit belongs to another unit": terms["unit"] != "example"
+        or terms["max_examples_per_unit"] is None,
+        "sampling_rate is not the event's": sampling["sampling_rate"] == step["probability"],
+        "sampling_rate is not expected_batch_size / dataset_size": close(
+            sampling["sampling_rate"], batch / size, 1e-12
+        ),
+        "steps.planned is not the event's count": planned == event["count"],
+        "clipping is not what the event is about": (terms["clipping"] == "adaptive") == ("adaptive" in terms),
+        "noise_multiplier is not the event's": _noise(terms, step["event"]),
+        "canary_slots do not fit into dataset_size": 0 <= sampling["canary_slots"] < size and 0 < batch <= size,
+        "delta is not below 1/N, so that publishing one record outright would satisfy it": 0 < delta * size < 1,
+        "steps.taken is more than planned": is_number(taken) and 0 <= taken <= planned,
+        "a completed run took other steps than planned": found.block["status"] != "completed" or taken == planned,
+    }
+    wrong = [problem for problem, good in rules.items() if not good]
+    if wrong:
+        raise Wrong(f"{listed(wrong)}. {_AGAIN}")
+    return verified(
+        "sizes",
+        f"N {size}, batch {batch}, {planned} steps and noise multiplier {terms['noise_multiplier']:.4g} are the event's; delta "
+        f"is {delta * size:.2g} / N.",
+    )
+
+
+def _noise(terms: Json, mechanism: Json) -> bool:
+    if "adaptive" not in terms:
+        return mechanism == {"type": "gaussian", "noise_multiplier": terms["noise_multiplier"]}
+    parts = {key: terms["adaptive"][key] for key in ("gradient_noise_multiplier", "count_noise_multiplier")}
+    joint = events.joint_noise_multiplier(*parts.values())
+    return mechanism == {"type": "adaptive_clipping", **parts} and close(terms["noise_multiplier"], joint)
+
+
+def _accountants(found: Published, terms: Json) -> Check:
+    name = "other accountants"
+    if "accountants" not in terms:
+        return asserted(name, "none are stated: more was spent than planned.")
+    fresh = costs.beside(costs.text(terms["event"]), float(terms["delta"]), terms["neighbouring_relation"])
+    _, coarse = costs.pld(costs.text(terms["event"]), float(terms["delta"]), terms["neighbouring_relation"])
+    rounding = max(_rounding(terms, OTHER_RDP), COARSE if coarse else 0.0)
+    wrong = list(differences(terms["accountants"], fresh, tolerance=rounding))
+    if wrong:
+        raise Wrong(f"accountants.{listed(wrong)} is not what the event costs. {_AGAIN}")
+    return verified(name, ", ".join(f"{key} {value:.6g}" for key, value in fresh.items() if value is not None) + ".")
+
+
+def _cross_check(found: Published, terms: Json) -> Check:
+    name, stated = "cross-check", terms["cross_check"]
+    event, delta, relation = costs.text(terms["event"]), float(terms["delta"]), terms["neighbouring_relation"]
+    if stated is None:
+        if {"pld", "rdp"} <= accounting.accountants(terms["event"]):
+            raise Wrong(f"cross_check is missing, and RDP knows this event. {_AGAIN}")
+        return verified(name, "no second accountant knows this event.")
+    value, by = stated["epsilon"], str(stated["name"])
+    if by == "opacus-prv":
+        pld, _ = costs.pld(event, delta, relation)
+        room = max(accounting.PRV_GAP, 1e-3 * pld)
+        if not is_number(value) or (delta >= accounting.LEAST_COMPARED and not pld - 1e-3 <= value <= pld + room):
+            raise Wrong(f"cross_check states {value}, which PRV cannot find where PLD gives {pld:.6g}. {_AGAIN}")
+        return asserted(
+            name,
+            f"{by} is said to give {value:.6g}, which is where it has to lie; it is not asked, for it needs torch.",
+        )
+    if not by.startswith("dp-accounting-rdp"):
+        raise Wrong(f"cross_check names an accountant that dpllm never asks. {_AGAIN}")
+    fresh = costs.beside(event, delta, relation)["rdp"]
+    if not close(value, fresh, _rounding(terms, OTHER_RDP)):
+        raise Wrong(f"cross_check states {value}, and RDP gives {fresh}. {_AGAIN}")
+    return verified(name, f"RDP gives {fresh:.6g}.")
+
+
+def _attackers(found: Published, terms: Json) -> Check:
+    """Limits and curves: the same event in other words."""
+    name, present = "limits of attackers", [key for key in OF_THE_EVENT if key in terms]
+    if not present:
+        return asserted(name, "none are stated beside those that follow from epsilon and delta.")
+    if len(present) != len(OF_THE_EVENT):
+        raise Wrong(f"only {', '.join(present)} stand beside epsilon. {_AGAIN}")
+    _, coarse = costs.pld(costs.text(terms["event"]), float(terms["delta"]), terms["neighbouring_relation"])
+    if coarse:
+        return asserted(name, "not computed again: an epsilon of hundreds limits nobody.")
+    fresh = costs.attackers(costs.text(terms["event"]), terms["neighbouring_relation"])
+    stated = {key: terms[key] for key in fresh}
+    wrong = list(differences(stated, fresh, tolerance=_rounding(terms, OTHER_RDP)))
+    if wrong:
+        raise Wrong(f"{listed(wrong)} does not follow from the event. {_AGAIN}")
+    return verified(name, "limits, curve and trade_off follow from the event.")
+
+
+def _shuffled(found: Published, terms: Json) -> Check:
+    name, stated, sampling = "without amplification", terms["without_amplification"], terms["sampling"]
+    if stated is None and "accountants" not in terms:
+        return asserted(name, "none is stated: more was spent than planned.")
+    names = ("max_examples_per_unit", "noise_multiplier", "delta", "neighbouring_relation")
+    asked = {key: terms[key] for key in names} | {
+        "sampling": sampling["of"],
+        "num_steps": found.block["steps"]["planned"],
+    }
+    asked |= {key: sampling[key] for key in ("expected_batch_size", "dataset_size")}
+    fresh = costs.without_amplification(costs.text(asked))
+    # It is rounded up to four digits, so that other last bits can move the fourth.
+    if not close(stated, fresh, _rounding(terms, 2e-3)):
+        raise Wrong(f"{stated} is stated, and the same noise without credit for sampling costs {fresh}. {_AGAIN}")
+    return verified(name, f"epsilon {stated}, if batches had come from shuffling.")
+
+
+def _wording(found: Published, terms: Json) -> Check:
+    """What has one right value only."""
+    secure = terms["randomness"]["generator"] == "chacha20"
+    pairs = {
+        "definition": (terms["definition"], claim.DEFINITION),
+        "holds_for": (terms["holds_for"], "run"),
+        "trust_model": (terms["trust_model"], "central"),
+        "mechanism": (terms["mechanism"], "dp-sgd"),
+        "sampling.scheme": (terms["sampling"]["scheme"], "poisson"),
+        "sampling.implemented_as_accounted": (terms["sampling"]["implemented_as_accounted"], True),
+        "randomness.secure_noise": (terms["randomness"]["secure_noise"], secure),
+        "base_model.covered": (found.block["base_model"]["covered"], False),
+    }
+    wrong = [name for name, (have, want) in pairs.items() if have != want or type(have) is not type(want)]
+    if wrong:
+        raise Wrong(f"{listed(wrong)} is none that dpllm states. {_AGAIN}")
+    return verified(
+        "terms", f"{claim.DEFINITION}, central, DP-SGD over Poisson samples; the base model is not covered."
+    )
+
+
+def _rounding(terms: Json, other: float = OTHER_VERSION) -> float:
+    """How far a figure may lie from what is computed here: hardly, where the accountant's version is the same."""
+    return TOLERANCE if terms["accountant"]["version"] == accounting.versions()["version"] else other

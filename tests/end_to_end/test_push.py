@@ -1,0 +1,187 @@
+"""Push against a stand-in for the Hub on loopback: what arrives is export/, and nothing leaves before every check passed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import hub_stand_in
+import pytest
+from hub_stand_in import Hub, Repository
+from published import carry, read
+from running import Place, contents, done, dpllm_
+
+NAME = "alice/notes-dp"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_stand_in.running(monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture
+def run(finished: Place, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished.run, tmp_path / "run"))
+
+
+def test_what_arrives_is_exactly_export(run: Path, hub: Hub) -> None:
+    answer = done("push", run, NAME)
+    arrived = dict(hub.repositories[NAME].files)
+    arrived.pop(".gitattributes")
+    assert arrived == contents(run / "export")
+    assert f"uploaded to {hub.endpoint}/{NAME}/commit/" in answer.out
+    assert not hub.repositories[NAME].private
+    # A second time, with a card that was written again; and anyone can check what lies there.
+    done("card", run)
+    done("push", run, NAME)
+    checked = dpllm_("verify", NAME)
+    assert checked.code == 0, checked.out
+    assert "verified  files" in checked.out
+
+
+def test_a_changed_repository_does_not_verify(run: Path, hub: Hub) -> None:
+    done("push", run, NAME)
+    files = hub.repositories[NAME].files
+    files["adapter_model.safetensors"] = files["adapter_model.safetensors"][:-4] + b"\x00\x00\x80?"
+    answer = dpllm_("verify", NAME)
+    assert answer.code == 4
+    assert "failed    files" in answer.out
+
+
+def test_a_dry_run_lists_everything_and_contacts_nobody(run: Path, hub: Hub) -> None:
+    answer = done("push", run, NAME, "--dry-run", "--json")
+    listed = json.loads(answer.out)
+    assert {file["path"]: file["size"] for file in listed["files"]} == {
+        name: len(content) for name, content in contents(run / "export").items()
+    }
+    assert listed["url"] is None
+    assert "nothing was uploaded" in done("push", run, NAME, "--dry-run").out
+    assert not hub.asked
+
+
+def test_private_makes_a_private_repository_and_never_uses_a_public_one(run: Path, hub: Hub) -> None:
+    done("push", run, NAME, "--private")
+    assert hub.repositories[NAME].private
+    hub.repositories["alice/public"] = Repository()
+    answer = dpllm_("push", run, "alice/public", "--private")
+    assert answer.code == 3
+    assert list(hub.repositories["alice/public"].files) == [".gitattributes"]
+
+
+def test_files_of_another_model_are_removed_only_when_asked(run: Path, hub: Hub) -> None:
+    hub.repositories[NAME] = Repository(files={"old.safetensors": b"x", ".gitattributes": b""})
+    assert dpllm_("push", run, NAME).code == 3
+    assert sorted(hub.repositories[NAME].files) == [".gitattributes", "old.safetensors"]
+    done("push", run, NAME, "--replace")
+    assert "old.safetensors" not in hub.repositories[NAME].files
+
+
+# Refused before anybody is contacted.
+
+
+def _break(run: Path, how: str) -> None:
+    export = run / "export"
+    if how == "no card":
+        (export / "README.md").unlink()
+    elif how == "no statement":
+        (export / "privacy.json").unlink()
+    elif how == "stale card":
+        (export / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    elif how == "private file":
+        (export / "metrics.jsonl").write_text("{}", encoding="utf-8")
+    elif how == "hidden file":
+        (export / ".gitattributes").write_text("*", encoding="utf-8")
+    elif how == "link":
+        (export / "more").symlink_to(run / "private")
+    elif how == "edited card":
+        carry(export, {**read(export), "contact": "somebody else"})
+    else:
+        (run / "private" / "canaries.json").write_text("{}", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["no card", "no statement", "stale card", "private file", "hidden file", "link", "edited card", "other canaries"],
+)
+def test_what_must_not_be_published_is_refused(run: Path, hub: Hub, how: str) -> None:
+    _break(run, how)
+    for options in ([], ["--dry-run"]):
+        answer = dpllm_("push", run, NAME, *options)
+        assert answer.code == 3, answer.err
+        assert answer.err.count("\n") == 1
+    assert not hub.asked
+
+
+def test_a_run_whose_ledger_is_gone_is_refused_until_it_is_named(
+    run: Path, hub: Hub, finished: Place, tmp_path: Path
+) -> None:
+    config = run / "config.yaml"
+    config.write_text(
+        config.read_text("utf-8").replace(str(finished.ledger), str(tmp_path / "gone.sqlite")), encoding="utf-8"
+    )
+    answer = dpllm_("push", run, NAME)
+    assert answer.code == 3
+    assert "--ledger" in answer.err
+    assert not hub.asked
+    done("push", run, NAME, "--ledger", finished.ledger)
+
+
+def test_a_ledger_that_does_not_know_the_run_is_refused(run: Path, hub: Hub, tmp_path: Path) -> None:
+    from dpllm.ledger import open_ledger
+
+    open_ledger(str(tmp_path / "other.sqlite")).close()  # type: ignore[union-attr]
+    assert dpllm_("push", run, NAME, "--ledger", tmp_path / "other.sqlite").code == 3
+    assert not hub.asked
+
+
+def test_a_run_without_a_guarantee_is_published_on_public_data_or_if_somebody_insists(
+    baseline: Place, hub: Hub, tmp_path: Path
+) -> None:
+    done("push", baseline.run, NAME, "--dry-run")
+    run = Path(shutil.copytree(baseline.run, tmp_path / "run"))
+    config = run / "config.yaml"
+    text = config.read_text("utf-8")
+    config.write_text(text.replace("  public: true", "  public: false"), encoding="utf-8")
+    done("card", run)
+    answer = dpllm_("push", run, NAME)
+    assert answer.code == 3
+    assert "--without-guarantee" in answer.err
+    assert not hub.asked
+    done("push", run, NAME, "--without-guarantee")
+    assert set(hub.repositories[NAME].files) - {".gitattributes"} == set(contents(run / "export"))
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "../x", "alice/", "", "a b"])
+def test_a_name_that_the_hub_does_not_allow_is_a_wrong_command(run: Path, name: str) -> None:
+    assert dpllm_("push", run, name).code == 2
+
+
+# The Hub says no.
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, 2), (403, 2), (400, 1)])
+def test_a_refusal_of_the_hub_is_one_line(run: Path, hub: Hub, status: int, code: int) -> None:
+    hub.refuse = status
+    answer = dpllm_("push", run, NAME)
+    assert answer.code == code
+    assert answer.err.count("\n") == 1
+    assert "Traceback" not in answer.err
+
+
+def test_no_network_is_one_line(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for command in (("push", run, NAME), ("verify", "alice/nothing-here")):
+        answer = dpllm_(*command)
+        assert answer.code == 1
+        assert "HF_HUB_OFFLINE" in answer.err
+
+
+def test_a_repository_that_is_not_there_is_one_line(hub: Hub) -> None:
+    answer = dpllm_("verify", "alice/nothing-here")
+    assert answer.code == 2
+    assert answer.err.count("\n") == 1

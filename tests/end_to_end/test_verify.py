@@ -1,0 +1,331 @@
+"""Verification of a real run: whatever is changed in what the card states is seen, and nothing else is."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import published
+import pytest
+from published import carry, changed, containers, failing, get, leaves, other, read, rehash, write
+from running import Place, dpllm_
+from safetensors.numpy import load_file, save_file
+
+from dpllm.errors import ConfigError
+from dpllm.report import verify as verifying
+from dpllm.report.checks import page
+from dpllm.report.verify import verify
+
+STATEMENT = (("front matter", page.front_matter), ("marked parts", page.marked))
+
+
+# An honest run.
+
+
+def test_an_honest_run_verifies(run: Path) -> None:
+    found = verify(run)
+    assert not found.failed
+    names = {check.name for check in found.checks if check.status == "verified"}
+    assert names >= {
+        "schema",
+        "files",
+        "epsilon",
+        "audit: statistics",
+        "ledger",
+        "ledger: entry",
+        "run",
+        "training text",
+    }
+    asserted = {check.name for check in found.checks if check.status == "asserted"}
+    assert {"training", "signature", "audit: what needs the models", "text of the author"} <= asserted
+
+
+def test_a_run_without_privacy_verifies_as_one_that_promises_nothing(baseline: Place) -> None:
+    found = verify(baseline.run)
+    assert not found.failed
+    assert "none is made" in next(check.detail for check in found.checks if check.name == "promise")
+
+
+def test_the_command_prints_every_check_and_answers_4(run: Path) -> None:
+    good = dpllm_("verify", run)
+    assert good.code == 0
+    assert good.out.count("\nverified") > 15
+    assert "asserted  signature: unsigned: integrity, not authenticity" in good.out
+    (run / "export" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    bad = dpllm_("verify", run, "--json")
+    assert bad.code == 4
+    assert "does not verify" in bad.err
+    answer = json.loads(bad.out)
+    assert answer["failed"]
+    assert answer["counts"]["failed"] == len([check for check in answer["checks"] if check["status"] == "failed"])
+
+
+# Every field, every line, every column, every weight.
+
+
+def test_every_changed_field_of_the_block_is_seen(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Front matter and rendered section both give it away; either alone would."""
+    monkeypatch.setattr(verifying, "CHECKS", STATEMENT)
+    block, missed = read(export), {}
+    for where in leaves(block):
+        write(export, changed(block, where, other))
+        seen = failing(export)
+        if "front matter" not in seen or not seen & {"marked parts", "privacy in README.md"}:
+            missed[where] = seen
+    assert not missed
+
+
+def test_every_removed_or_added_field_of_the_block_is_seen(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "CHECKS", STATEMENT[:1])
+    block, missed = read(export), []
+    forgeries = {
+        f"{where} is null": changed(block, where, lambda _: None) for where in leaves(block) if get(block, where)
+    }
+    for where in containers(block):
+        inner = get(block, where)
+        forgeries[f"{where}: one more"] = changed(block, where, other)
+        for key in inner if isinstance(inner, dict) else range(len(inner)):
+            forgeries[f"{where}: without {key}"] = changed(block, where, lambda value, k=key: _without(value, k))
+    for name, forged in forgeries.items():
+        write(export, forged)
+        missed += [] if failing(export) == {"front matter"} else [name]
+    assert len(forgeries) > 600
+    assert not missed
+
+
+def _without(value: object, key: object) -> object:
+    if isinstance(value, dict):
+        return {name: inner for name, inner in value.items() if name != key}
+    return [inner for number, inner in enumerate(value) if number != key]  # type: ignore[arg-type, var-annotated]
+
+
+def test_a_changed_field_is_seen_by_the_command(export: Path) -> None:
+    write(export, changed(read(export), ("tuning",), lambda _: "none"))
+    assert dpllm_("verify", export).code == 4
+
+
+def test_every_changed_line_of_the_marked_parts_is_seen(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = (export / "README.md").read_text("utf-8")
+    start = card.index("<!-- dpllm:banner -->")
+    ends = (card.index("<!-- /dpllm:banner -->"), card.index("<!-- /dpllm:privacy -->"))
+    second = card.index("<!-- dpllm:privacy -->")
+    monkeypatch.setattr(verifying, "CHECKS", STATEMENT[1:])
+    at, missed = 0, []
+    for line in card.splitlines(keepends=True):
+        inside = start <= at < ends[0] or second <= at < ends[1]
+        if inside:
+            for forged in (line.rstrip("\n") + " x\n", ""):
+                (export / "README.md").write_text(card[:at] + forged + card[at + len(line) :], encoding="utf-8")
+                if not failing(export):
+                    missed.append(line)
+        at += len(line)
+    assert not missed
+
+
+def test_edits_outside_the_marked_parts_are_free(run: Path) -> None:
+    page_ = run / "export" / "README.md"
+    card = page_.read_text("utf-8")
+    banner, privacy = card.index("<!-- /dpllm:banner -->"), card.index("<!-- dpllm:privacy -->")
+    between = (
+        card[banner:privacy].replace("\n# ", "\n# My model, ", 1) + "\nA description with *stress* and `code`.\n\n"
+    )
+    page_.write_text(card[:banner] + between + card[privacy:] + "\n## Thanks\n\nTo all.\n", encoding="utf-8")
+    assert not verify(run).failed
+    page_.write_text(page_.read_text("utf-8").replace("\n", "\r\n"), encoding="utf-8", newline="")
+    assert "front matter" not in failing(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("<!-- \n", "before the banner"),
+        ("epsilon is 0.1\n", "before the banner"),
+        ("\n<details>\n", "between"),
+        ("\n```\n", "between"),
+        ("\n<div style='display: none'>\n", "between"),
+    ],
+)
+def test_text_that_hides_the_statement_is_seen(export: Path, text: str, where: str) -> None:
+    page_ = export / "README.md"
+    card = page_.read_text("utf-8")
+    at = card.index("<!-- dpllm:banner -->" if where == "before the banner" else "<!-- dpllm:privacy -->")
+    page_.write_text(card[:at] + text + card[at:], encoding="utf-8")
+    assert "what is seen first" in failing(export)
+
+
+@pytest.mark.parametrize("column", range(8))
+def test_every_changed_column_of_the_scores_is_seen(export: Path, column: int) -> None:
+    """Alone by its hash; and carried into the card, by what the tokens and audit.json say."""
+    path = export / "audit" / "scores.csv"
+    with open(path, encoding="utf-8", newline="") as file:
+        table = list(csv.reader(file))
+    forge = {
+        "canary_id": lambda text: text.replace("c", "d"),
+        "tuned_log_prob": lambda text: repr(float(text) * 1.0001),
+        "base_log_prob": lambda text: repr(float(text) * 1.0001),
+        "num_tokens": lambda text: str(int(text) + 1),
+        "group": lambda text: {"1": "4", "4": "1"}[text],
+    }.get(table[0][column], lambda text: {"0": "1", "1": "0"}[text])
+    for row in table[1:]:
+        if row[2]:
+            row[column] = forge(row[column])
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(table)
+    assert "files" in failing(export)
+    rehash(export, "audit/scores.csv")
+    assert failing(export) & {"audit", "audit: scores"}
+
+
+def test_every_changed_number_of_the_audit_is_seen(export: Path) -> None:
+    """Carried into hashes and card: what follows from the scores is computed again."""
+    path = export / "audit" / "audit.json"
+    report = json.loads(path.read_text("utf-8"))
+    asserted = {"generation", "shadows", "audits_run", "schema_version", "settings"}
+    chosen = [where for where in leaves(report) if where[0] not in asserted]
+    chosen = [where for number, where in enumerate(chosen) if number % 25 == 0 or len(where) == 1]
+    for where in [*chosen, ("canaries", "commitment"), ("weights",), ("published",)]:
+        path.write_text(json.dumps(changed(report, where, other)), encoding="utf-8")
+        rehash(export, "audit/audit.json")
+        assert any(name.startswith("audit") for name in failing(export)), where
+
+
+def test_text_cannot_hide_in_the_tables_of_an_audit(export: Path) -> None:
+    from pyarrow import parquet
+
+    audit = export / "audit"
+    kept = {path.name: path.read_bytes() for path in audit.iterdir()}
+    table = parquet.read_table(audit / "tokens.parquet")
+    forgeries = {
+        "tokens.parquet": lambda: parquet.write_table(
+            table.append_column("text", table["canary_id"]), audit / "tokens.parquet"
+        ),
+        "audit.json": lambda: (audit / "audit.json").write_text(
+            json.dumps({**json.loads(kept["audit.json"]), "note": "text of somebody"}), encoding="utf-8"
+        ),
+        "scores.csv": lambda: (audit / "scores.csv").write_bytes(kept["scores.csv"].replace(b"c00001", b"somebody")),
+    }
+    for name, forge in forgeries.items():
+        forge()
+        rehash(export, f"audit/{name}")
+        assert failing(export) & {"audit"}, name
+        (audit / name).write_bytes(kept[name])
+
+
+def test_changed_weights_are_seen(run: Path) -> None:
+    path = run / "export" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        tensor += 1e-3
+    save_file(tensors, path)
+    assert {"files", "run: files"} <= failing(run)
+    assert dpllm_("verify", run).code == 4
+    # With all hashes of the card renewed, the audit and the record still speak of other weights.
+    rehash(run / "export", "adapter_model.safetensors")
+    assert {"audit", "run: files"} <= failing(run)
+
+
+# Whoever edits privacy.json, the front matter, the sections and the figure together.
+
+RECOMPUTED = {
+    "epsilon": ["epsilon", "delta", "accountant/name", "accountant/interval", "event/count", "event/type"],
+    "sizes": [
+        *("noise_multiplier", "max_examples_per_unit", "event/event/probability", "event/event/event/noise_multiplier"),
+        *("sampling/sampling_rate", "sampling/expected_batch_size", "sampling/dataset_size", "steps/planned", "steps/taken"),
+        *("delta", 'clipping="adaptive"', 'steps={"planned": 5, "taken": 5}'),
+    ],
+    "terms": [
+        *("definition", "holds_for", "trust_model", "mechanism", "sampling/scheme", "sampling/implemented_as_accounted"),
+        *("randomness/secure_noise", "base_model/covered"),
+    ],
+    "without amplification": ["without_amplification"],
+    "other accountants": ["accountants/pld", "accountants/rdp"],
+    "cross-check": ["cross_check/epsilon", "cross_check/name", "cross_check=null"],
+    "limits of attackers": ["limits/auc", "limits/gdp_mu", "curve/0/1", "curve/4/0", "trade_off/3/1"],
+    "files": ['released="model weights"', "files/tokenizer.json"],
+    "schema": ["schema_version", "sampling/of"],
+    "audit": [
+        *("audit/verdict", "audit/epsilon_lower_bound/value", "audit/attacks/calibrated/auc", "audit/exposure/1/mean"),
+        *("audit/commitment", "audit/audits_run", "sampling/canary_slots", "unit"),
+    ],
+    "ledger": ["composed/delta", "composed/gate", "composed/spent_epsilon=1.0"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("check", "field"), [(check, field) for check, fields in RECOMPUTED.items() for field in fields], ids=str
+)
+def test_what_can_be_computed_again_cannot_be_forged(export: Path, check: str, field: str) -> None:
+    """By the check that is about it, whatever else sees it."""
+    name, _, value = field.partition("=")
+    where = tuple(int(key) if key.isdecimal() and "exposure" not in name else key for key in name.split("/"))
+    block = read(export)
+    forged = json.loads(value) if value else other(get(block, where))
+    block = changed(block, where, lambda _: forged)
+    try:
+        carry(export, block)
+    except ConfigError:  # no section can be rendered from it
+        write(export, block)
+    assert check in failing(export)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.99, 0.9999])
+def test_epsilon_cannot_be_stated_smaller_than_the_event_costs(export: Path, factor: float) -> None:
+    block = read(export)
+    for name in ("accountants", "limits", "curve", "trade_off"):
+        del block[name]
+    block |= {"epsilon": block["epsilon"] * factor, "without_amplification": None}
+    carry(export, block)
+    assert "epsilon" in failing(export)
+
+
+def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
+    """A consistent card of fewer steps: what is left to say is that the audit tested another claim."""
+    from dpllm.privacy import accounting, limits
+    from dpllm.privacy.plan import CURVE_DELTAS
+    from dpllm.report import claim, person
+
+    block = read(export)
+    event, relation = {**block["event"], "count": 2}, block["neighbouring_relation"]
+    epsilon = accounting.epsilon(event, block["delta"], relation)
+    cost = {"max_examples_per_unit": None, "sampling": "unit", "num_steps": 2, **block["sampling"], **block}
+    block |= {
+        "event": event,
+        "epsilon": epsilon,
+        "steps": {"planned": 2, "taken": 2},
+        "accountants": accounting.beside(event, block["delta"], relation),
+        "limits": limits.attacker_limits_of(event, relation),
+        "curve": [list(pair) for pair in accounting.curve(event, relation, CURVE_DELTAS)],
+        "trade_off": person.trade_off(event, relation),
+        "cross_check": {**block["cross_check"], "epsilon": epsilon + 0.01},
+        "without_amplification": claim.without_amplification({**cost, "sampling": "unit"}),
+        "composed": {**block["composed"], "spent_epsilon": epsilon},
+    }
+    carry(export, block)
+    assert failing(export) == {"audit"}
+
+
+def test_a_guarantee_cannot_be_put_on_a_run_without_one(baseline: Place, tmp_path: Path) -> None:
+    export = published.copy(baseline.run / "export", tmp_path / "export")
+    block = read(export)
+    del block["reason"]
+    write(export, {**block, "guarantee": True})
+    assert {"schema", "front matter", "epsilon"} <= failing(export)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("optimizer",), "sgd"), (("clipping",), "per_layer"), (("max_grad_norm",), 0.5), (("data_public",), True),
+        (("contact",), "x@y.z"), (("software", "torch"), "9"), (("not_covered",), ["nothing"]),
+        (("neighbouring_relation",), "add_or_remove_one"), (("recipe_digest",), "0" * 64), (("date",), "2020-01-01"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_stranger_can_only_believe_is_compared_in_the_run_directory(
+    run: Path, where: published.Where, value: object
+) -> None:
+    """docs/verifying.md names these fields as asserted."""
+    carry(run / "export", changed(read(run / "export"), where, lambda _: value))
+    assert not failing(run / "export")
+    assert "run" in failing(run)

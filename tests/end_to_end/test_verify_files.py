@@ -1,0 +1,373 @@
+"""Verification of a real run: its files, private text, the run directory, the ledger, signatures and hostile files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import tomllib
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import published
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from published import carry, changed, failing, read, rehash, write
+from running import Place, dpllm_, python
+from safetensors.numpy import load_file, save_file
+
+from dpllm.ledger import open_ledger
+from dpllm.report.verify import verify
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("notes.txt", b"hello"),
+        ("optimizer.pt", b"PK\x03\x04"),
+        ("pytorch_model.bin", b"\x80\x02}q\x00."),
+        ("extra.safetensors", b"\x80\x04."),
+        ("metrics.jsonl", b"{}"),
+        (".env", b"x"),
+        ("audit/rng_state.json", b"{}"),
+        ("audit/notes.md", b"SQLite format 3\x00"),
+    ],
+)
+def test_a_file_that_is_not_listed_or_private_is_seen(run: Path, name: str, content: bytes) -> None:
+    (run / "export" / name).write_bytes(content)
+    seen = failing(run)
+    assert "kinds of files" in seen or name == "notes.txt"
+    assert "files" in seen or name == ".env"
+    if name.endswith((".txt", ".env")):
+        return
+    # Listed in a card that was written again, it still is of a kind that is never published.
+    rehash(run / "export", name)
+    assert "kinds of files" in failing(run / "export")
+
+
+def test_links_and_special_files_are_seen_and_not_followed(export: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x", encoding="utf-8")
+    (export / "link.json").symlink_to(secret)
+    (export / "folder").symlink_to(tmp_path)
+    os.mkfifo(export / "pipe")
+    found = verify(export)
+    detail = next(check.detail for check in found.checks if check.name == "kinds of files")
+    assert all(name in detail for name in ("link.json", "folder", "pipe"))
+    (export / "privacy.json").unlink()
+    (export / "privacy.json").symlink_to(secret)
+    assert "card" in failing(export)
+
+
+def test_what_the_hub_adds_is_no_part_of_an_export(run: Path) -> None:
+    (run / "export" / ".gitattributes").write_text("*.safetensors filter=lfs\n", encoding="utf-8")
+    assert not failing(run / "export")
+    assert "kinds of files" in failing(run)
+
+
+def test_bytes_behind_the_tensors_are_seen(export: Path) -> None:
+    path = export / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes() + b"text of somebody")
+    rehash(export, path.name)
+    assert "kinds of files" in failing(export)
+
+
+def test_tensors_of_the_optimizer_are_seen(export: Path) -> None:
+    path = export / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "exp_avg": next(iter(tensors.values())).copy()}, path)
+    rehash(export, path.name)
+    assert "kinds of files" in failing(export)
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"{", b'{"a": {"data_offsets": [0, 9]}}', b"[" * 9000, struct.pack("<Q", 2**60)]
+)
+def test_a_broken_safetensors_header_is_one_line(export: Path, header: bytes) -> None:
+    path = export / "adapter_model.safetensors"
+    path.write_bytes(header if header[-1:] == b"\x10" else struct.pack("<Q", len(header)) + header)
+    assert {"files", "kinds of files"} <= failing(export)
+
+
+# Private text.
+
+
+def _append(run: Path, text: str) -> None:
+    path = run / "export" / "README.md"
+    path.write_text(f"{path.read_text('utf-8')}\n{text}\n", encoding="utf-8")
+
+
+def test_text_of_a_row_in_the_card_is_seen_and_not_quoted(run: Path, finished: Place) -> None:
+    row = json.loads(finished.train.read_text("utf-8").splitlines()[6])["text"]
+    _append(run, f"For example: {row}")
+    answer = dpllm_("verify", run)
+    assert answer.code == 4
+    assert "training text: text of the training data stands in README.md (row 7)" in answer.out
+    assert "Forsberg" not in answer.out + answer.err
+
+
+def test_text_of_a_row_in_a_tokenizer_is_seen(run: Path, finished: Place) -> None:
+    row = json.loads(finished.train.read_text("utf-8").splitlines()[3])["text"]
+    path = run / "export" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "note": row}), encoding="utf-8")
+    assert "training text" in failing(run)
+
+
+def test_text_of_a_canary_in_the_card_is_seen_and_not_quoted(run: Path) -> None:
+    canary = json.loads((run / "private" / "canaries.json").read_text("utf-8"))["canaries"][5]
+    _append(run, f"The code is {canary['secret']}.")
+    answer = dpllm_("verify", run)
+    assert "failed    canary texts" in answer.out
+    assert canary["secret"] not in answer.out + answer.err
+    assert canary["carrier"] not in answer.out + answer.err
+
+
+# The run directory and the ledger.
+
+
+def test_coins_that_were_not_committed_to_are_seen(run: Path) -> None:
+    path = run / "private" / "canaries.json"
+    plan = json.loads(path.read_text("utf-8"))
+    plan["canaries"][0]["inserted"] = not plan["canaries"][0]["inserted"]
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    assert "audit: canaries" in failing(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("plan.json", "noise_multiplier", 9.0), ("plan.json", "epsilon", 1.0), ("run.json", "steps_taken", 3)],
+)
+def test_an_edited_plan_or_record_is_seen(run: Path, name: str, key: str, value: float) -> None:
+    path = run / name
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), key: value}), encoding="utf-8")
+    assert "run" in failing(run)
+
+
+def test_an_audit_that_was_not_counted_is_seen(run: Path) -> None:
+    with open(run / "private" / "audits.jsonl", "a", encoding="utf-8") as file:
+        file.write("{}\n")
+    assert failing(run) == {"audit: canaries"}
+
+
+def test_a_ledger_and_its_export_confirm_the_entry(run: Path, finished: Place, tmp_path: Path) -> None:
+    before = finished.ledger.read_bytes()
+    chain = tmp_path / "chain.json"
+    assert dpllm_("ledger", "export", "--ledger", finished.ledger, "--output", chain).code == 0
+    for ledger in (finished.ledger, chain):
+        found = verify(run / "export", ledger=str(ledger))
+        assert not found.failed
+        assert "ledger" in {check.name for check in found.checks if check.status == "verified"}
+    assert finished.ledger.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("composed", "entry"), "0" * 16),
+        (("composed", "head"), "0" * 64),
+        (("composed", "entries"), 2),
+        (("composed", "spent_epsilon"), 9.5),
+        (("composed", "dataset"), "others"),
+        (("composed", "imported"), 1),
+        (("unit",), "author"),
+        (("event", "event", "event", "noise_multiplier"), 0.43),
+    ],
+    ids=str,
+)
+def test_what_the_card_says_of_the_ledger_is_compared_with_it(
+    export: Path, finished: Place, where: published.Where, value: object
+) -> None:
+    carry(export, changed(read(export), where, lambda _: value))
+    assert failing(export, ledger=str(finished.ledger)) & {"ledger"}
+
+
+def test_a_cut_or_edited_chain_is_seen(export: Path, finished: Place, tmp_path: Path) -> None:
+    chain = tmp_path / "chain.json"
+    dpllm_("ledger", "export", "--ledger", finished.ledger, "--output", chain)
+    value = json.loads(chain.read_text("utf-8"))
+    cut = {**value, "entries": value["entries"][:-1]}
+    cut["head"] = {"count": len(cut["entries"]), "hash": cut["entries"][-1]["hash"]}
+    edited = json.loads(json.dumps(value).replace("notes", "other"))
+    for forged in (cut, edited, {**value, "progress": {}}):
+        chain.write_text(json.dumps(forged), encoding="utf-8")
+        assert "ledger" in failing(export, ledger=str(chain))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"SQLite format 3\x00 and more", b"[" * 100_000])
+def test_a_ledger_that_is_none_is_one_line(export: Path, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(content)
+    assert failing(export, ledger=str(path)) == {"ledger"}
+    assert failing(export, ledger=str(tmp_path / "nothing")) == {"ledger"}
+
+
+def test_another_ledger_does_not_know_the_run(export: Path, tmp_path: Path) -> None:
+    path = tmp_path / "empty.sqlite"
+    with open_ledger(str(path)) as book:  # type: ignore[union-attr]
+        assert book.head()["count"] == 0
+    assert "ledger" in failing(export, ledger=str(path))
+
+
+# Signatures.
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+def test_a_card_is_signed_and_loses_a_signature_that_no_longer_fits(run: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, stdin=subprocess.DEVNULL)
+    signers = tmp_path / "signers"
+    signers.write_text(f"alice@example.org {key.with_suffix('.pub').read_text('utf-8')}", encoding="utf-8")
+    assert dpllm_("card", run, "--sign", key).code == 0
+    answer = dpllm_("verify", run, "--signers", signers)
+    assert answer.code == 0
+    assert "verified  signature: alice@example.org" in answer.out
+    # The signature is over privacy.json, which names all other files.
+    carry(run / "export", {**read(run / "export"), "contact": "mallory@example.org"})
+    assert "signature" in failing(run / "export", signers=signers)
+    config = run / "config.yaml"
+    config.write_text(config.read_text("utf-8").replace("contact: null", "contact: bob@example.org"), encoding="utf-8")
+    assert dpllm_("card", run).code == 0
+    assert not (run / "export" / "privacy.json.sig").exists()
+    assert dpllm_("verify", run, "--signers", signers).code == 4
+    assert dpllm_("card", run, "--sign", tmp_path / "nothing").code == 2
+
+
+# Hostile files.
+
+
+MALFORMED = [
+    b"", b"\x00\xff\xfe" * 100, b"{", b"[" * 200_000, b"[]", b'"x"', b'{"a":' * 200_000, b'{"schema_version": NaN}',
+    b'{"guarantee": true, "guarantee": true}', b'{"epsilon": 1e999}', b'{"epsilon": ' + b"9" * 5000 + b"}",
+    b"---\na: &x [1]\nprivacy: *x\n---\n", b"---\n? [1]\n: 2\n---\n", b"---\nprivacy: 2020-99-99\n---\n",
+    b"\x1b[2J\x1b]0;owned\x07",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(name, content) for name in ("privacy.json", "README.md") for content in MALFORMED]
+    + [
+        (f"audit/{name}", content)
+        for name in ("audit.json", "scores.csv", "tokens.parquet")
+        for content in MALFORMED[:4]
+    ],
+    ids=lambda value: repr(value[:16]),
+)
+def test_a_malformed_file_is_a_failed_check(export: Path, name: str, content: bytes) -> None:
+    (export / name).write_bytes(content)
+    found = verify(export)
+    assert found.failed
+    assert all(check.detail.isprintable() and len(check.detail) <= 400 for check in found.checks)
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, True, 1e308, "9" * 400], ids=repr)
+def test_a_value_of_any_kind_in_any_field_is_a_failed_check(export: Path, value: object) -> None:
+    block = read(export)
+    for key in [*block, "attempted"]:
+        if key not in block or block[key] != value:
+            write(export, {**block, key: value})
+            assert failing(export), key
+
+
+def test_a_huge_event_ends_soon(export: Path) -> None:
+    block = read(export)
+    parts = [{"type": "gaussian", "noise_multiplier": 1 + number / 100} for number in range(500)]
+    for event in ({**block["event"], "count": 10**15}, {"type": "composed", "events": parts}):
+        write(export, {**block, "event": event})
+        assert {"epsilon", "sizes"} <= failing(export)
+
+
+def test_a_path_that_holds_nothing_is_a_wrong_command(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
+        answer = dpllm_("verify", path)
+        assert answer.code == 2
+        assert answer.err.count("\n") == 1
+
+
+def test_a_run_without_a_card_is_a_wrong_command(run: Path) -> None:
+    for name in ("README.md", "privacy.json"):
+        (run / "export" / name).unlink()
+    answer = dpllm_("verify", run)
+    assert answer.code == 2
+    assert "dpllm card" in answer.err
+
+
+# Where nothing heavy is installed.
+
+ONLY = """
+import sys
+allowed = set(sys.argv[1].split(",")) | set(sys.stdlib_module_names) | {"dpllm"}
+class Only:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in allowed and not name.startswith("_sysconfigdata"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Only())
+from dpllm.cli import main
+sys.exit(main(["verify", *sys.argv[2:]]))
+"""
+REQUIREMENTS = Path(__file__).parents[2] / "requirements-verify.txt"
+
+
+def _required() -> list[Requirement]:
+    lines = REQUIREMENTS.read_text("utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def _modules() -> set[str]:
+    """What the requirements install, with all that they require."""
+    names, pending = set(), [requirement.name for requirement in _required()]
+    while pending:
+        name = canonicalize_name(pending.pop())
+        if name not in names:
+            names.add(name)
+            wanted = [Requirement(text) for text in metadata.requires(name) or ()]
+            pending += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    provided = metadata.packages_distributions()
+    return {module for module, of in provided.items() if names & {canonicalize_name(one) for one in of}}
+
+
+def test_it_runs_where_the_short_requirements_alone_are_installed(run: Path) -> None:
+    modules = _modules()
+    assert not modules & {"torch", "transformers", "peft", "datasets", "accelerate", "opacus", "sklearn", "matplotlib"}
+    done = python(ONLY, ",".join(modules), run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run / "export" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert python(ONLY, ",".join(modules), run / "export").returncode == 4
+
+
+def test_the_short_requirements_are_those_of_the_package() -> None:
+    project = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    known = {canonicalize_name(one.name): one.specifier for one in map(Requirement, project["dependencies"])}
+    for requirement in _required():
+        assert requirement.name == "pyarrow" or known[canonicalize_name(requirement.name)] == requirement.specifier
+
+
+@pytest.mark.full
+def test_a_fresh_environment_with_the_short_requirements_verifies(run: Path, tmp_path: Path) -> None:
+    """As docs/verifying.md says; skipped where no package index can be reached."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    here = tmp_path / "venv" / "bin" / "python"
+    source = tmp_path / "source"
+    shutil.copytree(REQUIREMENTS.parent / "dpllm", source / "dpllm")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "requirements-verify.txt"):
+        shutil.copy(REQUIREMENTS.parent / name, source / name)
+    for arguments in (["--no-deps", str(source)], ["-r", str(source / "requirements-verify.txt")]):
+        pip = subprocess.run(
+            [here, "-m", "pip", "install", "-q", *arguments], capture_output=True, text=True, timeout=550
+        )
+        if pip.returncode:
+            pytest.skip(f"pip cannot install here: {pip.stderr.strip().splitlines()[-1][:200]}")
+    for place, code in ((run, 0), (run / "export", 0)):
+        command = [here, "-m", "dpllm", "verify", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        assert done.returncode == code, done.stdout + done.stderr
+    (run / "export" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    done = subprocess.run([here, "-m", "dpllm", "verify", str(run)], capture_output=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 4

@@ -1,0 +1,112 @@
+"""How tests forge a published run: one file after the other, or everything consistently, as somebody with a motive would."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpllm.report import person, section
+from dpllm.report.verify import Verification, verify
+
+Json = dict[str, Any]
+Where = tuple[str | int, ...]
+
+
+def copy(export: Path, to: Path) -> Path:
+    shutil.copytree(export, to)
+    return to
+
+
+def read(export: Path) -> Json:
+    return dict(json.loads((export / "privacy.json").read_text("utf-8")))
+
+
+def write(export: Path, block: Json) -> None:
+    """privacy.json alone."""
+    (export / "privacy.json").write_text(json.dumps(block, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def carry(export: Path, block: Json) -> None:
+    """A changed block into every file that follows from it: privacy.json, the front matter, both parts, the figure."""
+    if block["guarantee"] and "trade_off" in block:
+        figure = person.figure(block)
+        (export / person.FILE).write_text(figure, encoding="utf-8")
+        if person.FILE in block["files"]:
+            block["files"][person.FILE] = hashlib.sha256(figure.encode()).hexdigest()
+    write(export, block)
+    page = export / "README.md"
+    matter, body = page.read_text("utf-8").removeprefix("---\n").split("---\n", 1)
+    top = {**yaml.safe_load(matter), "privacy": block}
+    for name, words in section.render(block).items():
+        start, end = f"<!-- dpllm:{name} -->", f"<!-- /dpllm:{name} -->"
+        before, rest = body.split(start, 1)
+        body = f"{before}{start}\n{words}\n{end}{rest.split(end, 1)[1]}"
+    page.write_text(f"---\n{yaml.safe_dump(top, sort_keys=False)}---\n{body}", encoding="utf-8")
+
+
+def rehash(export: Path, *names: str) -> None:
+    """Gives the block the hashes of changed files, and carries it on."""
+    block = read(export)
+    for name in names:
+        block["files"][name] = hashlib.sha256((export / name).read_bytes()).hexdigest()
+    carry(export, block)
+
+
+def failures(verification: Verification) -> set[str]:
+    return {check.name for check in verification.checks if check.status == "failed"}
+
+
+def failing(path: Path, **options: Any) -> set[str]:
+    return failures(verify(path, **options))
+
+
+def leaves(value: Any, where: Where = ()) -> Iterator[Where]:
+    """Where every value of a JSON object stands; an empty list or object is a value."""
+    if isinstance(value, dict | list) and value:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, (*where, key))
+    else:
+        yield where
+
+
+def containers(value: Any, where: Where = ()) -> Iterator[Where]:
+    if isinstance(value, dict | list):
+        yield where
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from containers(inner, (*where, key))
+
+
+def get(block: Any, where: Where) -> Any:
+    for key in where:
+        block = block[key]
+    return block
+
+
+def changed(block: Json, where: Where, change: Callable[[Any], Any]) -> Json:
+    """A copy in which one value is another."""
+    new: Any = json.loads(json.dumps({"": block}))
+    *path, last = ("", *where)
+    here = new
+    for key in path:
+        here = here[key]
+    here[last] = change(here[last])
+    return dict(new[""])
+
+
+def other(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 1.5 + 0.25
+    if isinstance(value, str):
+        return f"{value}x"
+    return 1 if value is None else [*value, "x"] if isinstance(value, list) else {**value, "x": 1}
