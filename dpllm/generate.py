@@ -7,6 +7,7 @@ Comes in: a run directory, an export or a merged model, and prompts. Goes out: s
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,13 +110,15 @@ def sample(
     Raises:
         ConfigError: A value is out of range, the prompt and what is to follow it are longer than the model reads, or the model
             has no way to begin without a prompt.
-        DataError: The chat template does not take a prompt's messages.
+        DataError: The chat template does not take a prompt's messages, or a prompt is no text.
     """
-    if num < 1 or max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+    if num < 1 or max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise ConfigError(
             f"num {num}, max-new-tokens {max_new_tokens}, temperature {temperature:g} and top-p {top_p:g} ask for no text: the "
             "first two are at least 1, temperature is at least 0, and top-p above 0 and at most 1."
         )
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"seed {seed}: is beyond what torch takes. Type one from 0 to {2**63 - 1}.")
     asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
     encoded = [_encode(generator, prompt, number) for number, prompt in enumerate(asked)]
     longest = max(map(len, encoded), default=0)
@@ -150,7 +153,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other separators of lines may stand in a string
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({type(error).__name__}). Type a jsonl file of prompts.") from None
     for number, line in enumerate(lines, start=1):
@@ -210,6 +213,12 @@ def _unprotected(run: RunDir | None, export: Path) -> str | None:
 
 def _encode(generator: Generator, prompt: Prompt | None, number: int) -> list[int]:
     tokenizer = generator.tokenizer
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(
+            f"prompt {number + 1}: holds half of a character, which no tokenizer takes. Write UTF-8."
+        ) from None
     if isinstance(prompt, str) and generator.chat:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):

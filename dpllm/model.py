@@ -112,6 +112,20 @@ def load_base(model: ModelConfig, device: torch.device, *, force_float32: bool =
     return base if model.quantization else base.to(device)
 
 
+def check_length(config: RunConfig, net: Any) -> None:
+    """Makes sure that the model reads as many tokens as the data bring.
+
+    Raises:
+        ConfigError: ``data.max_length`` is more.
+    """
+    longest = getattr(net.config, "max_position_embeddings", None)
+    if longest and config.data.max_length > longest:
+        raise ConfigError(
+            f"data.max_length {config.data.max_length} is more than the {longest} positions of {config.model.name_or_path}. "
+            f"Set data.max_length to {longest} or less."
+        )
+
+
 def build(config: RunConfig, device: torch.device) -> Any:
     """The model as it trains.
 

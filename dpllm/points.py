@@ -19,6 +19,14 @@ from dpllm.rundir import RunDir, check_directory, digest, read_json
 STATE = "sweep.json"
 """In the sweep's directory: what was asked for, and the name of its tuning group; public values only."""
 EXAMPLE = "--privacy.epsilon 1,3,8,inf"
+# Beside the epsilons, which are compared by themselves: what a resumed run may change too.
+MAY_CHANGE: dict[str, Any] = {
+    "privacy": {"epsilon"},
+    "train": {"physical_batch_size", "eval_every", "checkpoint_every"},
+    "card": True,
+    "telemetry": True,
+    "output_dir": True,
+}
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ def state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any
         ConfigError: Another sweep, a run or nothing to resume lies there.
     """
     path = root / STATE
-    first = points[0].config.model_dump(mode="json", exclude={"privacy": {"epsilon"}, "output_dir": True, "card": True})
+    first = points[0].config.model_dump(mode="json", exclude=MAY_CHANGE)
     ours = {"recipe": digest(first), "epsilons": [f"{point.epsilon:g}" for point in points]}
     if not resume:
         if path.exists():
@@ -143,6 +151,13 @@ def state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any
     if not path.exists():
         raise ConfigError(f"{root}: holds no sweep to resume (no {STATE}). Leave --resume out.")
     state = read_json(path)
+    pinned, terms = state.get("pinned"), {"noise_multiplier", "delta"}
+    whole = isinstance(state.get("group"), str) and isinstance(pinned, dict)
+    if not whole or any(not isinstance(one, dict) or one.keys() != terms for one in pinned.values()):
+        raise ConfigError(
+            f"{path}: does not say what a sweep writes there; the file is damaged. Restore it, or type another --output_dir for "
+            "a new sweep."
+        )
     for key, what in (("epsilons", "list of epsilons"), ("recipe", "recipe")):
         if state.get(key) != ours[key]:
             raise ConfigError(

@@ -146,12 +146,7 @@ def _prepare(
     held_out = _held_out(config, tokenizer, cache)
     net = model.build(config, state.device)
     guards.check_model(net)
-    longest = getattr(net.config, "max_position_embeddings", None)
-    if longest and config.data.max_length > longest:
-        raise ConfigError(
-            f"data.max_length {config.data.max_length} is more than the {longest} positions of {config.model.name_or_path}. "
-            f"Set data.max_length to {longest} or less."
-        )
+    model.check_length(config, net)
     _show_trainable(net, console)
     if model.untied(net):
         console.print("The base model ties its head to its input embedding; what trains is a copy, so they are untied.")
@@ -341,7 +336,8 @@ def _reserve(
 ) -> tuple[str, int]:
     if entry is not None:
         account = book.records.charged_to(custody.dataset, custody.derived_from)
-        taken = take(book, entry, dataset=account, event=plan.event, num_steps=plan.schedule.num_steps)
+        steps = plan.schedule.num_steps
+        taken = take(book, entry, dataset=account, event=plan.event, num_steps=steps, records=custody.records)
         return taken.entry, taken.num_steps
     claim = book.reserve(
         custody.dataset,

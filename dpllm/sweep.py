@@ -170,10 +170,16 @@ def _plans(
 
 
 def _check_model(config: RunConfig) -> None:
-    """The commonest reason why training cannot begin, before anything is reserved."""
-    from dpllm.model import load_tokenizer
+    """The commonest reasons why training cannot begin, before anything is reserved."""
+    import torch
+
+    from dpllm.model import check_length, load_tokenizer
+    from dpllm.planning.footprint import skeleton
 
     load_tokenizer(config.model)
+    net = skeleton(config, torch.float32)
+    guards.check_model(net)
+    check_length(config, net)
 
 
 def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:

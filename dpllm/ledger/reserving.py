@@ -131,7 +131,9 @@ def reserve_all(
         return claims
 
 
-def take(book: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int) -> Reservation:
+def take(
+    book: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int, records: Fingerprint | None = None
+) -> Reservation:
     """The place of a run that was reserved before, as one of a group.
 
     Args:
@@ -140,9 +142,10 @@ def take(book: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int
         dataset: The account that the run would be charged to.
         event: All that the run will release.
         num_steps: Logical batches to execute.
+        records: On which it trains.
 
     Raises:
-        Refused: Another run has begun with it, it is closed, or it was reserved for something else.
+        Refused: Another run has begun with it, it is closed, or it was reserved for something else or other records.
         ConfigError: This ledger has no such reservation.
     """
     book.refuse_if_tampered()
@@ -157,6 +160,12 @@ def take(book: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int
         raise Refused(
             f"reservation {entry} was made for other data, noise, sampling rate or steps than this run has, and what runs must "
             "be what is accounted. Put recipe and data back as they were, or start another sweep."
+        )
+    registered = book.records.of_account(dataset)
+    if records is not None and registered and records.digest not in registered:
+        raise Refused(
+            f"data.train no longer holds the records that reservation {entry} was made for, so its steps would be charged to "
+            "other people's data. Put the file of that time back, or start another sweep."
         )
     return claim
 
@@ -179,9 +188,15 @@ def _cost(dataset: str, one: Wanted, relation: Relation) -> float:
 
 
 def _check_place(book: Ledger, account: Account, group: Group | None, extends: str | None) -> None:
-    if extends is not None and book.reservation(extends).dataset != account.dataset:
+    first = book.reservation(extends) if extends is not None else None
+    if first and first.dataset != account.dataset:
         raise ConfigError(
             f"reservation {extends!r} is not charged to {account.dataset!r}, so no lost steps of it can be made up."
+        )
+    if first and first.group is not None:
+        raise Refused(
+            f"run {first.run!r} is one of tuning group {first.group!r}, whose runs were fixed together before the first, and the "
+            "cards of the others state what all of them come to: lost steps cannot be made up. Resume without them."
         )
     if group and any(run.reservation.group == group.name for run in account.runs):
         raise ConfigError(

@@ -7,8 +7,9 @@ differential privacy are un-noised, unless a public comparison was asked for, wh
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,10 +69,11 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
         ConfigError: The runs cannot be compared, see ``sides.read`` and ``sides.differences``; or `output` lies in a
             directory that is published as it was verified.
     """
-    read, target = _ready(runs, output, public)
-    value = values.values(read, sides.differences(read, public=public), public=public)
-    files = _write(value, target, public)
-    return Comparison(value, rows.rows(value), target, files)
+    with _readable(runs):
+        read, target = _ready(runs, output, public)
+        value = values.values(read, sides.differences(read, public=public), public=public)
+        files = _write(value, target, public)
+        return Comparison(value, rows.rows(value), target, files)
 
 
 def check(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> None:
@@ -80,8 +82,9 @@ def check(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = 
     Raises:
         ConfigError: See ``compare``.
     """
-    read, _ = _ready(runs, output, public)
-    sides.differences(read, public=public)
+    with _readable(runs):
+        read, _ = _ready(runs, output, public)
+        sides.differences(read, public=public)
 
 
 class DPComparison:
@@ -123,6 +126,19 @@ class DPComparison:
             ConfigError: The runs cannot be compared.
         """
         return self.compare(output).files
+
+
+@contextlib.contextmanager
+def _readable(runs: Sequence[RunDir]) -> Iterator[None]:
+    """Files that lack a key, or hold another kind of value than dpllm writes, are somebody else's."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{', '.join(str(run.root) for run in runs)}: a file of one of them does not say what this version writes "
+            f"({type(error).__name__}: {error}), so they cannot be compared. It is damaged, or of another version: train or "
+            "audit that run again."
+        ) from error
 
 
 def _ready(runs: Sequence[RunDir], output: Path | None, public: bool) -> tuple[list[sides.Side], Path]:

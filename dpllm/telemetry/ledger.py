@@ -5,6 +5,7 @@ Comes in: an open ledger. Goes out: metric families. Reads only, and must not de
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import get_args
@@ -55,8 +56,9 @@ class LedgerValues:
 
 
 def label(dataset: str) -> str:
-    """A dataset's name as metrics show it: of an absolute path the last part."""
-    return str(without_paths(dataset))
+    """A dataset's name as metrics show it: of an absolute path the last part, with a hash that tells it from others."""
+    short = str(without_paths(dataset))
+    return short if short == dataset else f"{short}-{hashlib.sha256(dataset.encode()).hexdigest()[:8]}"
 
 
 def of_dataset(book: Ledger, dataset: str, remaining: float | None = None) -> DatasetValues:

@@ -151,8 +151,10 @@ class Telemetry:
             self._show()
 
     def evaluated(self, step: int, loss: float | None, accuracy: float | None) -> None:
-        """Hands an evaluation to the trackers, if its data are public or private metrics are allowed."""
-        if self._trackers and (self._config.data.eval_public or self._config.telemetry.private_metrics):
+        """Hands an evaluation to the trackers, if its data are public and the weights released, or private metrics allowed."""
+        promised = self._values is not None and self._values.stated_epsilon is not None
+        released = self._config.data.eval_public and (promised or self._config.data.public)
+        if self._trackers and (released or self._config.telemetry.private_metrics):
             self._trackers.log({"eval_loss": loss, "eval_accuracy": accuracy}, step)
 
     def end(self) -> None:

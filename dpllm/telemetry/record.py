@@ -17,6 +17,7 @@ from dpllm.errors import ConfigError
 from dpllm.privacy import accounting, guards
 from dpllm.report import words
 from dpllm.rundir import RunDir, read_json
+from dpllm.telemetry.ledger import label
 from dpllm.telemetry.metrics import AuditValues, PrivateValues, RunValues, State
 from dpllm.telemetry.spent import INTERVAL
 
@@ -50,15 +51,16 @@ def _of_record(run: RunDir, config: RunConfig, record: Json) -> RunValues:
     plan = read_json(run.plan) if record.get("epsilon_spent") is not None else None
     public, released = record["metrics"]["public"], record["metrics"]["released"]
     ledger, status = record.get("ledger"), record["status"]
+    promised = plan is not None and promises(config, record.get("lineage"))
     values = RunValues(
         model=model_label(run),
         base_model=record["model"]["name_or_path"],
-        dataset=words.without_paths(ledger["dataset"]) if ledger else words.public_name(config.data.train),
+        dataset=label(ledger["dataset"]) if ledger else words.public_name(config.data.train),
         run_id=ledger["entry"] if ledger else "",
         state=status if status in get_args(State) else "interrupted",
         step=record["steps_taken"] or 0,
         steps_planned=record["steps_planned"],
-        accuracy_delta=accuracy_delta(public),
+        accuracy_delta=accuracy_delta(public) if promised or config.data.public else None,
         audit=_audit(run),
     )
     if config.telemetry.private_metrics:
@@ -66,7 +68,7 @@ def _of_record(run: RunDir, config: RunConfig, record: Json) -> RunValues:
     if plan is None:
         return values
     values = replace(values, noise_multiplier=plan["noise_multiplier"])
-    if not promises(config, record.get("lineage")):
+    if not promised:
         return values
     return replace(
         values,

@@ -67,7 +67,7 @@ class Trackers:
                 tracker.start()
                 self._started[name] = tracker
                 tracker.store_init_configuration(described)
-            except Exception as error:  # a tracker raises what it likes
+            except (Exception, SystemExit) as error:  # a tracker raises what it likes
                 self._drop(name, error)
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
@@ -85,9 +85,9 @@ class Trackers:
         for name, tracker in tuple(self._started.items()):
             try:
                 getattr(tracker, method)(*arguments, **options)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._drop(name, error)
 
-    def _drop(self, name: str, error: Exception) -> None:
+    def _drop(self, name: str, error: BaseException) -> None:
         self._started.pop(name, None)
         print(f"dpllm: the tracker {name} failed ({type(error).__name__}) and gets nothing more.", file=sys.stderr)
