@@ -89,7 +89,20 @@ def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ta
                     f"{source}: row {number} has no {kind} in column {field!r}, which format {fmt} reads. "
                     f"Mend or drop the row, or name the column with data.columns."
                 )
+            if not _encodes(value):
+                raise DataError(
+                    f"{source}: row {number} holds half a character (an unpaired surrogate) in column {field!r}, which no tokenizer "
+                    "reads. Mend or drop the row."
+                )
     return Table(name=source, rows=rows, format=fmt)
+
+
+def _encodes(value: Any) -> bool:
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def group_rows(table: Table, data: DataConfig) -> list[list[dict[str, Any]]]:

@@ -152,8 +152,8 @@ def state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any
         raise ConfigError(f"{root}: holds no sweep to resume (no {STATE}). Leave --resume out.")
     state = read_json(path)
     pinned, terms = state.get("pinned"), {"noise_multiplier", "delta"}
-    whole = isinstance(state.get("group"), str) and isinstance(pinned, dict)
-    if not whole or any(not isinstance(one, dict) or one.keys() != terms for one in pinned.values()):
+    whole = isinstance(pinned, dict) and all(isinstance(one, dict) and one.keys() == terms for one in pinned.values())
+    if not (whole and isinstance(state.get("group"), str)):
         raise ConfigError(
             f"{path}: does not say what a sweep writes there; the file is damaged. Restore it, or type another --output_dir for "
             "a new sweep."

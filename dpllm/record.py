@@ -39,6 +39,12 @@ class Summary:
         }
 
 
+def may_tell(p: Prepared) -> bool:
+    """Whether held-out figures may leave: of public rows, by weights that have a guarantee or saw public rows alone."""
+    held = guards.deviations(p.config)[0] is None and lineage.why_not(p.lineage) is None
+    return p.config.data.eval_public and (held or p.config.data.public)
+
+
 def write_record(
     p: Prepared, step: int | None, status: str, started: float, summary: Summary, unfinished: str | None = None
 ) -> None:
@@ -51,7 +57,7 @@ def write_record(
             "metrics is outside the guarantee"
         )
     public: dict[str, Any] = {}
-    if p.config.data.eval_public and summary.after is not None:
+    if summary.after is not None and may_tell(p):
         public = summary.to_json()
     record = {
         "status": status,

@@ -237,10 +237,11 @@ def _refuse_lost(point: Point, entry: str) -> None:
     with book:
         seen = book.run(entry)
     if seen.steps:
+        closed = seen.state in ("completed", "reconciled")
+        close = "" if closed else f"Close it: dpllm ledger reconcile {entry} --reason WHY. "
         raise Refused(
             f"{point.name} was stopped after {seen.steps} charged steps and left no checkpoint, so its place in the group is "
-            f"used up. Close it (dpllm ledger reconcile {entry} --reason WHY) and start another sweep; with "
-            "train.checkpoint_every it would leave checkpoints."
+            f"used up. {close}Start another sweep; with train.checkpoint_every it would leave checkpoints."
         )
 
 

@@ -31,7 +31,7 @@ from dpllm.ledger import Ledger
 from dpllm.prepare import Prepared, prepare
 from dpllm.privacy import guards
 from dpllm.privacy.sampling import physical_batches
-from dpllm.record import Summary, write_record
+from dpllm.record import Summary, may_tell, write_record
 from dpllm.rundir import RunDir, check_directory, read_json, write_json
 from dpllm.telemetry import EpsilonSpent, Telemetry
 
@@ -158,7 +158,7 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float, tel
         telemetry.end()
         if status == "completed":  # last, so that a run killed before it can still be resumed and recorded
             shutil.rmtree(p.run.resume, ignore_errors=True)
-        if p.config.data.eval_public and summary.after is not None:
+        if summary.after is not None and may_tell(p):
             console.print(f"Held-out loss after: {summary.after:.4f} nats per token")
         elif summary.after is not None:  # un-noised, and standard output goes into job logs
             console.print(f"Held-out loss, which is private: {p.run.private / 'summary.json'}")

@@ -25,6 +25,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
 
     from dpllm.commands import load_recipe
     from dpllm.config import parse_overrides
+    from dpllm.report.compare import public_table
+    from dpllm.rundir import RunDir
     from dpllm.sweep import sweep
 
     path = known.config or known.recipe
@@ -41,8 +43,11 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         tasks=known.tasks,
         console=console,
     )
-    console.print(comparison.table())
-    console.print(f"Written to {comparison.output}", markup=False, highlight=False, soft_wrap=True)
+    root = comparison.output.parent
+    console.print(public_table([RunDir(root / run["name"]) for run in comparison.values["runs"]]))
+    console.print(
+        f"With what is private: written to {comparison.output}", markup=False, highlight=False, soft_wrap=True
+    )
     return 0
 
 

@@ -87,6 +87,18 @@ def check(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = 
         sides.differences(read, public=public)
 
 
+def public_table(runs: Sequence[RunDir]) -> Table:
+    """The table of a public comparison, without writing one: for standard output, which goes into job logs.
+
+    Raises:
+        ConfigError: See ``compare``.
+    """
+    with _readable(runs):
+        read = sides.read(runs, public=True)
+        value = values.values(read, sides.differences(read, public=True), public=True)
+        return rows.table(value, " ".join(markdown.caption(value)))
+
+
 class DPComparison:
     """Runs with differential privacy beside the one without, for notebooks and scripts.
 

@@ -160,6 +160,9 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
         (("--num", "0"), "ask for no text"),
         (("--max-new-tokens", "0"), "ask for no text"),
         (("--temperature", "-1"), "ask for no text"),
+        (("--temperature", "nan"), "ask for no text"),
+        (("--seed", "99999999999999999999"), "beyond what torch takes"),
+        (("--prompt", "a\udc80b"), "half of a character"),
         (("--top-p", "0"), "ask for no text"),
         (("--top-p", "1.5"), "ask for no text"),
         (("--max-new-tokens", "500"), "more than the 128"),
@@ -184,6 +187,12 @@ def test_a_file_of_prompts_is_quoted_by_line_only(tmp_path: Path, line: str) -> 
     path.write_text("\n")
     with pytest.raises(DataError, match="holds no prompts"):
         generate.read_prompts(path)
+
+
+@pytest.mark.parametrize("text", ['"a\u2028b"\n', '\ufeff"a\u2028b"\r\n', '\n{"prompt": "a\u2028b"}'])
+def test_only_a_line_feed_ends_a_line_of_prompts(tmp_path: Path, text: str) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(text.encode())
+    assert generate.read_prompts(tmp_path / "prompts.jsonl") == ["a\u2028b"]
 
 
 def test_without_weights_there_is_nothing_to_sample(tmp_path: Path, finished: Place) -> None:

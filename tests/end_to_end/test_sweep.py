@@ -71,7 +71,7 @@ def test_every_run_is_trained_audited_carded_and_compared(swept: tuple[Place, An
     for part in (value["base"], *value["runs"]):
         assert {"loss", "perplexity", "accuracy", "bleu", "rouge_l"} == part["utility"].keys()
         assert part["utility"]["loss"]["interval"] is not None
-    assert "BLEU" in answer.out
+    assert "Epsilon lower bound" in answer.out
     assert value["together"]["fixed_together"] is True
     assert {"comparison.md", "comparison.png", "utility.png", "leakage.png"} < {
         p.name for p in (root / "compare").iterdir()
@@ -85,6 +85,15 @@ def test_no_text_of_a_row_leaves_private(swept: tuple[Place, Answer]) -> None:
     for path in root.rglob("*"):
         if path.is_file() and "cache" not in path.parts:
             assert SENTINEL.encode() not in path.read_bytes() or path.name == "canaries.json", path
+
+
+def test_no_figure_of_private_evaluation_data_stands_in_job_logs(swept: tuple[Place, Answer]) -> None:
+    place, answer = swept
+    value = json.loads((place.root / "sweep" / "compare" / "comparison.json").read_text())
+    for part in (value["base"], *value["runs"]):
+        assert f"{part['utility']['loss']['value']:.3f}" not in answer.out
+    assert "BLEU" not in answer.out
+    assert "BLEU" in (place.root / "sweep" / "compare" / "comparison.md").read_text()
 
 
 def test_losses_by_example_add_up_to_those_of_training(swept: tuple[Place, Answer]) -> None:
@@ -390,3 +399,82 @@ def test_a_run_that_lost_its_steps_is_not_trained_for_nothing(
     answer = swept_to(place, "2,8", "--resume")
     assert answer.code == REFUSED
     assert "eps-2 was stopped after 1 charged steps and left no checkpoint" in answer.err
+    assert "ledger reconcile" in answer.err
+    with Ledger(place.ledger) as book:  # killed between the ledger's last word and run.json
+        book.finish(book.runs("notes")[0].reservation.entry, "completed")
+    answer = swept_to(place, "2,8", "--resume")
+    assert answer.code == REFUSED
+    assert "ledger reconcile" not in answer.err  # which refuses a run that is completed
+
+
+def reserved_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A sweep that was killed between its reservations and its first run; returns its sweep.json."""
+
+    def killed(point, entry, console):
+        raise DpllmError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dpllm.sweep._train", killed)
+        assert swept_to(place, "2,8").code == 1
+    return place.root / "sweep" / "sweep.json"
+
+
+def test_other_peoples_rows_are_not_trained_on_what_was_reserved(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make(tmp_path / "place", base)
+    reserved_only(place, monkeypatch)
+    tiny.write_rows(place.train, rows(40, start=1000))
+    answer = swept_to(place, "2,8", "--resume")
+    assert answer.code == REFUSED
+    assert "no longer holds the records" in answer.err
+    with Ledger(place.ledger) as book:
+        assert [run.steps for run in book.runs("notes")] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"group": 5}, {"pinned": [1]}, {"pinned": {"eps-2": {"enabled": False}}}, {"pinned": {"eps-8": None}}],
+)
+def test_a_damaged_state_is_not_trained_from(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+) -> None:
+    place = make(tmp_path / "place", base)
+    state = reserved_only(place, monkeypatch)
+    state.write_text(json.dumps({**json.loads(state.read_text()), **change}))
+    answer = swept_to(place, "2,8", "--resume")
+    assert answer.code == WRONG
+    assert "the file is damaged" in answer.err
+
+
+def test_what_changes_no_promise_may_change_when_a_sweep_goes_on(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that is taken, or memory that does not suffice, must not use up a budget."""
+    place = make(tmp_path / "place", base, **{"telemetry.textfile": str(tmp_path / "nowhere")})
+    answer = swept_to(place, "2,8")
+    assert "no such directory" in answer.err
+    seen = []
+    monkeypatch.setattr("dpllm.sweep._train", lambda point, entry, console: seen.append(entry))
+    monkeypatch.setattr("dpllm.sweep._audit", lambda points, console: [])
+    other = ("--telemetry.textfile", "null", "--train.physical_batch_size", 2, "--train.checkpoint_every", 1)
+    assert "another recipe" not in swept_to(place, "2,8", "--resume", *other).err
+    with Ledger(place.ledger) as book:
+        assert seen == [run.reservation.entry for run in book.runs("notes")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("data.max_length", 4096, "more than the 128 positions"),
+        ("adapter.target_modules", ["nonesuch"], "matches no layer"),
+    ],
+)
+def test_a_model_that_cannot_train_is_found_before_anything_is_reserved(
+    tmp_path: Path, base: Path, key: str, value: object, words: str
+) -> None:
+    place = make(tmp_path / "place", base, **{key: value})
+    answer = swept_to(place, "2,8")
+    assert answer.code == WRONG
+    assert words in answer.err
+    assert not place.ledger.exists()

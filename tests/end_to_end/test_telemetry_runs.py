@@ -24,6 +24,7 @@ from dpllm.config import load_config
 from dpllm.privacy.engine import Diagnostics, Engine
 from dpllm.rundir import RunDir
 from dpllm.telemetry import publish_audit, textfile
+from dpllm.telemetry.record import of_record
 
 # Far from what noise makes of a share or of C, so that a released value is never taken for one of them.
 LOSS, UNITS, CLIPPED, HELD_OUT, ACCURACY = 765.4321, 1009, 31079, 654.321, 17.654321
@@ -180,6 +181,14 @@ def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, ope
     assert public["eval_accuracy_after"] - public["eval_accuracy_before"] == pytest.approx(STEPS / 100)
     shown = value(series("".join(opened.files().values())), "dp_training_accuracy_delta")
     assert shown == public["eval_accuracy_after"] - public["eval_accuracy_before"]
+    config = RunDir(opened.place.run).load_config()
+    unprotected = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"public": False}),
+            "privacy": config.privacy.model_copy(update={"insecure_seed": 3}),
+        }
+    )
+    assert of_record(RunDir(opened.place.run), unprotected).accuracy_delta is None
     assert watched.place.json("run.json")["metrics"]["public"] == {}
     private = json.loads((watched.place.run / "private" / "summary.json").read_text())
     assert private["eval_accuracy_before"] == ACCURACY

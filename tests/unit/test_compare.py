@@ -383,6 +383,25 @@ def test_a_missing_or_foreign_audit_is_refused(tmp_path: Path) -> None:
         compare([baseline, make_run(tmp_path / "c", 3.0, record={"status": "refused"})])
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("run.json", "status"),
+        ("run.json", "artifacts"),
+        ("plan.json", "canary_commitment"),
+        ("export/audit/audit.json", "attacks"),
+    ],
+)
+@pytest.mark.parametrize("public", [False, True])
+def test_a_damaged_file_is_named_as_one(runs: list[RunDir], name: str, key: str, public: bool) -> None:
+    path = runs[1].root / name
+    value = json.loads(path.read_text())
+    del value[key]
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="damaged"):
+        compare(runs, public=public)
+
+
 # --- what may be missing ---------------------------------------------------------------------------------------------
 
 

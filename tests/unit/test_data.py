@@ -203,6 +203,12 @@ def test_a_broken_line_has_its_number(tmp_path: Path) -> None:
     assert "line 3 is not valid JSON" in hidden(path, [])
 
 
+def test_half_a_character_has_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "whole \\ud83d\\ude00"}}\n{{"text": "{SENTINEL} \\ud800"}}\n')
+    assert "row 2 holds half a character" in hidden(path, [])
+
+
 def test_a_broken_directory_is_told_without_its_text(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

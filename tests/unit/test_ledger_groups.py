@@ -13,6 +13,7 @@ from ledger_stores import adaptive as adaptive_at
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, budgets, gates, groups
 from dpllm.ledger.exchange import to_export, verify_export
+from dpllm.ledger.fingerprint import fingerprint
 from dpllm.ledger.reserving import Group, Wanted, reserve_all, take
 from dpllm.ledger.tables import totals
 from dpllm.ledger.values import Sealed
@@ -140,6 +141,26 @@ def test_a_run_takes_its_place_once_and_for_itself_alone(ledger: Ledger):
         take(ledger, second.entry, dataset="notes", event=EVENTS[1], num_steps=4)
     with pytest.raises(ConfigError, match="no reservation"):
         take(ledger, "f" * 16, **taken)
+
+
+def test_a_run_takes_its_place_for_the_records_it_was_reserved_for(ledger: Ledger):
+    def records(word: str):
+        return fingerprint([{"text": f"{word} {row}"} for row in range(40)], ("text",), ledger.records.key())
+
+    first, *_ = reserve_all(ledger, "notes", wanted(), group=GROUP, records=records("theirs"), **TERMS)
+    taken = {"dataset": "notes", "event": EVENTS[0], "num_steps": 4}
+    with pytest.raises(Refused, match="no longer holds the records"):
+        take(ledger, first.entry, **taken, records=records("others"))
+    assert take(ledger, first.entry, **taken, records=records("theirs")) == first
+
+
+def test_lost_steps_of_a_group_are_not_made_up(ledger: Ledger):
+    """What all runs come to stands on the cards of those that are finished."""
+    first, *_ = reserve_group(ledger)
+    before = ledger.head()
+    with pytest.raises(Refused, match=r"one of tuning group 'tuning-1'.*cannot be made up"):
+        reserve(ledger, event=EVENTS[0], extends=first.entry)
+    assert ledger.head() == before
 
 
 def test_groups_that_race_for_one_budget_never_exceed_it(tmp_path: Path):

@@ -20,7 +20,7 @@ from dpllm.ledger import Ledger, budgets
 from dpllm.privacy.plan import make_plan
 from dpllm.rundir import RunDir, write_json
 from dpllm.telemetry import Telemetry, live, publish_audit, publish_ledger, textfile
-from dpllm.telemetry.ledger import of_dataset
+from dpllm.telemetry.ledger import label, of_dataset
 from dpllm.telemetry.trackers import Trackers
 
 
@@ -37,6 +37,7 @@ class Stub:
     name, requires_logging_directory = "wandb", False
     made: list[Stub]
     fail: str | None = None
+    error: BaseException = RuntimeError("the tracker is down")
 
     def __init__(self, project: str, **options: Any) -> None:
         self.calls: list[Any] = [("init", project, options)]
@@ -45,7 +46,7 @@ class Stub:
     def _say(self, *call: Any) -> None:
         self.calls.append(call)
         if self.fail == call[0]:
-            raise RuntimeError("the tracker is down")
+            raise self.error
 
     def start(self) -> None:
         self._say("start")
@@ -75,14 +76,24 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_reserved(
         Telemetry(config, RunDir(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 @pytest.mark.parametrize("fails", ["start", "about", "log", "finish"])
-def test_a_tracker_that_fails_ends_nothing(stub: type[Stub], fails: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_that_fails_ends_nothing(
+    stub: type[Stub],
+    fails: str,
+    error: type[BaseException],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stub.fail = fails
+    monkeypatch.setattr(stub, "error", error("the tracker is down"))
     trackers = Trackers(["wandb"], "notes-lora", Path("nowhere"), {"a": 1, "b": None})
     for step in (1, 2):
         trackers.log({"x": 0.5, "y": None}, step)
     trackers.finish()
-    assert capsys.readouterr().err == "dpllm: the tracker wandb failed (RuntimeError) and gets nothing more.\n"
+    assert capsys.readouterr().err == "dpllm: the tracker wandb failed (" + (
+        f"{error.__name__}) and gets nothing more.\n"
+    )
     assert [call[0] for call in stub.made[0].calls][-1] == fails
 
 
@@ -224,6 +235,29 @@ def test_a_run_without_a_guarantee_states_no_epsilon(
     assert not {name for name, _ in shown(prepared)} & hidden
     assert stub.made[0].calls[-1] == ("log", 1, {"learning_rate": 1e-3})
     assert "dp_noise_multiplier" in {name for name, _ in shown(prepared)}
+
+
+@pytest.mark.parametrize(("insecure", "public", "told"), [(None, False, True), (3, False, False), (3, True, True)])
+def test_evaluations_tell_of_private_data_only_through_weights_with_a_guarantee(
+    prepared: SimpleNamespace, stub: type[Stub], insecure: int | None, public: bool, told: bool
+) -> None:
+    """Public evaluation data do not make public what an unprotected model learned from private data."""
+    config = prepared.config
+    data = config.data.model_copy(update={"public": public, "eval": "held_out.jsonl", "eval_public": True})
+    privacy = config.privacy.model_copy(update={"insecure_seed": insecure})
+    prepared.config = config.model_copy(update={"data": data, "privacy": privacy})
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(prepared, 0.0)
+    telemetry.evaluated(1, 2.5, 0.25)
+    assert (("log", 1, {"eval_loss": 2.5, "eval_accuracy": 0.25}) in stub.made[0].calls) == told
+
+
+def test_datasets_of_two_places_are_two_series() -> None:
+    one, two = label("/home/anna/notes"), label("/home/bodil/notes")
+    assert one != two
+    assert "anna" not in one
+    assert one.startswith("notes-")
+    assert label("notes") == "notes"
 
 
 def test_a_refusal_is_counted_where_the_collector_looks(prepared: SimpleNamespace) -> None:
