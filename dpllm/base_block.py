@@ -82,8 +82,10 @@ def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
         if _is_adapter(block["files"]):
             raise ConfigError(_no_adapters(name))
         weights = [file for file in block["files"] if file.endswith(WEIGHTS)]
-        found = {f: at for f in weights if (at := _hub_file(name, f, config.model.revision, fetch))}
-        wrong = _changed({file: block["files"][file] for file in found}, found)
+        # What transformers loads first may be a file that the block does not speak of.
+        asked = dict.fromkeys([*weights, "model.safetensors"])
+        found = {f: at for f in asked if (at := _hub_file(name, f, config.model.revision, fetch))}
+        wrong = _changed({file: block["files"][file] for file in weights if fetch or file in found}, found)
     if wrong:
         raise Refused(
             f"{wrong[0]} of the base model {words.last_part(name)} is not the file that its privacy.json describes"

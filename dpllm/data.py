@@ -91,8 +91,8 @@ def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ta
                 )
             if not _encodes(value):
                 raise DataError(
-                    f"{source}: row {number} holds half a character (an unpaired surrogate) in column {field!r}, which no tokenizer "
-                    "reads. Mend or drop the row."
+                    f"{source}: row {number} holds half a character (an unpaired surrogate) in column {field!r}, which no "
+                    "tokenizer reads. Mend or drop the row."
                 )
     return Table(name=source, rows=rows, format=fmt)
 

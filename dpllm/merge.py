@@ -45,7 +45,8 @@ def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto", max_s
     Raises:
         ConfigError: No such run, no card, a card of other weights, a run that trained whole layers, or an output directory that
             holds something else.
-        Refused: A quantised base model, a base that changed since the run, or a merged model that computes something else.
+        Refused: A quantised base model, a base whose own statement changed since the run, or a merged model that computes
+            something else.
 
     Guarantee:
         The guarantee of the run, unchanged: the output is a function of the released adapter and of public files

@@ -6,6 +6,7 @@ upload anything outside export/, nor contact anybody before every refusal is beh
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_AT_ONCE = 16 * 2**20
 OF_THE_HUB = frozenset({".gitattributes"})
 
 
@@ -158,9 +160,16 @@ def _upload(run: RunDir, repository: str, files: tuple[Upload, ...], *, private:
     with hub.asking(repository):
         name = str(api.create_repo(repository, private=private or None, exist_ok=True).repo_id)
         stale = _stale(api, name, files, private=private, replace=replace)
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(file.path, str(run.export / file.path)) for file in files
-        ]
+        added = [CommitOperationAdd(file.path, str(run.export / file.path)) for file in files]
+        # Large files are sent as the content that was hashed here, or refused there; small ones as they are now.
+        for file, operation in zip(files, added, strict=True):
+            if operation.upload_info.sha256.hex() != file.sha256:
+                raise Refused(f"{run.export}: {file.path} changed while it was looked at. Type the command again.")
+            if file.size <= _AT_ONCE:
+                operation.path_or_fileobj = (run.export / file.path).read_bytes()
+                if hashlib.sha256(operation.path_or_fileobj).hexdigest() != file.sha256:
+                    raise Refused(f"{run.export}: {file.path} changed while it was looked at. Type the command again.")
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [*added]
         operations += [CommitOperationDelete(path) for path in stale]
         with warnings.catch_warnings():
             # It takes the token table of the audit for a dataset.

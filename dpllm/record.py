@@ -15,6 +15,7 @@ from dpllm import artifacts, environment, lineage, model
 from dpllm.ledger import gates, groups
 from dpllm.prepare import Prepared
 from dpllm.privacy import guards
+from dpllm.report import recipe
 from dpllm.rundir import digest, read_json, write_json
 
 
@@ -65,6 +66,7 @@ def write_record(
         "deviations": notes + lineage.deviations(p.lineage) + p.notes,
         "resumes": [note for note in p.notes if note not in p.custody.deviations()],
         "steps_planned": p.schedule.num_steps,
+        "training_digest": recipe.of_training(p.config),
         "plan_digest": digest(read_json(p.run.plan)) if p.plan else None,
         "steps_taken": step,
         "epsilon_spent": p.plan.epsilon if p.plan else None,

@@ -42,6 +42,11 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         path = Path(known.path)
         if not path.exists() and _HUB_ID.fullmatch(known.path):
             path = _download(known.path, known.revision, Path(stack.enter_context(TemporaryDirectory())))
+            if not any((path / name).is_file() for name in ("README.md", "privacy.json")):
+                raise ConfigError(
+                    f"{known.path}: has no card at its top, where weights are loaded from, so nothing can be verified. Ask its "
+                    "author to publish with dpllm push."
+                )
         elif known.revision is not None:
             raise ConfigError(f"--revision {known.revision}: {known.path} is no Hub id. Leave it out.")
         signers = Path(known.signers) if known.signers else None

@@ -18,6 +18,7 @@ from dpllm.audit.verdict import Claim
 from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
+from dpllm.privacy import guards
 from dpllm.report import person, recipe, uncovered, words
 from dpllm.rundir import digest
 
@@ -51,8 +52,10 @@ def privacy_block(
         nowhere else.
 
     Raises:
-        ConfigError: See ``check_plan`` and ``check_audit``; or the Plan and the record speak of different deltas.
+        ConfigError: See ``check_recipe``, ``check_plan`` and ``check_audit``; or the Plan and the record speak of different
+            deltas.
     """
+    check_recipe(config, record)
     if plan is not None:
         check_plan(plan, record)
     if audit is not None:
@@ -107,6 +110,8 @@ def why_not(
         return f"this model was trained without differential privacy (privacy.enabled: false){where}"
     if not record["guarantee"]["holds"]:
         return str(record["guarantee"]["reason"] or "an assumption of the guarantee was broken").rstrip(". ")
+    if (broken := guards.deviations(config)[0]) is not None:  # whatever the record says
+        return broken
     if mechanism is not None and mechanism["verdict"] == "falsified":
         return f"the audit of the engine that trained contradicts it: {str(mechanism['reason']).rstrip('. ')}"
     if audit is not None and contradicts(audit, stated_epsilon(plan, record)):
@@ -144,6 +149,20 @@ def stated_epsilon(plan: Json, record: Json) -> float:
             "card cannot state one of them. The run directory is damaged: train again."
         )
     return max(float(plan["epsilon"]), float(spent or 0.0))
+
+
+def check_recipe(config: RunConfig, record: Json) -> None:
+    """Makes sure that the recipe is the one that trained; a record of an earlier version does not say.
+
+    Raises:
+        ConfigError: A key was changed since, other than the card's own words.
+    """
+    trained = recipe.of_training(config)
+    if record.get("training_digest", trained) != trained:
+        raise ConfigError(
+            "config.yaml was changed after the run, so the card would describe another one. Restore it; of a finished run only "
+            "the section card may change."
+        )
 
 
 def check_plan(plan: Json, record: Json) -> None:

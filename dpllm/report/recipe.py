@@ -6,7 +6,7 @@ Comes in: a ``RunConfig``. Goes out: another one of the same promise, and a dige
 from __future__ import annotations
 
 from dpllm.builtin import is_builtin
-from dpllm.config import RunConfig
+from dpllm.config import CardConfig, RunConfig, TelemetryConfig
 from dpllm.report import words
 from dpllm.rundir import digest as digest_of
 
@@ -51,3 +51,17 @@ def digest(config: RunConfig) -> str:
         if value and not is_builtin(value):
             recipe[section][name] = words.last_part(value)
     return digest_of(recipe)
+
+
+def of_training(config: RunConfig) -> str:
+    """The digest of what trained, as run.json keeps it: without the card's words, what is watched, and how often or fast."""
+    free = {"physical_batch_size": 1, "eval_every": None, "checkpoint_every": None}
+    return digest(
+        config.model_copy(
+            update={
+                "card": CardConfig(),
+                "telemetry": TelemetryConfig(),
+                "train": config.train.model_copy(update=free),
+            }
+        )
+    )

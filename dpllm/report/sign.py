@@ -111,7 +111,7 @@ def _check(directory: Path, signers: Path | None) -> Check:
     for identity in _identities(tool, path, signers):
         answer = _run([tool, "-Y", "verify", "-f", str(signers), "-I", identity, *common], signed)
         if answer is not None and answer.returncode == 0:
-            return verified(_NAME, f"{identity} signed it with {key}.")
+            return verified(_NAME, f"{identity} signed it with {key}; text outside the marked parts is not signed.")
     return failed(_NAME, f"signed with {key}, which {signers.name} does not allow. Do not trust it, or add the key.")
 
 
@@ -120,7 +120,7 @@ def _identities(tool: str, signature: Path, signers: Path) -> list[str]:
     if answer is None or answer.returncode != 0:
         return []
     lines = answer.stdout.decode(errors="replace").splitlines()
-    return [name for line in lines for name in line.split(",") if name]
+    return [name for line in lines for name in line.split(",") if name and not name.startswith("!")]
 
 
 def _tool() -> str | None:

@@ -40,7 +40,7 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("private text", leaks.check),
 )
 CARD, BLOCK = "README.md", "privacy.json"
-_MOST_CARD = 2**22
+_MOST_CARD, _MOST_BLOCK = 2**22, 2**19
 
 
 def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None) -> Verification:
@@ -61,7 +61,7 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     directory, run = _subject(path)
     checks: list[Check] = []
     try:
-        block = read_object(directory / BLOCK)
+        block = read_object(directory / BLOCK, _MOST_BLOCK)
         card = read_text(directory / CARD, _MOST_CARD)
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
@@ -81,7 +81,8 @@ def _subject(path: Path) -> tuple[Path, RunDir | None]:
             f"{path}: {what}, so there is nothing to verify. Type a run or export directory, or a Hub id."
         )
     run = RunDir(path)
-    if run.config.exists() and run.export.is_dir():
+    # A card at the top is the one that a reader sees, whatever lies below it.
+    if run.config.exists() and run.export.is_dir() and not _has_card(path):
         if not _has_card(run.export):
             raise ConfigError(
                 f"{path}: the run has no card yet, so there is nothing to verify. Type dpllm card {path} first."

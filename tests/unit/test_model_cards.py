@@ -102,6 +102,22 @@ def test_the_digest_of_a_recipe_follows_its_settings_and_not_its_places() -> Non
     assert digest not in seeds
 
 
+def test_a_recipe_that_changed_since_the_run_gets_no_card(tmp_path: Path) -> None:
+    trained = {**record(), "training_digest": recipe.of_training(config())}
+    run = make_run(
+        tmp_path / "run", config(card={"title": "Another title"}, telemetry={"port": 9999}), plan(), trained, audit()
+    )
+    write_card(run)
+    for change in (
+        {"train": {"optimizer": "sgd"}},
+        {"privacy": {"secure_noise": True}},
+        {"data": {"eval_public": True}},
+    ):
+        run.config.write_text(dump_config(config(**change)), encoding="utf-8")
+        with pytest.raises(ConfigError, match="changed after the run"):
+            write_card(run)
+
+
 def test_weights_that_changed_since_the_run_get_no_card(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *RUNS["dp"])
     (run.export / "adapter_model.safetensors").write_bytes(WEIGHTS + b"x")

@@ -41,7 +41,7 @@ from dpllm.report.checks.values import (
     verified,
 )
 
-MOST_ROWS, MOST_TOKENS = 200_000, 10_000_000
+MOST_ROWS, MOST_TOKENS, MOST_TABLE = 200_000, 10_000_000, 2**24
 BESIDE = {"audits_run", "canaries", "generation", "published", "schema_version", "settings", "shadows", "weights"}
 """What audit.json holds beside its statistics."""
 _ID = re.compile(r"[cr]\d{5,9}")
@@ -59,7 +59,7 @@ def check(found: Published) -> Iterator[Check]:
             raise Wrong(f"{listed(files)} lie in export/, and the card names no audit. Write it again: dpllm card RUN.")
         yield asserted("audit", "none of these weights is published.")
         return
-    report = read_object(folder / "audit.json")
+    report = read_object(folder / "audit.json", MOST_TABLE)
     yield _belongs(found, report)
     yield _in_block(found, part, report)
     table, tokens = _tables(folder)
@@ -68,6 +68,9 @@ def check(found: Published) -> Iterator[Check]:
     left = [name for name in ("generation", "shadows") if report.get(name)]
     if (report.get("controls") or {}).get("words"):
         left.append("the control by words")
+    if (report.get("controls") or {}).get("twin"):
+        left.append("the twin on which the attack is said to work")
+    left.append("alpha and the numbers of guesses, which training fixed")
     yield asserted(
         "audit: what needs the models",
         f"that these scores are those of these weights, that the coins were fair, that there were {report.get('audits_run')} "
@@ -117,7 +120,7 @@ def _in_block(found: Published, part: Json, report: Json) -> Check:
 
 
 def _tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    read_bytes(folder / "scores.csv")
+    read_bytes(folder / "scores.csv", MOST_TABLE)
     read_bytes(folder / "tokens.parquet")
     try:
         _only_numbers(folder / "tokens.parquet")
@@ -137,6 +140,14 @@ def _only_numbers(path: Path) -> None:
     wanted = {"canary_id", "zlib_bytes"} | {field.name.removesuffix("_N") for field in fields(TokenTable)[3:]}
     if set(described.schema.names) != wanted or (described.metadata or {}).keys() - {b"ARROW:schema"}:
         raise Wrong(f"{path.name} holds other columns than a token table, which could be text. {_AUDIT_AGAIN}")
+    fields_of = described.schema.to_arrow_schema()
+    if fields_of.metadata or any(one.metadata for one in fields_of):
+        raise Wrong(f"{path.name} describes its columns in text of its own. {_AUDIT_AGAIN}")
+    if described.num_rows <= MOST_TOKENS:
+        # As a dictionary: a few bytes can stand for any number of long names.
+        names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"])["canary_id"]
+        if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
+            raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
     if described.num_rows > MOST_TOKENS:
         raise Wrong(f"{path.name} has {described.num_rows:,} rows, more than any audit of dpllm. {_AUDIT_AGAIN}")
 

@@ -18,7 +18,7 @@ from dpllm.report.checks.values import Wrong
 
 LARGE = 500.0
 """Epsilon by RDP beyond which PLD has a coarser grid: such an epsilon promises nothing, and would take gigabytes."""
-MOST_PARTS, MOST_STEPS = 50, 1_000_000
+MOST_PARTS, MOST_STEPS, LEAST_NOISE = 4, 1_000_000, 0.01
 _KEPT = 256
 
 
@@ -41,7 +41,8 @@ def pld(event: str, delta: float, relation: AnyRelation) -> tuple[float, bool]:
         if most > LARGE:
             interval = accounting.FINE_INTERVAL * most / LARGE
             return accounting.epsilon(value, delta, relation, interval=interval), True
-    return accounting.epsilon(value, delta, relation), False
+    found = accounting.epsilon(value, delta, relation)
+    return found, found > LARGE
 
 
 @lru_cache(maxsize=_KEPT)
@@ -65,6 +66,12 @@ def attackers(event: str, relation: AnyRelation) -> dict[str, Any]:
     }
 
 
+def _most_steps(part: Any) -> int:
+    """Fewer for groups, whose steps are mixtures of many Gaussians."""
+    group: int = getattr(part, "group_size", 1)
+    return MOST_STEPS if group == 1 else 10 * MOST_STEPS // group
+
+
 def bounded(event: str) -> tuple[Any, frozenset[str]]:
     """An event that can be computed in seconds, and who knows it.
 
@@ -74,10 +81,11 @@ def bounded(event: str) -> tuple[Any, frozenset[str]]:
     """
     value = json.loads(event)
     parts = [part for kind in events.normal_form(value) for part in kind]
-    if len(parts) > MOST_PARTS or any(part.times > MOST_STEPS for part in parts):
+    many = len(parts) > MOST_PARTS or any(part.times > _most_steps(part) for part in parts)
+    if many or any(getattr(part, "noise_multiplier", LEAST_NOISE) < LEAST_NOISE for part in parts):
         raise Wrong(
-            f"the event has more than {MOST_PARTS} different parts or {MOST_STEPS:,} steps, which none of dpllm has. Restore "
-            "privacy.json from where the model was published."
+            f"the event has more than {MOST_PARTS} different parts or {MOST_STEPS:,} steps, or noise below {LEAST_NOISE}, which "
+            "none of dpllm has. Restore privacy.json from where the model was published."
         )
     return value, events.accountants(value)
 

@@ -22,9 +22,15 @@ OF_THE_HUB = (".gitattributes", ".git", ".cache")
 """What the Hub, git and a download add at the top of a repository; dpllm never writes them and never uploads them."""
 PRIVATE_SUFFIXES = frozenset(
     f".{kind}"
-    for kinds in ("pt pth bin pkl pickle ckpt joblib npy npz h5", "sqlite db log jsonl", "zip tar gz tgz", "py pyc so")
+    for kinds in (
+        "pt pth bin pkl pickle ckpt joblib npy npz h5",
+        "sqlite db log jsonl",
+        "zip tar gz tgz xz bz2 zst 7z rar",
+        "py pyc so",
+    )
     for kind in kinds.split()
 )
+_TOKENS = "audit/tokens.parquet"
 _PRIVATE_NAME = re.compile(
     r"(metrics|audits)\.jsonl|canaries\.json|summary\.json|state\.json|config\.yaml|plan\.json|run\.json|"
     r".*(optimizer|scheduler|rng_state|rng-state|trainer_state|training_args|shadow).*",
@@ -34,6 +40,11 @@ _MAGIC = {
     b"PK\x03\x04": "an archive, as torch.save writes it",
     b"SQLite format 3\x00": "a database",
     b"\x1f\x8b": "a compressed file",
+    b"\xfd7zXZ": "a compressed file",
+    b"BZh": "a compressed file",
+    b"\x28\xb5\x2f\xfd": "a compressed file",
+    b"7z\xbc\xaf": "an archive",
+    b"Rar!": "an archive",
     b"\x7fELF": "a program",
     b"\x93NUMPY": "an array, which may hold pickled objects",
 }
@@ -142,6 +153,8 @@ def _private_kind(name: str) -> str:
     path = PurePosixPath(name)
     if path.suffix.lower() in PRIVATE_SUFFIXES:
         return f"is of a kind that is never published ({path.suffix})"
+    if path.suffix.lower() in (".parquet", ".arrow", ".feather") and name != _TOKENS:
+        return "is a table, which may hold text"
     return "has the name of a private file" if _PRIVATE_NAME.fullmatch(path.name) else ""
 
 

@@ -14,6 +14,7 @@ from dpllm.report.checks import costs
 from dpllm.report.checks.values import Check, Json, Published, Wrong, asserted, close, listed, verified
 
 _NAME = "lineage"
+MOST_PARENTS = 10
 _AGAIN = "Write the card again: dpllm card RUN."
 
 
@@ -26,6 +27,13 @@ def check(found: Published) -> Iterator[Check]:
         )
         return
     parents = [lineage["base"], *lineage["ancestors"]]
+    if len(parents) > MOST_PARENTS:
+        raise Wrong(f"{len(parents)} models before this one are named, more than {MOST_PARENTS}. {_AGAIN}")
+    charged = (found.block.get("composed") or {}).get("dataset")
+    if charged != lineage["dataset"] and charged in [parent["dataset"] for parent in parents if parent["dataset"]]:
+        raise Wrong(
+            f"a model before it learnt the very dataset that this run was charged to, and lineage denies it. {_AGAIN}"
+        )
     for parent in parents:
         if parent["guarantee"]:
             least, coarse = costs.pld(
@@ -61,6 +69,9 @@ def _composed(found: Published, lineage: Json, terms: Json | None, mine: list[Js
         raise Wrong(f"a total is stated, and nothing is there to add. {_AGAIN}")
     own = terms["event"]
     events.normal_form(own)
+    pairs = ("unit", "neighbouring_relation")
+    if any(parent[key] != terms[key] for parent in mine for key in pairs):
+        raise Wrong(f"a total is stated over runs that protect other units, or by another relation. {_AGAIN}")
     all_of = [own, *(parent["event"] for parent in mine)]
     total = costs.together(costs.text(all_of), float(composed["delta"]), terms["neighbouring_relation"])
     if composed["delta"] != terms["delta"] or not close(composed["epsilon"], total, 1e-3):

@@ -7,6 +7,7 @@ numbers and quote nothing.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -25,10 +26,12 @@ WORDS = 8
 COMMON = 0.01
 """Words that more than three rows and a larger share of them have in common are a template's."""
 _FEW = 3
-_TEXT = frozenset([".json", ".md", ".txt", ".csv", ".jinja", ".yaml", ".yml", ".svg", ".html", ".model", ".sig"])
+_TENSORS = ".safetensors"
 _WORD = re.compile(r"\w+")
 _ALONE = r"(?<!\w)(?<!\d\.){}(?!\w|\.\d)"  # six digits stand in some longer number of a table, or in a hash, by chance
 _SHORT = 20
+_SURE = 10
+"""Letters or digits of a secret that nothing holds by chance, alone or within a longer word."""
 _SMALL, _LARGE = 2**20, 2**22
 
 Words = tuple[str, ...]
@@ -43,8 +46,11 @@ def check(found: Published) -> Iterator[Check]:
             "that no text of the training data or of a canary stands in these files can be checked where the run directory is.",
         )
         return
-    readable = [name for name in (*found.hashes, "README.md", "privacy.json") if Path(name).suffix.lower() in _TEXT]
-    large = [name for name in readable if (found.directory / name).stat().st_size > _LARGE]
+    # A name says nothing of what a file holds; of safetensors the header is text, and its tensors are hashed elsewhere.
+    readable = [*found.hashes, "README.md", "privacy.json"]
+    large = [
+        name for name in readable if (found.directory / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS
+    ]
     if large:
         yield asserted(
             "large files", f"{listed(large)}: too large to be searched for text, and most likely the tokenizer's."
@@ -55,12 +61,19 @@ def check(found: Published) -> Iterator[Check]:
 
 
 def _text(path: Path) -> str:
-    """A file's text, of JSON that of its strings."""
-    raw = read_bytes(path).decode("utf-8", errors="replace")
+    """Whatever text a file holds: its strings, where it is JSON, and its bytes, with or without a zero beside each."""
+    raw = (_header(path) if path.suffix == _TENSORS else read_bytes(path)).replace(b"\0", b"")
+    text = raw.decode("utf-8", errors="replace")
     try:
-        return "\n".join(_strings(json.loads(raw))) if path.suffix == ".json" else raw
+        return "\n".join([*_strings(json.loads(text)), text]) if path.suffix in (".json", _TENSORS) else text
     except (ValueError, RecursionError):
-        return raw
+        return text
+
+
+def _header(path: Path) -> bytes:
+    """Names and description of a safetensors file, without its tensors."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        return file.read(min(int.from_bytes(file.read(8), "little"), _LARGE))
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -90,8 +103,9 @@ def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[Check]:
             file
             for file, text in small.items()
             for secret in secrets
-            if secret in text and re.search(_ALONE.format(re.escape(secret)), text)
+            if secret in text and (len(secret) >= _SURE or re.search(_ALONE.format(re.escape(secret)), text))
         }
+        | {file for file, text in texts.items() if file not in small and secrets & set(_WORD.findall(text))}
         | set(_matches([(None, f"{canary['carrier']} {canary['secret']}") for canary in planted], texts))
     )
     if hits:

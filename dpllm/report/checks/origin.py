@@ -14,7 +14,18 @@ from dpllm.audit.words import words_control
 from dpllm.errors import DpllmError
 from dpllm.report import claim
 from dpllm.report.checks.reading import read_object
-from dpllm.report.checks.values import Check, Json, Published, Wrong, asserted, differences, listed, tried, verified
+from dpllm.report.checks.values import (
+    Check,
+    Json,
+    Published,
+    Wrong,
+    asserted,
+    differences,
+    failed,
+    listed,
+    tried,
+    verified,
+)
 from dpllm.rundir import RunDir
 
 _AGAIN = (
@@ -33,6 +44,17 @@ def check(found: Published) -> Iterator[Check]:
     yield tried("run", _block, found, run, record)
     if found.block.get("audit") is not None:
         yield tried("audit: canaries", _coins, found, run)
+    elif found.terms is not None and (made := _audits_made(run)):
+        yield failed(
+            "audit: canaries",
+            f"{made} audits of this run were made, and the card shows none, so that a verdict could be hidden. Audit again, then "
+            "write the card again: dpllm audit RUN, dpllm card RUN.",
+        )
+
+
+def _audits_made(run: RunDir) -> int:
+    lines = run.private / "audits.jsonl"
+    return len(lines.read_text(encoding="utf-8", errors="replace").splitlines()) if lines.exists() else 0
 
 
 def _artifacts(found: Published, record: Json) -> Check:
@@ -84,8 +106,7 @@ def _coins(found: Published, run: RunDir) -> Check:
     stated = read_object(found.directory / "audit" / "audit.json")["controls"]["words"]
     if any(differences(stated, words_control(plan.canaries))):
         raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")
-    lines = run.private / "audits.jsonl"
-    made = len(lines.read_text(encoding="utf-8", errors="replace").splitlines()) if lines.exists() else 0
+    made = _audits_made(run)
     if made > found.block["audit"]["audits_run"]:
         raise Wrong(
             f"{made} audits of this run were made, and the card says fewer. Write the card again: dpllm card RUN."

@@ -22,9 +22,9 @@ from dpllm.report.checks.values import Check, Published, Wrong, asserted, failed
 SCHEMA = Path(__file__).parent.parent / "schema" / "privacy.schema.json"
 _AGAIN = "Write the card again: dpllm card RUN."
 _HIDES = re.compile(
-    r"<!--|<(details|template|script|style|noscript|textarea|title|svg|object|iframe)\b|<[^>]*\bhidden\b|display\s*:",
-    re.IGNORECASE,
+    r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)[a-z/!?]|display\s*:|[\u200b-\u200f\u202a-\u202e\u2066-\u2069]", re.IGNORECASE
 )
+"""HTML but an address, since a tag or an attribute that is left open swallows what follows; and signs that turn text around."""
 _MOST_PROBLEMS = 3
 
 
@@ -74,6 +74,11 @@ def marked(found: Published) -> Iterator[Check]:
         raise Wrong(str(error)) from None
     for name in expected:
         label = f"{name} in README.md"
+        if _HIDES.search(expected[name]):
+            yield failed(
+                label, "a text of privacy.json holds HTML or signs that could hide the statement. Take them out."
+            )
+            continue
         if parts.get(name) == expected[name]:
             yield verified(label, "is what privacy.json renders to, byte for byte.")
             continue
@@ -111,8 +116,8 @@ def _visible(card: str) -> Check:
     after_front_matter = pieces[1].partition("\n")[2] if len(pieces) > 1 else before
     if after_front_matter.strip():
         return failed("what is seen first", f"text stands before the banner, which has to come first. {_AGAIN}")
-    fences = [line for line in between.splitlines() if line.lstrip().startswith(("```", "~~~"))]
-    if _HIDES.search(between) or len(fences) % 2:
+    code = r"`[^`\n]*`" if "\\`" not in between else r"(?!)"
+    if _HIDES.search(re.sub(code, "", between)) or _open_fence(between):
         return failed(
             "what is seen first",
             "HTML or an open block of code before the privacy part could hide it. Write plain Markdown there.",
@@ -121,6 +126,22 @@ def _visible(card: str) -> Check:
         "text of the author",
         "title, description, use, training and citation stand outside the marked parts, and nobody checks them.",
     )
+
+
+def _open_fence(text: str) -> bool:
+    """Whether a block of code is still open at the end, or one is indented so that readers differ."""
+    fence = ""
+    for line in text.splitlines():
+        found = re.match(r"(\s*)(`{3,}|~{3,})(.*)", line)
+        if not found or (not fence and "`" in found[2] and "`" in found[3]):
+            continue
+        if len(found[1].expandtabs(4)) > 3:
+            return True
+        if not fence:
+            fence = found[2]
+        elif found[2].startswith(fence) and not found[3].strip():
+            fence = ""
+    return bool(fence)
 
 
 def _text(value: object) -> str:

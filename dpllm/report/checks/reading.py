@@ -16,6 +16,8 @@ from dpllm.report.checks.values import Wrong
 
 MOST_BYTES = 64 * 2**20
 """Of a file that is read as a whole: the largest tokenizer.json has about 35 MB."""
+MOST_MATTER = 2**19
+"""Letters of a front matter; YAML takes ten seconds for a million."""
 MOST_LEVELS = 60
 _RESTORE = "Take the file from where the model was published, or write the card again: dpllm card RUN."
 
@@ -93,6 +95,8 @@ def read_front_matter(card: str) -> dict[str, Any]:
     if len(ends) < 2 or ends[0] != 0:
         raise Wrong(f"README.md has no front matter between two lines of ---. {_RESTORE}")
     text = "\n".join(lines[1 : ends[1]])
+    if len(text) > MOST_MATTER:
+        raise Wrong(f"the front matter of README.md has {len(text):,} letters, more than {MOST_MATTER:,}. {_RESTORE}")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         depth = 0

@@ -1,0 +1,209 @@
+"""Attacks on a published run that verification once let through."""
+
+from __future__ import annotations
+
+import bz2
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import published
+import pyarrow as pa
+import pytest
+import yaml
+from published import carry, failing, read, rehash, write
+from pyarrow import parquet
+from running import Place, done, dpllm_
+
+from dpllm import base_block, push
+from dpllm.config import RunConfig
+from dpllm.errors import Refused
+from dpllm.report.checks import page
+from dpllm.report.checks.values import Published
+from dpllm.rundir import RunDir
+
+
+@pytest.fixture
+def run(finished: Place, tmp_path: Path) -> Path:
+    shutil.copytree(finished.run, tmp_path / "run", copy_function=shutil.copy2)
+    return tmp_path / "run"
+
+
+def test_a_card_at_the_top_is_the_one_that_is_verified(run: Path) -> None:
+    """Who publishes a forged card beside the run directory of an honest run is not verified by the latter."""
+    for path in (run / "export").iterdir():
+        if path.is_file():
+            shutil.copy(path, run / path.name)
+    (run / "README.md").write_text("# epsilon is 0.01\n", encoding="utf-8")
+    assert {"front matter", "marked parts", "files"} <= failing(run)
+    (run / "privacy.json").unlink()
+    assert failing(run)
+
+
+def test_an_audit_that_was_made_cannot_be_left_out(run: Path) -> None:
+    shutil.rmtree(run / "export" / "audit")
+    done("card", run)
+    assert failing(run) == {"audit: canaries"}
+    assert dpllm_("push", run, "alice/notes", "--dry-run").code == 3
+
+
+def test_a_recipe_without_a_guarantee_has_none_whatever_the_record_says(run: Path) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+    config["privacy"]["insecure_seed"] = 7
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    assert "run" in failing(run)
+    done("card", run)
+    block = read(run / "export")
+    assert not block["guarantee"]
+    assert "seeded" in block["reason"]
+
+
+def _secret(run: Path) -> str:
+    canary = json.loads((run / "private" / "canaries.json").read_text("utf-8"))["canaries"][5]
+    return str(canary["secret"]).strip()
+
+
+HIDINGS: dict[str, Callable[[Path, str], object]] = {
+    "NOTES": lambda path, text: path.write_text(text, encoding="utf-8"),
+    "train.tsv": lambda path, text: path.write_text(text, encoding="utf-8"),
+    "utf16.txt": lambda path, text: path.write_text(text, encoding="utf-16"),
+    "number.json": lambda path, text: path.write_text(json.dumps({"n": int(text)}), encoding="utf-8"),
+    "word.json": lambda path, text: path.write_text(json.dumps({"n": f"x_{text}_x"}), encoding="utf-8"),
+    "large.json": lambda path, text: path.write_text(
+        json.dumps({"a": "lorem " * 200_000, "n": text}), encoding="utf-8"
+    ),
+    "audit/roc.png": lambda path, text: path.write_bytes(path.read_bytes() + text.encode()),
+    "model.gguf": lambda path, text: path.write_bytes(b"GGUF" + text.encode()),
+    "data.parquet": lambda path, text: parquet.write_table(pa.table({"text": [text]}), path),
+    "packed.json": lambda path, text: path.write_bytes(bz2.compress(text.encode())),
+    "linked": lambda path, _: os.link(path.parents[1] / "private" / "canaries.json", path),
+}
+
+
+@pytest.mark.parametrize("name", HIDINGS)
+def test_a_canary_is_found_in_a_file_of_any_kind(run: Path, name: str) -> None:
+    HIDINGS[name](run / "export" / name, _secret(run))
+    done("card", run)
+    assert failing(run) & {"canary texts", "kinds of files"}
+
+
+def test_a_canary_is_found_in_the_description_of_a_safetensors_file(run: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = run / "export" / "adapter_model.safetensors"
+    save_file(load_file(path), path, metadata={"note": _secret(run)})
+    rehash(run / "export", "adapter_model.safetensors")
+    assert "canary texts" in failing(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "hides"),
+    [
+        ("<?", True), ('<div title="', True), ("<dialog>", True), ("<![CDATA[", True), ("```\n~~~", True),
+        ("````\n```", True), ("```\n    ```", True), ("\\`<?`", True), ("Ask <jane@example.org>, see <https://a.b>.", False),
+        ("It writes `<eos>`, 1 < 2.", False), ("```python\nx\n```", False),
+    ],
+)  # fmt: skip
+def test_text_before_the_statement_cannot_hide_it(text: str, hides: bool) -> None:
+    card = f"---\na: 1\n---\n<!-- dpllm:banner -->\nx\n<!-- /dpllm:banner -->\n\n{text}\n\n<!-- dpllm:privacy -->\n"
+    assert (page._visible(card).status == "failed") is hides
+
+
+@pytest.mark.parametrize("name", ["notes` <!--", "notes\u202e", "notes` <details>"])
+def test_a_field_of_the_block_cannot_hide_the_statement(run: Path, name: str) -> None:
+    export = run / "export"
+    carry(export, {**read(export), "dataset": name})
+    assert {"privacy in README.md"} <= failing(export)
+
+
+def _parent(block: published.Json, **other: object) -> published.Json:
+    names = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
+    own = {name: block[name] for name in names}
+    return {
+        "name": "m", "guarantee": True, **own, "dataset": "notes", "entry": "0" * 16, "head": "0" * 64,
+        "files_digest": "0" * 64, **other,
+    }  # fmt: skip
+
+
+def test_a_lineage_cannot_deny_the_common_dataset_or_add_other_units(run: Path) -> None:
+    from dpllm.privacy import accounting
+
+    export = run / "export"
+    block = read(export)
+    total = accounting.stated(accounting.compose([block["event"]] * 2), block["delta"], "zero_out")[0]
+    composed = {"epsilon": total, "delta": block["delta"], "accountant": "dp-accounting PLD"}
+    honest = {
+        "base": _parent(block), "ancestors": [], "same_dataset": True, "dataset": "notes", "composed": composed,
+        "reason": None, "excepted": None,
+    }  # fmt: skip
+    denied = {**honest, "same_dataset": False, "dataset": None, "composed": None, "reason": "other data"}
+    for lineage, wrong in (
+        (honest, False),
+        (denied, True),
+        ({**honest, "base": _parent(block, unit="author")}, True),
+        ({**honest, "ancestors": [_parent(block, dataset="other")] * 20}, True),
+    ):
+        carry(export, {**block, "lineage": lineage})
+        assert ("lineage" in failing(export)) is wrong
+
+
+def test_a_few_bytes_cannot_fill_the_memory(run: Path) -> None:
+    export = run / "export"
+    path = export / "audit" / "tokens.parquet"
+    table = parquet.read_table(path)
+    columns = {name: table[name].to_numpy()[:1].repeat(20_000) for name in table.column_names}
+    names = pa.DictionaryArray.from_arrays(pa.array([0] * 20_000, pa.int32()), pa.array(["c" + "0" * 1_000_000]))
+    parquet.write_table(pa.table({**columns, "canary_id": names}), path, compression="zstd")
+    assert path.stat().st_size < 20_000
+    rehash(export, "audit/tokens.parquet")
+    assert "audit" in failing(export)  # 20 GB otherwise
+
+
+def test_events_that_take_minutes_are_refused(run: Path) -> None:
+    export = run / "export"
+    block = read(export)
+    step = block["event"]["event"]
+    noiseless = {**block["event"], "event": {**step, "event": {"type": "gaussian", "noise_multiplier": 1e-6}}}
+    many = [{**block["event"], "event": {**step, "probability": 0.1 + number / 1000}} for number in range(20)]
+    for event in (noiseless, {"type": "composed", "events": many}):
+        write(export, {**block, "event": event})
+        assert {"epsilon", "limits of attackers"} <= failing(export)
+
+
+def test_a_file_that_changes_before_it_is_sent_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    sent: list[object] = []
+    monkeypatch.setattr(hub.HfApi, "create_repo", lambda *_, **__: type("Repo", (), {"repo_id": "alice/notes"}))
+    monkeypatch.setattr(hub.HfApi, "create_commit", lambda *_, **__: sent.append(1))
+
+    def stale(*_: object, **__: object) -> tuple[str, ...]:
+        (run / "export" / "README.md").write_text("something else", encoding="utf-8")
+        return ()
+
+    monkeypatch.setattr(push, "_stale", stale)
+    with pytest.raises(Refused, match="changed while"):
+        push.push(RunDir(run), "alice/notes")
+    assert not sent
+
+
+def test_the_figure_and_card_of_an_honest_run_hide_nothing(run: Path) -> None:
+    card = (run / "export" / "README.md").read_text("utf-8")
+    found = Published(run / "export", read(run / "export"), card)
+    assert all(check.status != "failed" for check in page.marked(found))
+
+
+@pytest.mark.parametrize("listed", ["none.safetensors", "model.safetensors"])
+def test_a_statement_beside_other_weights_on_the_hub_is_refused(
+    run: Path, finished: Place, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    export = run / "export"
+    write(export, {**read(export), "files": {"config.json": "0" * 64, listed: "1" * 64}})
+    (export / "model.safetensors").write_bytes(b"other weights")
+    there = {path.name: path for path in export.iterdir()}
+    monkeypatch.setattr(base_block, "_hub_file", lambda _, file, *__: there.get(file))
+    recipe = yaml.safe_load(finished.recipe.read_text("utf-8"))
+    recipe["model"]["name_or_path"] = "alice/private-model"
+    with pytest.raises(Refused, match="is not the file"):
+        base_block.of_base(RunConfig.model_validate(recipe))
