@@ -92,7 +92,7 @@ def _intervals(values: Json) -> str:
         )
     return (
         f"In brackets: {sure} intervals, by drawing the evaluation examples anew. They do not cover the randomness of training: "
-        "another run of the same recipe may lie outside."
+        "another run of the same recipe may lie outside. Below some fifty examples they are too narrow."
     )
 
 
