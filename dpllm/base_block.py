@@ -6,7 +6,6 @@ torch, read training text, or know what the new run promises.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from dpllm.artifacts import BLOCK, CARD, sha256
 from dpllm.builtin import is_builtin
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError, DpllmError, Refused
@@ -23,7 +23,6 @@ from dpllm.rundir import digest
 
 Json = dict[str, Any]
 
-BLOCK, CARD = "privacy.json", "README.md"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 LARGEST_BLOCK = 2**24  # bytes
 TERMS = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
@@ -176,8 +175,7 @@ def _sha256(path: Path) -> str:
 
 @lru_cache(maxsize=4096)  # one sweep looks at the same weights many times
 def _sha256_of(path: str, size: int, modified: int, inode: int) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256(Path(path))
 
 
 def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path | None:

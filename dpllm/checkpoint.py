@@ -19,6 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from dpllm.artifacts import sha256
 from dpllm.errors import ConfigError, Refused
 from dpllm.rundir import RunDir
 
@@ -26,16 +27,13 @@ SCHEMA_VERSION = 2
 STATE, WEIGHTS, MOMENTS = "state.json", "trainable.safetensors", "optimizer.pt"
 
 
-def export(model: Any, tokenizer: Any, run: RunDir) -> dict[str, str]:
+def export(model: Any, tokenizer: Any, run: RunDir) -> None:
     """Writes what may be published, and nothing else, into export/.
 
     Args:
         model: PeftModel (the adapter is saved) or transformers model (all weights are saved).
         tokenizer: Saved beside it.
         run: Where.
-
-    Returns:
-        File name -> SHA-256 of every weight file.
     """
     for leftover in run.root.glob(".export.*"):  # of a process that was killed while it wrote
         shutil.rmtree(leftover, ignore_errors=True)
@@ -48,14 +46,11 @@ def export(model: Any, tokenizer: Any, run: RunDir) -> dict[str, str]:
     tokenizer.save_pretrained(str(temporary))
     shutil.rmtree(run.export, ignore_errors=True)
     os.replace(temporary, run.export)
-    return weight_hashes(run.export)
 
 
 def weight_hashes(directory: Path) -> dict[str, str]:
     """SHA-256 of each safetensors file, by name."""
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("*.safetensors"))
-    }
+    return {path.name: sha256(path) for path in sorted(directory.glob("*.safetensors"))}
 
 
 def save_resume(
@@ -100,7 +95,7 @@ def save_resume(
         "head": head,
         "reserved": reserved,
         "event": executed(event, step) if event else None,
-        "files": {name: _digest(temporary / name) for name in (WEIGHTS, MOMENTS)},
+        "files": {name: sha256(temporary / name) for name in (WEIGHTS, MOMENTS)},
         # JSON has no infinity, which is C of a run without differential privacy.
         **({"max_grad_norm": max_grad_norm} if max_grad_norm < math.inf else {}),
     }
@@ -204,15 +199,10 @@ def _intact(place: Path) -> dict[str, Any] | None:
         state = dict(json.loads(text))
         state.pop("digest")
         # The text itself is compared, so that not even a space may change.
-        whole = text == _signed(state) and state["files"] == {n: _digest(place / n) for n in (WEIGHTS, MOMENTS)}
+        whole = text == _signed(state) and state["files"] == {n: sha256(place / n) for n in (WEIGHTS, MOMENTS)}
         return state if whole else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -19,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
 from dpllm import lineage, model
+from dpllm.artifacts import BLOCK, CARD
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError, Refused
 from dpllm.report import card, section
@@ -82,14 +83,14 @@ def _subject(run: RunDir) -> tuple[RunConfig, Json]:
             f"{run.root}: the adapter was trained on a base in {config.model.quantization}, and merged into the full-precision "
             "base it would give a model that nobody trained or audited. Serve base and adapter together, as the card's Use says."
         )
-    if not all((run.export / name).exists() for name in (card.BLOCK, card.CARD)):
+    if not all((run.export / name).exists() for name in (BLOCK, CARD)):
         raise ConfigError(
             f"{run.export}: has no card yet, and merged weights would say nothing about their privacy. Type dpllm card "
             f"{run.root} first."
         )
     # In the order in which a card states it; privacy.json has its keys sorted.
-    block = section.front_matter((run.export / card.CARD).read_text(encoding="utf-8")).get("privacy")
-    if block != read_json(run.export / card.BLOCK) or block["files"] != card.hashes(run.export):
+    block = section.front_matter((run.export / CARD).read_text(encoding="utf-8")).get("privacy")
+    if block != read_json(run.export / BLOCK) or block["files"] != card.hashes(run.export):
         raise ConfigError(
             f"{run.export}: its card speaks of other files than lie here, so it would be about another model. "
             f"Type dpllm card {run.root} again."
@@ -104,7 +105,7 @@ def _check_output(run: RunDir, output: Path) -> None:
         )
     if not output.exists():
         return
-    ours = (output / card.BLOCK).is_file() and read_json(output / card.BLOCK).get("merged_from")
+    ours = (output / BLOCK).is_file() and read_json(output / BLOCK).get("merged_from")
     if not ours and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(
             f"{output}: already holds something that dpllm merge did not write, which would be lost. Type another --output."
@@ -210,5 +211,5 @@ def _write_statement(config: RunConfig, run: RunDir, block: Json, output: Path) 
         shutil.copyfile(run.export / name, output / name)
     merged_from = {"files": {name: block["files"][name] for name in sorted(adapter)}}
     merged = {**block, "files": card.hashes(output), "merged_from": merged_from}
-    (output / card.CARD).write_text(card.compose(config, read_json(run.run), merged), encoding="utf-8", newline="\n")
-    (output / card.BLOCK).write_text(card.dump_block(merged), encoding="utf-8", newline="\n")
+    (output / CARD).write_text(card.compose(config, read_json(run.run), merged), encoding="utf-8", newline="\n")
+    (output / BLOCK).write_text(card.dump_block(merged), encoding="utf-8", newline="\n")

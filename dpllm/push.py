@@ -12,9 +12,10 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from dpllm.artifacts import BLOCK, CARD, UNHASHED, sha256
 from dpllm.errors import ConfigError, Refused
-from dpllm.report.checks.files import regular_files, sha256
-from dpllm.report.checks.values import PARTS_OF_CARD, Wrong
+from dpllm.report.checks.files import regular_files
+from dpllm.report.checks.values import Wrong
 from dpllm.report.verify import verify
 from dpllm.rundir import RunDir, read_json
 
@@ -95,7 +96,7 @@ def push(
 def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> dict[str, Any]:
     """The privacy block, once every refusal is behind it."""
     config = run.load_config()
-    for name in ("README.md", "privacy.json"):
+    for name in (CARD, BLOCK):
         if not (run.export / name).is_file():
             raise Refused(
                 f"{run.export}: has no {name}, so whoever downloads the model could not know what it promises. Type dpllm card "
@@ -109,7 +110,7 @@ def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> dict
             f"{run.root}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
             f"{wrong[0].detail}"
         )
-    block = read_json(run.export / "privacy.json")
+    block = read_json(run.export / BLOCK)
     if "attempted" in block or block["guarantee"]:
         _registered(run, block, {check.name for check in found.checks if check.status == "verified"})
     if not block["guarantee"] and not config.data.public and not without_guarantee:
@@ -141,9 +142,9 @@ def _files(run: RunDir, block: dict[str, Any]) -> tuple[Upload, ...]:
         names, strange = regular_files(run.export, strict=True)
     except Wrong as error:
         raise Refused(f"{run.export}: {error}") from None
-    hashes = {name: sha256(run.export / name) for name in names}
+    hashes = {name: sha256(run.export / name, follow=False) for name in names}
     listed = block["files"]
-    changed = [name for name, digest in hashes.items() if name not in PARTS_OF_CARD and listed.get(name) != digest]
+    changed = [name for name, digest in hashes.items() if name not in UNHASHED and listed.get(name) != digest]
     if strange or changed:
         raise Refused(
             f"{run.export}: {[*strange, *changed][0]} changed while it was looked at. Type the command again."

@@ -12,9 +12,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from dpllm.artifacts import BLOCK, CARD
 from dpllm.config import dump_config
 from dpllm.report import recipe
-from dpllm.report.card import BLOCK, CARD
 from dpllm.report.person import FILE
 from dpllm.report.verify import verify
 from dpllm.rundir import RunDir

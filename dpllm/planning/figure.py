@@ -6,12 +6,12 @@ pages alike. Must not read any file or compute any cost.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpllm.canvas import INK, new_figure, save, style
 from dpllm.errors import ConfigError
 from dpllm.planning.composition import Comparison
 from dpllm.planning.sweep import Point
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which people with any kind of colour vision tell apart, without its yellow, which white hides.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-INK = "#222222"
 HIGHEST = 1e5  # times the stated epsilon: curves leave the picture above that
 
 
@@ -35,7 +34,7 @@ def draw_sweep(keys: Sequence[str], points: Sequence[Point], path: Path) -> None
         points: Of a sweep; those without figures are left out.
         path: PNG file to write.
     """
-    figure, (left, right) = _figure(2)
+    figure, (left, right) = new_figure(2, (9.0, 4.0))
     points = [replace(point, values=tuple(map(_one_value, point.values))) for point in points]
     shown = [point for point in points if point.noise_multiplier is not None and point.epsilon is not None]
     values = list(dict.fromkeys(point.values[-1] for point in points))
@@ -47,14 +46,14 @@ def draw_sweep(keys: Sequence[str], points: Sequence[Point], path: Path) -> None
         mine = [point for point in shown if point.values[:-1] == group]
         at = [places[point.values[-1]] for point in mine]
         label = ", ".join(f"{key} {value}" for key, value in zip(keys[:-1], group, strict=True))
-        style = _line(index) | {"label": label} | ({} if numeric else {"linestyle": "none"})
-        left.plot(at, [point.epsilon if given else point.noise_multiplier for point in mine], **style)
-        right.plot(at, [point.noise_per_signal for point in mine], **style)
+        line = _line(index) | {"label": label} | ({} if numeric else {"linestyle": "none"})
+        left.plot(at, [point.epsilon if given else point.noise_multiplier for point in mine], **line)
+        right.plot(at, [point.noise_per_signal for point in mine], **line)
     if given:
-        _style(left, "Epsilon at the recipe's delta", "epsilon (no unit)")
+        style(left, "Epsilon at the recipe's delta", "epsilon (no unit)")
     else:
-        _style(left, "Noise multiplier", "sigma (noise over C)")
-    _style(right, "Noise per unit of signal", "sigma / (B sqrt T)")
+        style(left, "Noise multiplier", "sigma (noise over C)")
+    style(right, "Noise per unit of signal", "sigma / (B sqrt T)")
     _log_scale(right, [point.noise_per_signal or 1.0 for point in shown])
     for ax in (left, right):
         _ticks(ax, places, numeric)
@@ -76,7 +75,7 @@ def draw_comparison(comparison: Comparison, delta: float, described: str, path: 
         described: The mechanism in a few words.
         path: PNG file to write.
     """
-    figure, (ax,) = _figure(1)
+    figure, (ax,) = new_figure(1, (7.2, 4.0))
     curves: dict[str, Sequence[float] | None] = {
         "naive composition": comparison.naive,
         "strong composition (2010)": comparison.strong,
@@ -99,7 +98,7 @@ def draw_comparison(comparison: Comparison, delta: float, described: str, path: 
         )
         last = values[-1]
         ends.append((last, _written(last), colour))
-    _style(ax, f"Epsilon by four ways of composition: {described}", f"epsilon at delta {delta:g}")
+    style(ax, f"Epsilon by four ways of composition: {described}", f"epsilon at delta {delta:g}")
     ax.set_xlabel("steps T", fontsize=9, color=INK)
     if comparison.num_steps[-1] > 1:
         _log_scale(ax, comparison.num_steps, axis="x")
@@ -132,15 +131,6 @@ def _written(value: float) -> str:
 def _one_value(value: Any) -> Any:
     """A list or a mapping is one value on an axis."""
     return value if isinstance(value, (int, float, str)) else str(value)
-
-
-def _figure(panels: int) -> tuple[Figure, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2 if panels == 1 else 9.0, 4.0), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
 
 
 def _line(index: int) -> dict[str, Any]:
@@ -188,23 +178,10 @@ def _unit(key: str) -> str:
     return names.get(key, "")
 
 
-def _style(ax: Axes, title: str, unit: str) -> None:
-    ax.set_facecolor("white")
-    ax.set_title(title, fontsize=11, loc="left", color=INK)
-    ax.set_ylabel(unit, fontsize=9, color=INK)
-    ax.tick_params(labelsize=9, colors=INK)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.set_axisbelow(True)
-    ax.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-
-
 def _save(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(temporary, format="png", metadata={"Software": None})
-        os.replace(temporary, path)
+        save(figure, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(
             f"{path}: no picture can be written there ({error.strerror}). Type another --figure."
         ) from None

@@ -18,6 +18,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from dpllm import artifacts
+from dpllm.artifacts import BLOCK, CARD, SIGNATURE, UNHASHED
 from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
@@ -26,9 +27,6 @@ from dpllm.report.claim import Json, privacy_block
 from dpllm.rundir import RunDir, read_json, write_json
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
-CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "privacy.json.sig"
-UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
-"""Files of export/ whose hashes the block cannot hold: the card, the block itself and its signature."""
 PUBLISHED = ("audit", person.FILE)
 """What a directory of model_cards/ holds of export/ beside the card."""
 

@@ -11,13 +11,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from dpllm.artifacts import BLOCK, SIGNATURE
 from dpllm.errors import ConfigError
 from dpllm.report.checks.reading import read_bytes
 from dpllm.report.checks.values import Check, Wrong, asserted, failed, plain, verified
 
 NAMESPACE = "dpllm-card"
 """A signature made for another purpose with the same key does not count here."""
-SIGNATURE = "privacy.json.sig"
 _NAME = "signature"
 _MOST_BYTES = 2**20
 _SECONDS = 60.0  # a key on a token waits for a touch
@@ -36,7 +36,7 @@ def sign(directory: Path, key: Path) -> Path:
     Raises:
         ConfigError: There is no card, no such key, the key asks for a passphrase, or ssh-keygen is not installed.
     """
-    signed = directory / "privacy.json"
+    signed = directory / BLOCK
     if not signed.is_file():
         raise ConfigError(f"{directory}: holds no privacy.json to sign. Type dpllm card RUN first.")
     if not key.is_file():
@@ -85,7 +85,7 @@ def _check(directory: Path, signers: Path | None) -> Check:
             _NAME, "unsigned: integrity, not authenticity. Whoever made all these files could have made others."
         )
     read_bytes(path, _MOST_BYTES)
-    signed = read_bytes(directory / "privacy.json")
+    signed = read_bytes(directory / BLOCK)
     if signers is not None and not signers.is_file():
         raise Wrong(f"--signers {signers}: no such file. Name a file of allowed signers.")
     tool = _tool()

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from dpllm.artifacts import BLOCK, CARD
 from dpllm.errors import ConfigError
 from dpllm.report import sign
 from dpllm.report.checks import audits, books, files, kin, leaks, origin, page, promise
@@ -39,7 +40,6 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("run", origin.check),
     ("private text", leaks.check),
 )
-CARD, BLOCK = "README.md", "privacy.json"
 _MOST_CARD, _MOST_BLOCK = 2**22, 2**19
 
 

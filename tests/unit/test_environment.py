@@ -21,12 +21,14 @@ def test_the_peak_is_that_of_this_run() -> None:
     block = np.ones(160 * MIB, dtype=np.uint8)
     large = environment.peak_memory()
     del block
-    assert environment.peak_memory() == large
+    held = environment.peak_memory()  # not compared exactly: Linux adds up each thread's pages in batches
     environment.reset_peak_memory()
     after = environment.peak_memory()
     assert before is not None
     assert large is not None
     assert after is not None
     assert before % MIB == large % MIB == 0
+    assert held is not None
+    assert abs(held - large) <= 4 * MIB
     assert large - before > 140 * MIB
     assert large - after > 140 * MIB

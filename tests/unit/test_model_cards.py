@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from cards import WEIGHTS, audit, baseline, baseline_record, broken, config, make_run, plan, record
 
+from dpllm.artifacts import BLOCK, CARD
 from dpllm.config import dump_config
 from dpllm.errors import ConfigError
 from dpllm.report import recipe
-from dpllm.report.card import BLOCK, CARD, rerender, write_card
+from dpllm.report.card import rerender, write_card
 from dpllm.report.person import FILE
 from dpllm.rundir import RunDir, write_json
 

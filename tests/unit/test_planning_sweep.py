@@ -143,13 +143,14 @@ def test_a_comparison_can_be_drawn(tmp_path: Path, recwarn: pytest.WarningsRecor
 
 
 def assert_is_picture(path: Path) -> None:
-    """A PNG on an opaque white ground, with something on it."""
+    """A PNG on an opaque white ground within a frame, with something on it."""
     from matplotlib.image import imread
 
     pixels = imread(path)
     assert pixels.shape[0] > 400
     assert pixels.shape[1] > 800
-    corners = pixels[[0, 0, -1, -1], [0, -1, 0, -1]]
+    corners = pixels[[9, 9, -10, -10], [9, -10, 9, -10]]
     assert (corners == 1).all()
+    assert (pixels[..., 3] == 1).all()
     assert pixels.std() > 0.02
     assert [other.name for other in path.parent.iterdir() if other.name.startswith(".")] == []

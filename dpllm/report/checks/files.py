@@ -6,7 +6,6 @@ loads no tensor.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,7 +13,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from dpllm.report.checks.values import PARTS_OF_CARD, Check, Published, Wrong, failed, listed, verified
+from dpllm.artifacts import UNHASHED, sha256
+from dpllm.report.checks.values import Check, Published, Wrong, failed, listed, verified
 
 MOST_FILES = 10_000
 MOST_HEADER = 100 * 2**20
@@ -111,19 +111,13 @@ def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str
     return sorted(names), sorted(strange)
 
 
-def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _hashes(found: Published, names: list[str]) -> Check:
     stated = found.block.get("files")
     if not isinstance(stated, dict) or not all(isinstance(value, str) for value in stated.values()):
         raise Wrong(
             "privacy.json lists no files, so nothing ties it to these weights. Write the card again: dpllm card RUN."
         )
-    found.hashes.update({name: sha256(found.directory / name) for name in names if name not in PARTS_OF_CARD})
+    found.hashes.update({name: sha256(found.directory / name, follow=False) for name in names if name not in UNHASHED})
     changed = sorted(name for name in stated if name in found.hashes and stated[name] != found.hashes[name])
     missing = sorted(stated.keys() - found.hashes.keys())
     extra = sorted(found.hashes.keys() - stated.keys())

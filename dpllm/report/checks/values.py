@@ -20,8 +20,6 @@ Status = Literal["verified", "asserted", "failed"]
 TOLERANCE = 1e-6
 """Relative; between the same computation on two machines."""
 LONGEST = 400
-PARTS_OF_CARD = ("README.md", "privacy.json", "privacy.json.sig")
-"""Files that ``files`` of the block does not list: two would have to hold their own hash."""
 
 
 class Wrong(Exception):

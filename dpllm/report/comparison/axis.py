@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dpllm.canvas import INK
 from dpllm.report.claim import Json
-from dpllm.report.comparison.canvas import INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dpllm.canvas import COLOURS, INK, new_figure, save, style
 from dpllm.report.claim import Json
 from dpllm.report.comparison import rows
-from dpllm.report.comparison.canvas import COLOURS, INK, new_figure, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

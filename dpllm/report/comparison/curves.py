@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpllm.audit.summary import PRIMARY_ATTACK
+from dpllm.canvas import COLOURS, INK, new_figure, save, style
 from dpllm.report.claim import Json
 from dpllm.report.comparison.axis import Axis, axis_of, scale
-from dpllm.report.comparison.canvas import COLOURS, INK, new_figure, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""What the pictures of a comparison share: a white ground with a frame, so that they read on light and dark pages, and colours.
+"""What pictures share: a white ground with a frame, so that they read on light and dark pages, quiet axes, one way to save.
 
 Comes in: sizes and axes. Goes out: figures and files. Knows no figure of any run.
 """
@@ -45,5 +45,9 @@ def style(ax: Axes, title: str, unit: str) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Writes a PNG file whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(temporary, format="png", edgecolor=figure.get_edgecolor(), metadata={"Software": None})
-    os.replace(temporary, path)
+    try:
+        figure.savefig(temporary, format="png", edgecolor=figure.get_edgecolor(), metadata={"Software": None})
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
