@@ -28,7 +28,7 @@ from dpllm.commands import (
     sweep,
     verify,
 )
-from dpllm.errors import ConfigError, DpllmError
+from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
 OVERRIDES = "--SECTION.KEY VALUE"
 
@@ -51,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         command: Callable[[argparse.Namespace, list[str]], int] = known.call
         return command(known, overrides)
+    except EndedElsewhere as error:
+        return error.exit_code
     except DpllmError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0" and error.exit_code in {2, 3}:
+            return error.exit_code  # before the group stands; the first process of the machine says the same
         print(f"dpllm {known.command}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

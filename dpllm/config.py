@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dpllm.errors import ConfigError
 from dpllm.section import Section, describe, explain
@@ -219,8 +219,9 @@ class TrainConfig(Section):
     batch_size: PositiveInt = 256
     """Expected logical batch size B, in privacy units (rows, with data.sampling: example); the sampling rate is B / N and
     the divisor of the sum is B."""
-    physical_batch_size: PositiveInt = 16
-    """Sequences in one forward pass: memory and speed, never the promise."""
+    physical_batch_size: Literal["auto"] | PositiveInt = 16
+    """Sequences in one forward pass: memory and speed, never the promise. auto: as many as free memory and speed ask for,
+    found before training with synthetic sequences of data.max_length; run.json has the number."""
     epochs: float | None = Field(default=None, gt=0)
     """Expected passes over the data; give epochs or steps."""
     steps: PositiveInt | None = None
@@ -240,6 +241,17 @@ class TrainConfig(Section):
     """Steps between evaluations; null: only before the first and after the last step."""
     checkpoint_every: PositiveInt | None = None
     """Steps between checkpoints; null: only when interrupted."""
+    process_timeout: float = Field(default=1800.0, gt=0)
+    """With several processes: seconds that one step may take before the run ends, because a process hangs or the network is
+    cut."""
+
+    @field_validator("physical_batch_size", mode="wrap")
+    @classmethod
+    def _number_or_auto(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return read(value)
+        except ValidationError:  # one line for each of the two types that it might have been
+            raise ValueError("should be a whole number of sequences, 1 or more, or auto") from None
 
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
@@ -332,6 +344,15 @@ class RunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     output_dir: str
     """The run directory; one that already holds a run is refused unless resumed or overwritten."""
+
+    @model_validator(mode="after")
+    def _packed_weights_do_not_train(self) -> RunConfig:
+        if self.model.quantization is not None and self.adapter.method == "frozen":
+            raise ValueError(
+                f"adapter.method: frozen trains whole weights, and model.quantization: {self.model.quantization} packs them in "
+                "few bits, which no gradient can move; set model.quantization: null, or adapter.method: lora"
+            )
+        return self
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:

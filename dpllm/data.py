@@ -2,23 +2,25 @@
 
 Comes in: a data source, its format, a tokenizer. Goes out: ``Unit`` values, one for each privacy unit. This module reads
 private text; its errors name files, rows and columns and never the text of a row. It must not know the model or the
-Plan.
+Plan, nor how sources are read (``dpllm.corpus``) or units are kept on disk (``dpllm.tokens``).
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dpllm import builtin
 from dpllm.config import DataConfig
+from dpllm.corpus import read_rows
 from dpllm.errors import DataError
+from dpllm.groups import Groups, each_row
+from dpllm.rows import Row, StoredRows
 
 Format = Literal["text", "prompt_completion", "messages"]
 FIELDS: dict[Format, tuple[str, ...]] = {
@@ -26,6 +28,8 @@ FIELDS: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
+AT_ONCE = 2**18
+"""Characters that a tokenizer gets in one call."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +56,31 @@ class Unit:
 
 @dataclass(frozen=True)
 class Table:
-    """Raw rows with the canonical column names, and where they came from."""
+    """Raw rows with the canonical column names, and where they came from.
+
+    Attributes:
+        name: The source.
+        rows: As often as asked for, in any order; those of ``load_table`` may be more than memory holds.
+        format: How they read.
+        digest: Of the columns that the format reads, of all rows in their order, in hexadecimal; None of a table that
+            ``load_table`` did not make. Private: a hash of a short text tells whoever guesses it.
+    """
 
     name: str
-    rows: list[dict[str, Any]]
+    rows: Sequence[Row]
     format: Format
+    digest: str | None = None
 
 
 def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Table:
-    """Reads a data source.
+    """Reads a data source, once from its beginning to its end.
 
     Args:
         source: jsonl, csv or parquet file, directory of datasets, Hub id, or builtin name.
         data: The recipe's data section: format, columns, revision.
         split: Which split, where the source has several.
-        cache_dir: Where copies of Hub data may lie; under the run's private directory, never shared.
+        cache_dir: Where copies of the data may lie; under the run's private directory, never shared. What does not fit in
+            memory lies there in a file without a name, which ends with the process.
 
     Returns:
         The rows, with columns renamed to those of the format.
@@ -74,48 +88,53 @@ def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ta
     Raises:
         DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format.
     """
-    rows = _read(source, data, split, cache_dir)
-    if not rows:
-        raise DataError(f"{source}: holds no rows, so there is nothing to learn from. Check data.train and its split.")
-    rows = [_rename(row, data.columns) for row in rows]
-    fmt = _detect(source, rows[0], data.format)
-    for number, row in enumerate(rows, start=1):
+    rows, fmt, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
+    for number, raw in enumerate(read_rows(source, data, split, cache_dir), start=1):
+        row = _rename(raw, data.columns)
+        fmt = fmt or _detect(source, row, data.format)
         for field in FIELDS[fmt]:
-            value = row.get(field)
-            good = isinstance(value, list) and value if field == "messages" else isinstance(value, str)
-            if not good:
-                kind = "a list of messages" if field == "messages" else "text"
-                raise DataError(
-                    f"{source}: row {number} has no {kind} in column {field!r}, which format {fmt} reads. "
-                    f"Mend or drop the row, or name the column with data.columns."
-                )
-            if not _encodes(value):
-                raise DataError(
-                    f"{source}: row {number} holds half a character (an unpaired surrogate) in column {field!r}, which no "
-                    "tokenizer reads. Mend or drop the row."
-                )
-    return Table(name=source, rows=rows, format=fmt)
+            text = _checked(source, number, row, field, fmt)
+            content.update(b"%d:" % len(text) + text)
+        rows.append(row)
+    if fmt is None:
+        raise DataError(f"{source}: holds no rows, so there is nothing to learn from. Check data.train and its split.")
+    return Table(name=source, rows=rows, format=fmt, digest=content.hexdigest())
 
 
-def _encodes(value: Any) -> bool:
+def _checked(source: str, number: int, row: Row, field: str, fmt: Format) -> bytes:
+    """A field of a row as bytes, where it is what the format reads."""
+    value = row.get(field)
+    good = isinstance(value, list) and value if field == "messages" else isinstance(value, str)
+    if not good:
+        kind = "a list of messages" if field == "messages" else "text"
+        raise DataError(
+            f"{source}: row {number} has no {kind} in column {field!r}, which format {fmt} reads. "
+            f"Mend or drop the row, or name the column with data.columns."
+        )
     try:
-        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
+        return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise DataError(
+            f"{source}: row {number} holds half a character (an unpaired surrogate) in column {field!r}, which no "
+            "tokenizer reads. Mend or drop the row."
+        ) from None
 
 
-def group_rows(table: Table, data: DataConfig) -> list[list[dict[str, Any]]]:
+def group_rows(table: Table, data: DataConfig) -> Groups:
     """Splits rows by privacy unit, at most ``max_examples_per_unit`` each.
 
-    Which rows of a unit stay is decided by the smallest hashes of its own rows, so that it depends on no other unit.
+    Which rows of a unit stay is decided by the smallest hashes of its own rows, so that it depends on no other unit. Units
+    stand in the order of their first rows. In memory are 32 bytes for each row: units and rows are known by hashes of
+    128 bits, of which two are equal by chance in one of 10^20 corpora of 10^9 rows.
 
     Raises:
         DataError: A row whose unit is missing or null.
     """
+    import numpy as np
+
     if data.unit == "example":
-        return [[row] for row in table.rows]
-    units: dict[str, list[dict[str, Any]]] = {}
+        return each_row(table.rows)
+    owners, hashes = bytearray(), bytearray()
     for number, row in enumerate(table.rows, start=1):
         value = row.get(data.unit)
         if value is None or value != value or not str(value).strip():
@@ -123,18 +142,29 @@ def group_rows(table: Table, data: DataConfig) -> list[list[dict[str, Any]]]:
                 f"{table.name}: row {number} has no value in the unit column {data.unit!r}, so nobody could be protected "
                 f"as its owner. Fill the column, or drop the row."
             )
-        units.setdefault(str(value), []).append(row)
-    return [sorted(rows, key=_row_hash)[: data.max_examples_per_unit] for rows in units.values()]
+        owners += hashlib.blake2b(str(value).encode(errors="surrogatepass"), digest_size=16).digest()
+        hashes += _row_hash(row)
+    owner_N2 = np.frombuffer(owners, ">u8").reshape(-1, 2)
+    _, first_U, inverse_N = np.unique(owner_N2, axis=0, return_index=True, return_inverse=True)
+    unit_N = np.argsort(np.argsort(first_U))[inverse_N.reshape(-1)]
+    hash_N2 = np.frombuffer(hashes, ">u8").reshape(-1, 2)
+    order_N = np.lexsort((hash_N2[:, 1], hash_N2[:, 0], unit_N))  # stable: equal rows keep their order
+    count_U = np.bincount(unit_N)
+    start_U = np.cumsum(count_U) - count_U
+    place_N = np.arange(len(order_N)) - np.repeat(start_U, count_U)
+    most = data.max_examples_per_unit or len(order_N)
+    starts = np.concatenate([[0], np.cumsum(np.minimum(count_U, most))])
+    return Groups(table.rows, order_N[place_N < most], starts)  # type: ignore[arg-type]
 
 
-def sampled_rows(table: Table, data: DataConfig) -> list[list[dict[str, Any]]]:
+def sampled_rows(table: Table, data: DataConfig) -> Groups:
     """The rows of each thing that is sampled as a whole: a unit, or, with ``sampling: example``, one of its rows.
 
     Raises:
         DataError: See ``group_rows``.
     """
     groups = group_rows(table, data)
-    return groups if data.sampling == "unit" else [[row] for rows in groups for row in rows]
+    return groups if data.sampling == "unit" else groups.each_alone()
 
 
 def count_units(data: DataConfig, cache_dir: Path) -> int:
@@ -143,23 +173,51 @@ def count_units(data: DataConfig, cache_dir: Path) -> int:
 
 
 def encode_units(
-    groups: list[list[dict[str, Any]]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
+    groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
 ) -> list[Unit]:
-    """Tokenises every unit; errors name ``name``, or else the training data.
+    """Tokenises every unit, in memory; errors name ``name``, or else the training data.
 
     Raises:
         DataError: ``long_examples: refuse`` and a longer row, or a row that the chat template does not take.
     """
-    units = []
+    return list(iter_units(groups, fmt, tokenizer, data, name=name))
+
+
+def iter_units(
+    groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
+) -> Iterator[Unit]:
+    """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out.
+
+    Raises:
+        DataError: See ``encode_units``.
+    """
+
+    def finished(waiting: list[list[_Rendered]], last: int) -> Iterator[Unit]:
+        encoded = iter(_tokenise([one for unit in waiting for one in unit], tokenizer))
+        for number, unit in enumerate(waiting, start=last - len(waiting) + 1):
+            sequences: list[TokenSequence] = []
+            for one in unit:
+                try:
+                    sequences += _cut(one, *next(encoded), tokenizer.eos_token_id, data.max_length, data.long_examples)
+                except DataError as error:
+                    raise DataError(f"{name or data.train}: unit {number}: {error}") from None
+            yield Unit(tuple(sequences))
+
+    waiting: list[list[_Rendered]] = []
+    number = characters = 0
     for number, rows in enumerate(groups, start=1):
-        sequences: list[TokenSequence] = []
+        waiting.append([])
         for row in rows:
             try:
-                sequences.extend(encode(row, fmt, tokenizer, data.max_length, data.long_examples))
+                waiting[-1].append(_render(row, fmt, tokenizer))
             except DataError as error:
+                yield from finished(waiting, number)  # an error in a row before it comes first
                 raise DataError(f"{name or data.train}: unit {number}: {error}") from None
-        units.append(Unit(tuple(sequences)))
-    return units
+            characters += len(waiting[-1][-1].text)
+        if characters > AT_ONCE:
+            yield from finished(waiting, number)
+            waiting, characters = [], 0
+    yield from finished(waiting, number)
 
 
 def encode(
@@ -181,12 +239,36 @@ def encode(
     Raises:
         DataError: See ``encode_units``.
     """
-    text, spans, template = _render(example, fmt, tokenizer)
-    encoding = tokenizer(text, add_special_tokens=not template, return_offsets_mapping=True, verbose=False)
-    ids = list(encoding["input_ids"])
-    mask = [any(start < hi and lo < end for lo, hi in spans) for start, end in encoding["offset_mapping"]]
-    eos = tokenizer.eos_token_id
-    if not template and eos is not None:
+    rendered = _render(example, fmt, tokenizer)
+    ((ids, mask),) = _tokenise([rendered], tokenizer)
+    return _cut(rendered, ids, mask, tokenizer.eos_token_id, max_length, long_examples)
+
+
+def _tokenise(rendered: Sequence[_Rendered], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+    """Token ids of each text, and which of them are learned. All of them come from one format."""
+    import numpy as np
+
+    if not rendered:
+        return
+    encoding = tokenizer(
+        [one.text for one in rendered],
+        add_special_tokens=not rendered[0].template,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    for one, ids, offsets in zip(rendered, encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        offset_T2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        mask_T = np.zeros(len(ids), dtype=bool)
+        for low, high in one.spans:
+            mask_T |= (offset_T2[:, 0] < high) & (low < offset_T2[:, 1])
+        yield list(ids), mask_T.tolist()
+
+
+def _cut(
+    one: _Rendered, ids: list[int], mask: list[bool], eos: int | None, max_length: int, long_examples: str
+) -> list[TokenSequence]:
+    """The sequences of one text."""
+    if not one.template and eos is not None:
         if not ids or ids[-1] != eos:
             ids, mask = [*ids, eos], [*mask, True]
         mask[-1] = True
@@ -219,88 +301,6 @@ def dataset_name(data: DataConfig) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
-def _read(source: str, data: DataConfig, split: str, cache_dir: Path) -> list[dict[str, Any]]:
-    if builtin.is_builtin(source):
-        try:
-            path = builtin.path(source)
-        except KeyError as error:
-            raise DataError(str(error.args[0])) from None
-    else:
-        path = Path(source)
-    suffix = path.suffix.lower()
-    try:
-        if path.is_file() and suffix in {".jsonl", ".ndjson", ".json"}:
-            return list(_read_json_lines(path))
-        if path.is_file() and suffix in {".csv", ".tsv"}:
-            with open(path, encoding="utf-8", newline="") as file:
-                return list(csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ","))
-        if path.is_file() and suffix == ".parquet":
-            from pyarrow import parquet
-
-            rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-            return rows
-    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
-        # The message of the parser may quote the row; its type does not.
-        raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).") from None
-    if path.is_dir():
-        return _read_directory(path, split, cache_dir)
-    if suffix in {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"} or path.is_file() or source.count("/") != 1:
-        known = "a jsonl, csv or parquet file, a directory of datasets, or a Hub id"
-        reason = "is of no known kind" if path.exists() else "no such file"
-        raise DataError(f"{source}: {reason}. data.train and data.eval take {known}.")
-    return _read_hub(source, data.revision, split, cache_dir)
-
-
-def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError:
-                raise DataError(f"{path}: line {number} is not valid JSON; one object a line is expected.") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}: line {number} holds no JSON object; one object a line is expected.")
-            yield row
-
-
-def _read_directory(path: Path, split: str, cache_dir: Path) -> list[dict[str, Any]]:
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            loaded = datasets.load_dataset(str(path), cache_dir=str(cache_dir))
-        if isinstance(loaded, dict):
-            if split not in loaded:
-                raise DataError(f"{path}: has no split {split!r}; it has {', '.join(loaded)}. Set data.train_split.")
-            loaded = loaded[split]
-        rows: list[dict[str, Any]] = loaded.to_list()
-    except DataError:
-        raise
-    except Exception as error:  # datasets raises many kinds, and its messages may quote rows
-        raise DataError(f"{path}: cannot be read as a directory of datasets ({type(error).__name__}).") from None
-    return rows
-
-
-def _read_hub(source: str, revision: str | None, split: str, cache_dir: Path) -> list[dict[str, Any]]:
-    # datasets would keep the downloaded files in the user's shared Hub cache; a snapshot into our own folder does not.
-    from huggingface_hub import snapshot_download
-
-    target = cache_dir / "hub" / source.replace("/", "--")
-    try:
-        snapshot_download(source, repo_type="dataset", revision=revision, local_dir=target)
-    except Exception as error:
-        raise DataError(
-            f"{source}: no such file, and the Hub gave no dataset of that name ({type(error).__name__}). "
-            "Check the spelling and the network, or set data.train and data.eval to local files."
-        ) from None
-    return _read_directory(target, split, cache_dir)
-
-
 def _rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     given = {name: row[column] for name, column in columns.items() if column in row}
     return {**row, **given}
@@ -327,17 +327,24 @@ def _row_hash(row: Mapping[str, Any]) -> bytes:
     return hashlib.blake2b(text.encode(), key=b"dpllm rows of a unit", digest_size=16).digest()
 
 
-def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> tuple[str, list[tuple[int, int]], bool]:
+class _Rendered(NamedTuple):
     """The text of an example, the character spans that are learned, and whether a chat template made it."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    template: bool
+
+
+def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> _Rendered:
     if fmt == "text":
         text = example["text"]
-        return text, [(0, len(text))], False
+        return _Rendered(text, [(0, len(text))], False)
     if fmt == "prompt_completion":
         prompt, completion = example["prompt"], example["completion"]
         # As a person would write it: one space, unless the data bring their own separator.
         joined = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
         text = prompt + joined + completion
-        return text, [(len(prompt), len(text))], False
+        return _Rendered(text, [(len(prompt), len(text))], False)
     messages = example["messages"]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -362,4 +369,4 @@ def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> tuple[st
         ) from None
     if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
         raise DataError("the chat template gives overlapping turns; use format prompt_completion.")
-    return text, spans, True
+    return _Rendered(text, spans, True)

@@ -42,6 +42,15 @@ class BudgetExceeded(Refused):
     """The run would spend more of a dataset's privacy budget than remains."""
 
 
+class EndedElsewhere(DpllmError):
+    """Another process of the run failed, and rank 0 has said why; this one ends with the same exit code, silently."""
+
+    def __init__(self, exit_code: int) -> None:
+        """``exit_code`` is that of the process that failed."""
+        super().__init__("another process of the run failed; rank 0 says why")
+        self.exit_code = exit_code
+
+
 class AuditContradiction(DpllmError):
     """An audit or a verification contradicts the stated guarantee."""
 

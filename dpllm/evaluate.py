@@ -9,6 +9,7 @@ Shape suffixes: R sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -45,6 +46,8 @@ def held_out_loss(
 ) -> HeldOut:
     """Mean negative log-likelihood per target token, and next-token accuracy, in one pass.
 
+    All ranks make the same number of forward passes, because a sharded model is gathered by all of them in each.
+
     Args:
         model: Any causal LM; put into eval mode and back.
         sequences: Tokenised examples.
@@ -61,15 +64,17 @@ def held_out_loss(
     training = model.training
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
-    with torch.inference_mode(), autocast():  # type: ignore[attr-defined]
-        for start in range(0, len(mine), batch_size):
+    longest_share = math.ceil(len(sequences) / world)
+    # Not inference_mode: what a sharded model gathers first under it could never be used in a backward pass.
+    with torch.no_grad(), autocast():  # type: ignore[attr-defined]
+        for start in range(0, longest_share, batch_size):
             units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
-            batch = collate(units, pad_id=0).to(device)
+            batch = collate(units, pad_id=0, dummy_rows=0 if units else 1).to(device)
             logits_RTV = model(
                 input_ids=batch.input_ids_RT, attention_mask=batch.attention_mask_RT, use_cache=False
             ).logits
             tokens_R = batch.loss_mask_RT.sum(dim=1)
-            loss_R = sequence_losses(logits_RTV, batch.input_ids_RT, batch.loss_mask_RT, tokens_R.float())
+            loss_R = sequence_losses(logits_RTV, batch.input_ids_RT, batch.loss_mask_RT, tokens_R.float().clamp(min=1))
             hit_RT = (logits_RTV[:, :-1].argmax(dim=-1) == batch.input_ids_RT[:, 1:]) & batch.loss_mask_RT[:, 1:]
             sums = (loss_R.double() * tokens_R).sum(), tokens_R.double().sum(), hit_RT.sum().double()
             totals += torch.stack(sums).cpu()

@@ -22,7 +22,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from dpllm import builtin
+from dpllm import builtin, fitting, ranks, sharding
 from dpllm.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig
 from dpllm.errors import ConfigError, Refused
 
@@ -90,11 +90,13 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_base(model: ModelConfig, device: torch.device, *, force_float32: bool = False) -> Any:
-    """The base model on its device, with nothing trainable.
+def load_base(
+    model: ModelConfig, device: torch.device, *, force_float32: bool = False, stay_on_cpu: bool = False
+) -> Any:
+    """The base model on its device, with nothing trainable; on the CPU, but of the device's type, with ``stay_on_cpu``.
 
     Raises:
-        ConfigError: It cannot be found or is no causal language model, or quantization has no library.
+        ConfigError: It cannot be found, is no causal language model or does not fit, or quantization has no library.
     """
     if model.dtype != "auto":
         dtype: Any = DTYPES[model.dtype]
@@ -106,10 +108,13 @@ def load_base(model: ModelConfig, device: torch.device, *, force_float32: bool =
         arguments["device_map"] = {"": device}
     try:
         base: Any = transformers.AutoModelForCausalLM.from_pretrained(source(model.name_or_path), **arguments)
+        base.requires_grad_(False)
+        _keep_layout(base)
+        return base if model.quantization or stay_on_cpu else base.to(device)
     except Exception as error:
+        if fitting.out_of_memory(error):
+            raise fitting.base_does_not_fit(model) from None
         raise _not_found(model, "causal language model", error) from None
-    base.requires_grad_(False)
-    return base if model.quantization else base.to(device)
 
 
 def check_length(config: RunConfig, net: Any) -> None:
@@ -134,21 +139,32 @@ def build(config: RunConfig, device: torch.device) -> Any:
         device: Where it lives.
 
     Returns:
-        A PeftModel or a transformers model, in training mode; what trains is float32.
+        A PeftModel or a transformers model, in training mode; what trains is float32. Where the launcher asks for it, its
+        frozen weights are sharded over the ranks, which must all be here.
 
     Raises:
-        ConfigError: The adapter matches nothing.
+        ConfigError: The adapter matches nothing, or would train weights that are packed in few bits.
+        Refused: The model cannot be sharded, or its 8-bit products couple rows.
     """
+    sharded = sharding.requested()
+    if sharded:
+        sharding.check(config)
     torch.manual_seed(config.train.seed)
     adapter = config.adapter
     # Autocast lets float32 blocks read a low-precision base; without it both must be float32.
     frozen_float32 = isinstance(adapter, FrozenConfig) and config.train.precision in {"auto", "fp32"}
-    model = load_base(config.model, device, force_float32=frozen_float32)
+    with sharding.loading() if sharded else contextlib.nullcontext():
+        model = load_base(config.model, device, force_float32=frozen_float32, stay_on_cpu=sharded)
+    if ranks.several() and not sharded:  # of a sharded one, while it moves to its devices
+        ranks.check_equal({"the fingerprint of the loaded weights": f"{ranks.fingerprint(model.parameters()):x}"})
+    _check_outliers(model)
     model = _add_lora(model, adapter, config) if isinstance(adapter, LoraConfig) else _unfreeze(model, adapter)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     _checkpoint(model, config)
+    if sharded:
+        sharding.shard(model, blocks(model)[0], device)
     return model.train()
 
 
@@ -298,6 +314,8 @@ def _check_modules_to_save(model: Any, adapter: LoraConfig) -> None:
             raise ConfigError(
                 f"adapter.modules_to_save: {wanted!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
             )
+        for name in found:
+            _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
         targets = _linear_names(model) if adapter.target_modules == "auto" else adapter.target_modules
         if not isinstance(targets, str) and wanted in targets:
             raise ConfigError(
@@ -340,6 +358,7 @@ def _unfreeze(model: Any, adapter: FrozenConfig) -> Any:
             )
         chosen.append(head)
     for module in chosen:
+        _refuse_packed(module, "adapter.method: frozen")
         module.requires_grad_(True)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("nothing trains: set adapter.last_blocks to 1 or more, or adapter.final_norm: true.")
@@ -354,9 +373,43 @@ def _quantization(bits: str, dtype: Any) -> Any:
             f"model.quantization {bits} needs bitsandbytes, which is not installed. Type: pip install 'dpllm[quant]'"
         ) from None
     if bits == "8bit":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+        # The default of 6 takes columns out of the 8-bit product wherever any token of the batch is that large.
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def _keep_layout(base: Any) -> None:
+    """Keeps 4-bit weights as they were loaded; nothing to do where there are none.
+
+    In evaluation on a CPU with AVX512-BF16, bitsandbytes 0.50 packs them anew for a kernel that no gradient passes, and later
+    training goes through it too. Can go when Linear4bit.forward unpacks them for training.
+    """
+    for module in base.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False
+
+
+def _check_outliers(model: Any) -> None:
+    """Refuses LLM.int8() with its outlier columns, which a checkpoint may bring along.
+
+    Raises:
+        Refused: One row's activations would decide in which precision other rows are computed.
+    """
+    settings = getattr(model.config, "quantization_config", None)
+    if getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 0.0) > 0:
+        raise Refused(
+            "the checkpoint is quantised to 8 bits with outlier columns, which all rows of a batch share, so one row would "
+            "change what other rows add, unclipped. Use the unquantised checkpoint with model.quantization: 8bit or 4bit."
+        )
+
+
+def _refuse_packed(module: nn.Module, who: str) -> None:
+    if any(not parameter.is_floating_point() for parameter in module.parameters()):
+        raise ConfigError(
+            f"{who} trains whole weights, and these are packed in few bits, which no gradient can move. Give them adapters "
+            "(adapter.method: lora, adapter.target_modules), or use the unquantised checkpoint and model.quantization: null."
+        )
 
 
 def _not_found(model: ModelConfig, kind: str, error: Exception) -> ConfigError:

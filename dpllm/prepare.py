@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,15 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
-from torch import distributed
 
-from dpllm import checkpoint, data, ledger, lineage, model, telemetry
+from dpllm import checkpoint, data, fitting, ledger, lineage, model, ranks, telemetry, tokens
 from dpllm.audit import canaries
 from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.planting.source import ModelSource
 from dpllm.audit.scores import encode_secret
 from dpllm.config import RunConfig, TrainConfig, dump_config
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.groups import each_row
 from dpllm.ledger import protect
 from dpllm.ledger.reserving import take
 from dpllm.privacy import accounting, guards
@@ -34,6 +34,7 @@ from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
 from dpllm.privacy.noise import key_bits, os_entropy
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.ranks import salted, shared
 from dpllm.resume import Standing, check_promise, make_up, same_recipe, stand
 from dpllm.rundir import RunDir, read_json, write_json
 
@@ -46,7 +47,7 @@ class Prepared:
     run: RunDir
     schedule: Schedule
     plan: Plan | None
-    units: list[data.Unit | None]
+    units: Sequence[data.Unit | None]
     held_out: list[data.TokenSequence]
     tokenizer: Any
     model: Any
@@ -58,6 +59,7 @@ class Prepared:
     ledger: ledger.Ledger | None
     claims: tuple[tuple[str, int], ...]
     first_step: int
+    physical_batch_size: int
     notes: list[str]
     lineage: dict[str, Any] | None
 
@@ -74,7 +76,7 @@ def prepare(
 ) -> Prepared:
     """Data, custody, Plan, model, self-check, and last of all the reservation, unless ``entry`` names one made before."""
     run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
-    if resume:
+    if resume and state.is_main_process:
         same_recipe(config, run)
     cache = run.private / "cache"
     table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
@@ -136,13 +138,16 @@ def _prepare(
     else:
         console.print(f"[bold]No differential privacy[/]: {schedule.num_steps} steps")
 
-    units: list[data.Unit | None] = list(data.encode_units(groups, table.format, tokenizer, config.data))
+    units = tokens.make_units(table, groups, tokenizer, config.data, cache)
     if canary_plan:
         for candidate in (*canary_plan.canaries, *canary_plan.references):  # found by the audit, it would be paid for
             encode_secret(candidate, table.format, tokenizer, config.data.max_length, config.data.long_examples)
+        slots: list[data.Unit | None] = []
         for slot in canaries.slots(canary_plan, config.data):
             rows = [canary.example(table.format) for canary in slot]
-            units += data.encode_units([rows], table.format, tokenizer, config.data) if rows else [None]
+            slots += data.encode_units([rows], table.format, tokenizer, config.data) if rows else [None]
+        units = units.with_slots(slots)
+    ranks.check_equal({"the training data, as tokens,": salted(units.digest)})
     held_out = _held_out(config, tokenizer, cache)
     net = model.build(config, state.device)
     guards.check_model(net)
@@ -171,12 +176,13 @@ def _prepare(
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
+    physical_batch_size = fitting.resolve(engine, config, len(tokenizer), state.device, world=state.num_processes)
     low = precision is not None or config.model.quantization is not None
     low = low or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
     error = engine.self_check(
         len(tokenizer),
         config.data.max_length,
-        physical_batch_size=config.train.physical_batch_size,
+        physical_batch_size=physical_batch_size,
         low_precision=low,
     )
     if plan and low:
@@ -186,7 +192,8 @@ def _prepare(
 
     first_step, notes, claims = 0, custody.deviations(), ()
     if standing:
-        saved = checkpoint.load_resume(run, net, optimizer)
+        saved = shared(checkpoint.load_resume(run, net, optimizer) if state.is_main_process else {})
+        ranks.replicate(optimizer, list(engine.parameters.values()))
         first_step, claims = standing.charged, standing.claims
         notes += [note for note in (*standing.notes, *saved["notes"]) if note not in notes]
         engine.max_grad_norm = saved.get("max_grad_norm", engine.max_grad_norm)
@@ -202,7 +209,7 @@ def _prepare(
         claims = shared((_reserve(plan, run, book, custody, entry),) if book else None)
     if state.is_main_process:
         if not resume:
-            run.clear()
+            run.clear(keep=units.path)
             run.make()
             run.config.write_text(dump_config(config), encoding="utf-8")
             if canary_plan:
@@ -213,7 +220,7 @@ def _prepare(
     sampler = PoissonSampler(schedule, len(units), sampling_key, secure=secure)
     return Prepared(
         config, run, schedule, plan, units, held_out, tokenizer, net, optimizer, engine, autocast, sampler,
-        custody, book if plan else None, claims, first_step, notes, ancestry,
+        custody, book if plan else None, claims, first_step, physical_batch_size, notes, ancestry,
     )  # fmt: skip
 
 
@@ -357,7 +364,7 @@ def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> list[data.Token
     if config.data.eval is None:
         return []
     table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
-    units = data.encode_units([[row] for row in table.rows], table.format, tokenizer, config.data, name=table.name)
+    units = data.iter_units(each_row(table.rows), table.format, tokenizer, config.data, name=table.name)
     return [sequence for unit in units for sequence in unit.sequences]
 
 
@@ -389,12 +396,3 @@ def _show_trainable(net: torch.nn.Module, console: Console) -> None:
         "all", str(sum(row[1] for row in rows)), f"{sum(row[2] for row in rows):,} of {total:,}", style="bold"
     )
     console.print(table)
-
-
-def shared(value: Any) -> Any:
-    """Rank 0's value on every rank."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return value
-    box = [value]
-    distributed.broadcast_object_list(box, src=0)
-    return box[0]

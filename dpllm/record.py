@@ -69,6 +69,7 @@ def write_record(
         "training_digest": recipe.of_training(p.config),
         "plan_digest": digest(read_json(p.run.plan)) if p.plan else None,
         "steps_taken": step,
+        "physical_batch_size": p.physical_batch_size,
         "epsilon_spent": p.plan.epsilon if p.plan else None,
         "delta": p.plan.delta if p.plan else None,
         "ledger": _ledger_record(p),

@@ -19,7 +19,10 @@ from dpllm.ledger.protect import Custody
 from dpllm.privacy.plan import Plan
 from dpllm.rundir import RunDir, read_json
 
-MAY_CHANGE = {"train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "card", "telemetry"}
+MAY_CHANGE = {
+    *("train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "train.process_timeout"),
+    *("card", "telemetry"),
+}
 WITH_STEPS = {
     "num_steps",
     "event",
@@ -157,7 +160,7 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
         Refused: A key differs that the run's promise or its record depends on.
     """
     saved = run.load_config()
-    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
     # The saved recipe names the format that was found.
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     changed = [key for key in changed if not (key == "data.format" and now[key] == "auto")]
@@ -169,14 +172,15 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
         )
 
 
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dictionary as one of dotted keys; groups and columns, which are values, stay whole."""
+    found: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, dict) and key not in {"groups", "columns"}:
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            found[prefix + key] = value
+    return found
 
 
 def _cut(run: RunDir, problem: str) -> Refused:

@@ -116,15 +116,16 @@ class RunDir:
         self.private.mkdir(parents=True, exist_ok=True)
         self.private.chmod(0o700)
 
-    def clear(self) -> None:
+    def clear(self, keep: Path | None = None) -> None:
         """Removes what a run writes and nothing else: the ledger, say, may lie in the same directory.
 
         The canaries go first: where no config.yaml stands beside them, they count as planned for a run that is to come.
+        ``keep`` is a directory in private/ that the run that is to come reads already.
         """
         for path in (self.canaries, self.config, self.plan, self.run):
             path.unlink(missing_ok=True)
         for directory in (self.export, self.private):
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory, keep)
 
     def load_config(self) -> RunConfig:
         """The resolved recipe of an existing run.
@@ -135,6 +136,18 @@ class RunDir:
         if not self.config.exists():
             raise ConfigError(f"{self.root}: holds no run (no config.yaml). Type the output_dir of a run.")
         return load_config(self.config)
+
+
+def _remove(directory: Path, keep: Path | None) -> None:
+    """Removes a directory and all in it, but what is kept and the way there."""
+    if keep is None or not keep.is_relative_to(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+    elif directory != keep:
+        for part in directory.iterdir():
+            if part.is_dir() and not part.is_symlink():
+                _remove(part, keep)
+            else:
+                part.unlink()
 
 
 def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dpllm import data
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError, DpllmError
+from dpllm.groups import each_row
 from dpllm.report.comparison.sides import HELD_OUT, TASKS
 from dpllm.rundir import RunDir, read_json, write_json
 
@@ -107,9 +108,7 @@ def _losses(run: RunDir, config: RunConfig, base: bool) -> Json:
 
     models = load_models(run, config)
     table = data.load_table(str(config.data.eval), config.data, config.data.eval_split, run.private / "cache")
-    units = data.encode_units(
-        [[row] for row in table.rows], table.format, models.tokenizer, config.data, name=table.name
-    )
+    units = data.encode_units(each_row(table.rows), table.format, models.tokenizer, config.data, name=table.name)
     expected = read_json(run.private / "summary.json").get("eval_tokens")
     if expected not in (None, sum(sum(sequence.loss_mask) for unit in units for sequence in unit.sequences)):
         raise ConfigError("the evaluation data are no longer those of its training. Put the file of that time back.")

@@ -9,31 +9,37 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import distributed
 
-from dpllm import checkpoint, environment, evaluate
+from dpllm import checkpoint, environment, evaluate, fitting, ranks, tokens
 from dpllm.config import RunConfig, TrainConfig
 from dpllm.errors import ConfigError, Refused
+from dpllm.fate import Watch, one_fate
 from dpllm.ledger import Ledger
 from dpllm.prepare import Prepared, prepare
 from dpllm.privacy import guards
-from dpllm.privacy.sampling import physical_batches
+from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.record import Summary, may_tell, write_record
+from dpllm.resume import flat
 from dpllm.rundir import RunDir, check_directory, read_json, write_json
 from dpllm.telemetry import EpsilonSpent, Telemetry
+
+T = TypeVar("T")
+COMPARE_EVERY = 50  # steps after which the ranks compare their weights; also at every stop and at the end
+PLACES = {"output_dir", "data.train", "data.eval", "model.name_or_path", "privacy.ledger", "telemetry.textfile"}
 
 
 def train(
@@ -63,13 +69,23 @@ def train(
         ConfigError: The recipe or the data cannot be used (exit code 2).
         Refused: A guard or the ledger's budget refuses (exit code 3).
     """
-    state = process_state()
+    state = ranks.join()
     console = console or Console(quiet=not state.is_main_process)
     run = RunDir(Path(config.output_dir))
     guards.check_modes(config)
-    check_directory(config, run, resume=resume, overwrite=overwrite)  # before anything is made
-    with run.locked() if state.is_main_process else contextlib.nullcontext():
-        return _train(config, run, state, console, resume, overwrite, make_up_lost_steps, entry)
+    with one_fate(config.train.process_timeout) as watch:
+        ranks.check_equal(environment.versions() | _settings(config))
+        if state.num_processes > config.train.batch_size:
+            raise ConfigError(
+                f"{state.num_processes} processes share an expected batch of {config.train.batch_size} units, so that some would "
+                f"mostly wait. Start at most {config.train.batch_size}, or raise train.batch_size."
+            )
+        if not state.is_main_process:  # rank 0 alone reads and writes the run directory
+            return _train(config, run, state, console, resume, make_up_lost_steps, entry, watch)
+        check_directory(config, run, resume=resume, overwrite=overwrite)  # before anything is made
+        with run.locked():
+            check_directory(config, run, resume=resume, overwrite=overwrite)
+            return _train(config, run, state, console, resume, make_up_lost_steps, entry, watch)
 
 
 def _train(
@@ -78,11 +94,10 @@ def _train(
     state: PartialState,
     console: Console,
     resume: bool,
-    overwrite: bool,
     make_up_lost_steps: bool,
     entry: str | None,
+    watch: Watch,
 ) -> dict[str, Any]:
-    check_directory(config, run, resume=resume, overwrite=overwrite)
     torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
     started = time.time()
     environment.reset_peak_memory()
@@ -97,26 +112,19 @@ def _train(
                 write_json(run.run, {"status": "refused", "guarantee": reason, "steps_taken": 0})
             raise
         with prepared.ledger or contextlib.nullcontext():
-            return _run(prepared, state, console, started, telemetry)
+            return _run(prepared, state, console, started, telemetry, watch)
 
 
-def process_state() -> PartialState:
-    """This process's place among its ranks: device, rank, world size.
-
-    Raises:
-        ConfigError: The launcher started several processes that found no group; each would train alone, and charge.
-    """
-    state = PartialState(cpu=not torch.accelerator.is_available())  # without cpu, accelerate starts no gloo group
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != state.num_processes:
-        raise ConfigError(
-            f"the launcher started {started} processes, but they form a group of {state.num_processes}: each would train and "
-            "charge the ledger alone. Use a launch file of recipes/accelerate/, or one process."
-        )
-    return state
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """The recipe key by key, as the ranks compare it; places may differ from machine to machine."""
+    return {
+        f"the recipe's {key}": value for key, value in flat(config.model_dump(mode="json")).items() if key not in PLACES
+    }
 
 
-def _run(p: Prepared, state: PartialState, console: Console, started: float, telemetry: Telemetry) -> dict[str, Any]:
+def _run(
+    p: Prepared, state: PartialState, console: Console, started: float, telemetry: Telemetry, watch: Watch
+) -> dict[str, Any]:
     """The loop, and what is written when it ends, whichever way it ends."""
     main, step, summary, epsilon_after = state.is_main_process, p.first_step, Summary(), EpsilonSpent(p.plan)
     if main:  # what run.json says if the process is killed
@@ -127,7 +135,7 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float, tel
         telemetry.evaluated(step, summary.before, summary.accuracy_before)
         if p.config.data.eval_public and summary.before is not None and not p.first_step:
             console.print(f"Held-out loss before: {summary.before:.4f} nats per token")
-        for step in _loop(p, state, console, telemetry, epsilon_after):
+        for step in _loop(p, state, console, telemetry, epsilon_after, watch):
             settings = p.config.train
             if settings.eval_every and step % settings.eval_every == 0 and step < p.schedule.num_steps:
                 loss, accuracy = _evaluate(p, state)
@@ -163,37 +171,70 @@ def _run(p: Prepared, state: PartialState, console: Console, started: float, tel
         elif summary.after is not None:  # un-noised, and standard output goes into job logs
             console.print(f"Held-out loss, which is private: {p.run.private / 'summary.json'}")
         console.print(f"[bold]{status}[/] after {step} of {p.schedule.num_steps} steps: {p.run.root}")
-    state.wait_for_everyone()
-    return read_json(p.run.run)
+    record: dict[str, Any] = ranks.shared(read_json(p.run.run) if main else {})
+    if (
+        record["status"] == "completed" and state.is_local_main_process
+    ):  # a copy of private text that nobody reads again
+        shutil.rmtree(p.run.private / "cache" / tokens.FOLDER, ignore_errors=True)
+    return record
 
 
 def _loop(
-    p: Prepared, state: PartialState, console: Console, telemetry: Telemetry, epsilon_after: EpsilonSpent
+    p: Prepared, state: PartialState, console: Console, telemetry: Telemetry, epsilon_after: EpsilonSpent, watch: Watch
 ) -> Iterator[int]:
     """One logical batch after the other; yields the number of steps executed so far."""
-    rank, world, main = state.process_index, state.num_processes, state.is_main_process
-    pad_id = p.tokenizer.pad_token_id if p.tokenizer.pad_token_id is not None else 0
+    world, main = state.num_processes, state.is_main_process
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _stop_signal() as stopping, Progress(*columns, console=console, disable=not main) as progress:
+    left = p.schedule.num_steps - p.first_step
+    with (
+        _stop_signal() as stopping,
+        Progress(*columns, console=console, disable=not main) as progress,
+        contextlib.closing(ahead(partial(_next_batches, p, state), left)) as prepared,
+    ):
         task = progress.add_task("training", total=p.schedule.num_steps, completed=p.first_step)
+        stop = ranks.totals(len(stopping))[0]
         for step in range(p.first_step, p.schedule.num_steps):
-            if _any_rank(bool(stopping), state):
+            if stop:
                 return
+            watch.step(step + 1)
             rate = learning_rate(p.config.train, step, p.schedule.num_steps)
             for group in p.optimizer.param_groups:
                 group["lr"] = rate
-            drawn = p.sampler.draw()
-            batches = physical_batches(drawn, p.units, p.config.train.physical_batch_size, pad_id, rank, world)
+            batches = next(prepared)
             if p.ledger:
                 _charge(p, p.ledger, step + 1)  # written before the update exists
-            diagnostics = p.engine.step(batches)
-            loss = diagnostics.loss if math.isfinite(diagnostics.loss) else None
-            private = {"step": step + 1, "loss": loss, "units": diagnostics.units, "clipped": diagnostics.clipped}
+            with fitting.explained(p.config, p.physical_batch_size):
+                mine = p.engine.step(batches)
+            stop, loss, units, clipped = ranks.totals(len(stopping), mine.loss_sum, mine.units, mine.clipped)
+            if world > 1 and ((step + 1) % COMPARE_EVERY == 0 or stop or step + 1 == p.schedule.num_steps):
+                ranks.check_same_weights(p.engine.parameters.values(), step + 1)
+            mean = loss / units if units and math.isfinite(loss) else None
+            private = {"step": step + 1, "loss": mean, "units": int(units), "clipped": int(clipped)}
             released = p.engine.released()
             _log(p, state, {**private, "released": released})
             telemetry.step(step + 1, epsilon_after(step + 1), rate, released, private)
             progress.update(task, completed=step + 1, description=epsilon_after.words(step + 1))
+            watch.rest()
             yield step + 1
+
+
+def _next_batches(p: Prepared, state: PartialState) -> list[PhysicalBatch]:
+    """This rank's part of the next logical batch."""
+    pad_id = p.tokenizer.pad_token_id if p.tokenizer.pad_token_id is not None else 0
+    rank, world = state.process_index, state.num_processes
+    found = physical_batches(p.sampler.draw(), p.units, p.physical_batch_size, pad_id, rank, world)
+    return [batch.pinned() for batch in found] if state.device.type == "cuda" else found
+
+
+def ahead(make: Callable[[], T], times: int) -> Generator[T]:
+    """What ``make`` returns, so many times; the next is made in a thread while the caller works on the last."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        waiting = thread.submit(make) if times else None
+        for number in range(times):
+            assert waiting is not None
+            made = waiting.result()
+            waiting = thread.submit(make) if number + 1 < times else None
+            yield made
 
 
 def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
@@ -247,7 +288,7 @@ def _evaluate(p: Prepared, state: PartialState) -> tuple[float | None, float | N
     """Held-out loss and next-token accuracy; None for what there is not."""
     if not p.held_out:
         return None, None
-    size, rank, world = 4 * p.config.train.physical_batch_size, state.process_index, state.num_processes
+    size, rank, world = 4 * p.physical_batch_size, state.process_index, state.num_processes
     found = evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)
     loss = found.loss if math.isfinite(found.loss) else None  # of a run that diverged; JSON has no word for it
     return loss, found.accuracy
@@ -257,14 +298,6 @@ def _log(p: Prepared, state: PartialState, values: dict[str, Any]) -> None:
     if state.is_main_process:
         with open(p.run.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps({**values, "time": round(time.time(), 2)}) + "\n")
-
-
-def _any_rank(flag: bool, state: PartialState) -> bool:
-    if state.num_processes == 1:
-        return flag
-    tensor = torch.tensor(int(flag), device=state.device)
-    distributed.all_reduce(tensor)
-    return bool(tensor)
 
 
 @contextlib.contextmanager

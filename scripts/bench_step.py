@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import os
 import re
 import statistics
@@ -31,8 +32,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as dpllm.cli does; spinning threads would count as CPU time
 
+import scaling
 import torch
 import transformers
+from _machine import commit, matrix_rate
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
@@ -73,18 +76,14 @@ NOTES = {
     "second step in a process of its own, less what the process held before the model was built.",
     "allocator": "CPU: timed with MALLOC_MMAP_MAX_=0 and no trimming (scripts/bench_step sets it), so that freed memory stays "
     "with the process; memory is measured with the opposite.",
+    "limit": "LoRA: FLOPs of the step as scripts/scaling.py counts them, over matrix_flops_per_s, the best rate of one product "
+    "of the model's width and inner width with these tokens, in the precision of the base, measured before and after.",
     "precision": "CUDA: bf16 autocast over a base in bf16 (lora) or float32 (frozen), as dpllm trains. CPU: float32.",
 }
 
 
-KEYS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
+KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size")
+KEYS += ("num_attention_heads", "num_key_value_heads", "vocab_size")
 SHAPES: dict[str, dict[str, Any]] = {  # of Llama-like models
     "tiny": dict(zip(KEYS, (2, 32, 48, 2, 2, 64), strict=True)),
     "cpu": dict(zip(KEYS, (6, 512, 1376, 8, 8, 32_000), strict=True)),
@@ -275,6 +274,8 @@ def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> 
     warm_up = random_batches(shape, 1, 8, 1, bench.device)
     found: dict[str, dict[str, Any]] = {name: {"error": None, **{raw: [] for raw in RAW}} for name in names}
     for repetition in range(options.repetitions + 1):
+        if repetition > 1 and time.monotonic() > options.deadline:
+            break
         start = repetition % len(names)
         for name in names[start:] + names[:start]:
             if found[name]["error"]:
@@ -294,6 +295,8 @@ def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> 
                 found[name].update(memory_alone(case | {"variant": name}, options))
     for values in found.values():
         values["median_s"] = statistics.median(values["time_s"]) if values["time_s"] else None
+        tokens = options.physical_batches * case["rows"] * case["length"]
+        values["tokens_per_s"] = tokens / values["median_s"] if values["time_s"] else None
         for short, raw in zip(("time", "cpu_time", "memory"), RAW, strict=True):
             values[f"{short}_ratio"] = ratio(values, found["non_private"], raw)
     return found
@@ -346,6 +349,16 @@ def ratio(over: dict[str, Any], under: dict[str, Any], raw: str) -> float | None
     return statistics.median(ratios) if ratios else None
 
 
+def limit(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """What no step of this configuration can be faster than: its products at the rate that this device was seen to reach."""
+    shape, tokens = scaling.Shape(*SHAPES[options.shape].values()), case["rows"] * case["length"]
+    each = scaling.flops_per_token(shape, case["length"], checkpointing=case["checkpointing"])
+    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
+    rate = matrix_rate(bench.device, dtype, tokens, shape.width, shape.inner)
+    flops = options.physical_batches * tokens * each
+    return {"flops": flops, "matrix_flops_per_s": rate, "limit_s": flops / rate}
+
+
 def bars(result: dict[str, Any], *, memory: bool) -> list[dict[str, Any]]:
     """The bars between the variants of one configuration; ``met`` is None where a side has no numbers."""
     lora, rows = result["method"] == "lora", []
@@ -376,13 +389,24 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def table_of(result: dict[str, Any]) -> Table:
     table = Table("variant", title=label(result), title_justify="left")
-    for column in ("median s", "min s", "max s", "time ratio", "CPU-time ratio", "peak MB", "memory ratio"):
+    for column in (
+        "median s",
+        "min s",
+        "max s",
+        "tokens/s",
+        "of limit",
+        "time ratio",
+        "CPU ratio",
+        "peak MB",
+        "mem. ratio",
+    ):
         table.add_column(column, justify="right")
     for name, v in result["variants"].items():
         times = [number(how(v["time_s"])) if v["time_s"] else "-" for how in (statistics.median, min, max)]
         megabytes = number(max(v["peak_memory_bytes"], default=0) / 1e6 or None, 0)
         ratios = [number(v[key]) for key in ("time_ratio", "cpu_time_ratio", "memory_ratio")]
-        table.add_row(name, *times, *ratios[:2], megabytes, ratios[2])
+        share = number(result["limit_s"] / v["median_s"], 2) if v["median_s"] and "limit_s" in result else "-"
+        table.add_row(name, *times, number(v["tokens_per_s"], 0), share, *ratios[:2], megabytes, ratios[2])
     return table
 
 
@@ -393,15 +417,6 @@ def table_of_bars(rows: Sequence[dict[str, Any]]) -> Table:
         measured = number(row["measured"]), number(row["measured_cpu_time"])
         table.add_row(row["configuration"], row["what"], row["bar"], *measured, words[row["met"]])
     return table
-
-
-def commit() -> str | None:
-    """The commit that was measured, with -dirty if files had changed; None outside a clone."""
-    command = ["git", "--no-optional-locks", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
-        return done.stdout.strip() or None
-    return None
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -419,9 +434,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=7, help="timed ones; one more comes first")
     parser.add_argument("--physical-batches", type=int, default=2, help="in a logical step (default: 2)")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="no peak memory on a CPU")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds, after which one repetition of each is enough"
+    )
     parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/step-SHAPE-DATE.json)")
     parser.add_argument("--strict", action="store_true", help="exit code 1 unless every bar that was asked for is met")
     options = parser.parse_args(arguments)
+    options.deadline = time.monotonic() + options.limit
     options.lengths = options.lengths or ([16, 32] if options.shape == "tiny" else [256, 1024])
     extra = ["non_private", *options.variants, *(f"dpllm_{mode}" for mode in options.modes)]
     options.variants = list(dict.fromkeys(extra))  # the baseline always runs: ratios are over it
@@ -434,7 +453,7 @@ def main(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     device = torch.device(options.device)
     output = options.output or ROOT / "benchmarks" / f"step-{options.shape}-{started.date()}.json"
-    settings = {key: value for key, value in vars(options).items() if key != "output"}
+    settings = {key: value for key, value in vars(options).items() if key not in ("output", "deadline", "limit")}
     report: dict[str, Any] = {
         "schema_version": 1,
         "date": started.isoformat(timespec="seconds"),
@@ -453,7 +472,10 @@ def main(options: argparse.Namespace) -> int:
             for on in options.checkpointing:
                 rows = options.rows or max(1, TOKENS[options.shape] // length)
                 case = {"method": method, "length": length, "rows": rows, "checkpointing": on == "on"}
-                result = {**case, "variants": measure(bench, case, options)}
+                before = limit(bench, case, options) if method == "lora" else {}
+                result = {**case, "variants": measure(bench, case, options), **before}
+                if method == "lora":
+                    result = min(result, {**result, **limit(bench, case, options)}, key=lambda one: one["limit_s"])
                 report["results"].append(result)
                 report["bars"] += bars(result, memory=options.memory or device.type == "cuda")
                 console.print(table_of(result))

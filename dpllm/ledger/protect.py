@@ -6,6 +6,7 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -209,11 +210,7 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
         raise ConfigError(
             f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
         )
-    if unit != "example" and not all(unit in row for row in table.rows):
-        raise ConfigError(
-            f"{wanted.train}: has no column {unit!r} in every row, so no run could keep a budget per {unit!r}. Type --unit with "
-            "the column that says whose row it is, or example."
-        )
+    units = len(table.rows) if unit == "example" else _count_units(table, unit)
     for elsewhere in _other_ledgers(book):
         with elsewhere:
             other, share = _budgeted_in(table, elsewhere)
@@ -224,8 +221,20 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
                     dataset=other,
                     reason="outside_ledger",
                 )
-    units = len(table.rows) if unit == "example" else len({str(row[unit]) for row in table.rows})
     return fingerprint(table.rows, FIELDS[table.format], book.records.key()), units
+
+
+def _count_units(table: Table, unit: str) -> int:
+    """How many values a column has; by hash, since there may be as many as rows."""
+    found = set()
+    for row in table.rows:
+        if unit not in row:
+            raise ConfigError(
+                f"{table.name}: has no column {unit!r} in every row, so no run could keep a budget per {unit!r}. Type --unit "
+                "with the column that says whose row it is, or example."
+            )
+        found.add(hashlib.blake2b(str(row[unit]).encode(errors="surrogatepass"), digest_size=16).digest())
+    return len(found)
 
 
 def remember_ledger(book: Ledger) -> None:

@@ -23,8 +23,8 @@ class Batches:
         expected: B, the mean of the logical batch, in units.
         largest: The smallest number of units that a step exceeds with probability 0.1% at most.
         sequences_per_unit: With how many sequences one unit is counted.
-        physical_size: Sequences in one forward pass.
-        physical_expected: Physical batches of a logical batch of ``expected`` units.
+        physical_size: Sequences in one forward pass; None where a run finds it at its start.
+        physical_expected: Physical batches of a logical batch of ``expected`` units; None likewise.
         physical_largest: The same for ``largest`` units.
         assumption: In words, what is counted.
     """
@@ -32,9 +32,9 @@ class Batches:
     expected: int
     largest: int
     sequences_per_unit: int
-    physical_size: int
-    physical_expected: int
-    physical_largest: int
+    physical_size: int | None
+    physical_expected: int | None
+    physical_largest: int | None
     assumption: str
 
 
@@ -60,7 +60,8 @@ def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
         if whole
         else f"one sequence {'a row' if config.data.sampling == 'example' else 'a unit'}{longer}"
     )
-    size = config.train.physical_batch_size
+    named = config.train.physical_batch_size
+    size = None if named == "auto" else named
     expected = schedule.expected_batch_size
     largest = int(stats.binom.ppf(QUANTILE, schedule.dataset_size, schedule.sampling_rate))
     return Batches(
@@ -68,8 +69,8 @@ def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
         largest=largest,
         sequences_per_unit=per_unit,
         physical_size=size,
-        physical_expected=_physical(expected, per_unit, size),
-        physical_largest=_physical(largest, per_unit, size),
+        physical_expected=_physical(expected, per_unit, size) if size else None,
+        physical_largest=_physical(largest, per_unit, size) if size else None,
         assumption=assumption,
     )
 

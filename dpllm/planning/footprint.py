@@ -20,14 +20,15 @@ from typing import Any
 import torch
 import transformers
 
-from dpllm import model
+from dpllm import fitting, model
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.planning.batches import batches_of
 from dpllm.planning.tally import tally
 from dpllm.privacy import guards
-from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.head import TokenLosses
 from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.sampling import PhysicalBatch
 
 SECONDS = 0.15  # for each of the two measurements of the device
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -62,7 +63,8 @@ class Memory:
         unit_gradients: What is kept of each sequence's gradients until its norm is known: for R sequences of T tokens, the sum
             over trainable tensors of R min(i j, T (i + j)) float32 numbers, i j their size.
         activations: What the forward pass of R sequences of T tokens keeps for the backward pass.
-        logits: What the loss adds to that at its peak: R T V logits, their logarithms and their gradients.
+        logits: What the losses add to that at their peak: a chunk of logits where the head is frozen, R T V logits and
+            their gradients where it is not.
     """
 
     weights: int
@@ -94,6 +96,8 @@ class Footprint:
         seconds_per_step: flops over the rate of products, plus what other operations move over the bandwidth.
         seconds: The same for all T steps.
         speed: On which the seconds rest.
+        physical_batch_size: R, the sequences in one forward pass that memory and time are counted for.
+        found: R is what would fit on this machine, since the recipe says auto.
         basis: In words.
         refusals: What the model itself would refuse.
     """
@@ -108,6 +112,8 @@ class Footprint:
     seconds_per_step: float | None
     seconds: float | None
     speed: Speed | None
+    physical_batch_size: int | None
+    found: bool
     basis: str
     refusals: tuple[DpllmError, ...]
 
@@ -132,14 +138,19 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footp
     sigma = (plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier) if plan else None
     noise = sigma * plan.max_grad_norm / schedule.expected_batch_size if plan and sigma else None
     refusals = _refusals(config, net)
-    counted = _count(config, net)
+    named, free = config.train.physical_batch_size, None
+    counted = _count(config, net, 1 if named == "auto" else named)
+    rows = None if named == "auto" else named
+    if counted is not None and rows is None:
+        rows, free = _that_fit(config, _memory(config, net, counted, 1), device)
+        counted = _count(config, net, rows)
     memory, flops, seconds, speed = None, None, None, None
-    if counted is not None:
-        rows = batches_of(config, schedule)
-        sequences = rows.expected * rows.sequences_per_unit
-        share = sequences / config.train.physical_batch_size
-        speed = measure(device, dtype, config, net)
-        memory = _memory(config, net, counted)
+    if counted is not None and rows is not None:
+        sizes = batches_of(config, schedule)
+        sequences = sizes.expected * sizes.sequences_per_unit
+        share = sequences / rows
+        speed = measure(device, dtype, rows * config.data.max_length, net)
+        memory = _memory(config, net, counted, rows)
         flops = round(counted.flops * share)
         seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * size) / speed.bandwidth
     return Footprint(
@@ -153,7 +164,9 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footp
         seconds_per_step=seconds,
         seconds=seconds * schedule.num_steps if seconds else None,
         speed=speed,
-        basis=_basis(config, speed),
+        physical_batch_size=rows,
+        found=named == "auto",
+        basis=_basis(config, speed) + (_basis_of_auto(rows, free) if rows and free is not None else ""),
         refusals=refusals,
     )
 
@@ -194,16 +207,29 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
     return net.train()
 
 
-def measure(device: torch.device, dtype: torch.dtype, config: RunConfig, net: Any) -> Speed:
+def _that_fit(config: RunConfig, one: Memory, device: torch.device) -> tuple[int, int]:
+    """The sequences that a run with auto would take on this machine, 1 at least, and the bytes that are free there.
+
+    ``one`` is counted for one sequence; what grows with their number grows in proportion to it.
+    """
+    free = fitting.free_memory(device)
+    grows = (
+        one.unit_gradients + one.activations + one.logits if config.privacy.enabled else one.activations + one.logits
+    )
+    stays, limit = one.total - grows, fitting.budget(free)
+    return max(1, fitting.largest(lambda rows: stays + rows * grows, limit, fitting.most_rows(config, device))), free
+
+
+def measure(device: torch.device, dtype: torch.dtype, tokens: int, net: Any) -> Speed:
     """Times a matrix product of the model's width and an addition of long vectors, in a fraction of a second.
 
     Args:
         device: Where the run would train.
         dtype: Of the products.
-        config: For the number of tokens in a physical batch.
+        tokens: In a physical batch.
         net: For its width.
     """
-    tokens = min(config.train.physical_batch_size * config.data.max_length, 4096)
+    tokens = min(tokens, 4096)
     width = max((min(p.shape) for p in net.parameters() if p.dim() == 2 and not p.requires_grad), default=256)
     left = torch.ones((tokens, width), device=device, dtype=dtype)
     right = torch.ones((width, width), device=device, dtype=dtype)
@@ -257,18 +283,19 @@ def _refusals(config: RunConfig, net: Any) -> tuple[DpllmError, ...]:
     return tuple(found)
 
 
-def _count(config: RunConfig, net: Any) -> _Counts | None:
+def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
     """Runs a physical batch at full length on shapes alone; None where the architecture needs to see values."""
-    rows = config.train.physical_batch_size
     tokens = min(config.data.max_length, getattr(net.config, "max_position_embeddings", None) or config.data.max_length)
     ids_RT = torch.zeros((rows, tokens), dtype=torch.long, device="meta")
     mask_RT = torch.ones((rows, tokens), dtype=torch.bool, device="meta")
+    row_R = torch.zeros(rows, device="meta")
+    batch = PhysicalBatch(ids_RT, mask_RT.long(), mask_RT, row_R, row_R.long(), rows)
     try:
+        with tally():  # apart, as the look that it takes at the model is no part of a step
+            losses = TokenLosses(net, row_R.device)
         with tally() as counted:
-            logits_RTV = net(input_ids=ids_RT, attention_mask=mask_RT.long(), use_cache=False).logits
-            held = counted.live - logits_RTV.numel() * logits_RTV.element_size()
-            loss = sequence_losses(logits_RTV, ids_RT, mask_RT, torch.ones(rows, device="meta")).sum()
-            del logits_RTV
+            loss = losses(batch).nll_RT.sum()
+            held = counted.live - (0 if losses.head else _logits(net, rows * tokens))
             loss.backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError, AssertionError):  # routers choose rows by value
         return None
@@ -277,11 +304,17 @@ def _count(config: RunConfig, net: Any) -> _Counts | None:
     return _Counts(counted.flops, counted.moved, held, counted.peak - held)
 
 
-def _memory(config: RunConfig, net: Any, counted: _Counts) -> Memory:
+def _logits(net: Any, positions: int) -> int:
+    """Bytes of the logits of so many positions, in the precision of the head."""
+    weight = net.get_output_embeddings().weight
+    return positions * len(weight) * int(weight.element_size())
+
+
+def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int) -> Memory:
     trains = [parameter for parameter in net.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in net.parameters() if not parameter.requires_grad]
     size = sum(parameter.numel() for parameter in trains)
-    rows, tokens = config.train.physical_batch_size, config.data.max_length
+    tokens = config.data.max_length
     bits = {"4bit": 4.5, "8bit": 8.0}.get(config.model.quantization or "")  # nf4 adds a scale to every 64 weights
     stored = _stored_bytes(config, net)
     embeddings = {
@@ -317,6 +350,11 @@ def _stored_bytes(config: RunConfig, net: Any) -> int:
         return 4
     saved = getattr(net.config, "dtype", None)
     return int(saved.itemsize) if isinstance(saved, torch.dtype) else 4
+
+
+def _basis_of_auto(rows: int, free: int) -> str:
+    known = "" if free == fitting.UNKNOWN else f", where {free / 1e9:.3g} GB are free"
+    return f"; train.physical_batch_size: auto is measured when training starts, and would be about {rows} on this machine{known}"
 
 
 def _basis(config: RunConfig, speed: Speed | None) -> str:

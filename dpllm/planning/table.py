@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dpllm.planning.batches import Batches
 from dpllm.planning.composition import Comparison
 from dpllm.planning.outlook import Outlook
 from dpllm.planning.signal import Choice, Suggestion
@@ -32,8 +33,7 @@ def plan_table(seen: Outlook, title: str) -> Table:
             "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin",
             "steps T": str(schedule.num_steps),
             "logical batch": f"B = {sizes.expected} {counted} expected, at most {sizes.largest} in 99.9% of the steps",
-            "physical batches": f"{sizes.physical_expected} a step expected, {sizes.physical_largest} at 99.9%, of at most "
-            f"{sizes.physical_size} sequences; one process, {sizes.assumption}",
+            "physical batches": _physical(sizes),
         }
     elif seen.num_units is not None:
         rows["public size"] = f"{seen.num_units} without canary slots"
@@ -60,6 +60,15 @@ def _promise(plan: Plan) -> dict[str, str]:
         "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
         "an attacker's limits": _limits(plan),
     }
+
+
+def _physical(sizes: Batches) -> str:
+    if sizes.physical_size is None:
+        return f"of as many sequences as fit, found when training starts (auto); {sizes.assumption}"
+    return (
+        f"{sizes.physical_expected} a step expected, {sizes.physical_largest} at 99.9%, of at most {sizes.physical_size} "
+        f"sequences; one process, {sizes.assumption}"
+    )
 
 
 def _limits(plan: Plan) -> str:
@@ -124,7 +133,8 @@ def footprint_tables(needs: Footprint) -> list[Table]:
         parts = ", ".join(
             f"{name.replace('_', ' ')} {size_text(getattr(needs.memory, name))}" for name in _fields(needs.memory)
         )
-        table.add_row("memory", f"about {size_text(needs.memory.total)}: {parts}")
+        counted = f", with {needs.physical_batch_size} sequences in one forward pass" if needs.found else ""
+        table.add_row("memory", f"about {size_text(needs.memory.total)}{counted}: {parts}")
     if needs.seconds_per_step is not None and needs.seconds is not None and needs.flops is not None:
         table.add_row(
             "time",

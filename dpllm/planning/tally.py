@@ -43,7 +43,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         known = {leaf.untyped_storage()._cdata for leaf in inputs}
         if func.overloadpacket in PRODUCTS:
-            left, right = inputs[-2], inputs[-1]
+            left, right = [leaf for leaf in args if isinstance(leaf, Tensor)][-2:]  # out= comes by name
             self.flops += 2 * left.numel() * right.shape[-1]
         elif any(leaf.untyped_storage()._cdata not in known for leaf in outputs) or not func.is_view:
             self.moved += sum(leaf.numel() * leaf.element_size() for leaf in (*inputs, *outputs))

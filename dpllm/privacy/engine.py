@@ -10,6 +10,7 @@ Shape suffixes: R rows, U units, P trainable coordinates.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpllm.errors import Refused
 from dpllm.privacy.clipping import PlainSum, Summer, make_clipper, refuse_foreign_gradients
-from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.head import TokenLosses
+from dpllm.privacy.loss import example_means
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
@@ -36,14 +38,19 @@ class Diagnostics:
     """Un-noised facts about one step: private, never released.
 
     Attributes:
-        loss: Mean loss of the units that this rank drew; nan for none.
+        loss_sum: Sum of the losses of the units that this rank drew.
         units: How many units this rank drew.
         clipped: How many of them were longer than max_grad_norm.
     """
 
-    loss: float
+    loss_sum: float
     units: int
     clipped: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of those units; nan for none."""
+        return self.loss_sum / self.units if self.units else math.nan
 
 
 class Engine:
@@ -52,9 +59,9 @@ class Engine:
     Guarantee:
         With a Plan: every trainable coordinate is updated from (sum of clipped unit gradients + N(0, (sigma C)^2)) / B
         of this step and from nothing else that was computed from the data; also for an empty batch. The divisor B is the
-        Plan's public expected batch size, never the realised one. On several ranks the sums are added, rank 0 adds the
-        noise once, and every rank receives the same vector. With adaptive clipping the count of unclipped units is one
-        more coordinate of that vector, with noise of its own (see ``AdaptiveClipping``), and C follows it.
+        Plan's public expected batch size, never the realised one. On several ranks rank 0 adds the noise, once, to its own
+        sum, and one all-reduce in float64 gives every rank the same total. With adaptive clipping the count of unclipped
+        units is one more coordinate of that vector, with noise of its own (see ``AdaptiveClipping``), and C follows it.
 
         Without a Plan: none.
 
@@ -103,7 +110,8 @@ class Engine:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_arguments(model, optimizer, self.parameters)
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
-        self._autocast, self._scale, self._device = autocast, loss_scale, device
+        self._scale, self._device = loss_scale, device
+        self._token_losses = TokenLosses(model, device, autocast)
         self._noise = GaussianNoise(noise_entropy, device, secure=secure_noise)
         self._mode, self._max_length = grad_sample_mode, max_length
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
@@ -122,11 +130,7 @@ class Engine:
 
     def losses(self, batch: PhysicalBatch) -> Tensor:
         """loss_R of one physical batch, through the model as it trains."""
-        with self._autocast():
-            logits = self._model(
-                input_ids=batch.input_ids_RT, attention_mask=batch.attention_mask_RT, use_cache=False
-            ).logits
-        return sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
+        return example_means(self._token_losses(batch).nll_RT, batch.denominator_R)
 
     def clipped_sum(self, batches: Sequence[PhysicalBatch]) -> tuple[Tensor, Diagnostics]:
         """This rank's flat clipped sum over a logical batch, before noise: private.
@@ -158,7 +162,38 @@ class Engine:
         flat_P /= self._scale  # gradients carry it until the sum is formed
         if counted:
             flat_P[-1] = units / 2 - clipped
-        return flat_P, Diagnostics(loss / units if units else float("nan"), units, clipped)
+        return flat_P, Diagnostics(loss, units, clipped)
+
+    def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
+        """Holds what a step over these batches holds at its peak, and changes nothing: to measure memory.
+
+        Parameters, optimizer, noise, C and the global random state are afterwards as they were, also after an error.
+
+        Args:
+            batches: Synthetic; what a clipped sum of theirs contains is dropped.
+
+        Raises:
+            torch.OutOfMemoryError: They do not fit.
+            Refused: See ``step``; as far as the clipped sum is concerned.
+        """
+        size = sum(parameter.numel() for parameter in self.parameters.values())
+        moments = 2 * size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
+        devices = [self._device] if self._device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices):
+                # Ones, because a system hands out zeros without holding memory for them.
+                state = torch.ones(moments, device=self._device)
+                flat_P, _ = self.clipped_sum(batches)
+                released_P = flat_P.float()
+                update = torch.ones(2 * size, device=self._device)  # what AdamW holds of all parameters at once
+                del state, flat_P, released_P, update
+        except BaseException:
+            self._summer.close()  # it may hold gradients of a pass that did not end
+            self._summer = self._make_summer()
+            raise
+        finally:
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     def step(self, batches: Sequence[PhysicalBatch]) -> Diagnostics:
         """One logical step: clipped sum, noise, update.
@@ -176,11 +211,10 @@ class Engine:
         return diagnostics
 
     def _release(self, flat_P: Tensor) -> Tensor:
-        """Adds ranks together, adds noise once, divides by the public batch size; moves C where it adapts."""
+        """Adds noise once, adds the ranks together, divides by the public batch size; moves C where it adapts."""
         ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        if ranks:
-            distributed.all_reduce(flat_P)
         adaptive = self._plan.adaptive if self._plan else None
+        # Before the ranks are added, so that one operation gives every rank the same bits.
         if self._plan is not None and (not ranks or distributed.get_rank() == 0):
             gradients = flat_P[:-1] if adaptive else flat_P
             sigma = adaptive.gradient_noise_multiplier if adaptive else self._plan.noise_multiplier
@@ -188,9 +222,9 @@ class Engine:
                 chunk.add_(self._noise.draw(chunk.numel()), alpha=sigma * self.max_grad_norm)
             if adaptive:
                 flat_P[-1] += adaptive.count_noise_multiplier * float(self._noise.draw(1))
-        released_P = flat_P.float()
         if ranks:
-            distributed.broadcast(released_P, src=0)
+            distributed.all_reduce(flat_P)
+        released_P = flat_P.float()
         released_P /= self._schedule.expected_batch_size
         if adaptive:
             self.noisy_fraction = float(released_P[-1]) + 0.5

@@ -8,8 +8,9 @@ Shape suffixes: R sequences of a physical batch, T tokens, U units of a physical
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -44,15 +45,29 @@ class PhysicalBatch:
 
     def to(self, device: torch.device) -> PhysicalBatch:
         """The same batch on a device."""
-        return PhysicalBatch(
-            self.input_ids_RT.to(device),
-            self.attention_mask_RT.to(device),
-            self.loss_mask_RT.to(device),
-            self.denominator_R.to(device),
-            self.unit_R.to(device),
-            self.num_units,
-            self.goes_on,
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> PhysicalBatch:
+        """The same batch in page-locked memory, from which a GPU copies while it computes."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PhysicalBatch:
+        return replace(
+            self,
+            input_ids_RT=change(self.input_ids_RT),
+            attention_mask_RT=change(self.attention_mask_RT),
+            loss_mask_RT=change(self.loss_mask_RT),
+            denominator_R=change(self.denominator_R),
+            unit_R=change(self.unit_R),
         )
+
+
+@runtime_checkable
+class SizedUnits(Protocol):
+    """Units whose sizes are known without reading them."""
+
+    def sizes(self, index: int) -> tuple[int, int]:
+        """(sequences, tokens of the longest) of a slot; (0, 0) for one that holds no data."""
 
 
 class PoissonSampler:
@@ -93,8 +108,9 @@ def physical_batches(
     """Cuts this rank's share of a logical batch into physical batches.
 
     A unit with more than ``size`` sequences has batches of its own, which the clipper adds together before it takes the
-    norm; any other unit is in one batch. Units are sorted by length to save padding: the order within a logical
-    batch changes nothing but the rounding of a sum.
+    norm; any other unit is in one batch. Units are sorted by length and then dealt out, which saves padding and lets ranks
+    keep step: whose turn a unit is changes nothing but the rounding of a sum. Every rank gets as many batches as the one
+    that has most, the missing ones of a dummy row of weight zero, so that no rank waits for another's forward pass.
 
     Args:
         drawn: Slots of the logical batch, the same on every rank.
@@ -104,25 +120,53 @@ def physical_batches(
         rank: This process.
         world: Number of processes.
     """
-    share = [unit for index in drawn[rank::world] if (unit := units[index]) is not None and unit.sequences]
-    share.sort(key=lambda unit: max(len(sequence.input_ids) for sequence in unit.sequences))
+    sized = [(longest, index, rows) for index in drawn for rows, longest in [_sizes(units, index)] if rows]
+    sized.sort()
+    cuts = [_cut([(index, rows) for _, index, rows in sized[other::world]], size) for other in range(world)]
     batches: list[PhysicalBatch] = []
-    waiting: list[Unit] = []
-    rows = 0
-    for unit in share:
-        if len(unit.sequences) > size:
-            parts = [unit.sequences[start : start + size] for start in range(0, len(unit.sequences), size)]
-            pieces = [collate([Unit(part)], pad_id) for part in parts]
-            batches += [replace(piece, goes_on=piece is not pieces[-1]) for piece in pieces]
+    for group in cuts[rank]:
+        members = [unit for index in group if (unit := units[index]) is not None]
+        sequences = members[0].sequences
+        if len(members) > 1 or len(sequences) <= size:
+            batches.append(collate(members, pad_id))
             continue
-        if waiting and rows + len(unit.sequences) > size:
-            batches.append(collate(waiting, pad_id))
-            waiting, rows = [], 0
-        waiting.append(unit)
-        rows += len(unit.sequences)
-    if waiting:
-        batches.append(collate(waiting, pad_id))
-    return batches
+        parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        pieces = [collate([Unit(part)], pad_id) for part in parts]
+        batches += [replace(piece, goes_on=piece is not pieces[-1]) for piece in pieces]
+    most = max(_count(cut, units, size) for cut in cuts)
+    return batches + [collate([], pad_id, dummy_rows=1)] * (most - len(batches))
+
+
+def _sizes(units: Sequence[Unit | None], index: int) -> tuple[int, int]:
+    """(sequences, tokens of the longest) of a unit; of tokenised data on disk without reading them."""
+    if isinstance(units, SizedUnits):
+        return units.sizes(index)
+    unit = units[index]
+    if unit is None or not unit.sequences:
+        return 0, 0
+    return len(unit.sequences), max(len(sequence.input_ids) for sequence in unit.sequences)
+
+
+def _cut(share: Sequence[tuple[int, int]], size: int) -> list[list[int]]:
+    """Groups of the units (index, sequences) of a share: each fits one physical batch, or is one unit that does not."""
+    groups: list[list[int]] = []
+    waiting: list[int] = []
+    held = 0
+    for index, rows in share:
+        if rows > size:
+            groups.append([index])
+            continue
+        if waiting and held + rows > size:
+            groups.append(waiting)
+            waiting, held = [], 0
+        waiting.append(index)
+        held += rows
+    return [*groups, waiting] if waiting else groups
+
+
+def _count(cut: Sequence[Sequence[int]], units: Sequence[Unit | None], size: int) -> int:
+    """How many physical batches the groups of a share make."""
+    return sum(-(-_sizes(units, group[0])[0] // size) if len(group) == 1 else 1 for group in cut)
 
 
 def collate(units: Sequence[Unit], pad_id: int, dummy_rows: int = 0) -> PhysicalBatch:

@@ -278,11 +278,20 @@ def _settings(config: RunConfig, record: Json) -> list[tuple[str, object]]:
         ),
         ("Optimizer", f"{train.optimizer}, learning rate {train.learning_rate:g}, weight decay {train.weight_decay:g}"),
         ("Learning rate", f"{train.lr_scheduler}, warm-up over {100 * train.warmup:g}% of the steps"),
-        ("Batch", f"{train.batch_size} expected; {train.physical_batch_size} sequences in one forward pass"),
+        ("Batch", f"{train.batch_size} expected; {_physical(config, record)} in one forward pass"),
         ("Seed of initialisation and dropout", train.seed),
         *((f"Hardware: {key}", value) for key, value in sorted(record["hardware"].items()) if _plain(value)),
         *((f"Version of {name}", version) for name, version in sorted(record["versions"].items())),
     ]
+
+
+def _physical(config: RunConfig, record: Json) -> str:
+    """The recipe's number, or the one that the run found where the recipe says auto."""
+    named = config.train.physical_batch_size
+    if named != "auto":
+        return f"{named} sequences"
+    found = record.get("physical_batch_size")
+    return f"{found} sequences, found automatically," if found else "an automatic number of sequences"
 
 
 def _plain(value: object) -> bool:

@@ -39,6 +39,10 @@ def publishable(config: RunConfig) -> RunConfig:
     )
 
 
+HOW_IT_RUNS = ("process_timeout",)
+"""Keys of ``train`` that are in no digest: they say how long processes wait for each other, and nothing of the result."""
+
+
 def digest(config: RunConfig) -> str:
     """SHA-256 of the publishable recipe, without output_dir and with every name of a model or dataset cut to its last part.
 
@@ -46,6 +50,8 @@ def digest(config: RunConfig) -> str:
     """
     recipe = publishable(config).model_dump(mode="json")
     del recipe["output_dir"]
+    for key in HOW_IT_RUNS:
+        recipe["train"].pop(key, None)
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
         value = recipe[section][name]
         if value and not is_builtin(value):

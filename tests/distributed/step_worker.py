@@ -1,4 +1,4 @@
-"""The processes of tests/distributed/test_two_processes.py: two ranks, and one alone, on the same sampling key."""
+"""The processes of tests/distributed/test_steps.py: three ranks, two, and one alone, on the same sampling key."""
 
 from __future__ import annotations
 
@@ -9,46 +9,94 @@ import tiny_models as tm
 import torch
 from torch import distributed
 
+from dpllm.data import Unit
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
 
 STEPS, C, SIGMA = 3, 0.05, 0.7
+SLOTS, DRAWS, MEMBERS = 40, 1500, 10  # of the sampling masks
+RELEASES = 400  # of empty batches
+Results = dict[str, torch.Tensor]
 
 
-def run(rank: int, world: int) -> dict[str, torch.Tensor]:
-    promise = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS))
-    slots = [
-        None if number % 7 == 3 else tm.unit([4 + number % 9, *([5] * (number % 2))], number) for number in range(24)
-    ]
-    net = tm.build("llama")
-    # Rank 1 is given another noise key: only rank 0's may reach the update.
-    engine = tm.make_engine(net, promise, noise_entropy=1234 if rank == 0 else 999)
+def ragged() -> list[Unit | None]:
+    """Units of one to six rows, so that one goes on over two physical batches, and slots without data."""
+    lengths = [[4 + number % 9, *([5] * (number % 2)), *([6] * (4 * (number % 11 == 6)))] for number in range(24)]
+    return [None if number % 7 == 3 else tm.unit(of_one, number) for number, of_one in enumerate(lengths)]
+
+
+def steps(rank: int, world: int) -> Results:
+    """Whole steps: this rank's sum, what is released, the weights at the end."""
+    promise, slots = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)), ragged()
+    # The other ranks are given another noise key: only rank 0's may reach the update.
+    engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=1234 if rank == 0 else 999)
     engine.self_check(tm.VOCABULARY, 32)
     sampler = PoissonSampler(promise.schedule, len(slots), entropy=77)
-    results: dict[str, torch.Tensor] = {}
+    found: Results = {}
     for step in range(STEPS):
         mine = physical_batches(sampler.draw(), slots, 4, 0, rank, world)
         sum_P, diagnostics = engine.clipped_sum(mine)
-        results[f"sum{step}"], results[f"units{step}"] = sum_P, torch.tensor(diagnostics.units)
+        found[f"sum{step}"], found[f"units{step}"] = sum_P, torch.tensor(diagnostics.units)
+        found[f"batches{step}"] = torch.tensor(len(mine))
         released_P = engine._release(sum_P.clone())
-        results[f"released{step}"] = released_P
+        found[f"released{step}"] = released_P
         engine._apply(released_P)
-    results["weights"] = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
-    return results
+    found["weights"] = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
+    return found
+
+
+def few(rank: int, world: int) -> Results:
+    """Batches with fewer units than ranks: the share of some, or of all, is empty."""
+    promise, slots = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)), ragged()
+    engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=55)
+    found: Results = {}
+    for name, drawn in {"one": [6], "none": [], "empty_slot": [3]}.items():
+        mine = physical_batches(drawn, slots, 4, 0, rank, world)
+        found[f"{name}_sum"] = engine.clipped_sum(mine)[0]
+        found[f"{name}_batches"] = torch.tensor(len(mine))
+        found[f"{name}_released"] = engine._release(found[f"{name}_sum"].clone())
+    return found
+
+
+def noise(rank: int, world: int) -> Results:
+    """What is released where nobody was drawn: noise alone."""
+    promise = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS))
+    engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=31 + rank)
+    size = len(engine.clipped_sum([])[0])
+    empty = torch.zeros(size, dtype=torch.float64)
+    rows = torch.stack([engine._release(empty.clone()) for _ in range(RELEASES)])
+    return {"rows": rows[:, :512].clone()}
+
+
+def masks(rank: int, world: int) -> Results:
+    """Which slots this rank computed in each draw; slot s writes token s + 3 everywhere."""
+    schedule = tm.schedule(SLOTS, MEMBERS)
+    slots = [tm.constant_unit(2 + slot % 5, slot + 3) for slot in range(SLOTS)]
+    sampler = PoissonSampler(schedule, SLOTS, entropy=2024)
+    seen = torch.zeros((DRAWS, SLOTS), dtype=torch.int8)
+    for draw in range(DRAWS):
+        for batch in physical_batches(sampler.draw(), slots, 4, 0, rank, world):
+            seen[draw].index_add_(
+                0, batch.input_ids_RT[batch.unit_R >= 0, 0] - 3, torch.ones(batch.num_units, dtype=torch.int8)
+            )
+    return {"seen": seen}
 
 
 def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     if world > 1:
-        distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    torch.save(run(rank, world), f"{folder}/world{world}_rank{rank}.pt")
+        rendezvous = f"file://{folder}/rendezvous{world}"
+        distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+    found = {job.__name__: job(rank, world) for job in (steps, few, noise, masks)}
+    torch.save(found, f"{folder}/world{world}_rank{rank}.pt")
     if world > 1:
+        distributed.barrier()
         distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     # Forked after the imports, which take longer than the steps, and before torch has started a thread.
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank, world, sys.argv[1])) for rank, world in ((0, 2), (1, 2), (0, 1))]
+    ranks = [fork.Process(target=work, args=(rank, world, sys.argv[1])) for world in (1, 2, 3) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger
-from dpllm.train import process_state
+from dpllm.ranks import join
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) 
     PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="2 processes"):
-        process_state()
+        join()
 
 
 @pytest.mark.full

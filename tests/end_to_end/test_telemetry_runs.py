@@ -65,7 +65,7 @@ class Watched:
         def with_known_figures(engine: Engine, batches: Any) -> Diagnostics:
             self.scraped.append(scrape(self.port).decode())
             step(engine, batches)
-            return Diagnostics(LOSS, UNITS, CLIPPED)
+            return Diagnostics(LOSS * UNITS, UNITS, CLIPPED)
 
         def with_known_scores(*arguments: Any) -> evaluate.HeldOut:
             held_out(*arguments)

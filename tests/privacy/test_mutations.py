@@ -312,7 +312,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     "sums in float32": (rounded_sums, checks.large_sum),
     "a unit of nan is kept": (everybody_is_finite, checks.not_finite),
     "a mean over the batch's tokens": (
-        attribute(engine, "sequence_losses", checks.batch_token_mean), lambda: checks.own_loss(net()),
+        attribute(engine, "example_means", checks.batch_token_mean), lambda: checks.own_loss(net()),
     ),
     "divided by the realised batch": (divided_by_who_came, checks.expected_divisor),
     "noise on half of what trains": (half_of_the_noise, noise),

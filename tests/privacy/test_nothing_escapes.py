@@ -150,5 +150,5 @@ def test_the_self_check_refuses_what_clipping_would_not_bound(kind: type[Toy]) -
 
 
 def test_the_self_check_refuses_a_mean_over_the_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpllm.privacy.engine.sequence_losses", checks.batch_token_mean)
+    monkeypatch.setattr("dpllm.privacy.engine.example_means", checks.batch_token_mean)
     checks.self_check_refuses(Toy(), "with the rows beside it")

@@ -108,9 +108,16 @@ def test_every_drawn_unit_is_computed_once_and_whole(lengths: list, size: int, w
     ]
     drawn = sorted(data.draw(st.sets(st.sampled_from(range(len(slots)))))) if slots else []
     seen: Counter[int] = Counter()
-    for rank in range(world):
+    shares = [physical_batches(drawn, slots, size, 0, rank, world) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1  # no rank waits for another's forward pass
+    assert not shares[0] or any(share[-1].num_units for share in shares)  # and none runs more of them than it must
+    for share in shares:
         so_far: list[int] = []
-        for batch in physical_batches(drawn, slots, size, 0, rank, world):
+        for batch in share:
+            if batch.num_units == 0:
+                assert batch.unit_R.tolist() == [-1]
+                assert not batch.loss_mask_RT.any()
+                continue
             owners = batch.input_ids_RT[:, 0] - 3
             assert sorted(set(batch.unit_R.tolist())) == list(range(batch.num_units))
             for unit in range(batch.num_units):

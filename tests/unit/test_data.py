@@ -84,7 +84,7 @@ def test_files_give_their_rows_and_format(tmp_path: Path, fmt: str, kind: str) -
     if (kind, fmt) == ("csv", "messages"):
         pytest.skip("a csv file holds no lists")
     table = load(write(tmp_path / f"rows.{kind}", ROWS[fmt]))
-    assert (table.rows, table.format) == (ROWS[fmt], fmt)
+    assert (list(table.rows), table.format) == (ROWS[fmt], fmt)
 
 
 @pytest.mark.parametrize("fmt", ROWS)
@@ -95,9 +95,9 @@ def test_directories_of_datasets_give_the_split_that_is_asked_for(tmp_path: Path
     rows.save_to_disk(str(tmp_path / "one"))
     other = datasets.Dataset.from_list(ROWS[fmt][:2])
     datasets.DatasetDict({"train": rows, "extra": other}).save_to_disk(str(tmp_path / "several"))
-    assert load(tmp_path / "one").rows == ROWS[fmt]
-    assert load(tmp_path / "several").rows == ROWS[fmt]
-    assert load(tmp_path / "several", train_split="extra").rows == ROWS[fmt][:2]
+    assert list(load(tmp_path / "one").rows) == ROWS[fmt]
+    assert list(load(tmp_path / "several").rows) == ROWS[fmt]
+    assert list(load(tmp_path / "several", train_split="extra").rows) == ROWS[fmt][:2]
     with pytest.raises(DataError, match=r"no split 'test'; it has train, extra"):
         load(tmp_path / "several", train_split="test")
 
@@ -128,6 +128,27 @@ def test_builtin_data_need_no_file_of_the_user(tmp_path: Path) -> None:
     assert count_units(data, tmp_path) == len({row["patient_id"] for row in table.rows})
     with pytest.raises(DataError, match="builtin:clinic"):
         load_table("builtin:klinik", data, "train", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved", "folder of files"])
+def test_rows_of_every_kind_of_source_keep_their_order_and_their_text(tmp_path: Path, kind: str) -> None:
+    import datasets
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    random.seed(1)
+    texts = ["".join(random.choices('a,"\t \n\r;é\u2028😀', k=random.randint(1, 9))) for _ in range(2500)]
+    rows = [{"text": text, "n": str(number)} for number, text in enumerate(texts)]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=700)
+    elif kind == "saved":
+        datasets.Dataset.from_list(rows[::-1]).select(range(2499, -1, -1)).save_to_disk(str(path))
+    else:
+        write(path / "train.jsonl" if kind == "folder of files" else path, rows)
+    table = load(path)
+    assert list(table.rows) == rows
+    assert table.rows[2499] == rows[2499]
 
 
 # --- errors name file, row and column, and never the text ------------------------------------------------------------
@@ -307,7 +328,7 @@ def units_of(rows: list[Json], limit: int) -> dict[str, list[str]]:
 def test_without_a_unit_column_every_row_is_a_unit() -> None:
     from dpllm.data import Table
 
-    assert group_rows(Table("rows.jsonl", TEXT, "text"), section()) == [[row] for row in TEXT]
+    assert list(group_rows(Table("rows.jsonl", TEXT, "text"), section())) == [[row] for row in TEXT]
 
 
 def test_a_unit_holds_all_its_rows_wherever_they_stand(tmp_path: Path) -> None:

@@ -64,6 +64,18 @@ def test_the_assumption_says_what_is_counted() -> None:
     assert "cut into chunks" in words(long_examples="chunk")[1]
 
 
+def test_auto_leaves_the_physical_batches_open() -> None:
+    from dpllm.planning.table import _physical
+
+    open_, fixed = (
+        batches_of(recipe(physical_batch_size=size), Schedule(1000, 0, 20, 0.02, 10)) for size in ("auto", 4)
+    )
+    assert (open_.physical_size, open_.physical_expected, open_.physical_largest) == (None, None, None)
+    assert (open_.expected, open_.largest) == (fixed.expected, fixed.largest)
+    assert "found when training starts (auto)" in _physical(open_)
+    assert "5 a step expected" in _physical(fixed)
+
+
 @pytest.mark.parametrize(("batch", "expected", "largest"), [(128, 4, 6)])
 def test_the_smoke_recipe_by_hand(batch: int, expected: int, largest: int) -> None:
     sizes = batches_of(recipe(batch_size=batch, physical_batch_size=32), Schedule(3790, 600, batch, batch / 3790, 60))

@@ -130,6 +130,39 @@ def test_memory_and_time_grow_with_what_they_are_made_of(tmp_path: Path) -> None
     assert one.seconds == pytest.approx(10 * one.seconds_per_step)
 
 
+def test_auto_is_planned_with_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_config(tmp_path)
+    one, four = (needs(recipe(tmp_path, train__physical_batch_size=rows)) for rows in (1, 4))
+    assert (four.physical_batch_size, four.found) == (4, False)
+    monkeypatch.setattr("dpllm.fitting.free_memory", lambda device: math.ceil(1.1 * four.memory.total / 0.9))
+    found = needs(recipe(tmp_path, train__physical_batch_size="auto"))
+    assert (found.physical_batch_size, found.found, found.memory) == (4, True, four.memory)
+    assert found.flops == four.flops
+    assert "measured when training starts, and would be about 4 on this machine" in found.basis
+    assert "auto" not in four.basis
+    monkeypatch.setattr("dpllm.fitting.free_memory", lambda device: 1000)  # planned elsewhere than it will run
+    small = needs(recipe(tmp_path, train__physical_batch_size="auto"))
+    assert (small.physical_batch_size, small.memory) == (1, one.memory)
+
+
+def test_auto_without_a_count_of_memory(tmp_path: Path) -> None:
+    attention = {"method": "lora", "target_modules": ["q_proj", "v_proj"]}
+    found = needs(recipe(only_config(tmp_path, "mixtral"), attention, train__physical_batch_size="auto"))
+    assert (found.physical_batch_size, found.found, found.memory) == (None, True, None)
+
+
+def test_logits_of_a_frozen_head_are_a_chunk(tmp_path: Path) -> None:
+    """As the engine computes them; where the head trains, they are whole."""
+    only_config(tmp_path, vocab_size=200_000)
+    few, many, whole = (
+        needs(recipe(tmp_path, adapter, data__max_length=tokens)).memory.logits
+        for adapter, tokens in ((LORA, 64), (LORA, 128), ({**FROZEN, "lm_head": True}, 128))
+    )
+    assert few == pytest.approx(many, rel=0.05)
+    assert few < 2.5 * 4 * 2**24
+    assert whole > 4 * (4 * 128 * 200_000)
+
+
 def test_checkpointing_trades_memory_for_time(tmp_path: Path) -> None:
     only_config(tmp_path, num_hidden_layers=8)
     whole, again = (needs(recipe(tmp_path, model__gradient_checkpointing=on)) for on in (False, True))
@@ -176,6 +209,14 @@ def test_the_tally_counts_products_as_defined() -> None:
     gradients = sum(parameter.numel() for parameter in layers.parameters())
     del out
     assert counted.live == 4 * gradients  # and nothing else is held
+
+
+def test_the_tally_counts_products_into_a_given_tensor() -> None:
+    with torch.device("meta"):
+        left, right, out = torch.empty(7, 30), torch.empty(30, 50), torch.empty(7, 50)
+    with tally() as counted:
+        torch.mm(left, right, out=out)
+    assert counted.flops == 2 * 7 * 30 * 50
 
 
 def test_the_tally_counts_what_is_held() -> None:

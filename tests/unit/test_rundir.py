@@ -81,6 +81,23 @@ def test_clear_takes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> None:
     run.clear()
 
 
+def test_clear_keeps_what_the_next_run_reads_already(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.make()
+    tokens = run.private / "cache" / "tokens" / "one"
+    other = run.private / "cache" / "tokens" / "two"
+    for folder in (tokens, other):
+        folder.mkdir(parents=True)
+        (folder / "tokens.bin").write_text("7")
+    run.canaries.write_text("{}")
+    (run.private / "link").symlink_to(tmp_path)
+    run.clear(keep=tokens)
+    assert [path for path in run.private.rglob("*") if path.is_file()] == [tokens / "tokens.bin"]
+    assert not run.export.exists()
+    run.clear(keep=tmp_path / "elsewhere")
+    assert not run.private.exists()
+
+
 def test_what_a_run_without_privacy_measured_stays_private(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.audit_dir(True).is_relative_to(run.export)

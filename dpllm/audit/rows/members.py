@@ -165,7 +165,7 @@ def audit_run_members(run: RunDir, models: ScoringModels, *, limit: int = LIMIT)
     return report
 
 
-def rows_of_run(config: RunConfig, run: RunDir) -> tuple[list[Rows], list[Rows], Format]:
+def rows_of_run(config: RunConfig, run: RunDir) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
     """Members and non-members of a run by privacy unit, and how they read.
 
     Raises:

@@ -163,7 +163,8 @@ def _observe(
     slots += [unit if coin else None for unit, coin in zip(units, inserted_M, strict=True)]
     sampler = PoissonSampler(plan.schedule, len(slots), _key(config, generator), secure=config.privacy.secure_noise)
     rows = rate * sum(len(unit.sequences) for unit, coin in zip(units, inserted_M, strict=True) if coin)
-    size = max(1, min(config.train.physical_batch_size, math.ceil(rows / 3)))  # about three physical batches
+    named, third = config.train.physical_batch_size, max(1, math.ceil(rows / 3))  # about three physical batches
+    size = third if named == "auto" else min(named, third)
     released_TP = np.zeros((steps, exact.gradient_MP.shape[1]))
     expected_TP, gain_TM = np.zeros_like(released_TP), np.ones((steps, count))
     draws, residuals = [], []

@@ -1,0 +1,130 @@
+"""Rows on disk: a sequence that may be larger than memory, and that nobody else can read.
+
+Comes in: rows, one after the other. Goes out: the same rows, as often as asked for, in any order. It must not know what
+a row means.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from dpllm.errors import DataError
+
+Row = dict[str, Any]
+BUFFER = 16 * 2**20
+"""Bytes of rows that are kept in memory; a corpus of fewer never touches the disk."""
+
+
+class OpenFile:
+    """A file that is read at any place, and closed when nobody holds it any more.
+
+    Reading moves no position, so threads may share it. Mapped pages would count as this process's memory, and a file cut
+    short would end it with a signal.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """``descriptor`` is closed with this object."""
+        self._descriptor = descriptor
+
+    def read(self, start: int, size: int) -> bytes:
+        """``size`` bytes from ``start``.
+
+        Raises:
+            DataError: The file ends before.
+        """
+        parts = []
+        while size:
+            part = os.pread(self._descriptor, size, start)
+            if not part:
+                raise DataError("a copy of the data in the run's cache was cut short while it was read. Start again.")
+            parts.append(part)
+            start, size = start + len(part), size - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def write(self, content: bytes | bytearray) -> None:
+        """Adds at the end of what was written."""
+        with memoryview(content) as view:
+            done = 0
+            while done < len(view):
+                done += os.write(self._descriptor, view[done:])
+
+    def size(self) -> int:
+        """Bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+class StoredRows(Sequence[Row]):
+    """Rows that are read back one at a time; in memory stay ``BUFFER`` bytes, and eight bytes for each row.
+
+    Guarantee:
+        The file has no name: it is gone when the process ends, however it ends, and no other user can open it. A source
+        that changes meanwhile changes nothing here.
+    """
+
+    def __init__(self, folder: Path, buffer: int | None = None) -> None:
+        """``folder`` is made where ``buffer`` bytes (None: ``BUFFER``) do not suffice, and holds the file without a name."""
+        self._folder, self._buffer = folder, BUFFER if buffer is None else buffer
+        self._starts = array("q", [0])
+        self._pending = bytearray()
+        self._on_disk = 0
+        self._file: OpenFile | None = None
+
+    def append(self, row: Row) -> None:
+        """Adds a row at the end.
+
+        Raises:
+            DataError: The disk is full, or the folder cannot be written to.
+        """
+        self._pending += pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
+        self._starts.append(self._on_disk + len(self._pending))
+        if len(self._pending) > self._buffer:
+            self._spill()
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        start, end = self._starts[number], self._starts[number + 1]
+        if start >= self._on_disk:
+            piece = bytes(self._pending[start - self._on_disk : end - self._on_disk])
+        else:
+            assert self._file is not None
+            piece = self._file.read(start, end - start)
+        row: Row = pickle.loads(piece)  # our own bytes, from a file that nobody else can open
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[number] for number in range(len(self)))
+
+    def _spill(self) -> None:
+        try:
+            if self._file is None:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    self._file = OpenFile(os.dup(file.fileno()))
+            self._file.write(self._pending)
+        except OSError as error:
+            raise DataError(
+                f"{self._folder}: cannot hold the rows of a corpus larger than memory ({error.strerror}). Free some space, or "
+                "type an --output_dir on another disk."
+            ) from None
+        self._on_disk += len(self._pending)
+        self._pending = bytearray()

@@ -1,0 +1,150 @@
+"""Processes of tests/distributed/test_runs.py: whole runs of several ranks, some of which go wrong.
+
+Started with a folder and names of scenarios; leaves, for each, exit codes and what every rank wrote. Forked after the imports,
+which take longer than a run.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dpllm import cli, environment, train
+from dpllm.privacy.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+
+
+def at_step(number: int, act: Callable[[Engine], object]) -> None:
+    """Before the given step of this process, ``act``."""
+    step, taken = Engine.step, [0]
+
+    def acting(engine: Engine, batches: object) -> object:
+        taken[0] += 1
+        if taken[0] == number:
+            act(engine)
+        return step(engine, batches)  # type: ignore[arg-type]
+
+    Engine.step = acting  # type: ignore[method-assign, assignment]
+
+
+def killed(engine: Engine) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped(engine: Engine) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def moved(engine: Engine) -> None:
+    with torch.no_grad():
+        next(iter(engine.parameters.values())).view(-1)[0] += 1e-7
+
+
+def other_version() -> None:
+    found = environment.versions
+    environment.versions = lambda: found() | {"peft": "0.0.1"}  # type: ignore[assignment]
+
+
+def broken(engine: Engine) -> None:
+    raise ValueError("a secret")
+
+
+@dataclass
+class Scenario:
+    """What the ranks do; ``odd`` and ``odd_words`` are for the last rank alone."""
+
+    world: int
+    words: dict[str, str] = field(default_factory=dict)
+    odd: Callable[[], object] = lambda: None
+    odd_words: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    of: str = ""  # whose run directory is used: its own, or that of a scenario before it
+
+
+SEED = {"privacy.insecure_seed": "5"}
+SCENARIOS = {
+    **{f"seeded_{world}": Scenario(world, SEED) for world in (1, 2, 3)},
+    "stopped": Scenario(2, odd=lambda: at_step(2, stopped)),
+    "resumed_on_3": Scenario(3, flags=("--resume",), of="stopped"),
+    "killed": Scenario(2, {"train.checkpoint_every": "1"}, odd=lambda: at_step(3, killed)),
+    "resumed_on_1": Scenario(1, {"train.checkpoint_every": "1"}, flags=("--resume",), of="killed"),
+    "broken": Scenario(2, odd=lambda: at_step(2, broken)),
+    "hanging": Scenario(2, {"train.process_timeout": "2"}, odd=lambda: at_step(2, lambda engine: time.sleep(300))),
+    "moved": Scenario(2, odd=lambda: at_step(3, moved)),
+    "other_recipe": Scenario(2, odd_words={"train.learning_rate": "0.5"}),
+    "other_version": Scenario(2, odd=other_version),
+    "no_model": Scenario(2, odd_words={"model.name_or_path": "nowhere"}),
+    "over_target": Scenario(2, {"privacy.epsilon": "0.01"}),
+    "too_many": Scenario(3, {"train.batch_size": "2"}),
+}
+
+
+def work(name: str, rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    scenario = SCENARIOS[name]
+    place = folder / (scenario.of or name)
+    rendezvous = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scenario.world, "MASTER_ADDR": "127.0.0.1"}
+    if scenario.world > 1:
+        os.environ |= {key: str(value) for key, value in rendezvous.items()} | {"MASTER_PORT": str(port)}
+    for number, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{name}.{rank}.{stream}", os.O_WRONLY | os.O_CREAT), number)
+    words = {
+        "output_dir": str(place / "run"),
+        "privacy.ledger": str(place / "ledger.sqlite"),
+        "train.epochs": "null",
+        "train.steps": str(STEPS),
+        "audit.canaries": "null",
+        "data.eval": "null",
+        "data.eval_public": "false",
+        "train.batch_size": "24",
+        "train.physical_batch_size": "4",
+        "privacy.noise_multiplier": "1.0",  # nothing to calibrate
+        "privacy.epsilon": "50",
+        **scenario.words,
+    }
+    if rank == scenario.world - 1 and scenario.world > 1:
+        words |= scenario.odd_words
+        scenario.odd()
+    train.COMPARE_EVERY = 1
+    overrides = [word for key, value in words.items() for word in (f"--{key}", value)]
+    os.chdir(ROOT)
+    sys.exit(cli.main(["train", "recipes/smoke/clinic.yaml", *scenario.flags, *overrides]))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def main(folder: Path, names: list[str]) -> None:
+    fork = multiprocessing.get_context("fork")
+    for name in names:
+        (folder / (SCENARIOS[name].of or name)).mkdir(exist_ok=True)
+        port, began = free_port(), time.monotonic()
+        ranks = [fork.Process(target=work, args=(name, r, port, folder)) for r in range(SCENARIOS[name].world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(90)
+            if process.is_alive():  # a hang is what is tested: it must not hang the tests
+                process.kill()
+                process.join()
+        codes = [process.exitcode for process in ranks]
+        (folder / f"{name}.json").write_text(json.dumps({"codes": codes, "seconds": time.monotonic() - began}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,156 @@
+"""Whole runs of several processes: the same run as one process's, and one end for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from dpllm.ledger import Ledger
+
+HERE = Path(__file__).parent
+STEPS = 4
+COMPLETE = ["seeded_1", "seeded_2", "seeded_3"]
+STOPPED = ["stopped", "resumed_on_3", "killed", "resumed_on_1"]
+FAILED = {
+    "broken": (1, "process 1: ValueError"),
+    "hanging": (1, "step 2 did not end within 2 s"),
+    "moved": (3, "after step 3 the processes no longer hold the same weights"),
+    "other_recipe": (2, "the recipe's train.learning_rate is 0.01 in process 0 and 0.5 in process 1"),
+    "other_version": (2, "peft is"),
+    "no_model": (2, "process 1: model.name_or_path 'nowhere'"),
+    "over_target": (3, "above the target privacy.epsilon"),
+    "too_many": (2, "Start at most 2, or raise train.batch_size"),
+}
+
+
+def run(folder: Path, names: list[str]) -> Path:
+    paths = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(HERE / "run_worker.py"), str(folder), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("complete"), COMPLETE)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("stopped"), STOPPED)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("failed"), list(FAILED))
+
+
+def codes(folder: Path, name: str) -> list[int]:
+    found: list[int] = json.loads((folder / f"{name}.json").read_text())["codes"]
+    return found
+
+
+def record(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name / "run" / "run.json").read_text())
+    return found
+
+
+def charged(folder: Path, name: str) -> list[tuple[int, str]]:
+    with Ledger(folder / name / "ledger.sqlite") as book:
+        return [(run.steps, run.state) for run in book.runs("builtin:clinic")]
+
+
+def test_any_number_of_processes_is_one_run_with_one_reservation(complete: Path) -> None:
+    for name in COMPLETE:
+        assert set(codes(complete, name)) == {0}, (complete / f"{name}.0.err").read_text()
+        assert (record(complete, name)["status"], record(complete, name)["steps_taken"]) == ("completed", STEPS)
+        assert charged(complete, name) == [(STEPS, "completed")]
+    plans = [json.loads((complete / name / "run" / "plan.json").read_text()) for name in COMPLETE]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_any_number_of_processes_trains_the_same_adapter(complete: Path) -> None:
+    """Same secret draws, fixed for this test: the same batches and the same noise at the same places."""
+    one, two, three = (load_file(complete / name / "run" / "export" / "adapter_model.safetensors") for name in COMPLETE)
+    for name, tensor in one.items():
+        for other in (two, three):  # AdamW divides by the size of small gradients, so rounding grows
+            assert float((other[name] - tensor).norm()) <= 2e-3 * float(tensor.norm()), name
+
+
+def test_diagnostics_count_all_processes(complete: Path) -> None:
+    lines = [(complete / name / "run" / "private" / "metrics.jsonl").read_text().splitlines() for name in COMPLETE]
+    steps = [[row for row in map(json.loads, some) if "units" in row] for some in lines]
+    assert (
+        [row["units"] for row in steps[0]] == [row["units"] for row in steps[1]] == [row["units"] for row in steps[2]]
+    )
+    for one, two, three in zip(*steps, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-3) == pytest.approx(three["loss"], rel=1e-3)
+
+
+def test_the_adapter_of_two_processes_loads_in_one(complete: Path) -> None:
+    import torch
+
+    from dpllm import model
+    from dpllm.config import load_config
+
+    run = complete / "seeded_2" / "run"
+    models = model.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
+    saved = load_file(run / "export" / "adapter_model.safetensors")
+    held = {name.replace(".default", ""): p for name, p in models.tuned.named_parameters() if "lora_" in name}
+    assert held.keys() == saved.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
+
+
+def test_a_stop_signal_to_one_process_stops_all_after_the_same_step_and_three_go_on(stopped: Path) -> None:
+    assert codes(stopped, "stopped") == [1, 1]
+    assert codes(stopped, "resumed_on_3") == [0, 0, 0], (stopped / "resumed_on_3.0.err").read_text()
+    assert (record(stopped, "stopped")["status"], record(stopped, "stopped")["steps_taken"]) == ("completed", STEPS)
+    assert charged(stopped, "stopped") == [(STEPS, "completed")]
+
+
+def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(stopped: Path) -> None:
+    assert codes(stopped, "killed") == [1, -9]
+    assert "ended without a word" in (stopped / "killed.0.err").read_text()
+    assert codes(stopped, "resumed_on_1") == [0], (stopped / "resumed_on_1.0.err").read_text()
+    found = record(stopped, "killed")
+    assert found["status"] == "completed"
+    assert any("1 charged step" in note for note in found["resumes"]), found[
+        "resumes"
+    ]  # step 3, which no checkpoint has
+    assert charged(stopped, "killed") == [(STEPS, "completed")]
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_one_message_all_processes_end_and_the_ledger_tells_the_truth(failed: Path, name: str) -> None:
+    code, words = FAILED[name]
+    found = json.loads((failed / f"{name}.json").read_text())
+    assert set(found["codes"]) == {code}
+    assert found["seconds"] < 80  # 90 is where a process that hangs is killed
+    said = [path.read_text() for path in sorted(failed.glob(f"{name}.*.err"))]
+    assert said[0].count("dpllm train:") == 1, said[0]
+    assert words in said[0]
+    assert "Traceback" not in said[0]
+    if name == "broken":
+        assert "ValueError: a secret" in said[1]  # on its own machine only
+        assert "a secret" not in said[0]
+    else:
+        assert not any(said[1:]), said
+    steps = {"broken": 2, "hanging": 2, "moved": 3}.get(name)
+    if steps is None:
+        assert not (failed / name / "ledger.sqlite").exists()
+        assert not (failed / name / "run" / "export").exists()
+        return
+    ((charged_steps, state),) = charged(failed, name)
+    assert charged_steps == steps
+    assert state != "completed"
+    assert record(failed, name)["status"] == "interrupted"
+    assert not (failed / name / "run" / "export" / "adapter_model.safetensors").exists()

@@ -1,0 +1,128 @@
+"""Several processes take the steps that one would: one logical batch, one sum, one noise, one update."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from dpllm.privacy.noise import GaussianNoise
+
+STEPS, C, SIGMA, B = 3, 0.05, 0.7, 12
+SLOTS, DRAWS, RATE = 40, 1500, 10 / 40
+ALARM = 1e-4  # p-value below which a statistic of fixed seeds is called wrong
+HERE = Path(__file__).parent
+WORLDS = [1, 2, 3]
+
+Results = dict[str, dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Results]]:
+    """Number of processes -> what each of them did."""
+    folder = tmp_path_factory.mktemp("ranks")
+    paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parents[1]), str(HERE.parent)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(HERE / "step_worker.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {
+        world: [torch.load(folder / f"world{world}_rank{rank}.pt", weights_only=True) for rank in range(world)]
+        for world in WORLDS
+    }
+
+
+def total(ranks: list[Results], job: str, name: str) -> Tensor:
+    return torch.stack([rank[job][name] for rank in ranks]).sum(dim=0)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_hold_the_same_parameters_bit_for_bit(runs: dict[int, list[Results]], world: int) -> None:
+    for other in runs[world][1:]:
+        assert torch.equal(runs[world][0]["steps"]["weights"], other["steps"]["weights"])
+        for step in range(STEPS):
+            assert torch.equal(runs[world][0]["steps"][f"released{step}"], other["steps"][f"released{step}"])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_ranks_sums_add_up_to_that_of_one_process(runs: dict[int, list[Results]], world: int) -> None:
+    ranks, alone = runs[world], runs[1][0]["steps"]
+    for step in range(STEPS):
+        assert int(total(ranks, "steps", f"units{step}")) == int(alone[f"units{step}"])
+        assert all(int(rank["steps"][f"units{step}"]) > 0 for rank in ranks)
+        together, one = total(ranks, "steps", f"sum{step}"), alone[f"sum{step}"]
+        tolerance = 1e-6 if step == 0 else 1e-4  # later steps start from rounded weights
+        assert float((together - one).norm()) <= tolerance * float(one.norm())
+    torch.testing.assert_close(ranks[0]["steps"]["weights"], alone["weights"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_rank_runs_as_many_physical_batches(runs: dict[int, list[Results]], world: int) -> None:
+    for step in range(STEPS):
+        assert len({int(rank["steps"][f"batches{step}"]) for rank in runs[world]}) == 1
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_noise_is_added_once_by_rank_0_at_the_same_places(runs: dict[int, list[Results]], world: int) -> None:
+    """Noise of each rank would double the variance; noise of none is no privacy; another rank's key must not appear."""
+    stream = GaussianNoise(1234, torch.device("cpu"))
+    for step in range(STEPS):
+        sum_P = total(runs[world], "steps", f"sum{step}")
+        expected = (sum_P + SIGMA * C * stream.draw(sum_P.numel()).double()) / B
+        torch.testing.assert_close(runs[world][0]["steps"][f"released{step}"].double(), expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_released_noise_has_standard_deviation_sigma_c_for_any_number_of_ranks(
+    runs: dict[int, list[Results]], world: int
+) -> None:
+    rows = runs[world][0]["noise"]["rows"].double() * B / (SIGMA * C)
+    for other in runs[world][1:]:
+        assert torch.equal(runs[world][0]["noise"]["rows"], other["noise"]["rows"])
+    square = float(rows.square().sum())
+    assert 2 * min(stats.chi2.cdf(square, rows.numel()), stats.chi2.sf(square, rows.numel())) > ALARM
+    assert stats.kstest(rows.flatten().numpy(), "norm").pvalue > ALARM
+    between = np.corrcoef(rows.numpy())[np.triu_indices(len(rows), 1)]  # of two steps
+    assert np.abs(between).max() < 6 / rows.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["one", "none", "empty_slot"])
+def test_an_empty_share_waits_for_nobody_and_adds_nothing(
+    runs: dict[int, list[Results]], world: int, name: str
+) -> None:
+    ranks, alone = runs[world], runs[1][0]["few"]
+    assert len({int(rank["few"][f"{name}_batches"]) for rank in ranks}) == 1
+    holding = [rank for rank in ranks if bool(rank["few"][f"{name}_sum"].any())]
+    assert len(holding) == (1 if name == "one" else 0)
+    together, one = total(ranks, "few", f"{name}_sum"), alone[f"{name}_sum"]
+    assert float((together - one).norm()) <= 1e-6 * float(one.norm())
+    for rank in ranks:
+        torch.testing.assert_close(rank["few"][f"{name}_released"], alone[f"{name}_released"], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sampling_masks_agree_with_one_global_poisson_draw(runs: dict[int, list[Results]], world: int) -> None:
+    seen = torch.stack([rank["masks"]["seen"] for rank in runs[world]]).numpy()  # ranks, draws, slots
+    joined = seen.sum(axis=0)
+    assert joined.max() == 1  # nobody twice, on two ranks or one
+    assert np.array_equal(joined, runs[1][0]["masks"]["seen"].numpy())  # the very draws of one process
+    position = (joined.sum(axis=0) - DRAWS * RATE) ** 2 / (DRAWS * RATE * (1 - RATE))
+    assert stats.chi2.sf(position.sum(), SLOTS) > ALARM
+    sizes = np.bincount(joined.sum(axis=1), minlength=SLOTS + 1)
+    expected = DRAWS * stats.binom.pmf(np.arange(SLOTS + 1), SLOTS, RATE)
+    kept = expected > 5
+    both = ((sizes - expected) ** 2 / expected)[kept].sum()
+    assert stats.chi2.sf(both, kept.sum() - 1) > ALARM
+    # Whichever ranks two slots are on: with a stream for each rank, equal seeds would make them join together.
+    pairs = np.corrcoef(joined.T)[np.triu_indices(SLOTS, 1)]
+    assert np.abs(pairs).max() < 5 / DRAWS**0.5  # of 780 pairs
+    load = seen.sum(axis=(1, 2))
+    assert load.max() - load.min() <= DRAWS  # dealt out: the first rank has one more at most
