@@ -10,14 +10,14 @@ Shape suffixes: R sequences, T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
 
 from dpllm.data import TokenSequence, Unit
-from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.head import Autocast, TokenLosses
 from dpllm.privacy.sampling import collate
 
 
@@ -40,7 +40,7 @@ def held_out_loss(
     sequences: Sequence[TokenSequence],
     batch_size: int,
     device: torch.device,
-    autocast: Callable[[], torch.autocast | object],
+    autocast: Autocast,
     rank: int = 0,
     world: int = 1,
 ) -> HeldOut:
@@ -64,19 +64,16 @@ def held_out_loss(
     training = model.training
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
+    token_losses = TokenLosses(model, device, autocast)
     longest_share = math.ceil(len(sequences) / world)
     # Not inference_mode: what a sharded model gathers first under it could never be used in a backward pass.
-    with torch.no_grad(), autocast():  # type: ignore[attr-defined]
+    with torch.no_grad():
         for start in range(0, longest_share, batch_size):
             units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
             batch = collate(units, pad_id=0, dummy_rows=0 if units else 1).to(device)
-            logits_RTV = model(
-                input_ids=batch.input_ids_RT, attention_mask=batch.attention_mask_RT, use_cache=False
-            ).logits
-            tokens_R = batch.loss_mask_RT.sum(dim=1)
-            loss_R = sequence_losses(logits_RTV, batch.input_ids_RT, batch.loss_mask_RT, tokens_R.float().clamp(min=1))
-            hit_RT = (logits_RTV[:, :-1].argmax(dim=-1) == batch.input_ids_RT[:, 1:]) & batch.loss_mask_RT[:, 1:]
-            sums = (loss_R.double() * tokens_R).sum(), tokens_R.double().sum(), hit_RT.sum().double()
+            nll_RT, hit_RT = token_losses(batch, hits=True)
+            assert hit_RT is not None
+            sums = nll_RT.double().sum(), batch.loss_mask_RT[:, 1:].sum().double(), hit_RT.sum().double()
             totals += torch.stack(sums).cpu()
     model.train(training)
     if world > 1:

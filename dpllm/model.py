@@ -367,7 +367,7 @@ def _unfreeze(model: Any, adapter: FrozenConfig) -> Any:
 
 def _quantization(bits: str, dtype: Any) -> Any:
     try:
-        import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401
+        import bitsandbytes  # noqa: F401
     except ImportError:
         raise ConfigError(
             f"model.quantization {bits} needs bitsandbytes, which is not installed. Type: pip install 'dpllm[quant]'"

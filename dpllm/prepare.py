@@ -177,7 +177,7 @@ def _prepare(
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
     physical_batch_size = fitting.resolve(engine, config, len(tokenizer), state.device, world=state.num_processes)
-    low = precision is not None or config.model.quantization is not None
+    low = precision is not None or getattr(net.config, "quantization_config", None) is not None
     low = low or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
     error = engine.self_check(
         len(tokenizer),

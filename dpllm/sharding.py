@@ -198,7 +198,7 @@ def recover(model: nn.Module) -> None:
 
     Where it ended on one rank only, nothing helps: the others wait for it.
     """
-    if isinstance(model, FSDPModule):
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # new in torch 2.13
         model.reset_iter_state()
 
 

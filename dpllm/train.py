@@ -24,7 +24,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dpllm import checkpoint, environment, evaluate, fitting, ranks, tokens
+from dpllm import checkpoint, environment, evaluate, fitting, ranks, sharding, tokens
 from dpllm.config import RunConfig, TrainConfig
 from dpllm.errors import ConfigError, Refused
 from dpllm.fate import Watch, one_fate
@@ -75,6 +75,8 @@ def train(
     guards.check_modes(config)
     with one_fate(config.train.process_timeout) as watch:
         ranks.check_equal(environment.versions() | _settings(config))
+        if sharding.requested():
+            sharding.check(config)
         if state.num_processes > config.train.batch_size:
             raise ConfigError(
                 f"{state.num_processes} processes share an expected batch of {config.train.batch_size} units, so that some would "
@@ -288,8 +290,10 @@ def _evaluate(p: Prepared, state: PartialState) -> tuple[float | None, float | N
     """Held-out loss and next-token accuracy; None for what there is not."""
     if not p.held_out:
         return None, None
-    size, rank, world = 4 * p.physical_batch_size, state.process_index, state.num_processes
-    found = evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)
+    size = p.physical_batch_size * (4 if state.device.type == "cpu" else 1)
+    rank, world = state.process_index, state.num_processes
+    with fitting.explained(p.config, p.physical_batch_size):
+        found = evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)
     loss = found.loss if math.isfinite(found.loss) else None  # of a run that diverged; JSON has no word for it
     return loss, found.accuracy
 

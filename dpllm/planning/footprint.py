@@ -4,8 +4,8 @@ Comes in: the recipe and its Plan. Goes out: a ``Footprint``. The model is built
 shapes and no content: no weights are read. Must not see data.
 
 How far off, against steps that really ran (a builtin model of 0.8 million parameters and a Llama of 6 blocks and width 512,
-LoRA and frozen layers, float32, one thread of a shared CPU that also did other work, 2026-11-21): memory 0.95 to 1.20 times what
-was measured, time 0.75 to 1.15 times. On a GPU it was not compared. Command, which prints the ratios:
+LoRA and frozen layers, float32, one thread of a shared CPU that also did much other work, 2026-11-22): memory 0.93 to 1.23 times
+what was measured, time 0.6 to 1.4 times. On a GPU it was not compared. Command, which prints the ratios:
 
     pytest --full -s -n 0 tests/unit/test_planning_footprint.py -k real_steps
 """
@@ -63,8 +63,8 @@ class Memory:
         unit_gradients: What is kept of each sequence's gradients until its norm is known: for R sequences of T tokens, the sum
             over trainable tensors of R min(i j, T (i + j)) float32 numbers, i j their size.
         activations: What the forward pass of R sequences of T tokens keeps for the backward pass.
-        logits: What the losses add to that at their peak: a chunk of logits where the head is frozen, R T V logits and
-            their gradients where it is not.
+        logits: What losses and backward pass add to that at their peak: a chunk of logits where the head is frozen, R T V
+            logits and their gradients where it is not; with checkpointing, a block computed again, if that is more.
     """
 
     weights: int

@@ -20,6 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpllm import sharding
 from dpllm.errors import Refused
 from dpllm.privacy.clipping import PlainSum, Summer, make_clipper, refuse_foreign_gradients
 from dpllm.privacy.head import TokenLosses
@@ -188,6 +189,7 @@ class Engine:
                 update = torch.ones(2 * size, device=self._device)  # what AdamW holds of all parameters at once
                 del state, flat_P, released_P, update
         except BaseException:
+            sharding.recover(self._model)
             self._summer.close()  # it may hold gradients of a pass that did not end
             self._summer = self._make_summer()
             raise

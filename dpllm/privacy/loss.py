@@ -23,6 +23,7 @@ from dpllm.errors import Refused
 
 CHUNK = {"cuda": 2**26}  # numbers of a chunk's logits; public, and the same for every batch
 CHUNK_ELSEWHERE = 2**25  # fewer make products slow on a CPU, more make nothing faster (measured)
+WITHOUT_PRODUCTS = 8  # the part of it that is computed on at once where logits exist: what fits a cache is faster
 
 
 class Targets(NamedTuple):
@@ -55,9 +56,14 @@ class Targets(NamedTuple):
         position_N = functional.pad(loss_mask_RT[:, 1:], (0, 1)).flatten().nonzero().flatten()
         return cls(rows, tokens, position_N, input_ids_RT.flatten()[position_N + 1])
 
-    def chunks(self, vocabulary: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """(position_n, target_n, where among N), a number of targets that follows from the vocabulary alone."""
-        size = chunk_tokens(vocabulary, self.position_N.device)
+    def chunks(self, vocabulary: int, parts: int = 1) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """(position_n, target_n, where among N), a number of targets that follows from the vocabulary alone.
+
+        Args:
+            vocabulary: V.
+            parts: Into how many the usual number of targets is cut again.
+        """
+        size = max(1, chunk_tokens(vocabulary, self.position_N.device) // parts)
         for start in range(0, len(self.position_N), size):
             part = slice(start, start + size)
             yield self.position_N[part], self.target_N[part], part
@@ -147,7 +153,7 @@ class _FromLogits(torch.autograd.Function):
         nll_M = logits_MV.new_zeros(len(logits_MV), dtype=wide(logits_MV.dtype))
         top_N1 = nll_M.new_empty(len(targets.position_N), 1)
         total_N1 = torch.empty_like(top_N1)
-        for position_n, target_n, part in targets.chunks(logits_MV.shape[1]):
+        for position_n, target_n, part in targets.chunks(logits_MV.shape[1], WITHOUT_PRODUCTS):
             logits_nV = logits_MV[position_n].to(nll_M.dtype)
             nll_n1, top_N1[part], total_N1[part] = log_likelihood_(logits_nV, target_n)
             nll_M[position_n] = nll_n1.squeeze(1)
@@ -160,7 +166,7 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         logits_MV, top_N1, total_N1 = ctx.saved_tensors
         gradient_MV = torch.zeros_like(logits_MV)
-        for position_n, target_n, part in ctx.targets.chunks(logits_MV.shape[1]):
+        for position_n, target_n, part in ctx.targets.chunks(logits_MV.shape[1], WITHOUT_PRODUCTS):
             part_nV = logits_MV[position_n].to(top_N1.dtype).sub_(top_N1[part]).exp_().div_(total_N1[part])
             minus_one_(part_nV, target_n)
             gradient_MV[position_n] = part_nV.mul_(incoming[0][position_n].unsqueeze(1)).to(gradient_MV.dtype)

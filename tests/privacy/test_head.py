@@ -329,7 +329,7 @@ def test_float16_keeps_the_tail_of_a_softmax_over_a_large_vocabulary() -> None:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_logits_of_low_precision_are_never_copied_whole(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses_module, "CHUNK_ELSEWHERE", 10 * 50)
+    monkeypatch.setattr(losses_module, "CHUNK_ELSEWHERE", 8 * 10 * 50)
     logits_RTV = torch.randn(4, 25, 50, generator=torch.Generator().manual_seed(0)).to(kind).requires_grad_()
     ids_RT = torch.randint(0, 50, (4, 25), generator=torch.Generator().manual_seed(1))
     mask_RT = torch.ones(4, 25, dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -239,14 +240,12 @@ def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path, name: str) 
         assert "\n" not in str(caught.value)
 
 
-def test_quantization_without_its_library_says_what_to_install(bases: dict[str, Path]) -> None:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match=r"pip install 'dpllm\[quant\]'"):
-            model.load_base(recipe(bases["llama"], model={"quantization": "4bit"}).model, CPU)
-    else:
-        pytest.skip("bitsandbytes is installed")
+def test_quantization_without_its_library_says_what_to_install(
+    bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"pip install 'dpllm\[quant\]'"):
+        model.load_base(recipe(bases["llama"], model={"quantization": "4bit"}).model, CPU)
 
 
 def test_a_published_name_is_no_path(tmp_path: Path) -> None:

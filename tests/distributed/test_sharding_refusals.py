@@ -1,0 +1,192 @@
+"""What of a recipe, a launch file or a model cannot be sharded, and how the parts reach their devices; without processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_models as tm
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from dpllm import model, ranks, sharding
+from dpllm.config import RunConfig
+from dpllm.errors import ConfigError, Refused
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment that gpu_fsdp2.yaml makes, and several processes, without starting them."""
+    file = str(ROOT / "recipes" / "accelerate" / "gpu_fsdp2.yaml")
+    words = launch_command_parser().parse_args(["--config_file", file, "recipes/train.py"])
+    arguments, _, _ = _validate_launch_command(words)
+    for key, value in prepare_multi_gpu_env(arguments).items():
+        if key.startswith(("FSDP_", "ACCELERATE_")):
+            monkeypatch.setenv(key, value)
+    monkeypatch.setattr(ranks, "several", lambda: True)
+    return monkeypatch
+
+
+def lora(**sections: Any) -> RunConfig:
+    return tm.recipe(**{"adapter": tm.LORA, **sections})
+
+
+def test_the_launch_file_asks_for_what_is_held(launched: pytest.MonkeyPatch) -> None:
+    assert sharding.requested()
+    sharding.check(lora())
+
+
+def test_nothing_is_sharded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    assert not sharding.requested()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    assert not sharding.requested()
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"adapter": tm.FROZEN}, "adapter.method frozen"),
+        ({"model": {"quantization": "4bit"}}, "quantization"),
+        ({"privacy": {"grad_sample_mode": "opacus_ghost"}}, "opacus_ghost"),
+    ],
+)
+def test_recipes_that_cannot_be_sharded_are_refused_before_anything_is_loaded(
+    launched: pytest.MonkeyPatch, sections: dict[str, Any], words: str
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was loaded")
+
+    launched.setattr(model, "load_base", load)
+    with pytest.raises(Refused, match=words):
+        model.build(lora(**sections), tm.CPU)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("FSDP_VERSION", "1", "fsdp_version"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "false", "fsdp_reshard_after_forward"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "gradient_checkpointing: true"),
+        ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "decoder block"),
+        ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "decoder block"),
+        ("FSDP_IGNORED_MODULES", "lm_head", "fsdp_ignored_modules"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "use_parallelism_config"),
+    ],
+)
+def test_wishes_of_the_launch_file_that_cannot_be_held_are_refused(
+    launched: pytest.MonkeyPatch, key: str, value: str, words: str
+) -> None:
+    launched.setenv(key, value)
+    with pytest.raises(Refused, match=words):
+        sharding.check(lora())
+
+
+def test_a_launch_file_that_accelerate_cannot_read_is_an_error(launched: pytest.MonkeyPatch) -> None:
+    launched.setenv("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD")
+    with pytest.raises(ConfigError, match="fsdp_config"):
+        sharding.check(lora())
+
+
+def test_one_process_has_nobody_to_share_with(launched: pytest.MonkeyPatch) -> None:
+    launched.setattr(ranks, "several", lambda: False)
+    with pytest.raises(ConfigError, match="one process"):
+        sharding.check(lora())
+
+
+def test_another_layer_class_is_refused(launched: pytest.MonkeyPatch) -> None:
+    net = tm.build("llama")
+    launched.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "GPT2Block")
+    with pytest.raises(Refused, match="LlamaDecoderLayer"):
+        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+
+
+def test_blocks_that_share_weights_are_refused(launched: pytest.MonkeyPatch) -> None:
+    net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
+    layers = model.blocks(net)[1]
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    with pytest.raises(Refused, match="share weights"):
+        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+
+
+def test_quantised_files_are_refused(launched: pytest.MonkeyPatch) -> None:
+    net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
+    packed = torch.zeros((24, 16), dtype=torch.uint8)
+    model.blocks(net)[1][1].mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(Refused, match="quantised"):
+        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+
+
+@pytest.mark.parametrize("before", [None, "true", "false"])
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with sharding.loading():
+        assert os.environ[name] == "false"
+    assert os.environ.get(name) == before
+
+
+@pytest.fixture
+def alone(launched: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing that needs other ranks."""
+    launched.setattr(sharding, "_place", lambda module, device: 0)
+    launched.setattr(sharding, "_shard", lambda module, mesh, whole: None)
+    launched.setattr(sharding, "init_device_mesh", lambda *_: None)
+    launched.setattr(sharding.distributed, "get_world_size", lambda: 2)
+    launched.setattr(ranks, "check_equal", lambda facts: None)
+    return launched
+
+
+@pytest.mark.parametrize("where", ["_place", "_try"])
+def test_a_part_that_does_not_fit_is_an_error_that_says_so(alone: pytest.MonkeyPatch, where: str) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    alone.setattr(sharding, where, full)
+    net = tm.build("llama")
+    with pytest.raises(ConfigError, match="do not fit"):
+        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+
+
+def test_one_unit_after_the_other_is_moved_and_cut(alone: pytest.MonkeyPatch) -> None:
+    """A device never holds more than one whole unit beside its shards."""
+    net = tm.build("llama")
+    layers = list(model.blocks(net)[1])
+    done: list[tuple[str, Any]] = []
+    alone.setattr(sharding, "_place", lambda module, device: done.append(("placed", module)) or 0)
+    alone.setattr(sharding, "_shard", lambda module, mesh, whole: done.append(("cut", module)))
+    alone.setattr(sharding, "_try", lambda *_: None)
+    sharding.shard(net, model.blocks(net)[0], tm.CPU)
+    units = [*layers, net.get_input_embeddings(), net.get_output_embeddings(), net]
+    assert done == [event for unit in units for event in (("placed", unit), ("cut", unit))]
+
+
+def test_weights_wait_on_the_cpu_in_the_type_of_their_device(tmp_path: Path) -> None:
+    tiny.model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    base = tm.recipe(model={"name_or_path": str(tmp_path)}).model
+    waiting = model.load_base(base, torch.device("meta"), stay_on_cpu=True)
+    assert {(p.device.type, p.dtype) for p in waiting.parameters()} == {("cpu", torch.bfloat16)}
+
+
+def test_every_rank_reads_the_base_itself(launched: pytest.MonkeyPatch) -> None:
+    """Under fsdp_cpu_ram_efficient_loading transformers may leave the weights of all ranks but one empty."""
+    launched.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    seen = []
+
+    def load(*_: Any, stay_on_cpu: bool, **__: Any) -> None:
+        seen.append((os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"], stay_on_cpu))
+        raise KeyboardInterrupt
+
+    launched.setattr(model, "load_base", load)
+    with pytest.raises(KeyboardInterrupt):
+        model.build(lora(), tm.CPU)
+    assert seen == [("false", True)]
