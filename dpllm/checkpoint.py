@@ -64,6 +64,7 @@ def save_resume(
     head: dict[str, Any] | None = None,
     event: dict[str, Any] | None = None,
     reserved: int | None = None,
+    units: str | None = None,
 ) -> None:
     """Writes a checkpoint atomically, and keeps the intact one before it.
 
@@ -81,6 +82,7 @@ def save_resume(
         head: The ledger's head by now, which the ledger of a resumed run must contain.
         event: The Plan's event; the part of it that was executed is saved.
         reserved: Steps reserved by now, those included that make up lost ones.
+        units: Digest of all tokens and of which unit they are; private, as the checkpoint is.
     """
     for leftover in run.private.glob(".resume.*"):  # of a process that was killed while it wrote
         shutil.rmtree(leftover, ignore_errors=True)
@@ -94,6 +96,7 @@ def save_resume(
         "entry": entry,
         "head": head,
         "reserved": reserved,
+        "units": units,
         "event": executed(event, step) if event else None,
         "files": {name: sha256(temporary / name) for name in (WEIGHTS, MOMENTS)},
         # JSON has no infinity, which is C of a run without differential privacy.

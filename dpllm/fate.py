@@ -23,6 +23,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from dpllm.errors import DpllmError, EndedElsewhere
 
+CHARGED = (
+    "Steps taken so far stay charged. Resume with --resume, on any number of processes, where a checkpoint was kept."
+)
 LOOK_EVERY = 0.25  # seconds
 TO_SAY, TO_LEAVE = (
     10.0,
@@ -38,11 +41,12 @@ class Watch:
 
     Attributes:
         seconds: After which a step that has not ended ends the run.
+        writes: Rank 0 is writing down what stands.
     """
 
     def __init__(self, seconds: float) -> None:
         """Begins without a deadline."""
-        self.seconds = seconds
+        self.seconds, self.writes = seconds, False
         self._doing, self._until = "", float("inf")
 
     def step(self, step: int) -> None:
@@ -53,9 +57,18 @@ class Watch:
         """What comes now may take as long as it wants: evaluation, a checkpoint."""
         self._until = float("inf")
 
-    def overdue(self) -> str | None:
-        """What has not ended in time."""
-        return self._doing if time.monotonic() > self._until else None
+    def overdue(self, grace: float = 0.0) -> str | None:
+        """What has not ended in time, nor ``grace`` seconds later."""
+        return self._doing if time.monotonic() > self._until + grace else None
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """What happens inside is not cut off because another rank failed: files are written."""
+        before, self.writes = self.writes, True
+        try:
+            yield
+        finally:
+            self.writes = before
 
 
 @contextlib.contextmanager
@@ -76,6 +89,7 @@ def one_fate(seconds: float) -> Iterator[Watch]:
     board = _Board()
     thread = threading.Thread(target=board.look, args=(watch,), name="dpllm-fate", daemon=True)
     thread.start()
+    threading.Thread(target=board.end_alone, args=(watch,), name="dpllm-alone", daemon=True).start()
     try:
         yield watch
     except BaseException as error:
@@ -116,7 +130,7 @@ class _Board:
         if cause is None and consequence:
             silent = DpllmError(
                 "another process of the run ended without a word (killed, for want of memory perhaps, or its machine lost), so "
-                "this one ends too. Steps taken so far stay charged. Resume with --resume, on any number of processes."
+                f"this one ends too ({type(error).__name__}). {CHARGED}"
             )
             if self._rank == 0 or not self._wait(self._said, TO_SAY):
                 self._claim()
@@ -144,13 +158,13 @@ class _Board:
 
     def look(self, watch: Watch) -> None:
         """The thread: ends this process when another has failed, or a step takes too long."""
+        posted = False
         while not self.over.wait(LOOK_EVERY):
-            if overdue := watch.overdue():
-                watch.rest()
+            if not posted and (overdue := watch.overdue()):
+                posted = True
                 self._post(
                     f"{overdue} did not end within {watch.seconds:g} s: a process hangs, or the network between them is cut. "
-                    "Steps taken so far stay charged. Resume with --resume; if a step takes that long, raise "
-                    "train.process_timeout.",
+                    f"{CHARGED} If a step takes that long, raise train.process_timeout.",
                     1,
                     None,
                 )
@@ -165,8 +179,22 @@ class _Board:
                     os._exit(found["code"])
             elif found["rank"] != 0 and self._claim():  # its own failure the main thread says
                 self._say(found)
+            while watch.writes and not self.over.wait(LOOK_EVERY):
+                pass
             if not self.over.wait(TO_END):  # the main thread waits in a collective operation that will never end
                 os._exit(found["code"])
+
+    def end_alone(self, watch: Watch) -> None:
+        """A second thread: the first waits for ever where the store does not answer (its machine lost, its process stopped)."""
+        while not self.over.wait(LOOK_EVERY):
+            if overdue := watch.overdue(TO_SAY + 2 * TO_END):
+                self._say(
+                    {
+                        "rank": self._rank,
+                        "message": f"{overdue} did not end, and the first process does not answer. {CHARGED}",
+                    }
+                )
+                os._exit(1)
 
     def leave(self) -> None:
         """Says goodbye; rank 0, in whose process the store may live, goes last."""

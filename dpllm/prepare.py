@@ -75,7 +75,13 @@ def prepare(
     entry: str | None = None,
 ) -> Prepared:
     """Data, custody, Plan, model, self-check, and last of all the reservation, unless ``entry`` names one made before."""
-    run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
+    try:
+        run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
+    except OSError as error:
+        raise ConfigError(
+            f"{run.root}: cannot be written to ({error.strerror}), and every process keeps tokens there. Type another "
+            "--output_dir."
+        ) from None
     if resume and state.is_main_process:
         same_recipe(config, run)
     cache = run.private / "cache"
@@ -113,16 +119,16 @@ def _prepare(
     groups = data.sampled_rows(table, config.data)
     num_units = config.data.public_size or len(groups)
     standing = shared(stand(config, run, book, custody) if resume and state.is_main_process else None)
-    plan = _plan(config, num_units, book, custody, standing)
+    main = state.is_main_process
+    plan = shared(_plan(config, num_units, book, custody, standing) if main else None)
     schedule = plan.schedule if plan else make_schedule(config, num_units)
     tokenizer = model.load_tokenizer(config.model)
     canary_plan = None
     if config.audit.canaries:
-        main = state.is_main_process
         canary_plan = shared(_canaries(config, run, resume, tokenizer, state.device) if main else None)
     plan_json = _plan_json(config, plan, canary_plan, standing)
     if plan and standing and make_up_lost_steps and standing.to_make_up:
-        plan = _plan(config, num_units, book, custody, standing, more_steps=standing.to_make_up)
+        plan = shared(_plan(config, num_units, book, custody, standing, standing.to_make_up) if main else None)
         assert plan is not None
         schedule = plan.schedule
         plan_json = {**(plan_json or {}), **plan.to_json()}
@@ -148,7 +154,13 @@ def _prepare(
             slots += data.encode_units([rows], table.format, tokenizer, config.data) if rows else [None]
         units = units.with_slots(slots)
     ranks.check_equal({"the training data, as tokens,": salted(units.digest)})
+    if standing and standing.units not in (None, units.digest):
+        raise Refused(
+            f"{run.root}: data.train now holds other units than the run began with (their rows, their owners or their order), so "
+            "its steps would count for people whom it does not protect. Put the file of that time back, or start anew."
+        )
     held_out = _held_out(config, tokenizer, cache)
+    ranks.check_equal({"the held-out data, as tokens,": salted(repr(held_out))})
     net = model.build(config, state.device)
     guards.check_model(net)
     model.check_length(config, net)
@@ -272,7 +284,7 @@ def _plan(
     if not config.privacy.enabled:
         return None
     if standing is None:
-        terms = shared(protect.terms(book, custody.dataset, custody.derived_from))
+        terms = protect.terms(book, custody.dataset, custody.derived_from)
         try:
             return make_plan(config, num_units, accounting_cache(), **terms)
         except BudgetExceeded:

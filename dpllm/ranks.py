@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from dpllm import launch
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError, DpllmError, Refused
 
 # dpllm.fate ends a run whose ranks no longer answer; the group's own time-out would also end one whose rank 0 tokenises.
+TO_COME = datetime.timedelta(minutes=10)  # until all processes are there
 NEVER = datetime.timedelta(days=30)
 PIECE = 2**22  # numbers of which a fingerprint is taken at once
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # less than 64 bits: their sign must count
@@ -35,9 +37,15 @@ def join() -> PartialState:
             processes than its file says, or on other devices; see ``dpllm.launch``.
     """
     launch.check_devices()
-    state = PartialState(
-        cpu=not torch.accelerator.is_available(), timeout=NEVER
-    )  # without cpu, accelerate starts no gloo group
+    try:  # without cpu, accelerate starts no gloo group
+        state = PartialState(cpu=not torch.accelerator.is_available(), timeout=TO_COME)
+    except distributed.DistError as error:
+        raise DpllmError(
+            f"the processes of the run did not find each other within {TO_COME.seconds // 60} minutes: one ended before, and its "
+            "own messages say why, or the address or port of the first cannot be reached. Nothing was reserved. Start all again."
+        ) from error
+    if several():
+        _set_pg_timeout(NEVER)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != state.num_processes:
         raise ConfigError(

@@ -44,6 +44,7 @@ class Standing:
         extra_steps: Steps beyond the recipe's, reserved by earlier resumes to make up lost ones.
         to_make_up: Of the charged steps that the checkpoint does not have, how many none of these stand for.
         notes: What earlier resumes noted for run.json.
+        units: Digest of the units on which the checkpoint was trained; None in one that does not say.
     """
 
     plan: dict[str, Any]
@@ -52,6 +53,7 @@ class Standing:
     extra_steps: int
     to_make_up: int
     notes: tuple[str, ...]
+    units: str | None = None
 
 
 def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody) -> Standing:
@@ -64,7 +66,7 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
     saved = checkpoint.newest(run)
     notes = tuple(read_json(run.run).get("resumes", ())) if run.run.exists() else ()
     if not config.privacy.enabled:
-        return Standing({}, (), int(saved["step"]), 0, 0, notes)
+        return Standing({}, (), int(saved["step"]), 0, 0, notes, saved.get("units"))
     if book is None:
         where = config.privacy.ledger or ledger.default_path()
         raise ConfigError(
@@ -112,7 +114,7 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
     extra = sum(claim.num_steps for claim in claims[1:])
     lost = charged - int(saved["step"])
     since = sum(size for _, size in sizes) - int(saved["reserved"])  # the checkpoint stands on steps made up before it
-    return Standing(plan, sizes, charged, extra, max(0, lost - since), notes)
+    return Standing(plan, sizes, charged, extra, max(0, lost - since), notes, saved.get("units"))
 
 
 def check_promise(plan: Plan, standing: Standing) -> dict[str, Any]:

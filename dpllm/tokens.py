@@ -181,6 +181,7 @@ def cache_key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) ->
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "eos": tokenizer.eos_token_id,
+        "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
         "template": tokenizer.chat_template if table.format == "messages" else None,
         "max_length": data.max_length,
         "long_examples": data.long_examples,

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dpllm import checkpoint, environment, evaluate, fitting, ranks, sharding, tokens
 from dpllm.config import RunConfig, TrainConfig
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.fate import Watch, one_fate
 from dpllm.ledger import Ledger
 from dpllm.prepare import Prepared, prepare
@@ -144,40 +144,50 @@ def _run(
                 telemetry.evaluated(step, loss, accuracy)
                 _log(p, state, {"step": step, "eval_loss": loss, "eval_accuracy": accuracy})
             if main and settings.checkpoint_every and step % settings.checkpoint_every == 0:
-                _save(p, step)
+                with watch.writing(), _writable(p, step):
+                    _save(p, step)
         status = "completed" if step == p.schedule.num_steps else "interrupted"
         p.engine.close()
         every = p.config.train.checkpoint_every
         unsaved = every and step % every and step > p.first_step  # a crash from here on must not lose paid steps
         if main and (status == "interrupted" or unsaved):
-            _save(p, step)
+            with watch.writing(), _writable(p, step):
+                _save(p, step)
         summary.after, summary.accuracy_after = _evaluate(p, state)
         telemetry.evaluated(step, summary.after, summary.accuracy_after)
         summary.tokens = sum(sum(sequence.loss_mask) for sequence in p.held_out)
     except BaseException as error:
         if main:
             why = f"it ended with {type(error).__name__} after step {step}"
-            write_record(p, step, "interrupted", started, summary, why)
+            with (
+                watch.writing(),
+                contextlib.suppress(OSError),
+            ):  # on a full disk, what stands there says interrupted too
+                write_record(p, step, "interrupted", started, summary, why)
             telemetry.end()
         raise
     if main:
-        checkpoint.export(p.model, p.tokenizer, p.run)
-        if p.ledger:
-            _finish(p, p.ledger, "completed" if status == "completed" else "interrupted")
-        write_record(p, step, status, started, summary)
-        telemetry.end()
-        if status == "completed":  # last, so that a run killed before it can still be resumed and recorded
-            shutil.rmtree(p.run.resume, ignore_errors=True)
+        with watch.writing(), _writable(p, step):
+            checkpoint.export(p.model, p.tokenizer, p.run)
+            if p.ledger:
+                _finish(p, p.ledger, "completed" if status == "completed" else "interrupted")
+            write_record(p, step, status, started, summary)
+            telemetry.end()
+            if status == "completed":  # last, so that a run killed before it can still be resumed and recorded
+                shutil.rmtree(p.run.resume, ignore_errors=True)
         if summary.after is not None and may_tell(p):
             console.print(f"Held-out loss after: {summary.after:.4f} nats per token")
         elif summary.after is not None:  # un-noised, and standard output goes into job logs
             console.print(f"Held-out loss, which is private: {p.run.private / 'summary.json'}")
         console.print(f"[bold]{status}[/] after {step} of {p.schedule.num_steps} steps: {p.run.root}")
-    record: dict[str, Any] = ranks.shared(read_json(p.run.run) if main else {})
-    if (
-        record["status"] == "completed" and state.is_local_main_process
-    ):  # a copy of private text that nobody reads again
+    record: dict[str, Any] = read_json(p.run.run) if main else {}
+    if step == p.schedule.num_steps and state.is_local_main_process:  # a copy of private text that nobody reads again
         shutil.rmtree(p.run.private / "cache" / tokens.FOLDER, ignore_errors=True)
+    try:
+        record = ranks.shared(record)
+    except RuntimeError:  # another process died; rank 0 has written everything down
+        if not main:
+            raise
     return record
 
 
@@ -267,7 +277,24 @@ def _save(p: Prepared, step: int) -> None:
         head=head,
         event=event,
         reserved=sum(size for _, size in p.claims),
+        units=getattr(p.units, "digest", None),
     )
+
+
+@contextlib.contextmanager
+def _writable(p: Prepared, step: int) -> Iterator[None]:
+    """Turns a disk that is full or gone into one line.
+
+    Raises:
+        DpllmError: Something could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DpllmError(
+            f"{p.run.root}: cannot be written to ({error.strerror}), so the run ended after step {step}; its steps stay charged. "
+            "Free some space, and type --resume where a checkpoint was kept."
+        ) from None
 
 
 def _charge(p: Prepared, ledger: Ledger, step: int) -> None:

@@ -275,6 +275,9 @@ class OpacusGhostClipper:
         Raises:
             Refused: A unit has several rows, or a trainable parameter took part in no norm.
         """
+        if batch.num_units == 0:  # dummy rows only, and no sharded base whose ranks would wait for this pass
+            nothing = torch.zeros(0, dtype=torch.float64)
+            return nothing, nothing
         if not Owners(batch.unit_R, batch.num_units).one_to_one:
             raise Refused(
                 "grad_sample_mode opacus_ghost knows the norm of a row, not of a unit with several. "
@@ -330,7 +333,7 @@ class PlainSum:
         loss_R = losses(batch)
         (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
         _take_gradients(self._parameters, sums)
-        return loss_R.detach(), torch.full((batch.num_units,), float("nan"))
+        return loss_R.detach(), torch.full((batch.num_units - batch.goes_on,), float("nan"))
 
 
 def make_clipper(
