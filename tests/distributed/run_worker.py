@@ -23,6 +23,7 @@ from dpllm import cli, environment, train
 from dpllm.privacy.engine import Engine
 
 ROOT = Path(__file__).parents[2]
+NOTES = ROOT / "dpllm" / "builtin" / "clinic"
 STEPS = 4
 
 
@@ -47,6 +48,11 @@ def stopped(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def frozen(engine: Engine) -> None:
+    if os.environ["RANK"] == "0":  # as a machine that is lost: its process says nothing, nor does its store
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def moved(engine: Engine) -> None:
     with torch.no_grad():
         next(iter(engine.parameters.values())).view(-1)[0] += 1e-7
@@ -68,6 +74,7 @@ class Scenario:
     world: int
     words: dict[str, str] = field(default_factory=dict)
     odd: Callable[[], object] = lambda: None
+    all_ranks: Callable[[], object] = lambda: None
     odd_words: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     of: str = ""  # whose run directory is used: its own, or that of a scenario before it
@@ -84,6 +91,10 @@ SCENARIOS = {
     "hanging": Scenario(2, {"train.process_timeout": "2"}, odd=lambda: at_step(2, lambda engine: time.sleep(300))),
     "moved": Scenario(2, odd=lambda: at_step(3, moved)),
     "other_recipe": Scenario(2, odd_words={"train.learning_rate": "0.5"}),
+    "other_eval": Scenario(
+        2, {"data.eval": str(NOTES / "train.jsonl")}, odd_words={"data.eval": str(NOTES / "eval.jsonl")}
+    ),
+    "lost": Scenario(2, {"train.process_timeout": "2"}, all_ranks=lambda: at_step(2, frozen)),
     "other_version": Scenario(2, odd=other_version),
     "no_model": Scenario(2, odd_words={"model.name_or_path": "nowhere"}),
     "over_target": Scenario(2, {"privacy.epsilon": "0.01"}),
@@ -114,6 +125,7 @@ def work(name: str, rank: int, port: int, folder: Path) -> None:
         "privacy.epsilon": "50",
         **scenario.words,
     }
+    scenario.all_ranks()
     if rank == scenario.world - 1 and scenario.world > 1:
         words |= scenario.odd_words
         scenario.odd()

@@ -24,6 +24,7 @@ FAILED = {
     "moved": (3, "after step 3 the processes no longer hold the same weights"),
     "other_recipe": (2, "the recipe's train.learning_rate is 0.01 in process 0 and 0.5 in process 1"),
     "other_version": (2, "peft is"),
+    "other_eval": (2, "the held-out data, as tokens, is"),
     "no_model": (2, "process 1: model.name_or_path 'nowhere'"),
     "over_target": (3, "above the target privacy.epsilon"),
     "too_many": (2, "Start at most 2, or raise train.batch_size"),
@@ -127,6 +128,14 @@ def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(st
         "resumes"
     ]  # step 3, which no checkpoint has
     assert charged(stopped, "killed") == [(STEPS, "completed")]
+
+
+@pytest.mark.full
+def test_the_others_end_where_the_first_machine_is_lost(tmp_path: Path) -> None:
+    run(tmp_path, ["lost"])
+    assert codes(tmp_path, "lost") == [-9, 1]  # rank 0 stands still until the worker gives it up
+    assert "the first process does not answer" in (tmp_path / "lost.1.err").read_text()
+    assert charged(tmp_path, "lost")[0][0] == 2
 
 
 @pytest.mark.parametrize("name", FAILED)

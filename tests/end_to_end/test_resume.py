@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,40 @@ def test_other_data_are_refused(terminated: tuple[Place, int, str], tmp_path: Pa
     assert "no longer holds the records" in answer.err
     assert contents(place.run) == before
     assert charged(place) == (1, 3)
+
+
+def test_the_same_rows_of_other_owners_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger knows texts and not whose they are; steps before and after would protect different people."""
+    place.write(
+        {
+            "train.steps": 3,
+            "train.checkpoint_every": 1,
+            "train.batch_size": 4,
+            "data.unit": "author",
+            "data.max_examples_per_unit": 4,
+        }
+    )
+    some = [{**row, "author": f"p{number % 20}"} for number, row in enumerate(rows())]
+    tiny.write_rows(place.train, some)
+    step, calls = Engine.step, []
+
+    def stop(engine: Engine, batches: Any) -> Any:
+        calls.append(batches)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(engine, batches)
+
+    monkeypatch.setattr(Engine, "step", stop)
+    assert dpllm_("train", place.recipe).code == 1
+    taken = charged(place)
+    others = [{**row, "author": f"p{(number + number // 20) % 20}"} for number, row in enumerate(some)]
+    tiny.write_rows(place.train, others)
+    answer = dpllm_("train", place.recipe, "--resume")
+    assert answer.code == 3
+    assert "other units than the run began with" in answer.err
+    assert charged(place) == taken
+    tiny.write_rows(place.train, some)
+    done("train", place.recipe, "--resume")
 
 
 def test_a_ledger_that_lost_the_reservation_is_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 from dpllm.data import Unit
 from dpllm.errors import Refused
+from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.rules import Form, conv1d, linear
-from dpllm.privacy.sampling import collate
+from dpllm.privacy.sampling import collate, physical_batches
 
 BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
@@ -99,6 +100,33 @@ def test_opacus_ghost_agrees_with_per_sample_on_lora() -> None:
         engine = tm.make_engine(net, tm.plan(0.5), grad_sample_mode=mode)
         sums.append(tm.clipped_sum(engine, some, 3))
     assert float((sums[0] - sums[1]).norm()) <= 1e-4 * float(sums[0].norm())
+
+
+def test_a_batch_of_nobody_adds_nothing_in_any_mode() -> None:
+    """What a rank runs while another has more units."""
+    some = tm.units([(9,), (4,), (12,)])
+    for mode in ("auto", "opacus_ghost"):
+        engine = tm.make_engine(built("llama", "lora"), grad_sample_mode=mode)
+        batches = physical_batches(range(3), some, 2, 0)
+        alone, _ = engine.clipped_sum(batches)
+        beside, seen = engine.clipped_sum([*batches, collate([], 0, dummy_rows=1)])
+        assert torch.equal(alone, beside)
+        assert seen.units == 3
+
+
+def test_a_unit_over_several_batches_is_counted_once_without_privacy() -> None:
+    engine = Engine(
+        net := tm.build("llama"),
+        torch.optim.SGD(list(tm.trainable(net).values()), lr=1.0),
+        tm.schedule(),
+        None,
+        grad_sample_mode="auto",
+        noise_entropy=1,
+        device=tm.CPU,
+    )
+    batches = physical_batches(range(3), tm.units([(9, 4, 5, 6, 7), (4,), (12,)]), 2, 0)
+    assert any(batch.goes_on for batch in batches)
+    assert engine.clipped_sum(batches)[1].units == 3
 
 
 def test_opacus_ghost_refuses_units_of_several_sequences() -> None:

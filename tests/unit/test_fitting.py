@@ -447,3 +447,22 @@ def test_the_probe_of_the_mechanism_reads_auto() -> None:
         for size in ("auto", 1000)
     ]
     assert np.array_equal(*seen)
+
+
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_a_rehearsal_does_not_hide_a_buffer_that_moves_from_the_self_check(size: int | str) -> None:
+    """Long-context RoPE changes a buffer at the longest rows, and so the loss of the short ones beside them."""
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 1.3, 5.0, 40.0],
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    net = tm.build("phi3", max_position_embeddings=128, rope_parameters=longrope, original_max_position_embeddings=32)
+    engine = tm.make_engine(net, tm.plan(), max_length=100)
+    config = tm.recipe(data={"max_length": 100}, train={"physical_batch_size": size})
+    found = fitting.resolve(engine, config, tm.VOCABULARY, tm.CPU)
+    with pytest.raises(Refused, match="inv_freq"):
+        engine.self_check(tm.VOCABULARY, 100, physical_batch_size=found)
