@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong = unknown + (overrides if known.command not in {"plan", "train", "canaries", "audit", "sweep"} else [])
         if wrong:
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
-        if known.command not in {"train", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if known.command not in {"train", "sweep", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 "a launcher started several processes, each of which would do all of it and write the same files. "
                 f"Type dpllm {known.command} without a launcher."

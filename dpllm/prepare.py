@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,6 +95,10 @@ def prepare(
         custody = shared(protect.take_custody(config, table, book) if state.is_main_process else None)
         return _prepare(config, run, state, console, table, book, custody, resume, make_up_lost_steps, entry)
     except BaseException as error:
+        if (
+            not resume and state.is_local_main_process
+        ):  # what this attempt tokenised; a run that goes on still needs its own
+            shutil.rmtree(cache / tokens.FOLDER, ignore_errors=True)
         if book is not None:
             if isinstance(error, Refused) and error.reason:
                 book.count_refusal(error.dataset, error.reason)

@@ -141,33 +141,39 @@ def _check_padding(
     max_length: int,
 ) -> None:
     training = [module for module in model.modules() if module.training]
-
-    def buffers() -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in model.named_buffers()}
-
+    alone = [collate([unit], pad_id=0).to(batch.unit_R.device) for unit in units]
     with torch.no_grad():
-        losses(batch)  # whatever ran before, a rehearsal of the longest rows perhaps, may have moved them already
-        before = buffers()
-        losses(batch)  # in training mode, where running averages would move
-        between = buffers()
-        model.eval()
-        alone = [collate([unit], pad_id=0).to(batch.unit_R.device) for unit in units]
-        alone_R = torch.cat([losses(one) for one in alone])
-        together_R = losses(batch)[batch.unit_R >= 0]
-        padded_R = losses(_padded(alone[-1], _longest(model, max_length)))  # as a long neighbour would pad it
-    for module in training:
-        module.training = True
+        losses(batch)  # whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+        def still(one: PhysicalBatch) -> Tensor:
+            loss_R = losses(one)
+            _check_buffers(model, before)
+            return loss_R
+
+        try:
+            still(batch)  # in training mode, where running averages would move
+            model.eval()
+            alone_R = torch.cat([still(one) for one in alone])
+            together_R = still(batch)[batch.unit_R >= 0]
+            padded_R = still(_padded(alone[-1], _longest(model, max_length)))  # as a long neighbour would pad it
+        finally:
+            for module in training:
+                module.training = True
+    alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
+    error = float(_relative(together_R, alone_R).max())
+    if not error <= tolerance:
+        raise _coupled(error)
+
+
+def _check_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
     for name, buffer in model.named_buffers():
-        if not (torch.equal(between[name], before[name]) and torch.equal(buffer, before[name])):
+        if not torch.equal(buffer, before[name]):
             raise Refused(
                 f"the buffer {name} changes in a forward pass, so that one row would change the gradients of others, "
                 "unclipped. Running averages and dynamic or long-context RoPE do this: use another base model, or a "
                 "data.max_length within the context that the base model was pretrained on."
             )
-    alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
-    error = float(_relative(together_R, alone_R).max())
-    if not error <= tolerance:
-        raise _coupled(error)
 
 
 def _longest(model: nn.Module, max_length: int) -> int:

@@ -132,7 +132,7 @@ def test_a_checkpoint_holds_no_generator_state(terminated: tuple[Place, int, str
     assert {path.name for path in folder.iterdir()} == {"state.json", "trainable.safetensors", "optimizer.pt"}
     state = json.loads((folder / "state.json").read_text())
     assert set(state) == {
-        "schema_version", "step", "entry", "head", "event", "reserved", "files", "max_grad_norm", "digest",
+        "schema_version", "step", "entry", "head", "event", "reserved", "files", "units", "max_grad_norm", "digest",
     }  # fmt: skip
     assert set(torch.load(folder / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
 
@@ -432,14 +432,14 @@ def test_a_killed_run_is_not_replaced_unasked(killed: tuple[Place, int, str], tm
 
 def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(engine: Engine, batches: Any) -> None:
-        raise MemoryError
+        raise FloatingPointError
 
     monkeypatch.setattr(Engine, "step", fail)
-    with pytest.raises(MemoryError):
+    with pytest.raises(FloatingPointError):
         dpllm_("train", place.recipe)
     record = place.json("run.json")
     assert (record["status"], record["guarantee"]["holds"]) == ("interrupted", False)
-    assert "MemoryError" in record["guarantee"]["reason"]
+    assert "FloatingPointError" in record["guarantee"]["reason"]
     assert charged(place) == (1, 1)
 
 

@@ -197,7 +197,18 @@ def test_the_state_names_the_hashes_of_what_lies_beside_it(run: RunDir) -> None:
 def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
     for place in run.checkpoints():
         assert sorted(path.name for path in place.iterdir()) == FILES
-        known = {"schema_version", "step", "entry", "head", "event", "reserved", "files", "max_grad_norm", "digest"}
+        known = {
+            "schema_version",
+            "step",
+            "entry",
+            "head",
+            "event",
+            "reserved",
+            "files",
+            "units",
+            "max_grad_norm",
+            "digest",
+        }
         assert set(read_json(place / "state.json")) == known
         moments = torch.load(place / "optimizer.pt", weights_only=True)
         assert set(moments) == {"state", "param_groups"}
