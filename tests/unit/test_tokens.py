@@ -331,7 +331,7 @@ def test_whatever_changes_the_tokens_is_another_entry(tmp_path: Path, monkeypatc
     both = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
     keys += [made(tmp_path, both).key, made(tmp_path, both, format="text").key]
     keys += [made(tmp_path, [{"prompt": p, "completion": c}]).key for p, c in (("a", "bc"), ("ab", "c"))]
-    splitting = tokenizer()
+    splitting = tiny.tokenizer()  # not the one that the tests share
     splitting.split_special_tokens = True
     keys.append(made(tmp_path, TALKS, splitting).key)
     monkeypatch.setattr(tokens, "ENCODING", tokens.ENCODING + 1)
