@@ -70,7 +70,7 @@ def held_out_loss(
     with torch.no_grad():
         for start in range(0, longest_share, batch_size):
             units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
-            batch = collate(units, pad_id=0, dummy_rows=0 if units else 1).to(device)
+            batch = collate(units, pad_id=0, rows=1).to(device)
             nll_RT, hit_RT = token_losses(batch, hits=True)
             assert hit_RT is not None
             sums = nll_RT.double().sum(), batch.loss_mask_RT[:, 1:].sum().double(), hit_RT.sum().double()

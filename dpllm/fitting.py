@@ -175,7 +175,6 @@ def synthetic(rows: int, tokens: int, vocab_size: int, *, one_unit: bool = False
     unit_R = torch.zeros(rows, dtype=torch.long) if one_unit else torch.arange(rows)
     return PhysicalBatch(
         ids_RT,
-        torch.ones((rows, tokens), dtype=torch.long),
         learned_RT,
         torch.full((rows,), float(tokens - 1)),
         unit_R,

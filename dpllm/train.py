@@ -234,7 +234,8 @@ def _next_batches(p: Prepared, state: PartialState) -> list[PhysicalBatch]:
     """This rank's part of the next logical batch."""
     pad_id = p.tokenizer.pad_token_id if p.tokenizer.pad_token_id is not None else 0
     rank, world = state.process_index, state.num_processes
-    found = physical_batches(p.sampler.draw(), p.units, p.physical_batch_size, pad_id, rank, world)
+    longest = p.config.data.max_length
+    found = physical_batches(p.sampler.draw(), p.units, p.physical_batch_size, pad_id, longest, rank, world)
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found
 
 

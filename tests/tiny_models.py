@@ -26,7 +26,7 @@ from dpllm.privacy.engine import Engine
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
 
-VOCABULARY = 64
+MAX_LENGTH, VOCABULARY = 128, 64
 CPU = torch.device("cpu")
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "opt": {"dropout": 0.0}}
 RAGGED = ((9, 4), (17,), (5,), (12,), (3, 7, 2))  # the lengths of each unit's sequences
@@ -141,15 +141,14 @@ def units(lengths: Iterable[Sequence[int]], seed: int = 0) -> list[Unit]:
     return [unit(of_one, 1000 * seed + number) for number, of_one in enumerate(lengths)]
 
 
-def clipped_sum(engine: Engine, some: Sequence[Unit | None], size: int = 64) -> Tensor:
-    batches = physical_batches(range(len(some)), some, size, pad_id=0)
-    return engine.clipped_sum(batches)[0].double().cpu()
+def clipped_sum(engine: Engine, some: Sequence[Unit | None], size: int = 8) -> Tensor:
+    return engine.clipped_sum(batches(some, size))[0].double().cpu()
 
 
 def norms(engine: Engine, batch: Any) -> Tensor:
     """norm_U as the engine measures it."""
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in engine.parameters.items()}
-    return engine._summer.add(engine.losses, batch, sums, 1.0)[1]
+    return engine._summer.add(engine.losses, batch, sums, 1.0, 2.0**-30)[1]
 
 
 def released(engine: Engine, some_batches: Sequence[PhysicalBatch]) -> Tensor:
@@ -176,7 +175,7 @@ def brute_force(net: nn.Module, some: Sequence[Unit]) -> Tensor:
 
 def brute_force_rows(net: nn.Module, batch: PhysicalBatch) -> Tensor:
     """gradient_RP in float64 of the rows of a batch, each alone, padded as it is; ends an engine on ``net``."""
-    rows = zip(batch.input_ids_RT, batch.attention_mask_RT, batch.loss_mask_RT, batch.denominator_R, strict=True)
+    rows = zip(batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R, strict=True)
     owner = torch.zeros(1, dtype=torch.long)
     return _one_by_one(net, [PhysicalBatch(*(part[None] for part in row), owner, 1) for row in rows])
 
@@ -190,8 +189,7 @@ def _one_by_one(net: nn.Module, rows: Iterable[PhysicalBatch]) -> Tensor:
     device, parameters, found = next(exact.parameters()).device, list(trainable(exact).values()), []
     for row in rows:
         ids = row.input_ids_RT.to(device)
-        mask = None if bool(row.attention_mask_RT.all()) else row.attention_mask_RT.to(device)
-        logits = exact(input_ids=ids, attention_mask=mask, use_cache=False).logits[0]
+        logits = exact(input_ids=ids, use_cache=False).logits[0]
         scores = functional.log_softmax(logits.double(), dim=-1)
         targets = row.loss_mask_RT[0].nonzero().flatten().tolist()
         loss = -sum(scores[t - 1, ids[0, t]] for t in targets) / float(row.denominator_R)
@@ -257,5 +255,5 @@ def loss_inputs(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
     return batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R
 
 
-def batches(some: Sequence[Unit | None], size: int = 64) -> list[Any]:
-    return physical_batches(range(len(some)), some, size, pad_id=0)
+def batches(some: Sequence[Unit | None], size: int = 8) -> list[Any]:
+    return physical_batches(range(len(some)), some, size, 0, MAX_LENGTH)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from dpllm.config import RunConfig
-from dpllm.privacy.plan import Schedule
+from dpllm.privacy.plan import Schedule, padded_lengths
 
 QUANTILE = 0.999
 
@@ -26,6 +26,8 @@ class Batches:
         physical_size: Sequences in one forward pass; None where a run finds it at its start.
         physical_expected: Physical batches of a logical batch of ``expected`` units; None likewise.
         physical_largest: The same for ``largest`` units.
+        dummy_rows: Rows of nobody in a step, expected, where rows are of every padded length: half a physical batch less one
+            row for each; None where physical_size is.
         assumption: In words, what is counted.
     """
 
@@ -35,6 +37,7 @@ class Batches:
     physical_size: int | None
     physical_expected: int | None
     physical_largest: int | None
+    dummy_rows: float | None
     assumption: str
 
 
@@ -71,6 +74,7 @@ def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
         physical_size=size,
         physical_expected=_physical(expected, per_unit, size) if size else None,
         physical_largest=_physical(largest, per_unit, size) if size else None,
+        dummy_rows=len(padded_lengths(config.data.max_length)) * (size - 1) / 2 if size else None,
         assumption=assumption,
     )
 

@@ -289,7 +289,7 @@ def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
     ids_RT = torch.zeros((rows, tokens), dtype=torch.long, device="meta")
     mask_RT = torch.ones((rows, tokens), dtype=torch.bool, device="meta")
     row_R = torch.zeros(rows, device="meta")
-    batch = PhysicalBatch(ids_RT, mask_RT.long(), mask_RT, row_R, row_R.long(), rows)
+    batch = PhysicalBatch(ids_RT, mask_RT, row_R, row_R.long(), rows)
     try:
         with tally():  # apart, as the look that it takes at the model is no part of a step
             losses = TokenLosses(net, row_R.device)

@@ -87,6 +87,7 @@ class Summer(Protocol):
         batch: PhysicalBatch,
         sums: Mapping[str, Tensor],
         max_grad_norm: float,
+        spacing: float,
         loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Forward and backward pass of one physical batch, added into ``sums``.
@@ -94,9 +95,10 @@ class Summer(Protocol):
         Args:
             losses: From the batch to loss_R.
             batch: What to run.
-            sums: Name of a trainable parameter -> where its sum grows.
+            sums: Name of a trainable parameter -> where its sum grows, as a multiple of ``spacing``.
             max_grad_norm: C.
-            loss_scale: What the losses are multiplied by for the backward pass; ``sums`` carry it.
+            spacing: Of the lattice to which each unit's clipped gradient is rounded, a power of two.
+            loss_scale: What the losses are multiplied by for the backward pass.
 
         Returns:
             loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes. Neither
@@ -114,12 +116,15 @@ class PerUnitClipper:
     reach it, and the work of the ordinary weight gradients is saved.
 
     Guarantee:
-        For each unit, the L2 norm of what it adds to ``sums``, over all trainable parameters together, is at most
-        ``max_grad_norm`` (1 + 1e-6), for every clipping function, in every ``form`` and precision of the model. What is
-        materialised is float32, measured in float64, and summed as it was measured, in float64; what is not (ghost norms)
-        is measured and summed in float64, with a bound on the rounding of both added to the norm. A unit whose gradient is
-        not finite adds zero. A unit's addition depends on that unit alone, up to the rounding of the forward and backward
-        pass: in bf16 that follows which rows share a physical batch (docs/pitfalls.md).
+        For each unit, the L2 norm of its gradient times its factor, over all trainable parameters together, is at most
+        ``max_grad_norm`` (1 + 1e-6), for every clipping function, in every ``form`` and precision of the model; then each
+        coordinate is rounded to the lattice, which moves it by at most one ``spacing``. What is materialised is float32,
+        measured in float64, and summed as it was measured; what is not (ghost norms) is measured and summed in float64,
+        with a bound on the rounding of both added to the norm. A unit whose gradient is not finite adds zero.
+
+        What a unit adds depends on that unit alone, to the last bit: it is computed in shapes that follow from the unit and
+        from public numbers, and sums of multiples of the spacing are exact. That the model's own kernels give a row the
+        same bits whatever stands in the other rows is what ``selfcheck`` shows.
 
     References:
         Abadi et al. 2016, algorithm 1; Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost
@@ -160,6 +165,7 @@ class PerUnitClipper:
         batch: PhysicalBatch,
         sums: Mapping[str, Tensor],
         max_grad_norm: float,
+        spacing: float,
         loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """See ``Summer``.
@@ -184,23 +190,24 @@ class PerUnitClipper:
         self._check_complete(gradients)
         if batch.num_units == 0:  # dummy rows only
             return loss_R.detach(), loss_R.new_zeros(0, dtype=torch.float64)
-        for gradient, so_far_U in zip(gradients.values(), unfinished, strict=False):
-            gradient.dense().add_(so_far_U)  # in float32, before the norm is taken
+        for gradient, so_far in zip(gradients.values(), unfinished, strict=False):
+            gradient.dense()[0].add_(so_far)  # in float32, before the norm is taken
         if batch.goes_on:
-            self._unfinished = [gradient.dense() for gradient in gradients.values()]
+            self._unfinished = [gradient.dense()[0].clone() for gradient in gradients.values()]
             return loss_R.detach(), loss_R.new_zeros(0, dtype=torch.float64)
         square_LU = torch.stack([gradient.square_norm() for gradient in gradients.values()])
         group_L = torch.tensor(self._group_L, device=square_LU.device)
         groups = max(self._group_L) + 1
-        norm_GU = square_LU.new_zeros((groups, batch.num_units)).index_add_(0, group_L, square_LU).sqrt_()
+        norm_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(groups)]).sqrt_()
         norm_GU /= loss_scale
         norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
-        finite_U = torch.isfinite(norm_U)
-        factor_GU = self._function(norm_GU, max_grad_norm).where(finite_U, 0.0)
-        finite = finite_U.tolist()
+        place_U = torch.arange(len(norm_U), device=norm_U.device)
+        counted_U = torch.isfinite(norm_U) & (place_U < batch.num_units)
+        factor_GU = self._function(norm_GU, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
+        counted = counted_U.tolist()
         for group, (name, parameter) in zip(self._group_L, self._parameters.items(), strict=True):
-            gradients.pop(id(parameter)).add_to(sums[name], factor_GU[group], finite)
-        return loss_R.detach(), norm_U
+            gradients.pop(id(parameter)).add_to(sums[name], factor_GU[group], counted)
+        return loss_R.detach(), norm_U[: batch.num_units]
 
     def _receive(self, layer: nn.Module, name: str, rule: Rule, input: Tensor, backprop: Tensor) -> None:
         rows, tokens = self._rows_tokens
@@ -268,6 +275,7 @@ class OpacusGhostClipper:
         batch: PhysicalBatch,
         sums: Mapping[str, Tensor],
         max_grad_norm: float,
+        spacing: float,
         loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """See ``Summer``.
@@ -300,8 +308,11 @@ class OpacusGhostClipper:
         self._hooks.disable_hooks()
         ((factor_R.detach() * loss_R).sum() * loss_scale).backward()
         self._hooks.enable_hooks()
-        _take_gradients(self._parameters, sums)
-        return loss_R.detach(), norm_R.detach() / loss_scale
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                sums[name].add_((parameter.grad.double() / (loss_scale * spacing)).round_())
+            parameter.grad = None
+        return loss_R.detach(), (norm_R.detach() / loss_scale)[: batch.num_units]
 
 
 class PlainSum:
@@ -327,12 +338,16 @@ class PlainSum:
         batch: PhysicalBatch,
         sums: Mapping[str, Tensor],
         max_grad_norm: float,
+        spacing: float,
         loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """See ``Summer``; the norms are not known."""
         loss_R = losses(batch)
         (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-        _take_gradients(self._parameters, sums)
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                sums[name].add_(parameter.grad, alpha=1 / (loss_scale * spacing))
+            parameter.grad = None
         return loss_R.detach(), torch.full((batch.num_units - batch.goes_on,), float("nan"))
 
 
@@ -373,13 +388,6 @@ def without_weight_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Non
     finally:
         for parameter in parameters:
             parameter.requires_grad_(True)
-
-
-def _take_gradients(parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            sums[name].add_(parameter.grad)
-        parameter.grad = None
 
 
 _FOREIGN = (

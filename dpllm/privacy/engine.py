@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,12 @@ from dpllm.errors import Refused
 from dpllm.privacy.clipping import PlainSum, Summer, make_clipper, refuse_foreign_gradients
 from dpllm.privacy.head import TokenLosses
 from dpllm.privacy.loss import example_means
-from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.noise import EXACT, GaussianNoise, noise_scale, spacing_of
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.privacy.selfcheck import self_check
 
 FP16_LOSS_SCALE = 1024.0  # constant, so that no step depends on an overflow
-NOISE_CHUNK = 2**22  # coordinates of which the noise is drawn at once
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,12 @@ class Engine:
     """Owns the backward pass and the update.
 
     Guarantee:
-        With a Plan: every trainable coordinate is updated from (sum of clipped unit gradients + N(0, (sigma C)^2)) / B
-        of this step and from nothing else that was computed from the data; also for an empty batch. The divisor B is the
-        Plan's public expected batch size, never the realised one. On several ranks rank 0 adds the noise, once, to its own
-        sum, and one all-reduce in float64 gives every rank the same total. With adaptive clipping the count of unclipped
+        With a Plan: every trainable coordinate is updated from (sum of clipped unit gradients + N(0, s^2)) / B of this step
+        and from nothing else that was computed from the data; also for an empty batch. The sum is one of multiples of a
+        power of two, the noise is rounded to it, and s is sigma times what one unit can move that sum (``noise_scale``), so
+        the release is a post-processing of the Gaussian mechanism (``GaussianNoise``). The divisor B is the Plan's public
+        expected batch size, never the realised one. On several ranks rank 0 adds the noise, once, to its own sum; the
+        all-reduce is exact, so the total has the same bits for any number of ranks. With adaptive clipping the count of unclipped
         units is one more coordinate of that vector, with noise of its own (see ``AdaptiveClipping``), and C follows it.
 
         Without a Plan: none.
@@ -99,14 +101,15 @@ class Engine:
             grad_sample_mode: How clipped sums are computed.
             noise_entropy: 128 secret bits, or 256 with secure_noise.
             device: Where gradients live.
-            secure_noise: ChaCha20 on the CPU and sums of four variates; see ``GaussianNoise``.
+            secure_noise: ChaCha20 on the CPU; see ``GaussianNoise``.
             max_length: Tokens of the longest row allowed; public, as it decides in which form gradients are kept.
             autocast: Makes the context of the forward pass.
             loss_scale: Constant power of two for fp16.
 
         Raises:
             Refused: The optimizer misses a trainable parameter or holds another; one is not float32; a layer that trains
-                has no rule; model or optimizer went through accelerate's or torch's data parallelism.
+                has no rule; model or optimizer went through accelerate's or torch's data parallelism; the noise is too small
+                for so large a batch, or too large for so many coordinates, to be added exactly.
         """
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_arguments(model, optimizer, self.parameters)
@@ -118,6 +121,15 @@ class Engine:
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
         self._stepping = False
+        self._size = sum(parameter.numel() for parameter in self.parameters.values())
+        largest = (
+            2 * schedule.expected_batch_size + 400
+        )  # no Poisson draw exceeds it but with a probability below 1e-40
+        if plan is not None and largest * plan.max_grad_norm > EXACT * self._spacing():
+            raise Refused(
+                f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {schedule.expected_batch_size} "
+                "units: their sum and the noise could not be added exactly. Raise the noise, or lower train.batch_size."
+            )
         self._summer = self._make_summer()
         self._guard = optimizer.register_step_pre_hook(self._only_released) if plan else None
 
@@ -125,6 +137,16 @@ class Engine:
         if self._plan is None:
             return PlainSum(self.parameters)
         return self._make_clipper(self._plan.clipping)
+
+    def _noise_scale(self) -> float:
+        """The standard deviation of this step's noise on a summed gradient."""
+        assert self._plan is not None
+        adaptive = self._plan.adaptive
+        sigma = adaptive.gradient_noise_multiplier if adaptive else self._plan.noise_multiplier
+        return noise_scale(sigma, self.max_grad_norm, self._size)
+
+    def _spacing(self) -> float:
+        return spacing_of(self._noise_scale()) if self._plan is not None else 1.0
 
     def _make_clipper(self, clipping: str) -> Summer:
         return make_clipper(self._model, self.parameters, self._mode, clipping, self._max_length)
@@ -137,18 +159,18 @@ class Engine:
         """This rank's flat clipped sum over a logical batch, before noise: private.
 
         Returns:
-            sum_P, in float64 if it was clipped, and diagnostics. With adaptive clipping one more coordinate: the units
-            no longer than C minus half of all.
+            sum_P, if it was clipped in float64 and in multiples of the lattice's spacing, and diagnostics. With adaptive
+            clipping one more coordinate: the units no longer than C minus half of all.
         """
-        # float64 until the noise is in: rounding a sum to float32 before could move it by more than C * 1e-6.
         counted = int(self._plan is not None and self._plan.adaptive is not None)
         flat_P = torch.zeros(
-            sum(p.numel() for p in self.parameters.values()) + counted,
+            self._size + counted,
             dtype=torch.float32 if self._plan is None else torch.float64,
             device=self._device,
         )
         sums = self._views(flat_P)
         loss, units, clipped = 0.0, 0, 0
+        spacing = self._spacing()
         self._summer.start()
         if batches and batches[-1].goes_on:
             raise Refused(
@@ -156,11 +178,14 @@ class Engine:
             )
         for batch in batches:
             on_device = batch.to(self._device)
-            loss_R, norm_U = self._summer.add(self.losses, on_device, sums, self.max_grad_norm, self._scale)
+            with _deterministic(self._device):
+                loss_R, norm_U = self._summer.add(
+                    self.losses, on_device, sums, self.max_grad_norm, spacing, self._scale
+                )
             loss += float(loss_R.sum())
             units += len(norm_U)
             clipped += int((~(norm_U <= self.max_grad_norm)).sum()) if self._plan is not None else 0
-        flat_P /= self._scale  # gradients carry it until the sum is formed
+        flat_P *= spacing  # whole numbers until here
         if counted:
             flat_P[-1] = units / 2 - clipped
         return flat_P, Diagnostics(loss, units, clipped)
@@ -177,7 +202,7 @@ class Engine:
             torch.OutOfMemoryError: They do not fit.
             Refused: See ``step``; as far as the clipped sum is concerned.
         """
-        size = sum(parameter.numel() for parameter in self.parameters.values())
+        size = self._size
         moments = 2 * size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
         devices = [self._device] if self._device.type == "cuda" else []
         try:
@@ -213,17 +238,16 @@ class Engine:
         return diagnostics
 
     def _release(self, flat_P: Tensor) -> Tensor:
-        """Adds noise once, adds the ranks together, divides by the public batch size; moves C where it adapts."""
+        """Adds noise once, adds the ranks together, divides by the public batch size; moves C where it adapts.
+
+        What comes before the division is exact, and what comes after it a post-processing.
+        """
         ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         adaptive = self._plan.adaptive if self._plan else None
-        # Before the ranks are added, so that one operation gives every rank the same bits.
         if self._plan is not None and (not ranks or distributed.get_rank() == 0):
-            gradients = flat_P[:-1] if adaptive else flat_P
-            sigma = adaptive.gradient_noise_multiplier if adaptive else self._plan.noise_multiplier
-            for chunk in torch.split(gradients, NOISE_CHUNK):
-                chunk.add_(self._noise.draw(chunk.numel()), alpha=sigma * self.max_grad_norm)
-            if adaptive:
-                flat_P[-1] += adaptive.count_noise_multiplier * float(self._noise.draw(1))
+            self._noise.add_to(flat_P[: self._size], self._noise_scale())
+            if adaptive:  # halves, which are multiples of the count's own lattice
+                self._noise.add_to(flat_P[self._size :], adaptive.count_noise_multiplier)
         if ranks:
             distributed.all_reduce(flat_P)
         released_P = flat_P.float()
@@ -292,20 +316,39 @@ class Engine:
         if self._plan is None:
             return 0.0
         self._summer.close()
-        error = self_check(
-            self._model,
-            self.parameters,
-            lambda batch: self.losses(batch) * self._scale,
-            lambda: self._make_clipper("flat"),
-            device=self._device,
-            vocab_size=vocab_size,
-            max_length=max_length,
-            physical_batch_size=physical_batch_size,
-            several=self._mode != "opacus_ghost",
-            low_precision=low_precision,
-        )
+        with _deterministic(self._device):
+            error = self_check(
+                self._model,
+                self.parameters,
+                lambda batch: self.losses(batch) * self._scale,
+                lambda: self._make_clipper("flat"),
+                device=self._device,
+                vocab_size=vocab_size,
+                max_length=max_length,
+                physical_batch_size=physical_batch_size,
+                several=self._mode != "opacus_ghost",
+                low_precision=low_precision,
+            )
         self._summer = self._make_summer()
         return error
+
+
+@contextlib.contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """On a GPU, kernels whose result has the same bits each time, where there are such; elsewhere they have anyway.
+
+    Sums by atomic additions come in an order that nobody decides, so a row would be rounded differently in every pass.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _refuse_tf32() -> None:

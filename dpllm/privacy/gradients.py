@@ -2,7 +2,11 @@
 
 Comes in: parts, as the layer rules give them. Goes out: each unit's norm, and the sum under given factors.
 
-Shape suffixes: R rows of a physical batch, U units, T tokens, N tokens of one unit, K vectors looked up, P coordinates.
+What is computed for one unit never has a shape that other units decide: units stand in one place for each row of the physical
+batch, empty places among them, and what is added up is added in the order of a unit's own rows.
+
+Shape suffixes: R rows of a physical batch, U = R places of units, T tokens, N tokens of one unit, K vectors looked
+up, P coordinates.
 """
 
 from __future__ import annotations
@@ -29,16 +33,35 @@ class Owners:
     unit_R: Tensor
     num_units: int
 
+    @property
+    def places(self) -> int:
+        """U: places for units, as many as there are rows; the first ``num_units`` are taken."""
+        return len(self.unit_R)
+
     @functools.cached_property
     def one_to_one(self) -> bool:
-        """Row r is unit r."""
-        return self.unit_R.tolist() == list(range(self.num_units))
+        """Row r is unit r, or nobody's."""
+        return all(owner in (row, -1) for row, owner in enumerate(self.unit_R.tolist()))
 
     @functools.cached_property
     def rows(self) -> list[list[int]]:
         """The rows of each unit."""
-        owners = self.unit_R.tolist()
-        return [[row for row, owner in enumerate(owners) if owner == unit] for unit in range(self.num_units)]
+        found: list[list[int]] = [[] for _ in range(self.num_units)]
+        for row, owner in enumerate(self.unit_R.tolist()):
+            if owner >= 0:
+                found[owner].append(row)
+        return found
+
+    @functools.cached_property
+    def rounds(self) -> list[tuple[Tensor, Tensor]]:
+        """(units, rows): the first row of every unit, then the second of those that have one, and so on."""
+        most = max(map(len, self.rows), default=0)
+        of_round = [[unit for unit, rows in enumerate(self.rows) if len(rows) > turn] for turn in range(most)]
+        device = self.unit_R.device
+        return [
+            (torch.tensor(units, device=device), torch.tensor([self.rows[unit][turn] for unit in units], device=device))
+            for turn, units in enumerate(of_round)
+        ]
 
 
 @dataclass
@@ -82,9 +105,8 @@ class UnitGradients:
                 self.add(Dense(item.left_RTi.float().transpose(1, 2) @ item.right_RTj.float()))
             if looked_up:
                 if self._dense_U is None:
-                    self._dense_U = self.parameter.new_zeros(
-                        (self.owners.num_units, *self.parameter.shape), dtype=torch.float32
-                    )
+                    shape = (self.owners.places, *self.parameter.shape)
+                    self._dense_U = self.parameter.new_zeros(shape, dtype=torch.float32)
                 unit_K, id_K, values_Kd = looked_up
                 target = self._dense_U.transpose(1, 2) if columns else self._dense_U
                 target[unit_K, id_K] += values_Kd
@@ -107,10 +129,12 @@ class UnitGradients:
             dense_U = self.dense()
             norm_U: Tensor = torch.linalg.vector_norm(dense_U.flatten(1), dim=1, dtype=torch.float64)
             return norm_U.square_()
-        square_U = torch.zeros(self.owners.num_units, dtype=torch.float64, device=self.parameter.device)
+        square_U = torch.zeros(self.owners.places, dtype=torch.float64, device=self.parameter.device)
         compact = self._looked_up() if self._rows else None
         if compact and not self._products:
-            return square_U.index_add_(0, compact[0], compact[2].double().square().sum(dim=1))
+            for unit in range(self.owners.num_units):
+                square_U[unit] = compact[2][compact[0] == unit].double().square().sum()
+            return square_U
         all_tokens = sum(item.left_RTi.shape[0] * item.left_RTi.shape[1] for item in self._products)
         for unit in range(self.owners.num_units):
             left_Ni, right_Nj = self._factors(unit)
@@ -119,44 +143,47 @@ class UnitGradients:
             square_U[unit] = _upper_bound(left_Ni, right_Nj, looked_up, all_tokens).square()
         return square_U
 
-    def add_to(self, sum_: Tensor, factor_U: Tensor, finite: Sequence[bool]) -> None:
-        """Adds the units' gradients times ``factor_U`` (float64) into ``sum_`` (float64, the parameter's shape).
+    def add_to(self, sum_: Tensor, factor_U: Tensor, counted: Sequence[bool]) -> None:
+        """Adds the units' gradients times ``factor_U``, each rounded to whole numbers, into ``sum_``.
 
-        A unit that is not ``finite`` is left out.
+        The sum of whole numbers below 2^53 is exact, so it is the same in any order and any company.
+
+        Args:
+            sum_: float64, the parameter's shape.
+            factor_U: float64.
+            counted: False for a unit that is left out.
         """
         if self._dense_U is not None:
-            self._add_dense(self._dense_U, sum_, factor_U, finite)
+            self._add_dense(self._dense_U, sum_, factor_U, counted)
             return
         if self._rows:
             unit_K, id_K, values_Kd = self._looked_up()
-            if not all(finite):
-                kept_K = torch.tensor(finite, device=unit_K.device)[unit_K]
-                unit_K, id_K, values_Kd = unit_K[kept_K], id_K[kept_K], values_Kd[kept_K]
+            kept_K = torch.tensor(counted, device=unit_K.device)[unit_K]
+            unit_K, id_K, values_Kd = unit_K[kept_K], id_K[kept_K], values_Kd[kept_K]
             target = sum_.T if self._rows[0].columns else sum_
-            target.index_add_(0, id_K, values_Kd.double() * factor_U[unit_K, None])
+            target.index_add_(0, id_K, (values_Kd.double() * factor_U[unit_K, None]).round_())
         if self._products:
-            kept = [unit for unit, good in enumerate(finite) if good]
-            lefts, rights = [], []
-            for item in self._products:
-                lefts.append(self._tokens(item.left_RTi, kept))
-                rights.append(self._tokens(item.right_RTj, kept))
-            weight_N = torch.cat([self._token_factors(item.left_RTi, kept, factor_U) for item in self._products])
-            _add_product(sum_, _cat(lefts), weight_N, _cat(rights))
+            for unit in range(self.owners.num_units):
+                if counted[unit]:
+                    left_Ni, right_Nj = self._factors(unit)
+                    _add_product(sum_, left_Ni, factor_U[unit], right_Nj)
 
-    def _add_dense(self, dense_U: Tensor, sum_: Tensor, factor_U: Tensor, finite: Sequence[bool]) -> None:
-        if not all(finite):  # 0 * nan is nan: one bad unit would poison everybody's sum
-            dense_U[[unit for unit, good in enumerate(finite) if not good]] = 0
+    def _add_dense(self, dense_U: Tensor, sum_: Tensor, factor_U: Tensor, counted: Sequence[bool]) -> None:
+        if not all(counted):  # 0 * nan is nan: one bad unit would poison everybody's sum
+            dense_U[[unit for unit, good in enumerate(counted) if not good]] = 0
         total_P, dense_UP = sum_.view(-1), dense_U.flatten(1)
         size = max(1, CHUNK // 16 // len(dense_UP))  # stays in a processor's cache
         for start in range(0, len(total_P), size):
-            total_P[start : start + size].addmv_(dense_UP[:, start : start + size].double().T, factor_U)
+            part_UP = dense_UP[:, start : start + size].double().mul_(factor_U[:, None]).round_()
+            total_P[start : start + size].add_(part_UP.sum(dim=0))
 
     def _by_unit(self, gradient_R: Tensor) -> Tensor:
         if self.owners.one_to_one:
             return gradient_R
-        kept_R = self.owners.unit_R >= 0
-        gradient_U = gradient_R.new_zeros((self.owners.num_units, *gradient_R.shape[1:]))
-        return gradient_U.index_add_(0, self.owners.unit_R[kept_R], gradient_R[kept_R])
+        gradient_U = torch.zeros_like(gradient_R)
+        for units, rows in self.owners.rounds:
+            gradient_U[units] += gradient_R[rows]
+        return gradient_U
 
     def _looked_up(self) -> tuple[Tensor, Tensor, Tensor]:
         """(unit_K, id_K, values_Kd): the sum of the vectors of each unit at each index, no pair twice, units in order."""
@@ -177,20 +204,14 @@ class UnitGradients:
 
     def _factors(self, unit: int) -> tuple[Tensor, Tensor]:
         """One unit's factors, the tokens of all its rows and calls one after the other."""
-        lefts = [self._tokens(item.left_RTi, [unit]) for item in self._products]
-        rights = [self._tokens(item.right_RTj, [unit]) for item in self._products]
+        lefts = [self._tokens(item.left_RTi, unit) for item in self._products]
+        rights = [self._tokens(item.right_RTj, unit) for item in self._products]
         return _cat(lefts), _cat(rights)
 
-    def _tokens(self, factor_RTi: Tensor, units: Sequence[int]) -> Tensor:
-        """The tokens of some units, (N, i), without a copy where it is one row or all of them."""
-        rows = [row for unit in units for row in self.owners.rows[unit]]
-        if rows == list(range(len(factor_RTi))):
-            return factor_RTi.flatten(0, 1)
+    def _tokens(self, factor_RTi: Tensor, unit: int) -> Tensor:
+        """The tokens of a unit, (N, i), without a copy where it is one row."""
+        rows = self.owners.rows[unit]
         return factor_RTi[rows[0]] if len(rows) == 1 else factor_RTi[rows].flatten(0, 1)
-
-    def _token_factors(self, factor_RTi: Tensor, units: Sequence[int], factor_U: Tensor) -> Tensor:
-        owner_N = [unit for unit in units for _ in self.owners.rows[unit]]
-        return factor_U[owner_N].repeat_interleave(factor_RTi.shape[1])
 
 
 def _upper_bound(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None, all_tokens: int) -> Tensor:
@@ -242,13 +263,11 @@ def _gram(factor_Ni: Tensor) -> Tensor:
     return gram_NN
 
 
-def _add_product(sum_: Tensor, left_Ni: Tensor, weight_N: Tensor, right_Nj: Tensor) -> None:
-    """Sum += left.T @ diag(weight) @ right, in float64, by chunks of left's columns (a head's vocabulary)."""
-    if not len(left_Ni):
-        return
-    right, start = right_Nj.double() * weight_N[:, None], 0
-    for chunk in torch.split(left_Ni, max(1, CHUNK // max(1, len(left_Ni))), dim=1):
-        sum_[start : start + chunk.shape[1]].addmm_(chunk.double().T, right)
+def _add_product(sum_: Tensor, left_Ni: Tensor, factor: Tensor, right_Nj: Tensor) -> None:
+    """Sum += factor * left.T @ right rounded, in float64, by chunks of left's columns (a head's vocabulary)."""
+    right, start = right_Nj.double() * factor, 0
+    for chunk in torch.split(left_Ni, max(1, CHUNK // max(len(left_Ni), right.shape[1])), dim=1):
+        sum_[start : start + chunk.shape[1]].add_((chunk.double().T @ right).round_())
         start += chunk.shape[1]
 
 

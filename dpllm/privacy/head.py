@@ -55,8 +55,8 @@ class TokenLosses:
 
     Guarantee:
         The loss of a token, and its gradient, are those of cross entropy over the model's logits, computed in float32
-        (float64 for float64): nothing is approximated or left out. Row r depends on row r of the batch alone, up to the
-        rounding of products whose shape follows the batch.
+        (float64 for float64): nothing is approximated or left out. Row r is computed from row r of the batch alone, in
+        products whose shape follows from row r alone.
 
     Attributes:
         head: The layer that hands on losses; None where logits are formed, as before: it trains, carries an adapter, is
@@ -67,7 +67,7 @@ class TokenLosses:
         """Looks at the model, in a forward pass of a few tokens that leaves no trace.
 
         Args:
-            model: Called as ``model(input_ids=, attention_mask=, use_cache=False).logits``; on torch's meta device too.
+            model: Called as ``model(input_ids=, use_cache=False).logits``; on torch's meta device too.
             device: Where its inputs go.
             autocast: Makes the context of the forward pass.
         """
@@ -88,7 +88,7 @@ class TokenLosses:
         head = self.head
         if head is None or _watched(head):
             with self._autocast():
-                logits_RTV = self._run(ids_RT, batch.attention_mask_RT)
+                logits_RTV = self._run(ids_RT)
             nll_RT = token_losses(logits_RTV, targets)
             return Tokens(nll_RT, _hits(logits_RTV, targets) if hits else None)
         handed: list[tuple[Tensor, Tensor | None]] = []
@@ -100,7 +100,7 @@ class TokenLosses:
             return handed[-1][0]
 
         with self._autocast(), _forward(head, hand_on):
-            nll_RT1 = self._run(ids_RT, batch.attention_mask_RT)
+            nll_RT1 = self._run(ids_RT)
         if len(handed) != 1 or nll_RT1 is not handed[0][0]:
             raise Refused(
                 "the model does not return what its output head gave it, though it did when the engine was made, so that "
@@ -108,8 +108,8 @@ class TokenLosses:
             )
         return Tokens(nll_RT1.squeeze(-1), handed[0][1])
 
-    def _run(self, ids_RT: Tensor, mask_RT: Tensor) -> Tensor:
-        logits: Tensor = self._model(input_ids=ids_RT, attention_mask=mask_RT, use_cache=False).logits
+    def _run(self, ids_RT: Tensor) -> Tensor:
+        logits: Tensor = self._model(input_ids=ids_RT, use_cache=False).logits
         return logits
 
     def _understood(self, device: torch.device) -> nn.Linear | None:
@@ -121,15 +121,14 @@ class TokenLosses:
 
         def ordinary(hidden_RTd: Tensor) -> Tensor:
             logits_RTV = nn.Linear.forward(head, hidden_RTd)
-            targets = Targets.of(ids_RT, mask_RT.bool())
+            targets = Targets.of(ids_RT, torch.ones_like(ids_RT, dtype=torch.bool))
             seen.append((logits_RTV, logits_RTV._version, _agree(head, hidden_RTd, targets)))
             return logits_RTV
 
         with torch.inference_mode(False), torch.no_grad(), _evaluating(self._model), self._autocast():
             ids_RT = torch.arange(PROBE * PROBE, device=device).view(PROBE, PROBE) % head.out_features
-            mask_RT = torch.ones_like(ids_RT)
             with _forward(head, ordinary):
-                returned = self._run(ids_RT, mask_RT)
+                returned = self._run(ids_RT)
         # The very tensor, with no change in place: then nothing was done to the logits.
         untouched = len(seen) == 1 and returned is seen[0][0] and returned._version == seen[0][1]
         return head if untouched and seen[0][2] else None
@@ -180,7 +179,7 @@ class _FromHidden(torch.autograd.Function):
         count = len(targets.position_N)
         gradient_Nd = weight_Vd.new_empty((count if needed else 0, weight_Vd.shape[1]))
         # One buffer for all chunks: allocating each anew would cost page faults on a CPU.
-        rows = min(count, chunk_tokens(vocabulary, hidden_Md.device))
+        rows = min(max(targets.count_R, default=0), chunk_tokens(vocabulary, hidden_Md.device))
         product_nV = weight_Vd.new_empty((rows, vocabulary))
         wide_nV = product_nV if wide(dtype) == dtype else product_nV.new_empty(product_nV.shape, dtype=wide(dtype))
         for position_n, target_n, part in targets.chunks(vocabulary):

@@ -3,8 +3,9 @@
 Comes in: logits and masks. Goes out: one loss for each sequence. ``outputs.loss`` of transformers is a mean over the
 tokens of the whole batch, which couples examples: with it, one long neighbour moved the clipped sum by 2.2 C.
 
-Only targets are computed on, a few at a time: logits of the model's own precision are held once, and what is wider, or
-longer than a chunk, never exists. ``head.py`` does without the logits too.
+Only targets are computed on, those of one row at a time, so that no product has a shape that follows another row. Logits of
+the model's own precision are held once, and what is wider, or longer than a chunk, never exists. ``head.py`` does without the
+logits too.
 
 Shape suffixes: R sequences, T tokens, V vocabulary, N targets, n targets of one chunk, M = R T positions.
 """
@@ -32,12 +33,14 @@ class Targets(NamedTuple):
     Attributes:
         rows: R.
         tokens: T.
+        count_R: How many there are in each row.
         position_N: Where each is predicted, counted over all rows: one before the target.
         target_N: The token to predict.
     """
 
     rows: int
     tokens: int
+    count_R: list[int]
     position_N: Tensor
     target_N: Tensor
 
@@ -52,21 +55,25 @@ class Targets(NamedTuple):
         rows, tokens = input_ids_RT.shape
         if input_ids_RT.is_meta:  # shapes without values: as many as there can be
             position_N = torch.arange(rows * tokens, device=input_ids_RT.device)
-            return cls(rows, tokens, position_N, input_ids_RT.flatten())
+            return cls(rows, tokens, [tokens] * rows, position_N, input_ids_RT.flatten())
         position_N = functional.pad(loss_mask_RT[:, 1:], (0, 1)).flatten().nonzero().flatten()
-        return cls(rows, tokens, position_N, input_ids_RT.flatten()[position_N + 1])
+        count_R = loss_mask_RT[:, 1:].sum(dim=1).tolist()
+        return cls(rows, tokens, count_R, position_N, input_ids_RT.flatten()[position_N + 1])
 
     def chunks(self, vocabulary: int, parts: int = 1) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """(position_n, target_n, where among N), a number of targets that follows from the vocabulary alone.
+        """(position_n, target_n, where among N): the targets of one row, in parts no longer than the vocabulary allows.
 
         Args:
             vocabulary: V.
             parts: Into how many the usual number of targets is cut again.
         """
         size = max(1, chunk_tokens(vocabulary, self.position_N.device) // parts)
-        for start in range(0, len(self.position_N), size):
-            part = slice(start, start + size)
-            yield self.position_N[part], self.target_N[part], part
+        first = 0
+        for count in self.count_R:
+            for start in range(first, first + count, size):
+                part = slice(start, min(start + size, first + count))
+                yield self.position_N[part], self.target_N[part], part
+            first += count
 
     def check(self, shape: torch.Size) -> None:
         """Refuses what has not one vector for each of R x T positions."""

@@ -1,8 +1,15 @@
-"""Secret randomness: Gaussian noise in float32, and the uniform variates of Poisson sampling.
+"""Secret randomness: Gaussian noise on a lattice, and the uniform variates of Poisson sampling.
 
 Comes in: a secret key, made by ``os_entropy``. Goes out: noise and uniform variates. The key is never a user's seed
 (``privacy.insecure_seed`` aside, which ends the guarantee), is not logged and is not stored. Must not know what is drawn
 for.
+
+Sums in floating point are no real numbers: which float32 values a sum plus noise can reach depends on the sum, and tells it
+(Mironov 2012). So everything that is released here is a multiple of one ``spacing``, a power of two: each unit's clipped
+contribution is rounded to it, sums of such multiples are exact in float64 in any order, the noise is rounded to it, and the
+two are added exactly.
+
+Shape suffixes: P coordinates.
 """
 
 from __future__ import annotations
@@ -17,8 +24,13 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from torch import Tensor
 
+from dpllm.errors import Refused
+
 PHILOX_KEY_BITS, CHACHA20_KEY_BITS = 128, 256
-CHUNK = 2**18  # variates made at once, each from 64 bits eight times over: about 50 MB of working memory
+CHUNK = 2**20  # variates made at once: 8 MB each of several temporaries
+LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
+SLACK = 1e-6  # of C, by which rounding may make a clipped gradient longer; see ``clipping.PerUnitClipper``
+EXACT = 2.0**52  # multiples of the spacing up to which float64 adds them exactly, with one bit to spare
 
 
 def os_entropy(bits: int = PHILOX_KEY_BITS) -> int:
@@ -73,32 +85,62 @@ def keystream(key: bytes, nonce: bytes, first_block: int) -> CipherContext:
     return Cipher(ChaCha20(key, first_block.to_bytes(4, "little") + nonce), mode=None).encryptor()
 
 
+def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:
+    """The standard deviation s of the noise: ``noise_multiplier`` times what one unit can move the sum on the lattice.
+
+    A unit's clipped gradient is no longer than C (1 + 1e-6), and rounding it to the lattice moves each of P coordinates by at
+    most one spacing, which is at most 2^-30 s. So s = sigma (C (1 + 1e-6) + 2^-30 s sqrt(P)), solved for s: sigma C (1 + 1e-6
+    + 2^-30 sigma sqrt(P)), nearly; of a million coordinates at sigma 1, sigma C (1 + 2e-6).
+
+    Args:
+        noise_multiplier: sigma > 0, the noise over the sensitivity, as it is accounted.
+        max_grad_norm: C > 0.
+        coordinates: P, what trains.
+
+    Raises:
+        Refused: The lattice would be as coarse as C.
+    """
+    rounding = 2.0**-LATTICE_BITS * noise_multiplier * math.sqrt(coordinates)
+    if rounding >= 0.5:
+        raise Refused(
+            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates needs a lattice as coarse as the "
+            "gradients themselves. Lower privacy.noise_multiplier, or train fewer parameters."
+        )
+    return noise_multiplier * max_grad_norm * (1 + SLACK) / (1 - rounding)
+
+
+def spacing_of(scale: float) -> float:
+    """The spacing of the lattice for noise of this standard deviation: a power of two in (2^-31, 2^-30] times it."""
+    return math.ldexp(1.0, math.floor(math.log2(scale)) - LATTICE_BITS)
+
+
 class GaussianNoise:
-    """A stream of independent standard normal variates.
+    """Gaussian noise on a lattice, from a stream of independent standard normal variates.
 
     Guarantee:
-        Each coordinate of each draw is an independent N(0, 1) variate, rounded to float32, under the assumption that the
-        generator's output is indistinguishable from random. Continuous Gaussian noise in floating point is an
-        approximation which the theorem does not cover (Mironov 2012; Jin et al. 2022); cards say so.
+        ``add_to`` turns a vector of multiples of the spacing into what the Gaussian mechanism with real numbers would release,
+        rounded to the spacing: a multiple v plus a real number x, rounded, is v plus x rounded. So what it returns is a
+        post-processing of N(v, scale^2), and the theorem holds for it as it stands, if x is normal.
+
+        What is left is how x is made: the generator's bits are assumed to be indistinguishable from random ones, and x is a
+        float64 and no real number. Variates have 52 random bits of mantissa or more, so within eight standard deviations
+        neighbouring ones lie at most 2^-47 scale apart (tails beyond 8.5 have a probability below 2^-55), while the spacing
+        is at least 2^-31 scale: at least 2^16 variates are rounded to each point of the lattice, the same for every v, and
+        its probability differs from the exact one by a share of about 2^-16 at most. No set of points that can be reached
+        follows v, as it does without a lattice; the exact alternatives (Canonne, Kamath and Steinke 2020) cost more than a
+        step does.
 
     By default, on a CPU, the stream is numpy's Philox4x64 with the whole 128-bit key. torch's own CPU generator is not
     used: it keeps the lowest 32 bits of its seed only (seeds 5 and 5 + 2^32 give the same stream), so that its noise could
     be searched for. On a GPU it is torch's Philox4x32 with 63 bits of the key. Neither Philox is proven to be
-    cryptographic.
-
-    With ``secure`` (``privacy.secure_noise``) it is ChaCha20 with a 256-bit key, on the CPU whatever the device. Each
-    variate is (z1 + z2 + z3 + z4) / 2 of independent z by Box and Muller's transform in float64, no two of them from the
-    same pair of uniform variates; only the sum is rounded to float32. To go back from a noised value to the uniform
-    variates that made it, which is how floating-point attacks tell two candidate inputs apart, eight of them must be
-    guessed together. This blunts such attacks. It is no discrete mechanism: which float32 numbers a noised sum can be
-    still depends on the sum, and the theorem does not cover that either. No variate is larger than 17.2, where a normal
-    one would be with a probability below 1e-65.
+    cryptographic. With ``secure`` (``privacy.secure_noise``) it is ChaCha20 with a 256-bit key, on the CPU whatever the
+    device, through Box and Muller's transform.
 
     References:
-        Box and Muller 1958, A Note on the Generation of Random Normal Deviates. Mironov 2012, On Significance of the Least
-        Significant Bits for Differential Privacy. Holohan and Braghin 2021, Secure Random Sampling in Differential
-        Privacy (arXiv 2107.10138), section 4. Jin et al. 2022, Are We There Yet? Timing and Floating-Point Attacks on
-        Differential Privacy Systems.
+        Mironov 2012, On Significance of the Least Significant Bits for Differential Privacy (the attack; rounding to a
+        lattice, there for Laplace noise). Holohan and Braghin 2021, Secure Random Sampling in Differential Privacy. Canonne,
+        Kamath and Steinke 2020, The Discrete Gaussian for Differential Privacy. Box and Muller 1958, A Note on the
+        Generation of Random Normal Deviates.
     """
 
     def __init__(self, entropy: int, device: torch.device, *, secure: bool = False) -> None:
@@ -107,7 +149,7 @@ class GaussianNoise:
         Args:
             entropy: A secret integer of 128 bits, or of 256 with ``secure``.
             device: Where the noise goes.
-            secure: ChaCha20 and sums of four variates.
+            secure: ChaCha20.
         """
         self._device = device
         self._secure = ChaCha20Stream(entropy, b"nois") if secure else None
@@ -117,12 +159,24 @@ class GaussianNoise:
         self._gpu = None if device.type == "cpu" else torch.Generator(device).manual_seed(entropy % 2**63)
 
     def draw(self, size: int) -> Tensor:
-        """A float32 vector of ``size`` standard normal variates on the stream's device."""
+        """A float64 vector of ``size`` standard normal variates on the stream's device."""
         if self._secure is not None:
-            return _sums_of_four(self._secure, size).to(self._device)
+            return _normal(self._secure, size).to(self._device)
         if self._gpu is not None:
-            return torch.randn(size, generator=self._gpu, device=self._device, dtype=torch.float32)
-        return torch.from_numpy(self._cpu.standard_normal(size, dtype=np.float32))
+            return torch.randn(size, generator=self._gpu, device=self._device, dtype=torch.float64)
+        return torch.from_numpy(self._cpu.standard_normal(size))
+
+    def add_to(self, sum_P: Tensor, scale: float) -> None:
+        """Adds noise of standard deviation ``scale``, rounded to its lattice.
+
+        Args:
+            sum_P: float64 multiples of ``spacing_of(scale)``, below 2^52 of them; changed in place.
+            scale: Standard deviation of each coordinate's noise, > 0.
+        """
+        spacing = spacing_of(scale)
+        for part in torch.split(sum_P, CHUNK):
+            noise = (self.draw(len(part)) * (scale / spacing)).round_()
+            part.add_(noise, alpha=spacing)  # two multiples of a power of two: exact
 
 
 def uniform_stream(entropy: int, *, secure: bool = False) -> ChaCha20Stream | PhiloxStream:
@@ -142,16 +196,9 @@ class PhiloxStream:
         return self._generator.random(size)
 
 
-def _sums_of_four(stream: ChaCha20Stream, size: int) -> Tensor:
-    noise = np.empty(size, dtype=np.float32)
-    for start in range(0, size, CHUNK):
-        part = noise[start : start + CHUNK]
-        half = -(-len(part) // 2)
-        radius, angle = stream.uniform(8 * half).reshape(2, 4, half)
-        radius = np.sqrt(-2.0 * np.log1p(-radius))  # 1 - u lies in (0, 1], so the logarithm is finite
-        angle *= 2.0 * math.pi
-        # A pair's cosine and its sine are independent; they go into two different sums, row by row.
-        cosines = (radius * np.cos(angle)).sum(axis=0)
-        sines = (radius * np.sin(angle)).sum(axis=0)
-        part[:] = 0.5 * np.concatenate([cosines, sines])[: len(part)]
-    return torch.from_numpy(noise)
+def _normal(stream: ChaCha20Stream, size: int) -> Tensor:
+    half = -(-size // 2)
+    radius, angle = stream.uniform(2 * half).reshape(2, half)
+    radius = np.sqrt(-2.0 * np.log1p(-radius))  # 1 - u lies in (0, 1], so the logarithm is finite
+    angle *= 2.0 * math.pi
+    return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size])

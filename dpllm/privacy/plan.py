@@ -141,6 +141,27 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
     )
 
 
+def padded_lengths(max_length: int) -> list[int]:
+    """The lengths to which rows are padded, ascending: a few parts of the longest allowed, in multiples of eight.
+
+    Few, because in each step the last physical batch of each length is filled up with rows of nobody.
+    """
+    eighths = (1, 2, 3, 4, 6, 8)
+    return sorted({min(max_length, 8 * -(-max_length * part // 64)) for part in eighths})
+
+
+def padded_length(tokens: int, max_length: int) -> int:
+    """The length to which a unit is padded whose longest row has so many tokens: it follows from that number alone.
+
+    Raises:
+        ValueError: It is longer than ``max_length``.
+    """
+    for length in padded_lengths(max_length):
+        if tokens <= length:
+            return length
+    raise ValueError(f"a row of {tokens} tokens is longer than the {max_length} allowed")
+
+
 def make_plan(
     config: RunConfig,
     num_units: int,

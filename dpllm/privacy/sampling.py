@@ -3,13 +3,18 @@
 Comes in: the Schedule and secret entropy. Goes out: which units join a step, and tensors that fit in memory. Every rank
 draws the same logical batch from the same secret stream and takes its own share.
 
+What one unit adds must have the same bits whoever else was drawn, and kernels round by the shape of what they multiply. So
+every shape here follows from public numbers and from the unit itself: a unit is padded to one of a few public lengths, and a
+physical batch holds rows of one length, always the same number of them; rows of nobody fill it up.
+
 Shape suffixes: R sequences of a physical batch, T tokens, U units of a physical batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +23,7 @@ from torch import Tensor
 
 from dpllm.data import TokenSequence, Unit
 from dpllm.privacy.noise import uniform_stream
-from dpllm.privacy.plan import Schedule
+from dpllm.privacy.plan import Schedule, padded_length, padded_lengths
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,8 @@ class PhysicalBatch:
     """What one forward pass reads.
 
     Attributes:
-        input_ids_RT: Token ids, right-padded.
-        attention_mask_RT: 1 for tokens, 0 for padding.
+        input_ids_RT: Token ids, right-padded. No mask goes with them: causal attention never looks to the right, and a kernel
+            chosen by whether anything is masked would be chosen by the longest row.
         loss_mask_RT: True for target tokens.
         denominator_R: Target tokens of the sequence's whole example.
         unit_R: Index in 0..num_units-1 of the unit that the row belongs to; -1 for a dummy row, which is nobody's.
@@ -36,7 +41,6 @@ class PhysicalBatch:
     """
 
     input_ids_RT: Tensor
-    attention_mask_RT: Tensor
     loss_mask_RT: Tensor
     denominator_R: Tensor
     unit_R: Tensor
@@ -55,7 +59,6 @@ class PhysicalBatch:
         return replace(
             self,
             input_ids_RT=change(self.input_ids_RT),
-            attention_mask_RT=change(self.attention_mask_RT),
             loss_mask_RT=change(self.loss_mask_RT),
             denominator_R=change(self.denominator_R),
             unit_R=change(self.unit_R),
@@ -103,38 +106,59 @@ class PoissonSampler:
 
 
 def physical_batches(
-    drawn: Sequence[int], units: Sequence[Unit | None], size: int, pad_id: int, rank: int = 0, world: int = 1
+    drawn: Sequence[int],
+    units: Sequence[Unit | None],
+    size: int,
+    pad_id: int,
+    max_length: int,
+    rank: int = 0,
+    world: int = 1,
 ) -> list[PhysicalBatch]:
-    """Cuts this rank's share of a logical batch into physical batches.
+    """Cuts a logical batch into physical batches, and takes this rank's.
 
     A unit with more than ``size`` sequences has batches of its own, which the clipper adds together before it takes the
-    norm; any other unit is in one batch. Units are sorted by length and then dealt out, which saves padding and lets ranks
-    keep step: whose turn a unit is changes nothing but the rounding of a sum. Every rank gets as many batches as the one
-    that has most, the missing ones of a dummy row of weight zero, so that no rank waits for another's forward pass.
+    norm; any other unit is in one batch, among units that are padded to the same length. Every rank gets as many batches as
+    the one that has most, the missing ones of rows of nobody, so that no rank waits for another's forward pass.
+
+    Guarantee:
+        The batches in which a unit lies have ``size`` rows and a number of tokens that follows from that unit and from
+        ``max_length`` alone. Which units are drawn beside it decides its place and its neighbours, and nothing else.
 
     Args:
         drawn: Slots of the logical batch, the same on every rank.
         units: Slot -> unit; None for a slot that holds no data (a canary whose coin said out).
         size: Sequences in one physical batch.
-        pad_id: Token id for padding; never attended to.
+        pad_id: Token id for padding.
+        max_length: Tokens of the longest row allowed.
         rank: This process.
         world: Number of processes.
     """
-    sized = [(longest, index, rows) for index in drawn for rows, longest in [_sizes(units, index)] if rows]
+    sized = [
+        (padded_length(longest, max_length), rows, index)
+        for index in drawn
+        for rows, longest in [_sizes(units, index)]
+        if rows
+    ]
     sized.sort()
-    cuts = [_cut([(index, rows) for _, index, rows in sized[other::world]], size) for other in range(world)]
+    shares: list[list[tuple[list[int], int]]] = [[] for _ in range(world)]
+    counts = [0] * world
+    for length, of_length in groupby(sized, key=lambda one: one[0]):
+        for group, count in _cut([(index, rows) for _, rows, index in of_length], size):
+            least = counts.index(min(counts))
+            shares[least].append((group, length))
+            counts[least] += count
     batches: list[PhysicalBatch] = []
-    for group in cuts[rank]:
+    for group, length in shares[rank]:
         members = [unit for index in group if (unit := units[index]) is not None]
         sequences = members[0].sequences
-        if len(members) > 1 or len(sequences) <= size:
-            batches.append(collate(members, pad_id))
-            continue
-        parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-        pieces = [collate([Unit(part)], pad_id) for part in parts]
-        batches += [replace(piece, goes_on=piece is not pieces[-1]) for piece in pieces]
-    most = max(_count(cut, units, size) for cut in cuts)
-    return batches + [collate([], pad_id, dummy_rows=1)] * (most - len(batches))
+        if len(members) == 1 and len(sequences) > size:
+            parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+            pieces = [collate([Unit(part)], pad_id, rows=size, length=length) for part in parts]
+            batches += [replace(piece, goes_on=piece is not pieces[-1]) for piece in pieces]
+        else:
+            batches.append(collate(members, pad_id, rows=size, length=length))
+    nobody = collate([], pad_id, rows=size, length=padded_lengths(max_length)[0])
+    return batches + [nobody] * (max(counts) - len(batches))
 
 
 def _sizes(units: Sequence[Unit | None], index: int) -> tuple[int, int]:
@@ -147,51 +171,46 @@ def _sizes(units: Sequence[Unit | None], index: int) -> tuple[int, int]:
     return len(unit.sequences), max(len(sequence.input_ids) for sequence in unit.sequences)
 
 
-def _cut(share: Sequence[tuple[int, int]], size: int) -> list[list[int]]:
-    """Groups of the units (index, sequences) of a share: each fits one physical batch, or is one unit that does not."""
-    groups: list[list[int]] = []
+def _cut(units: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[list[int], int]]:
+    """Groups of units (index, sequences), each with its number of physical batches: one, unless a unit alone needs more."""
     waiting: list[int] = []
     held = 0
-    for index, rows in share:
+    for index, rows in units:
         if rows > size:
-            groups.append([index])
+            yield [index], -(-rows // size)
             continue
-        if waiting and held + rows > size:
-            groups.append(waiting)
+        if held + rows > size:
+            yield waiting, 1
             waiting, held = [], 0
         waiting.append(index)
         held += rows
-    return [*groups, waiting] if waiting else groups
+    if waiting:
+        yield waiting, 1
 
 
-def _count(cut: Sequence[Sequence[int]], units: Sequence[Unit | None], size: int) -> int:
-    """How many physical batches the groups of a share make."""
-    return sum(-(-_sizes(units, group[0])[0] // size) if len(group) == 1 else 1 for group in cut)
-
-
-def collate(units: Sequence[Unit], pad_id: int, dummy_rows: int = 0) -> PhysicalBatch:
+def collate(units: Sequence[Unit], pad_id: int, rows: int = 0, length: int = 0) -> PhysicalBatch:
     """Right-pads the sequences of units into one physical batch.
 
     Args:
-        units: Each with one sequence or more; none at all only with ``dummy_rows``.
+        units: Each with one sequence or more; none at all only with ``rows``.
         pad_id: Token id for padding.
-        dummy_rows: Rows of no unit at the end, of weight zero, for batches of equal height on every rank.
+        rows: The batch has at least as many; those of nobody, of weight zero, come last.
+        length: The batch has at least as many tokens.
     """
-    owners = [index for index, unit in enumerate(units) for _ in unit.sequences] + [-1] * dummy_rows
+    owners = [index for index, unit in enumerate(units) for _ in unit.sequences]
     sequences = [sequence for unit in units for sequence in unit.sequences]
-    sequences += [TokenSequence((pad_id, pad_id), (False, False), 1)] * dummy_rows
-    length = max(len(sequence.input_ids) for sequence in sequences)
+    nobody = max(0, rows - len(sequences))
+    owners += [-1] * nobody
+    sequences += [TokenSequence((pad_id, pad_id), (False, False), 1)] * nobody
+    length = max(length, *(len(sequence.input_ids) for sequence in sequences))
     input_ids_RT = torch.full((len(sequences), length), pad_id, dtype=torch.long)
-    attention_mask_RT = torch.zeros((len(sequences), length), dtype=torch.long)
     loss_mask_RT = torch.zeros((len(sequences), length), dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         tokens = len(sequence.input_ids)
         input_ids_RT[row, :tokens] = torch.tensor(sequence.input_ids)
-        attention_mask_RT[row, :tokens] = 1
         loss_mask_RT[row, :tokens] = torch.tensor(sequence.loss_mask)
     return PhysicalBatch(
         input_ids_RT,
-        attention_mask_RT,
         loss_mask_RT,
         torch.tensor([sequence.denominator for sequence in sequences], dtype=torch.float32),
         torch.tensor(owners, dtype=torch.long),

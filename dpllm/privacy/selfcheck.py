@@ -9,6 +9,7 @@ Shape suffixes: R rows, T tokens, U units.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from torch.nn import functional
 from dpllm.data import TokenSequence, Unit
 from dpllm.errors import Refused
 from dpllm.privacy.clipping import Losses, Summer
+from dpllm.privacy.plan import padded_lengths
 from dpllm.privacy.sampling import PhysicalBatch, collate
 
 TOLERANCE = 1e-3
@@ -46,6 +48,9 @@ def self_check(
     the time of the check, because behind them every gradient would be zero and any engine right. Dropout draws the same
     masks for both sides.
 
+    Then, at the size and at every length of the physical batches that will run: what a unit adds to the sum has the same bits
+    alone among rows of nobody as first or last among others. This is compared in whole numbers, without a tolerance.
+
     Args:
         model: As it trains, without hooks.
         parameters: All that train, by name.
@@ -55,31 +60,44 @@ def self_check(
         vocab_size: Tokens are drawn below this.
         max_length: Longest row allowed.
         physical_batch_size: Rows of a physical batch.
-        several: Some units have several rows.
+        several: Units have several rows, and their sums are exact; Opacus' own mode knows neither.
         low_precision: The forward pass is not float32; the tolerance is then 5e-2 instead of 1e-3.
 
     Returns:
         The largest relative error seen.
 
     Raises:
-        Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other's loss, or a forward
-            pass moves a buffer; names the layer.
+        Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other, if only through
+            rounding, or a forward pass moves a buffer; names the layer.
     """
     tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
     units = _synthetic_units(vocab_size, max_length, several=several)
-    batch = collate(units, pad_id=0, dummy_rows=int(several)).to(device)
+    batch = collate(units, pad_id=0, rows=6 if several else 4).to(device)
     with _filled(parameters.values()), _own_random_state(device) as restart:
         _check_padding(model, losses, units, batch, tolerance, max_length)
-        longest = _units_of([[_longest(model, max_length)]] * physical_batch_size, vocab_size)
-        for some in (units, longest):
-            _check_neighbours(losses, some, vocab_size, device, tolerance, restart)
         restart()
         norm_U, bound, expected = _brute_force(parameters, losses(batch), batch)
         clipper = make_clipper()
         try:
             restart()
             sums = {name: torch.zeros(p.shape, dtype=torch.float64, device=device) for name, p in parameters.items()}
-            _, seen_U = clipper.add(losses, batch, sums, bound)
+            spacing = _spacing(bound, len(batch.unit_R))
+            _, seen_U = clipper.add(losses, batch, sums, bound, spacing)
+            for part in sums.values():
+                part *= spacing
+            lengths = sorted({min(length, _longest(model, max_length)) for length in padded_lengths(max_length)})
+            for length in lengths if several and physical_batch_size > 1 else ():
+                alone, others = _company(length, physical_batch_size, vocab_size, several=several)
+
+                def added(*batches: Sequence[Unit], length: int = length) -> dict[str, Tensor]:
+                    found = {name: torch.zeros_like(part) for name, part in sums.items()}
+                    for some in batches:
+                        restart()
+                        rows = collate(some, 0, physical_batch_size, length).to(device)
+                        clipper.add(losses, rows, found, bound, _spacing(bound, physical_batch_size))
+                    return found
+
+                _check_company(model, added, alone, others, tolerance)
         finally:
             clipper.close()
     worst = float(((seen_U.double() - norm_U).abs() / norm_U).max())
@@ -89,35 +107,66 @@ def self_check(
     return max(worst, _compare(sums, expected, tolerance))
 
 
-def _check_neighbours(
-    losses: Losses,
-    units: Sequence[Unit],
-    vocab_size: int,
-    device: torch.device,
-    tolerance: float,
-    restart: Callable[[], object],
+def _company(length: int, rows: int, vocab_size: int, *, several: bool) -> tuple[Unit, list[Unit]]:
+    """A unit of one row, and others that leave one row of a physical batch free; one of them is a single token repeated."""
+    short = max(2, length - 3)
+    lengths = [[length], [short]][: rows - 1] + [[short, length] if several else [short]] * (
+        (rows - 3) // (1 + several)
+    )
+    *others, alone = _units_of([*lengths, [max(2, length - 1)]], vocab_size)
+    token = others[0].sequences[0].input_ids[-1]
+    others[0] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in others[0].sequences))
+    return alone, others
+
+
+def _check_company(
+    model: nn.Module, added: Callable[..., dict[str, Tensor]], alone: Unit, others: Sequence[Unit], tolerance: float
 ) -> None:
-    """Other tokens in the first or last unit leave every other row's loss alone, in training mode and at its size.
+    """What a unit adds is the same to the last bit among rows of nobody, and first or last among other units."""
+    apart = added([alone], others)
+    for some, row in (([alone, *others], 0), ([*others, alone], -1)):
+        together = added(some)
+        error = {name: float((together[name] - apart[name]).norm()) for name in apart}
+        if not any(error.values()):
+            continue
+        worst = max(error, key=lambda name: error[name])
+        relative = error[worst] / max(float(apart[worst].norm()), 1e-30)
+        if not relative <= tolerance:
+            raise _coupled(relative)
+        beside, by_itself = (_outputs(model, partial(added, units), at) for units, at in ((some, row), ([alone], 0)))
+        pairs = zip(beside, by_itself, strict=False)
+        differ = [name for (name, one), (_, other) in pairs if not torch.equal(one, other)]
+        raise Refused(
+            f"{differ[0] if differ else worst} rounds a row in another way when other rows stand beside it (the gradient of "
+            f"{worst} moves by {relative:.1e}, relative), so that one unit would change what all others add. Set "
+            "train.physical_batch_size: 1, which computes every row by itself, or try train.precision: fp32."
+        )
 
-    Shapes and dropout masks are the same on both sides, so that nothing but those tokens differs.
-    """
 
-    def run(some: Sequence[Unit]) -> Tensor:
-        restart()
-        return losses(collate(some, pad_id=0).to(device)).double()
+def _outputs(model: nn.Module, run: Callable[[], object], row: int) -> list[tuple[str, Tensor]]:
+    """What each layer without inner layers gives for one row, in the order of the calls."""
+    found: list[tuple[str, Tensor]] = []
 
-    with torch.no_grad():
-        before_R = run(units)
-        rows, of_first, of_last = len(before_R), len(units[0].sequences), len(units[-1].sequences)
-        for kind in range(3 if len(units) > 1 else 0):
-            first, last = (_other_tokens(units[place], vocab_size, kind) for place in (0, -1))
-            after_first_R = run([first, *units[1:]])[of_first:]
-            after_last_R = run([*units[:-1], last])[: rows - of_last]
-            error = torch.cat(
-                [_relative(after_first_R, before_R[of_first:]), _relative(after_last_R, before_R[:-of_last])]
-            )
-            if not float(error.max()) <= tolerance:
-                raise _coupled(float(error.max()))
+    def hook(name: str, output: object) -> None:
+        if isinstance(output, Tensor) and output.dim() > 1:
+            found.append((name, output[row].detach().clone()))
+
+    leaves = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
+    handles = [
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: hook(name, output))
+        for name, module in leaves
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _spacing(bound: float, rows: int) -> float:
+    """Of a lattice as fine as exact sums of so many units of this length allow."""
+    return math.ldexp(1.0, math.floor(math.log2(bound)) + math.ceil(math.log2(rows)) - 50)
 
 
 def _relative(one_R: Tensor, other_R: Tensor) -> Tensor:
@@ -250,25 +299,11 @@ def _units_of(lengths: Sequence[Sequence[int]], vocab_size: int) -> list[Unit]:
     return units
 
 
-def _other_tokens(unit: Unit, vocab_size: int, kind: int) -> Unit:
-    """The same lengths and targets, and other tokens: all of them moved, or one token again and again."""
-
-    def other(token: int) -> int:
-        return (
-            (token + vocab_size // 2) % vocab_size
-            if kind == 0
-            else (unit.sequences[0].input_ids[-kind] + 1) % vocab_size
-        )
-
-    return Unit(tuple(replace(s, input_ids=tuple(map(other, s.input_ids))) for s in unit.sequences))
-
-
 def _padded(batch: PhysicalBatch, length: int) -> PhysicalBatch:
     extra = (0, max(0, length - batch.input_ids_RT.shape[1]))
     return replace(
         batch,
         input_ids_RT=functional.pad(batch.input_ids_RT, extra),
-        attention_mask_RT=functional.pad(batch.attention_mask_RT, extra),
         loss_mask_RT=functional.pad(batch.loss_mask_RT, extra),
     )
 

@@ -54,7 +54,7 @@ LAUNCHED = {
 def shares(world: int, rank: int) -> list[list[PhysicalBatch]]:
     """Two logical batches: one that all share, one of which only rank 0 gets anything."""
     units = tm.units(LENGTHS)
-    dummy = collate([], pad_id=0, dummy_rows=1)
+    dummy = collate([], pad_id=0, rows=1)
     first = [[collate(units[:3], 0), collate(units[3:4], 0)], [collate(units[4:], 0), dummy]]
     second = [[collate(units[:2], 0)], [dummy]]
     if world == 1:
@@ -198,7 +198,7 @@ class Unsaved(types.SimpleNamespace):
 def compare(family: str, adapter: dict[str, Any], checkpointing: str | None, rank: int) -> tuple[float, float]:
     """Relative difference of a clipped sum through a sharded and a whole model, and the self-check's error."""
     batches = tm.batches(tm.units(tm.RAGGED, seed=rank + 1), 4)
-    batches += [collate([], pad_id=0, dummy_rows=1)] * (6 - len(batches))
+    batches += [collate([], pad_id=0, rows=1)] * (6 - len(batches))
     whole = tm.build(family, adapter, checkpointing=checkpointing)
     expected_P = tm.make_engine(whole, tm.plan(C)).clipped_sum(batches)[0]
     net = tm.build(family, adapter, checkpointing=checkpointing)

@@ -33,7 +33,7 @@ def steps(rank: int, world: int) -> Results:
     sampler = PoissonSampler(promise.schedule, len(slots), entropy=77)
     found: Results = {}
     for step in range(STEPS):
-        mine = physical_batches(sampler.draw(), slots, 4, 0, rank, world)
+        mine = physical_batches(sampler.draw(), slots, 4, 0, 32, rank, world)
         sum_P, diagnostics = engine.clipped_sum(mine)
         found[f"sum{step}"], found[f"units{step}"] = sum_P, torch.tensor(diagnostics.units)
         found[f"batches{step}"] = torch.tensor(len(mine))
@@ -50,7 +50,7 @@ def few(rank: int, world: int) -> Results:
     engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=55)
     found: Results = {}
     for name, drawn in {"one": [6], "none": [], "empty_slot": [3]}.items():
-        mine = physical_batches(drawn, slots, 4, 0, rank, world)
+        mine = physical_batches(drawn, slots, 4, 0, 32, rank, world)
         found[f"{name}_sum"] = engine.clipped_sum(mine)[0]
         found[f"{name}_batches"] = torch.tensor(len(mine))
         found[f"{name}_released"] = engine._release(found[f"{name}_sum"].clone())
@@ -74,7 +74,7 @@ def masks(rank: int, world: int) -> Results:
     sampler = PoissonSampler(schedule, SLOTS, entropy=2024)
     seen = torch.zeros((DRAWS, SLOTS), dtype=torch.int8)
     for draw in range(DRAWS):
-        for batch in physical_batches(sampler.draw(), slots, 4, 0, rank, world):
+        for batch in physical_batches(sampler.draw(), slots, 4, 0, 32, rank, world):
             seen[draw].index_add_(
                 0, batch.input_ids_RT[batch.unit_R >= 0, 0] - 3, torch.ones(batch.num_units, dtype=torch.int8)
             )

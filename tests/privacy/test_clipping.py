@@ -107,9 +107,9 @@ def test_a_batch_of_nobody_adds_nothing_in_any_mode() -> None:
     some = tm.units([(9,), (4,), (12,)])
     for mode in ("auto", "opacus_ghost"):
         engine = tm.make_engine(built("llama", "lora"), grad_sample_mode=mode)
-        batches = physical_batches(range(3), some, 2, 0)
+        batches = physical_batches(range(3), some, 2, 0, 16)
         alone, _ = engine.clipped_sum(batches)
-        beside, seen = engine.clipped_sum([*batches, collate([], 0, dummy_rows=1)])
+        beside, seen = engine.clipped_sum([*batches, collate([], 0, rows=1)])
         assert torch.equal(alone, beside)
         assert seen.units == 3
 
@@ -124,7 +124,7 @@ def test_a_unit_over_several_batches_is_counted_once_without_privacy() -> None:
         noise_entropy=1,
         device=tm.CPU,
     )
-    batches = physical_batches(range(3), tm.units([(9, 4, 5, 6, 7), (4,), (12,)]), 2, 0)
+    batches = physical_batches(range(3), tm.units([(9, 4, 5, 6, 7), (4,), (12,)]), 2, 0, 16)
     assert any(batch.goes_on for batch in batches)
     assert engine.clipped_sum(batches)[1].units == 3
 

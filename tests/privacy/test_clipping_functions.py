@@ -200,8 +200,8 @@ def test_c_finds_the_quantile_of_the_norms(start: float, quantile: float) -> Non
     some = tm.units([(3 + number,) for number in range(20)])
     net = Toy()
     norms = tm.brute_force(net, some).norm(dim=1).sort().values
-    adaptive = adaptive_clipping(1e-6, 20, quantile, 0.3, 1e-3)
-    engine = tm.make_engine(net, tm.plan(start, 1e-6, tm.schedule(20, 20), adaptive=adaptive))
+    adaptive = adaptive_clipping(1e-3, 20, quantile, 0.3, 1e-3)
+    engine = tm.make_engine(net, tm.plan(start, 1e-3, tm.schedule(20, 20), adaptive=adaptive))
     seen = []
     for _ in range(160):
         tm.released(engine, tm.batches(some))

@@ -52,7 +52,7 @@ def test_rows_that_meet_in_training_mode_only_are_refused(coupled: type[Toy]) ->
 
 def pieces() -> list[Any]:
     """One unit of three rows in two physical batches."""
-    return physical_batches([0], tm.units([(5, 9, 4)]), 2, pad_id=0)
+    return physical_batches([0], tm.units([(5, 9, 4)]), 2, 0, 16)
 
 
 def test_the_start_of_a_unit_that_failed_reaches_nobody_else() -> None:
@@ -61,7 +61,7 @@ def test_the_start_of_a_unit_that_failed_reaches_nobody_else() -> None:
 
     first = pieces()[0]
     sums = {"layer.weight": torch.zeros(8, 8, dtype=torch.float64)}
-    engine._summer.add(engine.losses, first, sums, 0.05)  # and then the step dies
+    engine._summer.add(engine.losses, first, sums, 0.05, 2.0**-30)  # and then the step dies
     assert torch.equal(tm.clipped_sum(engine, some), expected)
 
 
@@ -223,7 +223,7 @@ def test_a_batch_of_nobody_adds_nothing() -> None:
     for mode in ("auto", "per_sample", "ghost"):
         for net in (Toy(), tm.build("llama", {**FROZEN, "lm_head": True}, tie_word_embeddings=True)):
             engine = tm.make_engine(net, grad_sample_mode=mode)
-            total_P, seen = engine.clipped_sum([collate([], pad_id=0, dummy_rows=2)])
+            total_P, seen = engine.clipped_sum([collate([], pad_id=0, rows=2)])
             assert (float(total_P.abs().max()), seen.units) == (0.0, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from scipy import stats
 
 from dpllm.data import Unit
 from dpllm.privacy.noise import ChaCha20Stream
+from dpllm.privacy.plan import padded_length, padded_lengths
 from dpllm.privacy.sampling import PoissonSampler, collate, physical_batches
 
 ALARM = 1e-9
@@ -89,8 +91,8 @@ def test_rate_one_takes_everybody_and_an_empty_draw_works() -> None:
     assert PoissonSampler(tm.schedule(10, 10), 10, 3, secure=True).draw() == list(range(10))
     sampler = PoissonSampler(tm.schedule(10**9, 1), 3, 3)
     assert sampler.draw() == []
-    assert physical_batches([], [], 4, 0) == []
-    assert physical_batches([0, 1], [None, Unit(())], 4, 0) == []
+    assert physical_batches([], [], 4, 0, 16) == []
+    assert physical_batches([0, 1], [None, Unit(())], 4, 0, 16) == []
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -108,36 +110,55 @@ def test_every_drawn_unit_is_computed_once_and_whole(lengths: list, size: int, w
     ]
     drawn = sorted(data.draw(st.sets(st.sampled_from(range(len(slots)))))) if slots else []
     seen: Counter[int] = Counter()
-    shares = [physical_batches(drawn, slots, size, 0, rank, world) for rank in range(world)]
+    shares = [physical_batches(drawn, slots, size, 0, 16, rank, world) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1  # no rank waits for another's forward pass
     assert not shares[0] or any(share[-1].num_units for share in shares)  # and none runs more of them than it must
+    assert {len(batch.unit_R) for share in shares for batch in share} <= {size}  # shapes tell nobody's number of rows
     for share in shares:
         so_far: list[int] = []
         for batch in share:
             if batch.num_units == 0:
-                assert batch.unit_R.tolist() == [-1]
+                assert batch.unit_R.tolist() == [-1] * size
                 assert not batch.loss_mask_RT.any()
                 continue
             owners = batch.input_ids_RT[:, 0] - 3
-            assert sorted(set(batch.unit_R.tolist())) == list(range(batch.num_units))
+            assert sorted({*batch.unit_R.tolist()} - {-1}) == list(range(batch.num_units))
             for unit in range(batch.num_units):
                 rows = so_far + owners[batch.unit_R == unit].tolist()
+                longest = max(len(sequence.input_ids) for sequence in slots[rows[0]].sequences)
+                assert batch.input_ids_RT.shape[1] == padded_length(longest, 16)  # from the unit alone
                 assert len(set(rows)) == 1
                 assert (len(rows) == len(slots[rows[0]].sequences)) != batch.goes_on  # whole, when it is clipped
                 so_far = rows if batch.goes_on else []
                 seen[rows[0]] += not batch.goes_on
-            assert len(batch.unit_R) <= size
             assert not batch.goes_on or batch.num_units == 1
         assert not so_far
     assert seen == Counter(s for s in drawn if slots[s] is not None and slots[s].sequences)
 
 
-def test_physical_batches_are_filled_to_their_size_and_no_further() -> None:
+def test_physical_batches_are_filled_up_with_rows_of_nobody() -> None:
     some = tm.units([(5,)] * 8 + [(5, 5), (4, 4, 4, 4)])
-    assert [len(batch.unit_R) for batch in tm.batches(some[:8], 3)] == [3, 3, 2]
+
+    def taken(batches: list[Any]) -> list[int]:
+        return [int((batch.unit_R >= 0).sum()) for batch in batches]
+
+    assert taken(tm.batches(some[:8], 3)) == [3, 3, 2]
     batches = tm.batches(some, 3)
-    assert [len(batch.unit_R) for batch in batches] == [3, 1, 3, 3, 2, 2]  # the unit of four has two of its own
-    assert [batch.goes_on for batch in batches] == [True, *[False] * 5]
+    assert taken(batches) == [3, 3, 2, 3, 1, 2]  # the unit of four has two of its own
+    assert [batch.goes_on for batch in batches] == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("max_length", [2, 7, 16, 96, 128, 1000, 2048])
+def test_lengths_are_few_and_reach_the_longest(max_length: int) -> None:
+    lengths = padded_lengths(max_length)
+    assert lengths == sorted(set(lengths))
+    assert len(lengths) <= 6
+    assert lengths[-1] == max_length
+    assert all(length % 8 == 0 for length in lengths[:-1])
+    for tokens in range(2, max_length + 1):
+        assert padded_length(tokens, max_length) == min(length for length in lengths if length >= tokens)
+    with pytest.raises(ValueError, match="longer than"):
+        padded_length(max_length + 1, max_length)
 
 
 def test_collate_pads_right_and_learns_nothing_from_padding() -> None:
@@ -149,7 +170,6 @@ def test_collate_pads_right_and_learns_nothing_from_padding() -> None:
     for row, sequence in enumerate(sequence for one in some for sequence in one.sequences):
         tokens = len(sequence.input_ids)
         assert batch.input_ids_RT[row].tolist() == [*sequence.input_ids, *[61] * (5 - tokens)]
-        assert batch.attention_mask_RT[row].tolist() == [1] * tokens + [0] * (5 - tokens)
         assert batch.loss_mask_RT[row].tolist() == [*sequence.loss_mask, *[False] * (5 - tokens)]
         assert batch.denominator_R[row] == sequence.denominator
     assert not bool(batch.loss_mask_RT[:, 0].any())

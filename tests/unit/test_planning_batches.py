@@ -44,7 +44,7 @@ def test_physical_batches_are_those_that_the_sampler_makes(units: int, rows: int
     from dpllm.privacy.sampling import physical_batches
 
     row = TokenSequence((1, 2), (False, True), 1)
-    made = physical_batches(range(units), [Unit((row,) * rows)] * units, physical, pad_id=0)
+    made = physical_batches(range(units), [Unit((row,) * rows)] * units, physical, 0, 16)
     data = {"unit": "author", "max_examples_per_unit": rows}
     sizes = batches_of(
         recipe(data, batch_size=units, physical_batch_size=physical), Schedule(100 * units, 0, units, 0.01, 10)

@@ -262,7 +262,7 @@ def table(report: LeakageReport) -> Table:
 
 
 def _plain_gradient(net: nn.Module, trained: dict[str, nn.Parameter], batch: PhysicalBatch) -> list[Tensor]:
-    logits = net(input_ids=batch.input_ids_RT, attention_mask=batch.attention_mask_RT, use_cache=False).logits
+    logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
     loss_R = sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
     found = torch.autograd.grad(loss_R.sum(), list(trained.values()), allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(trained.values(), found, strict=True)]

@@ -36,6 +36,7 @@ WIDTH = 4
 FAINT = 0.02  # the layer with a bias, which all canaries share, is made to matter little
 NORMS = (16.0, 32.0, 1.2, 64.0, 8.0, 16.0, 0.5, 32.0)  # lengths of the canaries' gradients, in units of C
 EMPTY_SLOTS = 2000
+MAX_LENGTH = 16
 FEW_CANARIES = 20
 
 
@@ -173,7 +174,7 @@ def _observe(
     own_MP = _own(exact, clipped_MP)
     for step in range(steps):
         norm, drawn = engine.max_grad_norm, sampler.draw()
-        engine.step(physical_batches(drawn, slots, size, pad_id=0))
+        engine.step(physical_batches(drawn, slots, size, 0, MAX_LENGTH))
         sum_P = torch.cat([-p.detach().flatten() for p in engine.parameters.values()]).double() * divisor
         probe.reset()
         released_TP[step] = sum_P.numpy() / norm
@@ -252,7 +253,7 @@ def _contributions(engine: Engine, units: list[Unit]) -> tuple[float, ...]:
 
 def _pieces(unit: Unit) -> list[Any]:
     """A unit cut into batches of one row."""
-    return physical_batches([0], [unit], 1, pad_id=0)
+    return physical_batches([0], [unit], 1, 0, MAX_LENGTH)
 
 
 # The same gradients without the engine.

@@ -27,7 +27,7 @@ from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
 
 SLACK = 1e-6  # of C: what the engine promises
 PHYSICAL_BATCH_SIZE = 3  # rows, so that a logical batch takes several and a unit of four rows is cut
-VOCABULARY = 256  # of a shrunken model
+MAX_LENGTH, VOCABULARY = 16, 256  # of a shrunken model
 CPU = torch.device("cpu")
 
 
@@ -123,9 +123,9 @@ def _pair(one: _Replayed, other: _Replayed, units: list[Unit], left_out: int, pl
     norm, divisor = one.engine.max_grad_norm, plan.schedule.expected_batch_size
     slots: list[Unit | None] = list(units)
     drawn = range(len(slots))
-    larger = physical_batches(drawn, slots, PHYSICAL_BATCH_SIZE, pad_id=0)
+    larger = physical_batches(drawn, slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
     slots[left_out] = None
-    smaller = physical_batches(drawn, slots, PHYSICAL_BATCH_SIZE, pad_id=0)
+    smaller = physical_batches(drawn, slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
     sum_P, released_P, count = one.step(larger)
     other_sum_P, other_released_P, other_count = other.step(smaller)
     other.engine.max_grad_norm = one.engine.max_grad_norm  # with adaptive clipping it follows the released count
@@ -154,7 +154,7 @@ def _median_norm(net: nn.Module, units: list[Unit]) -> float:
     norms = []
     for unit in units:
         batch = collate([unit], pad_id=0)
-        logits = net(input_ids=batch.input_ids_RT, attention_mask=batch.attention_mask_RT, use_cache=False).logits
+        logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
         log_probs = torch.log_softmax(logits[:, :-1], dim=-1)
         nll = -log_probs.gather(2, batch.input_ids_RT[:, 1:, None])[..., 0]
         loss = (torch.where(batch.loss_mask_RT[:, 1:], nll, 0.0).sum(dim=1) / batch.denominator_R).sum()

@@ -41,11 +41,11 @@ def first_adapters(net: nn.Module, batch: PhysicalBatch) -> list[str]:
             "the model has no LoRA adapter that trains, so the span check has no gradient to read: with frozen-layer "
             "fine-tuning the first layers do not train. Use adapter.method: lora."
         )
-    seen = _inputs(net, adapters, batch.input_ids_RT, batch.attention_mask_RT)
+    seen = _inputs(net, adapters, batch.input_ids_RT)
     first = next(iter(seen))
     other_ids = batch.input_ids_RT.clone()
     other_ids[:, 0] = (other_ids[:, 0] + 1) % vocabulary_of(net)
-    mixed = _inputs(net, {first: adapters[first]}, other_ids, batch.attention_mask_RT)[first]
+    mixed = _inputs(net, {first: adapters[first]}, other_ids)[first]
     if not _same(seen[first][:, 1:], mixed[:, 1:]):
         raise ConfigError(
             f"{first} reads tokens that attention has mixed, so the span check of the first block does not apply to it. Put "
@@ -62,9 +62,7 @@ class _StopForward(Exception):
     """Enough was seen of a forward pass."""
 
 
-def _inputs(
-    net: nn.Module, layers: dict[str, nn.Module], ids: Tensor, mask: Tensor | None = None, *, stop: bool = False
-) -> dict[str, Tensor]:
+def _inputs(net: nn.Module, layers: dict[str, nn.Module], ids: Tensor, *, stop: bool = False) -> dict[str, Tensor]:
     """What each layer reads, in the order of the calls, without dropout."""
     seen: dict[str, Tensor] = {}
 
@@ -81,7 +79,7 @@ def _inputs(
     net.eval()
     try:
         with torch.no_grad(), contextlib.suppress(_StopForward):
-            net(input_ids=ids, attention_mask=torch.ones_like(ids) if mask is None else mask, use_cache=False)
+            net(input_ids=ids, use_cache=False)
     finally:
         net.train(training)
         for handle in handles:

@@ -1,0 +1,255 @@
+"""What one unit adds depends on that unit alone, to the last bit; and what is released tells no more than the theorem allows.
+
+Sums are compared without a tolerance: the sum over a logical batch is the sum of what its units add each by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from functools import cache
+from typing import Any
+
+import checks
+import numpy as np
+import pytest
+import tiny_models as tm
+import torch
+from scipy import stats
+from tiny_models import FROZEN, LORA, Toy
+from torch import Tensor, nn
+
+from dpllm.errors import Refused
+from dpllm.privacy import gradients, noise
+from dpllm.privacy.adaptive import adaptive_clipping
+from dpllm.privacy.gradients import UnitGradients
+from dpllm.privacy.noise import GaussianNoise, noise_scale, spacing_of
+
+HEAD = {**FROZEN, "lm_head": True}
+TIED = {"tie_word_embeddings": True}
+MIXED = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (31,), (6,), (6,), (40, 2), (23,))
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "llama": ("llama", LORA, {}),
+    "gpt2": ("gpt2", LORA, {}),
+    "gpt2, last block": ("gpt2", FROZEN, {}),
+    "opt": ("opt", LORA, {}),
+    "tied head": ("llama", HEAD, TIED),
+    "everything": ("gpt2", "", {}),
+}
+
+
+@cache
+def built(name: str) -> Any:
+    family, adapter, changes = CASES[name]
+    return tm.build(family, adapter, **changes)
+
+
+def bf16() -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def added(engine: Any, some: list[Any], size: int) -> Tensor:
+    return engine.clipped_sum(tm.batches(some, size))[0]
+
+
+# --- a unit adds the same bits in any company ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [contextlib.nullcontext, bf16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["auto", "per_sample", "ghost"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, mode: str, autocast: Any) -> None:
+    some = tm.units(MIXED)
+    engine = tm.make_engine(built(name), tm.plan(0.05), grad_sample_mode=mode, autocast=autocast)
+    alone = sum(added(engine, [one], 4) for one in some)
+    whole = added(engine, some, 4)
+    assert bool(whole.any())
+    assert torch.equal(whole, alone)
+    random.Random(1).shuffle(some)
+    assert torch.equal(added(engine, some, 4), whole)
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "per_layer", "adaptive"])
+def test_so_it_is_under_every_clipping_function(clipping: str) -> None:
+    some = tm.units(MIXED)
+    adaptive = adaptive_clipping(1.0, 10, 0.5, 0.2) if clipping == "adaptive" else None
+    engine = tm.make_engine(built("llama"), tm.plan(0.05, clipping=clipping, adaptive=adaptive))
+    assert torch.equal(added(engine, some, 4), sum(added(engine, [one], 4) for one in some))
+
+
+def test_one_long_row_moves_nobody_else_in_bf16() -> None:
+    """A row that brings a longer shape made bf16 round all rows anew: the sum over 1,023 others moved by 7.92 C."""
+    equal, long = tm.unit((7,), 5), tm.unit((61,), 6)
+    engine = tm.make_engine(built("llama"), tm.plan(1e-3), autocast=bf16)
+    moved = added(engine, [equal] * 255 + [long], 256) - added(engine, [equal] * 255, 256)
+    assert float(moved.norm()) <= 1e-3 * checks.BOUND
+
+
+def test_the_dealing_of_units_to_physical_batches_decides_nothing() -> None:
+    """Of one height: another one may choose other kernels."""
+    some = tm.units(MIXED)
+    engine = tm.make_engine(built("llama"), tm.plan(0.05))
+    halves = tm.batches(some[:5], 4), tm.batches(some[5:], 4)
+    assert torch.equal(engine.clipped_sum([*halves[1], *halves[0]])[0], added(engine, some, 4))
+
+
+# --- and a model whose kernels do not is refused ------------------------------------------------------------------------
+
+
+class RoundsByCompany(Toy):
+    """A kernel that picks its way by what the whole batch holds: each row is right to seven digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = Kernel()
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return self.kernel(self.layer(x_RTd))
+
+
+class Kernel(nn.Module):
+    def forward(self, x_RTd: Tensor) -> Tensor:
+        return x_RTd * (1 + 3e-7 * float(x_RTd.detach()[:, 0].sum() > 0)) + 3e-7 * x_RTd.detach().mean()
+
+
+def test_a_layer_that_rounds_by_its_company_is_refused_by_name() -> None:
+    with pytest.raises(Refused, match=r"^kernel rounds a row in another way.*physical_batch_size: 1"):
+        tm.make_engine(RoundsByCompany()).self_check(tm.VOCABULARY, 32)
+
+
+def test_rows_computed_one_by_one_have_no_company() -> None:
+    tm.make_engine(RoundsByCompany()).self_check(tm.VOCABULARY, 32, physical_batch_size=1)
+
+
+@pytest.mark.parametrize("length", [8, 16, 24, 32])
+def test_every_listed_length_is_tried(length: int) -> None:
+    class Here(Toy):
+        def hidden(self, x_RTd: Tensor) -> Tensor:
+            company = 3e-7 * x_RTd.detach().mean() * (x_RTd.shape[1] == length)
+            return self.layer(x_RTd) + company
+
+    with pytest.raises(Refused, match="rounds a row in another way"):
+        tm.make_engine(Here()).self_check(tm.VOCABULARY, 32)
+
+
+# --- noise on a lattice -------------------------------------------------------------------------------------------------
+
+
+def multiples(vector: Tensor, spacing: float) -> bool:
+    return torch.equal(vector, (vector / spacing).round() * spacing)
+
+
+@pytest.mark.parametrize("mode", ["auto", "per_sample", "ghost"])
+@pytest.mark.parametrize("name", CASES)
+def test_clipped_sums_are_multiples_of_the_spacing_and_no_longer_than_stated(name: str, mode: str) -> None:
+    on_lattice(built(name), mode)
+
+
+def on_lattice(net: nn.Module, mode: str = "auto") -> None:
+    bound, sigma = 0.05, 0.7
+    engine = tm.make_engine(net, tm.plan(bound, sigma), grad_sample_mode=mode)
+    scale = noise_scale(sigma, bound, engine._size)
+    for one in tm.units(MIXED):
+        sum_P = added(engine, [one], 4)
+        assert multiples(sum_P, spacing_of(scale))
+        assert float(sum_P.norm()) <= scale / sigma
+    stream = GaussianNoise(5, tm.CPU)
+    noised_P = sum_P.clone()
+    stream.add_to(noised_P, scale)
+    assert multiples(noised_P, spacing_of(scale))
+
+
+def test_noise_covers_what_rounding_to_the_lattice_adds() -> None:
+    for sigma, bound, size in ((1.0, 1.0, 10**6), (0.3, 0.1, 10**9), (50.0, 3.0, 10**5)):
+        scale = noise_scale(sigma, bound, size)
+        assert scale >= sigma * (bound * (1 + 1e-6) + spacing_of(scale) * math.sqrt(size))
+        assert scale == pytest.approx(sigma * bound, rel=1e-4)
+        assert 2**30 <= scale / spacing_of(scale) < 2**31
+    with pytest.raises(Refused, match="coarse"):
+        noise_scale(1e6, 1.0, 10**9)
+
+
+def test_noise_too_small_for_exact_sums_is_refused() -> None:
+    with pytest.raises(Refused, match="could not be added exactly"):
+        tm.make_engine(Toy(), tm.plan(1.0, 1e-6, tm.schedule(10**6, 1000)))
+    tm.make_engine(Toy(), tm.plan(1.0, 0.5, tm.schedule(10**8, 2**17)))
+
+
+def reachable(released_P: Tensor, scale: float) -> int:
+    """Of how many float32 values some float32 variate is the origin, noise added in float32 to nothing."""
+    values = released_P.numpy().astype(np.float32)
+    near = (values.astype(np.float64) / scale).astype(np.float32)
+    found = np.zeros(len(values), dtype=bool)
+    for step in range(-2, 3):
+        variate = near.copy()
+        for _ in range(abs(step)):
+            variate = np.nextafter(variate, np.float32(math.copysign(math.inf, step)))
+        found |= (variate * np.float32(scale)).astype(np.float32) == values
+    return int(found.sum())
+
+
+def test_which_floats_can_be_reached_tells_nothing(seed: int) -> None:
+    """One step over 3,136 coordinates: with a row some 420 were unreachable from noise alone, without it none."""
+    bound, sigma, counts = 1.0, 4.0, []
+    some = [tm.unit((9,), 3)]
+    for units in (some, []):
+        net = Toy(56)
+        engine = tm.make_engine(net, tm.plan(bound, sigma, tm.schedule(1, 1)), noise_entropy=2**100 + seed)
+        counts.append(reachable(engine._release(engine.clipped_sum(tm.batches(units, 1))[0]), sigma * bound))
+    size = 56 * 56
+    assert stats.fisher_exact([[counts[0], size - counts[0]], [counts[1], size - counts[1]]]).pvalue > 1e-8
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["philox", "chacha20"])
+def test_low_bits_of_a_release_are_uniform_with_and_without_a_row(seed: int, secure: bool) -> None:
+    for units in ([tm.unit((9,), 3)], []):
+        engine = tm.make_engine(Toy(56), tm.plan(1.0, 1.0))
+        sum_P = engine.clipped_sum(tm.batches(units, 1))[0]
+        scale = noise_scale(1.0, 1.0, engine._size)
+        GaussianNoise(2**120 + seed, tm.CPU, secure=secure).add_to(sum_P, scale)
+        low = (sum_P / spacing_of(scale)).long() % 16
+        assert stats.chisquare(np.bincount(low.numpy(), minlength=16)).pvalue > 1e-8
+
+
+def test_the_noise_is_the_rounded_gaussian_of_the_stream() -> None:
+    sum_P = torch.arange(1000, dtype=torch.float64) * spacing_of(3.0)
+    noised_P = sum_P.clone()
+    GaussianNoise(7, tm.CPU).add_to(noised_P, 3.0)
+    exact_P = 3.0 * GaussianNoise(7, tm.CPU).draw(1000)
+    assert float((noised_P - sum_P - exact_P).abs().max()) <= spacing_of(3.0) / 2
+
+
+# --- each step of the lattice is needed: without it a test above fails ---------------------------------------------------
+
+
+def no_rounding(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize("name", ["llama", "tied head"])
+def test_without_rounding_of_contributions_sums_leave_the_lattice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "round_", no_rounding)
+    with pytest.raises(AssertionError):
+        on_lattice(built(name))
+
+
+def test_without_rounding_of_the_noise_the_release_leaves_the_lattice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_to(self: GaussianNoise, sum_P: Tensor, scale: float) -> None:
+        sum_P += scale * self.draw(len(sum_P))
+
+    monkeypatch.setattr(noise.GaussianNoise, "add_to", add_to)
+    with pytest.raises(AssertionError):
+        on_lattice(built("llama"))
+
+
+def test_shapes_that_follow_the_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms taken in float32 over all units at once: right to six digits, and not the same bits."""
+
+    def square_norm(self: UnitGradients) -> Tensor:
+        square_UP = self.dense().flatten(1).square()
+        return square_UP.cumsum(0).diff(dim=0, prepend=torch.zeros_like(square_UP[:1])).sum(dim=1).double()
+
+    monkeypatch.setattr(gradients.UnitGradients, "square_norm", square_norm)
+    with pytest.raises(AssertionError):
+        test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself("llama", "auto", contextlib.nullcontext)
