@@ -21,6 +21,7 @@ from torch.nn import functional
 from dpllm.data import TokenSequence, Unit
 from dpllm.errors import Refused
 from dpllm.privacy.clipping import Losses, Summer
+from dpllm.privacy.randomness import refuse_random_numbers
 from dpllm.privacy.sampling import PhysicalBatch, collate
 
 TOLERANCE = 1e-3
@@ -43,8 +44,7 @@ def self_check(
     """Compares per-unit norms and a clipped sum with ordinary gradients, taken unit by unit from the same forward pass.
 
     Ragged rows of random tokens, never private ones, and a dummy row. Weights that start at zero (LoRA's B) are filled for
-    the time of the check, because behind them every gradient would be zero and any engine right. Dropout draws the same
-    masks for both sides.
+    the time of the check, because behind them every gradient would be zero and any engine right.
 
     Args:
         model: As it trains, without hooks.
@@ -63,12 +63,13 @@ def self_check(
 
     Raises:
         Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other's loss, or a forward
-            pass moves a buffer; names the layer.
+            pass moves a buffer or draws random numbers; names the layer.
     """
     tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
     units = _synthetic_units(vocab_size, max_length, several=several)
     batch = collate(units, pad_id=0, dummy_rows=int(several)).to(device)
     with _filled(parameters.values()), _own_random_state(device) as restart:
+        refuse_random_numbers(model, parameters, losses, batch, tolerance)
         _check_padding(model, losses, units, batch, tolerance, max_length)
         longest = _units_of([[_longest(model, max_length)]] * physical_batch_size, vocab_size)
         for some in (units, longest):
