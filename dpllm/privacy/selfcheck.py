@@ -69,7 +69,7 @@ def self_check(
     units = _synthetic_units(vocab_size, max_length, several=several)
     batch = collate(units, pad_id=0, dummy_rows=int(several)).to(device)
     with _filled(parameters.values()), _own_random_state(device) as restart:
-        refuse_random_numbers(model, parameters, losses, batch, tolerance)
+        refuse_random_numbers(model, parameters, _still(model, losses, batch), batch, tolerance)
         _check_padding(model, losses, units, batch, tolerance, max_length)
         longest = _units_of([[_longest(model, max_length)]] * physical_batch_size, vocab_size)
         for some in (units, longest):
@@ -144,14 +144,7 @@ def _check_padding(
     training = [module for module in model.modules() if module.training]
     alone = [collate([unit], pad_id=0).to(batch.unit_R.device) for unit in units]
     with torch.no_grad():
-        losses(batch)  # whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-        def still(one: PhysicalBatch) -> Tensor:
-            loss_R = losses(one)
-            _check_buffers(model, before)
-            return loss_R
-
+        still = _still(model, losses, batch)
         try:
             still(batch)  # in training mode, where running averages would move
             model.eval()
@@ -165,6 +158,20 @@ def _check_padding(
     error = float(_relative(together_R, alone_R).max())
     if not error <= tolerance:
         raise _coupled(error)
+
+
+def _still(model: nn.Module, losses: Losses, batch: PhysicalBatch) -> Losses:
+    """The losses, and a refusal where a pass moves a buffer."""
+    with torch.no_grad():
+        losses(batch)  # whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def still(one: PhysicalBatch) -> Tensor:
+        loss_R = losses(one)
+        _check_buffers(model, before)
+        return loss_R
+
+    return still
 
 
 def _check_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
