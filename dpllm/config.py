@@ -41,7 +41,7 @@ class LoraConfig(Section):
     alpha: float = Field(default=32, gt=0)
     """The adapter's output is scaled by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapter's input, in training only."""
+    """Dropout on the adapter's input, in training only, and only without differential privacy."""
     target_modules: Literal["auto"] | list[str] | str = "auto"
     """auto: every linear layer of the decoder blocks. Otherwise names as peft takes them; an embedding may be among them."""
     use_rslora: bool = False
@@ -236,7 +236,7 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Autocast of the forward pass; auto is bf16 on a GPU that has it and fp32 elsewhere. fp16 uses a constant scale."""
     seed: int = 0
-    """Initialisation and dropout only. Noise and sampling are seeded by the operating system."""
+    """Initialisation, and dropout without differential privacy, only. Noise and sampling are seeded by the operating system."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations; null: only before the first and after the last step."""
     checkpoint_every: PositiveInt | None = None

@@ -20,6 +20,7 @@ import transformers
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers.pytorch_utils import Conv1D
 
 from dpllm import builtin, fitting, ranks, sharding
@@ -201,7 +202,42 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
                 f"({type(error).__name__}). Set train.precision: fp32 and model.dtype: float32."
             ) from None
     _checkpoint(net, config)
+    without_dropout(net)
     return net.train()
+
+
+def without_dropout(model: nn.Module) -> dict[str, float]:
+    """Switches off, in place, what drops at random: masks of a whole batch would let one unit change what others add.
+
+    Modules for dropout, and rates that modules and their configurations name so, among them layer drop. The configuration
+    that the model exports keeps the values of the base model. What has other names is found by the self-check.
+
+    Returns:
+        The rates that were not zero, by the last part of their names: public.
+    """
+    exported = {id(model), id(model.get_base_model()) if isinstance(model, PeftModel) else id(model)}
+    settings: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id stays its own
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            found[path.rpartition(".")[2]], module.p = module.p, 0.0
+        found |= _zeroed(module)
+        own = vars(module).get("config")
+        if isinstance(own, transformers.PretrainedConfig) and id(module) not in exported:
+            if id(own) not in settings:
+                settings[id(own)] = own, copy.deepcopy(own)
+                found |= _zeroed(settings[id(own)][1])
+            module.config = settings[id(own)][1]  # Falcon reads its rates from there as it runs
+    return dict(sorted(found.items()))
+
+
+def _zeroed(owner: Any) -> dict[str, float]:
+    found = {
+        name: value for name, value in vars(owner).items() if "drop" in name and isinstance(value, float) and value
+    }
+    for name in found:
+        setattr(owner, name, 0.0)
+    return found
 
 
 def untied(model: Any) -> bool:

@@ -63,6 +63,8 @@ class Prepared:
     physical_batch_size: int
     notes: list[str]
     lineage: dict[str, Any] | None
+    dropout_off: dict[str, float] | None
+    """Rates of the base model that were set to zero; None without differential privacy, where they hold."""
 
 
 def prepare(
@@ -170,6 +172,12 @@ def _prepare(
     guards.check_model(net)
     model.check_length(config, net)
     _show_trainable(net, console)
+    dropout_off = model.without_dropout(net) if plan else None
+    if dropout_off:
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
+        console.print(
+            f"The base model's dropout is off, as its masks would tie what one unit adds to the others: {rates}"
+        )
     if model.untied(net):
         console.print("The base model ties its head to its input embedding; what trains is a copy, so they are untied.")
     optimizer = _optimizer(config.train, net)
@@ -237,7 +245,7 @@ def _prepare(
     sampler = PoissonSampler(schedule, len(units), sampling_key, secure=secure)
     return Prepared(
         config, run, schedule, plan, units, held_out, tokenizer, net, optimizer, engine, autocast, sampler,
-        custody, book if plan else None, claims, first_step, physical_batch_size, notes, ancestry,
+        custody, book if plan else None, claims, first_step, physical_batch_size, notes, ancestry, dropout_off,
     )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ def write_record(
             "architecture": (p.model.config.architectures or [type(p.model).__name__])[0],
             "trainable_parameters": sum(t.numel() for t in p.engine.parameters.values()),
             "total_parameters": sum(t.numel() for t in p.model.parameters()),
+            "dropout_off": p.dropout_off,
         },
         "artifacts": artifacts.hashes(p.run.export) if unfinished is None else {},
         "metrics": {"public": public, "released": p.engine.released()},

@@ -204,6 +204,8 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
             model._add_lora(net, adapter, config) if isinstance(adapter, LoraConfig) else model._unfreeze(net, adapter)
         )
     model._checkpoint(net, config)
+    if config.privacy.enabled:
+        model.without_dropout(net)
     return net.train()
 
 

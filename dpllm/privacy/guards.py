@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpllm.config import RunConfig
+from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import Refused
 
 if TYPE_CHECKING:
@@ -19,8 +19,13 @@ def check_modes(config: RunConfig) -> None:
     """What the recipe alone shows.
 
     Raises:
-        Refused: A mode that cannot hold the clipping function or the unit.
+        Refused: A mode that cannot hold the clipping function or the unit, or dropout that couples units.
     """
+    if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
+        raise Refused(
+            f"adapter.dropout is {config.adapter.dropout:g}, and its masks follow a row's place in the batch, so that one unit "
+            "more or less would change what all others add, unclipped. Set adapter.dropout: 0; clipping and noise regularise."
+        )
     if (
         config.privacy.enabled
         and config.privacy.grad_sample_mode == "opacus_ghost"

@@ -23,6 +23,7 @@ from dpllm.data import TokenSequence, Unit
 from dpllm.errors import Refused
 from dpllm.privacy.clipping import Losses, Summer
 from dpllm.privacy.plan import padded_lengths
+from dpllm.privacy.randomness import refuse_random_numbers
 from dpllm.privacy.sampling import PhysicalBatch, collate
 
 TOLERANCE = 1e-3
@@ -45,8 +46,7 @@ def self_check(
     """Compares per-unit norms and a clipped sum with ordinary gradients, taken unit by unit from the same forward pass.
 
     Ragged rows of random tokens, never private ones, and a dummy row. Weights that start at zero (LoRA's B) are filled for
-    the time of the check, because behind them every gradient would be zero and any engine right. Dropout draws the same
-    masks for both sides.
+    the time of the check, because behind them every gradient would be zero and any engine right.
 
     Then, at the size and at every length of the physical batches that will run: what a unit adds to the sum has the same bits
     alone among rows of nobody as first or last among others. This is compared in whole numbers, without a tolerance.
@@ -68,18 +68,17 @@ def self_check(
 
     Raises:
         Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other, if only through
-            rounding, or a forward pass moves a buffer; names the layer.
+            rounding, or a forward pass moves a buffer or draws random numbers; names the layer.
     """
     tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
     units = _synthetic_units(vocab_size, max_length, several=several)
     batch = collate(units, pad_id=0, rows=6 if several else 4).to(device)
-    with _filled(parameters.values()), _own_random_state(device) as restart:
+    with _filled(parameters.values()), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        refuse_random_numbers(model, parameters, _still(model, losses, batch), batch, tolerance)
         _check_padding(model, losses, units, batch, tolerance, max_length)
-        restart()
         norm_U, bound, expected = _brute_force(parameters, losses(batch), batch)
         clipper = make_clipper()
         try:
-            restart()
             sums = {name: torch.zeros(p.shape, dtype=torch.float64, device=device) for name, p in parameters.items()}
             spacing = _spacing(bound, len(batch.unit_R))
             _, seen_U = clipper.add(losses, batch, sums, bound, spacing)
@@ -92,7 +91,6 @@ def self_check(
                 def added(*batches: Sequence[Unit], length: int = length) -> dict[str, Tensor]:
                     found = {name: torch.zeros_like(part) for name, part in sums.items()}
                     for some in batches:
-                        restart()
                         rows = collate(some, 0, physical_batch_size, length).to(device)
                         clipper.add(losses, rows, found, bound, _spacing(bound, physical_batch_size))
                     return found
@@ -192,14 +190,7 @@ def _check_padding(
     training = [module for module in model.modules() if module.training]
     alone = [collate([unit], pad_id=0).to(batch.unit_R.device) for unit in units]
     with torch.no_grad():
-        losses(batch)  # whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-        def still(one: PhysicalBatch) -> Tensor:
-            loss_R = losses(one)
-            _check_buffers(model, before)
-            return loss_R
-
+        still = _still(model, losses, batch)
         try:
             still(batch)  # in training mode, where running averages would move
             model.eval()
@@ -213,6 +204,20 @@ def _check_padding(
     error = float(_relative(together_R, alone_R).max())
     if not error <= tolerance:
         raise _coupled(error)
+
+
+def _still(model: nn.Module, losses: Losses, batch: PhysicalBatch) -> Losses:
+    """The losses, and a refusal where a pass moves a buffer."""
+    with torch.no_grad():
+        losses(batch)  # whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def still(one: PhysicalBatch) -> Tensor:
+        loss_R = losses(one)
+        _check_buffers(model, before)
+        return loss_R
+
+    return still
 
 
 def _check_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
@@ -322,10 +327,3 @@ def _filled(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         with torch.no_grad():
             for p in zeros:
                 p.zero_()
-
-
-@contextlib.contextmanager
-def _own_random_state(device: torch.device) -> Iterator[Callable[[], object]]:
-    """Dropout masks that can be drawn again, and global generators as they were afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield partial(torch.manual_seed, 7)

@@ -340,6 +340,15 @@ def test_low_precision_is_checked_in_float32_too(place: Place, method: str, monk
     assert not any(hasattr(module, "autograd_grad_sample_hooks") for module in built[0].modules())
 
 
+def test_the_record_says_that_dropout_of_the_base_was_off(tmp_path: Path) -> None:
+    place = make_place(tmp_path / "place", tiny.save_model(tmp_path / "gpt2", "gpt2"), {"train.precision": "bf16"})
+    shown = done("train", place.recipe).out
+    done("card", place.run)
+    off = place.json("run.json")["model"]["dropout_off"]
+    assert off["attn_dropout"] == off["resid_dropout"] == off["embd_pdrop"] == 0.1
+    assert "dropout is off" in shown
+
+
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
 def test_other_formats_run_from_plan_to_card(place: Place, fmt: str) -> None:
     pairs = [(f"What did {tiny.NAMES[n % 10]} buy on day {n}?", tiny.THINGS[n % 6]) for n in range(NUM_ROWS)]

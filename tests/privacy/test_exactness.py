@@ -119,14 +119,6 @@ def test_dora_is_refused_in_the_recipe() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
-def test_dropout_draws_the_same_masks_as_ordinary_autograd(family: str, mode: str, checkpointing: str | None) -> None:
-    net = tm.build(family, lora(dropout=0.3), checkpointing=checkpointing)
-    assert tm.make_engine(net, tm.plan(0.1), grad_sample_mode=mode).self_check(tm.VOCABULARY, 32) <= checks.EXACT
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama, all-linear", "llama, last block", "llama, last block and tied head"])
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 def test_gradient_checkpointing_changes_nothing(kind: str, name: str, mode: str) -> None:

@@ -79,6 +79,16 @@ def test_opacus_ghost_clips_flat_only() -> None:
         check_modes(recipe(privacy={"clipping": "adaptive", "grad_sample_mode": "opacus_ghost"}))
 
 
+def test_dropout_of_the_adapter_is_refused_where_it_would_couple_units() -> None:
+    adapter = {"method": "lora", "dropout": 0.1}
+    for privacy in ({}, {"insecure_seed": 0}, {"grad_sample_mode": "opacus_ghost"}):
+        with pytest.raises(Refused, match=r"adapter\.dropout is 0\.1, .* Set adapter\.dropout: 0"):
+            check_modes(recipe(adapter=adapter, privacy=privacy))
+    check_modes(recipe(adapter=adapter, privacy={"enabled": False}))
+    check_modes(recipe(adapter={**adapter, "dropout": 0}))
+    check_modes(recipe(adapter={"method": "frozen"}))
+
+
 @pytest.mark.parametrize(
     ("privacy", "words"),
     [

@@ -343,7 +343,11 @@ def test_exporting_again_leaves_nothing_of_the_last_time(tmp_path: Path, bases: 
 # --- the small copy that is checked in float32 -----------------------------------------------------------------------
 
 SMALL_COPIES: dict[str, tuple[str, Json, Json]] = {
-    **{f"{family}, lora": (family, {"method": "lora", "r": 4}, {}) for family in tiny.FAMILIES},
+    **{
+        f"{family}, lora": (family, {"method": "lora", "r": 4}, {})
+        for family in tiny.FAMILIES
+        if family != "phimoe"  # its router draws, which the self-check refuses
+    },
     **{
         f"{family}, frozen": (family, {"method": "frozen", "last_blocks": 3}, {})
         for family in tiny.FAMILIES

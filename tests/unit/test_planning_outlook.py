@@ -76,6 +76,10 @@ def test_all_guards_are_found_at_once(tmp_path: Path) -> None:
     assert look_ahead(config).exit_code == 3  # a refusal outweighs a wrong directory
 
 
+def test_dropout_of_the_adapter_is_among_them(tmp_path: Path) -> None:
+    assert "Set adapter.dropout: 0" in messages(recipe(tmp_path, adapter={"method": "lora", "dropout": 0.1}))[0]
+
+
 def test_a_directory_that_holds_a_run_is_a_wrong_recipe(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     (tmp_path / "run").mkdir()

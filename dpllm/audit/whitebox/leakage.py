@@ -219,6 +219,7 @@ def audit_leakage(config: RunConfig, plan: Plan | None = None, num_texts: int = 
     rows = [data.encode(one.example("text"), "text", tokenizer, config.data.max_length, "truncate")
             for one in drawn.canaries]  # fmt: skip
     net = model.build(config, torch.device("cpu")).train()
+    model.without_dropout(net)
     return gradient_leakage(net, plan, [row[0] for row in rows], grad_sample_mode=config.privacy.grad_sample_mode)
 
 
