@@ -79,7 +79,7 @@ def main() -> None:
     cases = {
         "one-run bound, cold": (timed(one_run, repeats, cold=True), 10),
         "one-run bound, warm": (timed(one_run, repeats, cold=False), 10),
-        "AUC with DeLong's interval, 2 x 1000": (timed(area, repeats, cold=True), 50),
+        "AUC with its interval, 2 x 1000": (timed(area, repeats, cold=True), 50),
         "Clopper-Pearson, one run": (timed(on_run(rates.one_run_rates, delta=DELTA), repeats, cold=True), None),
         "Gaussian family, one run": (timed(on_run(families.gaussian_bound, **both), repeats, cold=True), None),
         "configured mechanism": (timed(on_run(families.mechanism_test, **configured), repeats, cold=True), None),

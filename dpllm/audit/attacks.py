@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special, stats
+from scipy import optimize, special, stats
 
+from dpllm.audit.rates import upper_limit
 from dpllm.audit.table import CanaryScores
 
 # A legend of shapes: P positives, N negatives, Q references.
@@ -72,6 +73,11 @@ ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio
 """Membership scores by name; higher = more likely a member."""
 
 
+INTERVALS = 2
+"""How intervals are made. 1 took the threshold of a rate for known, and an area's variance for the one in the sample: too
+narrow, and kept because audits that were published with it are computed again. ``schema_version`` of audit.json says which."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A number and an interval that covers it with the stated confidence."""
@@ -123,23 +129,36 @@ def rank_sum_p_value(scores: ArrayLike, other_scores: ArrayLike) -> float | None
     return float(stats.mannwhitneyu(first, second, alternative="greater").pvalue)
 
 
-def auc(positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95) -> Estimate | None:
+def auc(
+    positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95, *, intervals: int = INTERVALS
+) -> Estimate | None:
     """Area under the ROC curve: P[member above non-member] + P[tie] / 2, with an interval.
 
-    The interval is DeLong's, taken on the logit scale so that it stays inside [0, 1] and covers near the ends. Where
-    the sample shows no variance (perfect separation, all equal, one score on a side) that interval would be a point; a
-    distribution-free one over min(P, N) disjoint pairs is given instead: exact at 0 and 1, Hoeffding's elsewhere.
+    The interval is the union of two. DeLong's has the variance of the sample, with Student's quantile for its degrees of
+    freedom, on the logit scale so that it stays inside [0, 1]; a dozen scores of which each beats nearly all others show
+    too little variance. Newcombe's asks instead which areas a curve of the usual shape, with the variance of that area,
+    could have; it does not see that one side may vary more than the other. Where the sample shows no variance (perfect
+    separation, all equal, one score on a side) a distribution-free interval over min(P, N) disjoint pairs is given: exact
+    at 0 and 1, Hoeffding's elsewhere.
+
+    Guarantee:
+        None by a theorem. In simulations of 95% intervals for independent Gaussian scores, one side varying half as much
+        to twice as much as the other, it covers in 94% or more: 12 against 508, 50 against 50, 97 against 603, for areas
+        from .5 to .99.
 
     Args:
         positives: Shape (P,).
         negatives: Shape (N,).
         confidence: Of the two-sided interval.
+        intervals: See ``INTERVALS``; 1 is DeLong's alone, with the normal quantile.
 
     Returns:
         None where a side is empty.
 
     References:
-        DeLong, DeLong and Clarke-Pearson 1988; Sun and Xu 2014 for midranks in O(n log n); Hoeffding 1963, section 5.
+        DeLong, DeLong and Clarke-Pearson 1988; Sun and Xu 2014 for midranks in O(n log n); Brunner and Munzel 2000 for the
+        degrees of freedom; Newcombe 2006, "Confidence intervals for an effect size measure based on the Mann-Whitney
+        statistic. Part 2", method 5; Hoeffding 1963, section 5.
     """
     positive_P, negative_N = np.asarray(positives, dtype=np.float64), np.asarray(negatives, dtype=np.float64)
     num_p, num_n = len(positive_P), len(negative_N)
@@ -151,33 +170,75 @@ def auc(positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95) ->
     beating_N = 1 - (both[num_p:] - stats.rankdata(negative_N)) / num_p
     value = float(beaten_P.mean())
     miss = 1 - confidence
-    variance = 0.0
+    of_p = of_n = 0.0
     if num_p > 1 and num_n > 1:
-        variance = float(beaten_P.var(ddof=1) / num_p + beating_N.var(ddof=1) / num_n)
+        of_p, of_n = float(beaten_P.var(ddof=1)) / num_p, float(beating_N.var(ddof=1)) / num_n
+    variance = of_p + of_n
     if variance <= 1e-18 or not 0 < value < 1:
         return Estimate(value, *_pairs_interval(value, min(num_p, num_n), miss))
-    width = stats.norm.ppf(1 - miss / 2) * math.sqrt(variance) / (value * (1 - value))
-    low, high = special.expit(special.logit(value) + np.array([-width, width]))
-    return Estimate(value, float(low), float(high))
+    normal = quantile = float(special.ndtri(1 - miss / 2))
+    if intervals > 1:
+        freedom = variance**2 / (of_p**2 / (num_p - 1) + of_n**2 / (num_n - 1))
+        quantile = float(special.stdtrit(freedom, 1 - miss / 2))
+    width = quantile * math.sqrt(variance) / (value * (1 - value))
+    low, high = (float(limit) for limit in special.expit(special.logit(value) + np.array([-width, width])))
+    if intervals > 1:
+        least, most = _areas(value, num_p, num_n, normal)
+        low, high = min(low, least), max(high, most)
+    return Estimate(value, low, high)
 
 
 def tpr_at_fpr(
-    positives: ArrayLike, negatives: ArrayLike, fpr: float = 0.01, confidence: float = 0.95
+    positives: ArrayLike,
+    negatives: ArrayLike,
+    fpr: float = 0.01,
+    confidence: float = 0.95,
+    *,
+    intervals: int = INTERVALS,
 ) -> Estimate | None:
     """True positive rate at the threshold that lets at most floor(fpr N) negatives pass.
 
-    Scores that tie with the threshold do not pass. The interval is Clopper and Pearson's, given the threshold.
+    Scores that tie with the threshold do not pass. The interval is about the rate at the threshold that lets a share
+    ``fpr`` of all possible negatives pass, of which the negatives at hand are a sample: two of their order statistics hold
+    that threshold between them, and Clopper and Pearson's limit is taken at each. With few negatives (at 95%, fewer than
+    396 at 1% and 3,975 at 0.1%) it may lie above them all, and the lower limit is 0.
+
+    Guarantee:
+        The interval covers with probability ``confidence`` or more, whatever the two distributions are, ties and jumps
+        included, if the negatives are independent draws from one and the positives from the other. It is a union bound: for
+        Gaussian scores some 1.1 to 1.6 times as wide as a normal approximation that knows the curve.
+
+    Args:
+        positives: Shape (P,).
+        negatives: Shape (N,).
+        fpr: In (0, 1).
+        confidence: Of the two-sided interval.
+        intervals: See ``INTERVALS``; 1 is Clopper and Pearson's at the one threshold, as if it were known.
 
     Returns:
         None without positives, or with fewer negatives than ``fewest_negatives``.
+
+    References:
+        Clopper and Pearson 1934; David and Nagaraja 2003, "Order Statistics", section 7.1, for quantiles between order
+        statistics; the union of the two is ours to pay.
     """
     positive_P, negative_N = np.asarray(positives, dtype=np.float64), np.sort(np.asarray(negatives, dtype=np.float64))
-    if len(negative_N) < fewest_negatives(fpr) or not len(positive_P):
+    num_p, num_n = len(positive_P), len(negative_N)
+    if num_n < fewest_negatives(fpr) or not num_p:
         return None
-    allowed = math.floor(fpr * len(negative_N) + 1e-9)
-    caught = int((positive_P > negative_N[len(negative_N) - 1 - allowed]).sum())
-    interval = stats.binomtest(caught, len(positive_P)).proportion_ci(confidence, method="exact")
-    return Estimate(caught / len(positive_P), float(interval.low), float(interval.high))
+    # Of a threshold that lets k negatives pass: k = -1 stands for one above all scores, k = N for one below them.
+    thresholds = np.concatenate(([-np.inf], negative_N, [np.inf]))
+
+    def caught(passing: int) -> int:
+        return int((positive_P > thresholds[num_n - passing]).sum())
+
+    allowed = math.floor(fpr * num_n + 1e-9)
+    few, many, miss_low, miss_high = allowed, allowed, (1 - confidence) / 2, (1 - confidence) / 2
+    if intervals > 1:
+        few, many, miss_low, miss_high = _around(num_n, fpr, 1 - confidence)
+    low = 1 - float(upper_limit(num_p - caught(few), caught(few), miss_low))
+    high = float(upper_limit(caught(many), num_p - caught(many), miss_high))
+    return Estimate(caught(allowed) / num_p, low, high)
 
 
 def fewest_negatives(fpr: float) -> int:
@@ -205,6 +266,34 @@ def extraction(rows: Sequence[CanaryScores]) -> dict[str, int]:
         "held_out": len(outside),
         "held_out_tuned": sum(row.tuned_greedy for row in outside),
     }
+
+
+def _areas(value: float, num_p: int, num_n: int, quantile: float) -> tuple[float, float]:
+    """The smallest and largest areas from which ``value`` is not further than so many of their standard deviations."""
+    half = (num_p + num_n) / 2 - 1
+
+    def gap(area: float) -> float:
+        # Of exponentially distributed scores, after Hanley and McNeil; Newcombe gives both sides their mean size.
+        shape = 1 + half * ((1 - area) / (2 - area) + area / (1 + area))
+        return (area - value) ** 2 - quantile**2 * area * (1 - area) * shape / (num_p * num_n)
+
+    return float(optimize.brentq(gap, 0.0, value)), float(optimize.brentq(gap, value, 1.0))
+
+
+def _around(num_n: int, fpr: float, miss: float) -> tuple[int, int, float, float]:
+    """Numbers of passing negatives whose thresholds hold the true one between them, and what is left of ``miss`` for each.
+
+    So many negatives or fewer lie at or above the true threshold, or so many and one more lie above it, with a probability
+    that is taken from ``miss``.
+    """
+    # Most of it, because the limits of the rate depend on what they are left with by its logarithm only.
+    share, each, count_N = 0.75, miss / 2, np.arange(num_n + 1)
+    at_most, more = special.bdtr(count_N, num_n, fpr), special.bdtrc(count_N, num_n, fpr)
+    few = int((at_most <= share * each).sum()) - 1
+    if few < 0:  # the lower limit is 0 and cannot fail
+        each = miss
+    many = int((more > share * each).sum())
+    return few, many, each - float(at_most[few] if few >= 0 else 0), each - float(more[many])
 
 
 def _pairs_interval(value: float, pairs: int, miss: float) -> tuple[float, float]:

@@ -65,8 +65,8 @@ def rate_limits(rates: Rates, alpha: float) -> tuple[float, float]:
     References:
         Clopper and Pearson 1934.
     """
-    fnr = _upper(rates.false_negatives, rates.true_positives, alpha / 2)
-    fpr = _upper(rates.false_positives, rates.true_negatives, alpha / 2)
+    fnr = upper_limit(rates.false_negatives, rates.true_positives, alpha / 2)
+    fpr = upper_limit(rates.false_positives, rates.true_negatives, alpha / 2)
     return float(fnr), float(fpr)
 
 
@@ -165,8 +165,8 @@ def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha
     tried_P, tried_N = np.sort(positive_P[::2]), np.sort(negative_N[::2])
     cuts = np.concatenate((tried_P, tried_N))
     below_P, below_N = np.searchsorted(tried_P, cuts, side="right"), np.searchsorted(tried_N, cuts, side="right")
-    fnr = _upper(below_P, len(tried_P) - below_P, alpha / 2)
-    fpr = _upper(len(tried_N) - below_N, below_N, alpha / 2)
+    fnr = upper_limit(below_P, len(tried_P) - below_P, alpha / 2)
+    fpr = upper_limit(len(tried_N) - below_N, below_N, alpha / 2)
     found = np.maximum(_epsilon(fnr, fpr, delta), _epsilon(fpr, fnr, delta))
     rates = count(positive_P[1::2], negative_N[1::2], float(cuts[found.argmax()]))
     return epsilon_from_rates(rates, delta=delta, alpha=alpha, independent_runs=True)
@@ -184,6 +184,19 @@ def count(positives: ArrayLike, negatives: ArrayLike, threshold: float) -> Rates
     return Rates(int(above_P.sum()), int((~above_P).sum()), int(above_N.sum()), int((~above_N).sum()))
 
 
+def upper_limit(events: ArrayLike, others: ArrayLike, alpha: float) -> NDArray[np.float64]:
+    """The largest rates that are not refuted at level alpha by so few events: Clopper and Pearson's one-sided limit.
+
+    Args:
+        events: Counts; the rates are of these.
+        others: Counts of trials without an event, of the same shape.
+        alpha: In (0, 1).
+    """
+    known = np.asarray(others) > 0
+    limit = betaincinv(np.asarray(events) + 1.0, np.where(known, others, 1.0), 1 - alpha)
+    return np.where(known, limit, 1.0)
+
+
 def _best(bounds: Sequence[RateBound], kind: Kind, alpha: float, delta: float) -> RateBound:
     if not bounds:
         return RateBound(0.0, kind, ASSUMES[kind], alpha, delta, 0, None, None, None)
@@ -191,13 +204,6 @@ def _best(bounds: Sequence[RateBound], kind: Kind, alpha: float, delta: float) -
     return RateBound(
         best.value, kind, best.assumes, alpha, delta, len(bounds), best.rates, best.fnr_upper, best.fpr_upper
     )
-
-
-def _upper(events: ArrayLike, others: ArrayLike, alpha: float) -> NDArray[np.float64]:
-    """The largest rates that are not refuted at level alpha by so few events."""
-    known = np.asarray(others) > 0
-    limit = betaincinv(np.asarray(events) + 1.0, np.where(known, others, 1.0), 1 - alpha)
-    return np.where(known, limit, 1.0)
 
 
 def _epsilon(first: NDArray[np.float64], second: NDArray[np.float64], delta: float) -> NDArray[np.float64]:

@@ -51,6 +51,7 @@ def summarise(
     words: Mapping[str, Any] | None = None,
     twin: str | None = None,
     slope: float | None = None,
+    intervals: int = attacks.INTERVALS,
 ) -> dict[str, Any]:
     """Everything that an audit concludes from its scores.
 
@@ -67,11 +68,12 @@ def summarise(
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
         slope: Of ``attacks.slope``; None: fitted on the candidates of ``scores``.
+        intervals: See ``attacks.INTERVALS``.
 
     Returns:
-        The fields claim, attacks, exposure, exposure_tail, extraction, sampling, epsilon_lower_bound, repeated, estimates,
-        attacker_limits, roc_limit, controls, verdict and verdict_reason. What stands under ``estimates`` says itself what it
-        assumes; it is no bound, and no verdict rests on it.
+        The fields schema_version (that of the intervals), claim, attacks, exposure, exposure_tail, extraction, sampling,
+        epsilon_lower_bound, repeated, estimates, attacker_limits, roc_limit, controls, verdict and verdict_reason. What
+        stands under ``estimates`` says itself what it assumes; it is no bound, and no verdict rests on it.
 
     Raises:
         ConfigError: The table holds no references.
@@ -101,16 +103,17 @@ def summarise(
     attacked = {
         group: {
             name: {**seen, "limits": claim.limits(group, whole) if claim else None}
-            for name, seen in _attacks(group, rows, references, by_token, slope).items()
+            for name, seen in _attacks(group, rows, references, by_token, slope, intervals).items()
         }
         for group, rows in groups.items()
     }
-    controls = _controls(groups, references, attacked, slope, words, twin)
+    controls = _controls(groups, references, attacked, slope, words, twin, intervals)
     trade_off = None
     if promise and promise.get("event"):
         trade_off = event_trade_off(promise["event"], promise["neighbouring_relation"])
     word, reason = judge(claim, bound, tests, len(attacks.members(once)), controls)
     return {
+        "schema_version": intervals,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
         "exposure": {str(group): _exposure(rows, references) for group, rows in groups.items()},
@@ -179,11 +182,12 @@ def _controls(
     slope: float,
     words: Mapping[str, Any] | None,
     twin: str | None,
+    intervals: int,
 ) -> Controls:
     """The base model on the same split, and the group where the attack is seen best."""
     inside = [row for rows in groups.values() for row in attacks.members(rows)]
     outside = [row for rows in groups.values() for row in attacks.held_out(rows)]
-    before = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), 1 - CONTROL_LEVEL)
+    before = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), 1 - CONTROL_LEVEL, intervals=intervals)
     separates = before is not None and not before.low <= 0.5 <= before.high
     positive = None
     p_values = {}
@@ -213,10 +217,11 @@ def _attacks(
     references: Sequence[CanaryScores],
     by_token: Mapping[str, Mapping[str, float]],
     slope: float,
+    intervals: int,
 ) -> dict[str, Any]:
     """Each attack on one group; held-out candidates and references are the negatives."""
     inside, outside = attacks.members(rows), [*attacks.held_out(rows), *references]
-    control = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
+    control = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE, intervals=intervals)
     scores = {PRIMARY_ATTACK: (attacks.calibrated(inside, slope), attacks.calibrated(outside, slope))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
     scores["rmia"] = (rmia_base(inside, references), rmia_base(outside, references))
@@ -231,7 +236,7 @@ def _attacks(
         "base_control_auc": control.value if control else None,
         "base_control_auc_interval": [control.low, control.high] if control else None,
     }
-    return {name: {**shared, **separation(*sides)} for name, sides in scores.items()}
+    return {name: {**shared, **separation(*sides, intervals)} for name, sides in scores.items()}
 
 
 def rmia_base(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> attacks.Floats:
@@ -244,15 +249,17 @@ def rmia_base(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) 
     return shadow_attacks.rmia(*averages(rows), *averages(references))
 
 
-def separation(positives: attacks.Floats, negatives: attacks.Floats) -> dict[str, Any]:
+def separation(
+    positives: attacks.Floats, negatives: attacks.Floats, intervals: int = attacks.INTERVALS
+) -> dict[str, Any]:
     """How well a score separates: AUC and true positive rates with intervals; None where there are too few of a side."""
-    area = attacks.auc(positives, negatives, CONFIDENCE)
+    area = attacks.auc(positives, negatives, CONFIDENCE, intervals=intervals)
     values: dict[str, Any] = {
         "auc": area.value if area else None,
         "auc_interval": [area.low, area.high] if area else None,
     }
     for fpr, name in ((0.01, "1_percent"), (0.001, "0.1_percent")):
-        rate = attacks.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE)
+        rate = attacks.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE, intervals=intervals)
         values[f"tpr_at_{name}_fpr"] = rate.value if rate else None
         values[f"tpr_at_{name}_fpr_interval"] = [rate.low, rate.high] if rate else None
     return values

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +12,18 @@ from scipy import stats
 
 from dpllm.audit.bounds import OneRunBound
 from dpllm.audit.summary import Claim, summarise
-from dpllm.audit.table import CanaryScores
+from dpllm.audit.table import CanaryScores, read_table
+from dpllm.audit.tokens import read_tokens
 from dpllm.audit.verdict import Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.limits import attacker_limits_of
+from dpllm.report import claim
+from dpllm.report.checks import audits
+from dpllm.report.checks.values import Published, Wrong
+from dpllm.rundir import read_json
 
+MODEL_CARDS = Path(__file__).parents[2] / "model_cards"
 CLAIM = Claim(epsilon=4.0, delta=1e-5, unit="example")
 SIGNIFICANCE = 1e-8
 SOUND = Controls(base_separates=False, words_separate=False, positive="AUC 0.99 on the canaries planted 32 times")
@@ -273,3 +281,44 @@ def test_fitting_the_score_to_the_candidates_does_not_cost_validity(left, seed, 
         rows += [row(f"c{i}", 1, bool(coins[i]), tuned[i], base[i]) for i in range(100)]
         false += summarise(rows, claim, alpha=0.05, guesses=[40, 100])["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
+
+
+# What is computed again.
+
+
+def checked(folder, report):
+    """The checks of an audit that is published in ``folder`` and shown on its card."""
+    (folder / "audit" / "audit.json").write_text(json.dumps(report))
+    block = read_json(folder / "privacy.json")
+    block["audit"] = json.loads(json.dumps(claim.audit_part(report, block)))
+    found = Published(folder, block, card="", hashes=dict(report["weights"]))
+    return {check.name: check.status for check in audits.check(found)}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path):
+    """Those of version 1 are too narrow, and follow from the scores of what was published with them."""
+    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1", tmp_path / "card")
+    report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
+    fresh = summarise(
+        read_table(card / "audit" / "scores.csv"),
+        Claim(**report["claim"]),
+        tokens=read_tokens(card / "audit" / "tokens.parquet"),
+        log2_secrets=report["canaries"]["log2_secrets"],
+        promise=block,
+        words=report["controls"]["words"],
+        twin=report["controls"]["twin"],
+        intervals=version,
+        **report["settings"],
+    )
+    assert fresh["schema_version"] == version
+    assert checked(card, {**report, **fresh})["audit: statistics"] == "verified"
+    for other in (3 - version, 3, "1", None):
+        with pytest.raises(Wrong, match="does not follow from the scores"):
+            checked(card, {**report, **fresh, "schema_version": other})
+
+
+@pytest.mark.parametrize("name", ["clinic-epsilon-1", "clinic-epsilon-8", "e2e-epsilon-8"])
+def test_every_published_audit_follows_from_its_scores(name, tmp_path):
+    card = shutil.copytree(MODEL_CARDS / name, tmp_path / "card")
+    assert checked(card, read_json(card / "audit" / "audit.json"))["audit: statistics"] == "verified"

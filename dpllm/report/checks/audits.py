@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dpllm.audit.attacks import INTERVALS
 from dpllm.audit.bounds import epsilon_from_guesses, one_run_ceiling
 from dpllm.audit.summary import Claim, summarise
 from dpllm.audit.table import CanaryScores, by_group, read_table
@@ -42,7 +43,7 @@ from dpllm.report.checks.values import (
 )
 
 MOST_ROWS, MOST_TOKENS, MOST_TABLE = 200_000, 10_000_000, 2**24
-BESIDE = {"audits_run", "canaries", "generation", "published", "schema_version", "settings", "shadows", "weights"}
+BESIDE = {"audits_run", "canaries", "generation", "published", "settings", "shadows", "weights"}
 """What audit.json holds beside its statistics."""
 _ID = re.compile(r"[cr]\d{5,9}")
 _AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
@@ -228,6 +229,8 @@ def _statistics(found: Published, report: Json, table: tuple[CanaryScores, ...],
         "log2_secrets": canaries["log2_secrets"],
         "words": controls["words"],
         "twin": controls["twin"],
+        # The version is compared too: one that is not known is not that of the newest intervals.
+        "intervals": 1 if report.get("schema_version") == 1 else INTERVALS,
     }
     fresh = _summary(table, _Hashed(tokens), costs.text(fixed))
     stated = {name: report.get(name) for name in fresh}
