@@ -123,4 +123,4 @@ def test_sampling_masks_agree_with_one_global_poisson_draw(runs: dict[int, list[
     pairs = np.corrcoef(joined.T)[np.triu_indices(SLOTS, 1)]
     assert np.abs(pairs).max() < 5 / DRAWS**0.5  # of 780 pairs
     load = seen.sum(axis=(1, 2))
-    assert load.max() - load.min() <= DRAWS  # dealt out: the first rank has one more at most
+    assert load.max() - load.min() <= 4 * DRAWS  # dealt out by physical batches of four: the first rank has one more at most
