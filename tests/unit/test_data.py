@@ -224,6 +224,15 @@ def test_a_broken_line_has_its_number(tmp_path: Path) -> None:
     assert "line 3 is not valid JSON" in hidden(path, [])
 
 
+@pytest.mark.parametrize("levels", [101, 900, 100_000])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_row_without_end_has_its_line(tmp_path: Path, name: str, levels: int) -> None:
+    path = tmp_path / name
+    value = f'{{"text": "{SENTINEL}", "n": {"[" * levels}"{SENTINEL}"{"]" * levels}}}'
+    path.write_text(f'{{"text": "{SENTINEL}"}}\n{value}\n')
+    assert "line 2 is nested" in hidden(path, [])
+
+
 def test_half_a_character_has_its_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"text": "whole \\ud83d\\ude00"}}\n{{"text": "{SENTINEL} \\ud800"}}\n')
