@@ -95,11 +95,12 @@ class DataConfig(Section):
     """Declared number of privacy units (rows, with sampling: example), not read from the data (the relation is then
     add/remove-one). null: counted, and the count is published (the relation is then zero-out)."""
     format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
-    """How a row reads; auto looks at the column names."""
+    """How a row reads; auto goes by the columns that hold something, and refuses rows that fit several formats or that differ."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Other names of the columns that hold text, as {prompt: meaning_representation, ...}; used where such a column exists."""
     unit: str = "example"
-    """The privacy unit: example, or the name of a column that says whose row it is."""
+    """The privacy unit: example, or the name of a column that says whose row it is. Values that differ only by surrounding or
+    invisible spaces, Unicode form, or as 1 and 1.0, are one unit; upper and lower case differ."""
     max_examples_per_unit: PositiveInt | None = None
     """With a unit column: at most so many rows of one unit train, chosen by a rule that reads that unit's rows only."""
     sampling: Literal["unit", "example"] = "unit"

@@ -6,7 +6,6 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -199,7 +198,8 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
         The records, and the number of units.
 
     Raises:
-        ConfigError: Neither can be read, or the data do not know the unit.
+        ConfigError: Neither can be read.
+        DataError: A row that names no unit.
         Refused: They have a budget in another ledger already.
     """
     recipe = Path(source).suffix in (".yaml", ".yml")
@@ -210,7 +210,8 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
         raise ConfigError(
             f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
         )
-    units = len(table.rows) if unit == "example" else _count_units(table, unit)
+    by_unit = wanted.model_copy(update={"unit": unit, "max_examples_per_unit": 1})
+    units = len(data.group_rows(table, by_unit))
     for elsewhere in _other_ledgers(book):
         with elsewhere:
             other, share = _budgeted_in(table, elsewhere)
@@ -222,19 +223,6 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
                     reason="outside_ledger",
                 )
     return fingerprint(table.rows, FIELDS[table.format], book.records.key()), units
-
-
-def _count_units(table: Table, unit: str) -> int:
-    """How many values a column has; by hash, since there may be as many as rows."""
-    found = set()
-    for row in table.rows:
-        if unit not in row:
-            raise ConfigError(
-                f"{table.name}: has no column {unit!r} in every row, so no run could keep a budget per {unit!r}. Type --unit "
-                "with the column that says whose row it is, or example."
-            )
-        found.add(hashlib.blake2b(str(row[unit]).encode(errors="surrogatepass"), digest_size=16).digest())
-    return len(found)
 
 
 def remember_ledger(book: Ledger) -> None:

@@ -10,7 +10,7 @@ import tiny
 
 from dpllm import data
 from dpllm.config import RunConfig
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.ledger import Budget, Ledger, budgets, default_path, open_ledger, protect
 
 TEXTS = [tiny.sentence(number) for number in range(40)]
@@ -188,11 +188,21 @@ def test_a_budget_is_set_on_data_that_know_its_unit(tmp_path: Path, unit: str) -
     config = recipe(tmp_path)
     with opened(tmp_path / "ledger.sqlite") as book:
         if unit == "patient":
-            with pytest.raises(ConfigError, match="has no column 'patient'"):
+            with pytest.raises(DataError, match="no value in the unit column 'patient'"):
                 protect.records_of(config.data.train, book, unit)
         else:
             records, units = protect.records_of(config.data.train, book, unit)
             assert records.num_records == units == len(TEXTS)
+
+
+def test_a_budget_counts_the_people_that_a_run_counts(tmp_path: Path) -> None:
+    rows = [{"text": text, "who": who} for text, who in zip(TEXTS, [1, "1.0", " 1", "\u200b1", "2"], strict=False)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    with opened(tmp_path / "ledger.sqlite") as book:
+        assert protect.records_of(str(path), book, "who")[1] == 2
+    tiny.write_rows(path, [*rows, {"text": "a", "who": " "}])
+    with opened(tmp_path / "ledger.sqlite") as book, pytest.raises(DataError, match="row 6 has no value"):
+        protect.records_of(str(path), book, "who")
 
 
 def test_a_second_budget_for_the_same_people_is_refused(tmp_path: Path) -> None:
