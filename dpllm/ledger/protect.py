@@ -130,11 +130,10 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
 
 def _refuse_repetitions(book: Ledger, account: str, records: Fingerprint) -> None:
     """Whoever repeats the rows of a budgeted dataset multiplies what each of its people gives, at the price of one row."""
-    share = book.records.repeated(account, records)
-    if share >= LEAST_SHARE:
+    if book.records.repeated(account, records) >= LEAST_SHARE:
         raise Refused(
-            f"{share:.1%} of the records that data.train shares with dataset {account!r} occur more often than in the data its "
-            "budget is about: each row would be protected as before, and whoever stands behind it less. Remove the repetitions.",
+            f"data.train shares records with dataset {account!r} that occur more often here than in the data its budget is "
+            "about: each row would be protected as before, and whoever stands behind it less. Remove the repetitions.",
             dataset=account,
             reason="repeated",
         )
@@ -156,8 +155,8 @@ def _refuse_budgeted_evaluation(evaluation: Table, book: Ledger) -> None:
 def _refuse_evaluation(whose: str, share: float) -> None:
     if share >= LEAST_SHARE:
         raise Refused(
-            f"data.eval is declared public and has {share:.1%} of its records in common with {whose}: exact losses on them "
-            "would stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
+            f"data.eval is declared public and shares records with {whose}: exact losses on them would "
+            "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
             reason="public_evaluation",
         )
 

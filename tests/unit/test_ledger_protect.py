@@ -213,6 +213,24 @@ def test_a_second_budget_for_the_same_people_is_refused(tmp_path: Path) -> None:
     assert refused.value.reason == "outside_ledger"
 
 
+@pytest.mark.parametrize("common", [1, 7, 39])
+def test_a_refusal_does_not_tell_how_much_is_shared(tmp_path: Path, common: int) -> None:
+    """It would tell whoever brings a file of guesses how many of them are right."""
+    guesses = [*TEXTS[:common], *(f"{text}, guessed" for text in TEXTS[common:])]
+    evaluation = {"eval": str(tiny.write_rows(tmp_path / "eval.jsonl", [{"text": text} for text in guesses]))}
+    asked = {
+        "overlap": recipe(tmp_path, guesses, "guesses.jsonl"),
+        "repeated": recipe(tmp_path, [*TEXTS, *TEXTS[:common]], "more.jsonl", privacy={"dataset": "notes"}),
+        "public_evaluation": recipe(tmp_path, data={**evaluation, "eval_public": True}),
+    }
+    with with_budget(tmp_path / "ledger.sqlite", asked["public_evaluation"]) as book:
+        for reason, config in asked.items():
+            with pytest.raises(Refused, match="shares records with") as refused:
+                ask(config, book)
+            assert refused.value.reason == reason
+            assert not any(letter.isdigit() for letter in str(refused.value).replace(tmp_path.name, ""))
+
+
 def test_a_parent_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
     config = recipe(tmp_path, privacy={"derived_from": "letters"})
     with pytest.raises(ConfigError, match="there is no ledger yet"):
