@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dpllm.errors import ConfigError
-from dpllm.section import Section, describe, explain
+from dpllm.section import Section, UnclearYAML, describe, explain, read_yaml
 
 
 class ModelConfig(Section):
@@ -95,11 +95,12 @@ class DataConfig(Section):
     """Declared number of privacy units (rows, with sampling: example), not read from the data (the relation is then
     add/remove-one). null: counted, and the count is published (the relation is then zero-out)."""
     format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
-    """How a row reads; auto looks at the column names."""
+    """How a row reads; auto goes by the columns that hold something, and refuses rows that fit several formats or that differ."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Other names of the columns that hold text, as {prompt: meaning_representation, ...}; used where such a column exists."""
     unit: str = "example"
-    """The privacy unit: example, or the name of a column that says whose row it is."""
+    """The privacy unit: example, or the name of a column that says whose row it is. Values that differ only by surrounding or
+    invisible spaces, Unicode form, or as 1 and 1.0, are one unit; upper and lower case differ."""
     max_examples_per_unit: PositiveInt | None = None
     """With a unit column: at most so many rows of one unit train, chosen by a rule that reads that unit's rows only."""
     sampling: Literal["unit", "example"] = "unit"
@@ -373,7 +374,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"--{key} needs a value: type --{key} VALUE")
             text = rest.pop(0)
         try:
-            overrides[key.replace("-", "_")] = yaml.safe_load(text)
+            overrides[key.replace("-", "_")] = read_yaml(text)
         except yaml.YAMLError:
             overrides[key.replace("-", "_")] = text
     return overrides
@@ -390,11 +391,11 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         The validated, frozen recipe.
 
     Raises:
-        ConfigError: Missing file, broken YAML, unknown key, wrong type or impossible value; one line for each.
+        ConfigError: Missing file, broken or unclear YAML, unknown key, wrong type or impossible value; one line for each.
     """
     path = Path(path)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml."
@@ -403,6 +404,8 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise ConfigError(f"{path}: is a directory, and a recipe is a YAML file. Type the file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a recipe ({type(error).__name__}).") from None
+    except UnclearYAML as error:
+        raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""

@@ -10,6 +10,7 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dpllm import builtin
 from dpllm.config import DataConfig
@@ -18,6 +19,8 @@ from dpllm.rows import Row
 
 ROWS_AT_ONCE = 1000
 """Rows of a table that are Python objects at a time."""
+MOST_LEVELS = 100
+"""Of lists and objects in one another in a row of JSON."""
 
 
 def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Iterator[Row]:
@@ -75,11 +78,32 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(line)
+                _limit_depth(row)
+            except RecursionError:
+                raise DataError(
+                    f"{path}: line {number} is nested more than {MOST_LEVELS} levels deep, which no format reads. Mend or drop "
+                    "the row."
+                ) from None
             except ValueError:
                 raise DataError(f"{path}: line {number} is not valid JSON; one object a line is expected.") from None
             if not isinstance(row, dict):
                 raise DataError(f"{path}: line {number} holds no JSON object; one object a line is expected.")
             yield row
+
+
+def _limit_depth(value: Any) -> None:
+    """Raises the same error that json raises, but at a depth that no later reader of the row minds."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _read_directory(path: Path, split: str, cache_dir: Path) -> Iterator[Row]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from dpllm import builtin
 from dpllm.config import DataConfig
@@ -86,12 +88,18 @@ def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ta
         The rows, with columns renamed to those of the format.
 
     Raises:
-        DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format.
+        DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
+            that fits several formats, or another one than the rows before it.
+
+    Guarantee:
+        How a row reads depends on the recipe and on that row alone; what the others hold can only make the whole be refused.
     """
     rows, fmt, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
     for number, raw in enumerate(read_rows(source, data, split, cache_dir), start=1):
         row = _rename(raw, data.columns)
-        fmt = fmt or _detect(source, row, data.format)
+        if isinstance(row.get("messages"), list):
+            row["messages"] = _filled(row["messages"])
+        fmt = _format_of(source, number, row, data.format, fmt)
         for field in FIELDS[fmt]:
             text = _checked(source, number, row, field, fmt)
             content.update(b"%d:" % len(text) + text)
@@ -121,9 +129,9 @@ def _checked(source: str, number: int, row: Row, field: str, fmt: Format) -> byt
 
 
 def group_rows(table: Table, data: DataConfig) -> Groups:
-    """Splits rows by privacy unit, at most ``max_examples_per_unit`` each.
+    """Splits rows by privacy unit, see ``unit_name``, at most ``max_examples_per_unit`` each.
 
-    Which rows of a unit stay is decided by the smallest hashes of its own rows, so that it depends on no other unit. Units
+    Which rows of a unit stay is decided by the smallest hashes of its own texts, so that it depends on no other unit. Units
     stand in the order of their first rows. In memory are 32 bytes for each row: units and rows are known by hashes of
     128 bits, of which two are equal by chance in one of 10^20 corpora of 10^9 rows.
 
@@ -136,14 +144,14 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
         return each_row(table.rows)
     owners, hashes = bytearray(), bytearray()
     for number, row in enumerate(table.rows, start=1):
-        value = row.get(data.unit)
-        if value is None or value != value or not str(value).strip():
+        owner = unit_name(row.get(data.unit))
+        if owner is None:
             raise DataError(
                 f"{table.name}: row {number} has no value in the unit column {data.unit!r}, so nobody could be protected "
-                f"as its owner. Fill the column, or drop the row."
+                f"as its owner. Fill the column, drop the row, or name the column that says whose row it is."
             )
-        owners += hashlib.blake2b(str(value).encode(errors="surrogatepass"), digest_size=16).digest()
-        hashes += _row_hash(row)
+        owners += hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=16).digest()
+        hashes += _row_hash(row, FIELDS[table.format])
     owner_N2 = np.frombuffer(owners, ">u8").reshape(-1, 2)
     _, first_U, inverse_N = np.unique(owner_N2, axis=0, return_index=True, return_inverse=True)
     unit_N = np.argsort(np.argsort(first_U))[inverse_N.reshape(-1)]
@@ -155,6 +163,24 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
     most = data.max_examples_per_unit or len(order_N)
     starts = np.concatenate([[0], np.cumsum(np.minimum(count_U, most))])
     return Groups(table.rows, order_N[place_N < most], starts)  # type: ignore[arg-type]
+
+
+def unit_name(value: Any) -> str | None:
+    """Whose row it is, as every comparison of units reads the unit column; None where nobody is named.
+
+    One person written in several ways is one unit. Exports add what nobody typed: spaces around, repeated or of another kind,
+    invisible letters, another Unicode form (NFKC: full-width letters too), 1.0 for 1. A person taken for two would be bounded
+    as two, and so protected by less than is stated; two persons taken for one are bounded together, which is safe and makes
+    N smaller. Upper and lower case, leading zeros and single spaces make different units: they may be different people.
+    """
+    if value is None or value != value:
+        return None
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    if not text.isascii():
+        visible = "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
+        text = unicodedata.normalize("NFKC", visible)
+    text = " ".join(text.split())
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text) or None
 
 
 def sampled_rows(table: Table, data: DataConfig) -> Groups:
@@ -306,24 +332,47 @@ def _rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     return {**row, **given}
 
 
-def _detect(source: str, row: Mapping[str, Any], wanted: str) -> Format:
-    for fmt, fields in FIELDS.items():
-        if wanted == fmt or (wanted == "auto" and all(field in row for field in fields)):
-            return fmt
+def _format_of(source: str, number: int, row: Row, wanted: str, before: Format | None) -> Format:
+    """The format of a row: the one asked for, or with auto the only one that it fits, which is that of the rows before it."""
+    if wanted != "auto":
+        return cast("Format", wanted)
+    # In a table, a column that only another row fills is null here.
+    fitting = [fmt for fmt, fields in FIELDS.items() if all(row.get(field) is not None for field in fields)]
+    mend = "Set data.format, and mend or drop the rows that lack what it reads."
+    if len(fitting) > 1:
+        raise DataError(
+            f"{source}: row {number} reads as {' and as '.join(fitting)}, and data.format: auto does not choose: one row could "
+            f"then decide what is learned of all others. {mend}"
+        )
+    if fitting and before not in (None, *fitting):
+        raise DataError(
+            f"{source}: row {number} reads as {fitting[0]}, and the rows before it as {before}; with data.format: auto all rows "
+            f"read alike, so that none decides for the others. {mend}"
+        )
+    if before or fitting:
+        return before or fitting[0]
     # A csv file without a header has text where the names of its columns should be.
     headed = Path(source).suffix.lower() not in {".csv", ".tsv"}
-    columns = (
-        f"has the columns {', '.join(sorted(map(str, row)))}" if headed else "lacks them, or the file its header line"
-    )
+    filled = ", ".join(sorted(str(name) for name, value in row.items() if value is not None))
+    columns = f"fills the columns {filled or 'none'}" if headed else "lacks them, or the file its header line"
     raise DataError(
-        f"{source}: a row needs text, or prompt and completion, or messages; row 1 {columns}. "
+        f"{source}: a row needs text, or prompt and completion, or messages; row {number} {columns}. "
         "Name other columns with data.columns, as in --data.columns '{text: body}'."
     )
 
 
-def _row_hash(row: Mapping[str, Any]) -> bytes:
-    # Without nulls: in a table, a column that only another unit fills is null here.
-    text = json.dumps({str(k): v for k, v in row.items() if v is not None}, sort_keys=True, default=str)
+def _filled(value: Any) -> Any:
+    """Without keys that hold nothing: a table gives every message the keys of any other. The content may be nothing."""
+    if isinstance(value, list):
+        return [_filled(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None or key == "content"}
+    return value
+
+
+def _row_hash(row: Mapping[str, Any], fields: Sequence[str]) -> bytes:
+    # Of the text alone: how a table reads another column, such as 7 or "7", depends on how the rows of others fill it.
+    text = json.dumps([row[field] for field in fields], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), key=b"dpllm rows of a unit", digest_size=16).digest()
 
 

@@ -12,11 +12,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dpllm import artifacts, environment, lineage, model
+from dpllm.config import RunConfig
 from dpllm.ledger import gates, groups
 from dpllm.prepare import Prepared
 from dpllm.privacy import guards
 from dpllm.report import recipe
-from dpllm.rundir import digest, read_json, write_json
+from dpllm.rundir import COST, digest, read_json, write_json
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Summary:
     tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """As private/summary.json holds it."""
+        """As private/summary.json holds it, beside what the run took."""
         return {
             "eval_loss_before": self.before,
             "eval_loss_after": self.after,
@@ -44,6 +45,11 @@ def may_tell(p: Prepared) -> bool:
     """Whether held-out figures may leave: of public rows, by weights that have a guarantee or saw public rows alone."""
     held = guards.deviations(p.config)[0] is None and lineage.why_not(p.lineage) is None
     return p.config.data.eval_public and (held or p.config.data.public)
+
+
+def may_tell_cost(config: RunConfig) -> bool:
+    """Whether time and memory may leave: they follow from the lengths of all rows that were read."""
+    return config.data.public and (config.data.eval is None or config.data.eval_public)
 
 
 def write_record(
@@ -60,6 +66,8 @@ def write_record(
     public: dict[str, Any] = {}
     if summary.after is not None and may_tell(p):
         public = summary.to_json()
+    finished = datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None
+    cost = dict(zip(COST, (finished, round(time.time() - started, 1), environment.peak_memory()), strict=True))
     record = {
         "status": status,
         "guarantee": {"holds": reason is None and unfinished is None, "reason": reason or unfinished},
@@ -87,12 +95,10 @@ def write_record(
         "artifacts": artifacts.hashes(p.run.export) if unfinished is None else {},
         "metrics": {"public": public, "released": p.engine.released()},
         "started_at": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        "finished_at": datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None,
-        "duration_seconds": round(time.time() - started, 1),
-        "peak_memory_bytes": environment.peak_memory(),
+        **(cost if may_tell_cost(p.config) else {}),
     }
     write_json(p.run.run, record)
-    write_json(p.run.private / "summary.json", summary.to_json())
+    write_json(p.run.private / "summary.json", {**summary.to_json(), **cost})
 
 
 def _ledger_record(p: Prepared) -> dict[str, Any] | None:

@@ -21,6 +21,8 @@ from dpllm.config import RunConfig, load_config
 from dpllm.errors import ConfigError
 
 SCHEMA_VERSION = 1
+COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
+"""What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """What a section of a recipe is, and how it speaks: its keys with their meaning, and what is wrong with a given one.
 
-Comes in: types, and pydantic's errors. Goes out: lines for people. Must not know which sections there are.
+Comes in: YAML, types, and pydantic's errors. Goes out: values, and lines for people. Must not know which sections there are.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, get_args
 
+import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -29,6 +30,49 @@ class Section(BaseModel):
                     "flag", "should be {wanted}", {"key": key, "wanted": wanted, "got": values[key]}
                 )
         return values
+
+
+class UnclearYAML(yaml.YAMLError):
+    """YAML that says something twice, or that a few lines make too large; its message says what to write instead."""
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if event.anchor is not None:  # of an alias too
+            raise UnclearYAML(
+                f"line {event.start_mark.line + 1} has an anchor or an alias (& or *), by which a few lines can stand for more "
+                "than memory holds. Write the value itself."
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        lines: dict[Hashable, int] = {}
+        for key_node, _ in node.value:
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                continue  # which YAML's own check refuses
+            if key in lines:
+                raise UnclearYAML(
+                    f"the key {key!r} stands twice, in lines {lines[key]} and {line}, and the run could use only one of the two. "
+                    "Remove the other."
+                )
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        YAMLError: It is no YAML; ``UnclearYAML`` where a key stands twice, or for an anchor or an endless depth.
+    """
+    try:
+        return yaml.load(text, _Loader)  # a safe loader
+    except RecursionError:
+        raise UnclearYAML("is nested without end, and a recipe is sections of keys. Write these alone.") from None
+    except ValueError as error:  # such as a date that is none
+        raise yaml.YAMLError(str(error)) from None
 
 
 def describe(recipe: type[Section]) -> str:

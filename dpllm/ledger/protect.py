@@ -6,7 +6,6 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,11 +130,10 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
 
 def _refuse_repetitions(book: Ledger, account: str, records: Fingerprint) -> None:
     """Whoever repeats the rows of a budgeted dataset multiplies what each of its people gives, at the price of one row."""
-    share = book.records.repeated(account, records)
-    if share >= LEAST_SHARE:
+    if book.records.repeated(account, records) >= LEAST_SHARE:
         raise Refused(
-            f"{share:.1%} of the records that data.train shares with dataset {account!r} occur more often than in the data its "
-            "budget is about: each row would be protected as before, and whoever stands behind it less. Remove the repetitions.",
+            f"data.train shares records with dataset {account!r} that occur more often here than in the data its budget is "
+            "about: each row would be protected as before, and whoever stands behind it less. Remove the repetitions.",
             dataset=account,
             reason="repeated",
         )
@@ -157,8 +155,8 @@ def _refuse_budgeted_evaluation(evaluation: Table, book: Ledger) -> None:
 def _refuse_evaluation(whose: str, share: float) -> None:
     if share >= LEAST_SHARE:
         raise Refused(
-            f"data.eval is declared public and has {share:.1%} of its records in common with {whose}: exact losses on them "
-            "would stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
+            f"data.eval is declared public and shares records with {whose}: exact losses on them would "
+            "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
             reason="public_evaluation",
         )
 
@@ -199,7 +197,8 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
         The records, and the number of units.
 
     Raises:
-        ConfigError: Neither can be read, or the data do not know the unit.
+        ConfigError: Neither can be read.
+        DataError: A row that names no unit.
         Refused: They have a budget in another ledger already.
     """
     recipe = Path(source).suffix in (".yaml", ".yml")
@@ -210,7 +209,8 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
         raise ConfigError(
             f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
         )
-    units = len(table.rows) if unit == "example" else _count_units(table, unit)
+    by_unit = wanted.model_copy(update={"unit": unit, "max_examples_per_unit": 1})
+    units = len(data.group_rows(table, by_unit))
     for elsewhere in _other_ledgers(book):
         with elsewhere:
             other, share = _budgeted_in(table, elsewhere)
@@ -222,19 +222,6 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
                     reason="outside_ledger",
                 )
     return fingerprint(table.rows, FIELDS[table.format], book.records.key()), units
-
-
-def _count_units(table: Table, unit: str) -> int:
-    """How many values a column has; by hash, since there may be as many as rows."""
-    found = set()
-    for row in table.rows:
-        if unit not in row:
-            raise ConfigError(
-                f"{table.name}: has no column {unit!r} in every row, so no run could keep a budget per {unit!r}. Type --unit "
-                "with the column that says whose row it is, or example."
-            )
-        found.add(hashlib.blake2b(str(row[unit]).encode(errors="surrogatepass"), digest_size=16).digest())
-    return len(found)
 
 
 def remember_ledger(book: Ledger) -> None:

@@ -93,7 +93,10 @@ class Records:
         return share_repeated(records.hashes, known)
 
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
-        """Why these records may not be charged to ``dataset``; None if they may."""
+        """Why these records may not be charged to ``dataset``; None if they may.
+
+        Without saying how many are shared: that would tell whoever brings guesses how many of them are records.
+        """
         account = self.charged_to(dataset, derived_from)
         known = self.known_as(records)
         if known is not None:
@@ -109,14 +112,14 @@ class Records:
             if share >= LEAST_SHARE and self.account_name(other) != account:
                 if derived_from is not None:
                     return Refused(
-                        f"data.train and dataset {other!r} have {share:.1%} of their records in common (of the smaller one), and "
-                        f"one run is charged to one account. Leave out the records of {other!r}, or charge the run to it.",
+                        f"data.train shares records with dataset {other!r}, and one run is charged to one account. Leave out the "
+                        f"records of {other!r}, or charge the run to it.",
                         dataset=other,
                         reason="overlap",
                     )
                 return Refused(
-                    f"data.train and dataset {other!r} of the ledger have {share:.1%} of their records in common (of the smaller "
-                    f"one): charged to {account!r} they would have a second budget. Set privacy.derived_from: {other}.",
+                    f"data.train shares records with dataset {other!r} of the ledger: charged to {account!r} they would have a "
+                    f"second budget. Set privacy.derived_from: {other}.",
                     dataset=other,
                     reason="overlap",
                 )

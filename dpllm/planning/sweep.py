@@ -18,6 +18,7 @@ from dpllm.config import RunConfig, load_config
 from dpllm.errors import ConfigError
 from dpllm.planning.outlook import Subject, look_ahead, subject_of
 from dpllm.planning.signal import noise_per_signal
+from dpllm.section import read_yaml
 
 MAX_POINTS = 200
 
@@ -53,7 +54,7 @@ def parse_sweeps(arguments: Sequence[str]) -> dict[str, list[Any]]:
         key, separator, text = argument.partition("=")
         key = key.removeprefix("--").replace("-", "_")
         try:
-            values = yaml.safe_load(f"[{text}]") if text.strip() else []
+            values = read_yaml(f"[{text}]") if text.strip() else []
         except yaml.YAMLError:
             values = []
         if not (separator and key and values) or (None in values and "null" not in text):

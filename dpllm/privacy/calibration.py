@@ -12,8 +12,10 @@ import math
 import os
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import dp_sgd_event, normal_form, number
@@ -21,6 +23,7 @@ from dpllm.privacy.privacy_loss import FINE_INTERVAL, AnyRelation, privacy_loss,
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
 
 FORMAT = 2  # of what is calibrated and how: a change of either makes older answers unread
+PROGRESS_SECONDS = 5.0
 
 
 def calibrate_noise_multiplier(
@@ -80,53 +83,86 @@ def calibrate_noise_multiplier(
 
 
 def _calibrate(target: float, delta: float, q: float, num_steps: int, relation: AnyRelation, group_size: int) -> float:
-    """Secant steps in log sigma on a coarse PLD, then steps of 1e-4 in sigma on the fine one."""
+    """Secant steps in log sigma on a coarse PLD, then in whole numbers of 1e-4 on the fine one, both within brackets."""
+    due, tried = time.monotonic() + PROGRESS_SECONDS, 0
+
+    def refuse(mend: str) -> NoReturn:
+        raise ConfigError(
+            f"epsilon {target:g} at delta {delta:g} is not reachable with sampling rate {q:g} "
+            f"and {num_steps} steps by a noise multiplier of {MIN_NOISE_MULTIPLIER:g} to "
+            f"{MAX_NOISE_MULTIPLIER:g}. {mend}"
+        )
 
     def cost(sigma: float, interval: float) -> float:
-        if not MIN_NOISE_MULTIPLIER <= sigma <= MAX_NOISE_MULTIPLIER:
-            mend = "Raise privacy.epsilon or privacy.delta, or train fewer steps."
-            if sigma < MIN_NOISE_MULTIPLIER:
-                mend = "So weak a promise protects nobody: lower privacy.epsilon or privacy.delta."
-            raise ConfigError(
-                f"epsilon {target:g} at delta {delta:g} is not reachable with sampling rate {q:g} "
-                f"and {num_steps} steps by a noise multiplier of {MIN_NOISE_MULTIPLIER:g} to "
-                f"{MAX_NOISE_MULTIPLIER:g}. {mend}"
+        nonlocal due, tried
+        if sigma < MIN_NOISE_MULTIPLIER:
+            refuse(too_weak)
+        if time.monotonic() >= due:
+            print(
+                f"calibrating the noise: epsilon {target:g} at delta {delta:g}, {num_steps} steps: {tried} noise multipliers "
+                f"tried, now {sigma:g}",
+                file=sys.stderr,
+                flush=True,
             )
+            due = time.monotonic() + PROGRESS_SECONDS
+        tried += 1
         terms = normal_form(dp_sgd_event(q, sigma, num_steps, group_size))
         try:
             return privacy_loss(terms, relation, interval).epsilon_at(delta)
         except OverflowError:
             return math.inf
 
+    # Both ends of what is reachable come first. Without any noise, delta is at most the probability of being drawn at all.
+    too_weak = "So weak a promise protects nobody: lower privacy.epsilon or privacy.delta."
+    any_of_it = -math.expm1(group_size * math.log1p(-q)) if q < 1 else 1.0
+    if q < 1 and -math.expm1(num_steps * group_size * math.log1p(-q)) <= delta:
+        refuse(too_weak)
+    if cost(MAX_NOISE_MULTIPLIER, FINE_INTERVAL) > target:
+        refuse("Raise privacy.epsilon or privacy.delta, or train fewer steps.")
+
     # Start from the central limit theorem: mu of the Gaussian mechanism, then its sigma. A group of k is taken for one
     # thing at distance k q / (1 - (1 - q)^k) that is sampled with the probability that any of it is.
     tail = 2 * math.log(1 / delta)
     mu = math.sqrt(tail + 2 * target) - math.sqrt(tail)
-    any_of_it = -math.expm1(group_size * math.log1p(-q)) if q < 1 else 1.0
     sigma = 1 / math.sqrt(math.log1p(mu**2 / (any_of_it**2 * num_steps)))
     sigma = min(sigma * group_size * q / any_of_it, MAX_NOISE_MULTIPLIER / 2)
     # The standard deviation of one step's privacy loss, about: a coarse bucket is at most a tenth of it.
     spread = q * math.sqrt(math.expm1(min(sigma**-2, 50.0)))
     coarse = min(max(spread / 10, FINE_INTERVAL), 1e-3)
 
-    slope, step, last_error = -1.5, math.nan, math.nan  # slope: of log epsilon over log sigma
+    # Epsilon is 0 beyond some sigma where delta is large, so that a secant alone would swing from there to here and back.
+    slope, known, few, many = (
+        -1.5,
+        (math.nan, math.nan),
+        0.0,
+        MAX_NOISE_MULTIPLIER,
+    )  # slope: of log epsilon over log sigma
     for _ in range(60):
-        error = math.log(max(cost(sigma, coarse), 1e-300) / target)
-        if math.isfinite(error - last_error):
-            slope = min(max((error - last_error) / step, -1000.0), -0.3)
-        step, last_error = min(max(-error / slope, -0.7), 0.7), error
-        sigma *= math.exp(step)
-        if abs(step) < 1e-5:
+        found = cost(sigma, coarse)
+        error = math.log(found / target) if found > 0 else -math.inf
+        few, many = (sigma, many) if error > 0 else (few, sigma)
+        if math.isfinite(error):
+            rise = (error - known[1]) / math.log(sigma / known[0])
+            slope = min(max(rise, -1000.0), -0.3) if math.isfinite(rise) else slope
+            known = sigma, error
+        guess = sigma * math.exp(min(max(-error / slope, -0.7), 0.7))
+        if few and not few < guess < many:
+            guess = math.sqrt(few * many)
+        sigma, last = guess, sigma
+        if abs(math.log(sigma / last)) < 1e-5:
             break
 
-    # Whole numbers of 1e-4 from here: `grid` is tried, `low` exceeds the target, `high` meets it.
-    per_grid = -slope * target / sigma * 1e-4
-    grid, low, high = math.ceil(sigma * 1e4), 0, sys.maxsize
+    # Whole numbers of 1e-4 from here: `grid` is tried, `low` exceeds the target (or is below the range), `high` meets it.
+    per_grid, start = -slope * target / sigma * 1e-4, tried
+    least, high = round(MIN_NOISE_MULTIPLIER * 1e4), round(MAX_NOISE_MULTIPLIER * 1e4)
+    grid, low = math.ceil(sigma * 1e4), least - 1
     while high - low > 1:
         spare = target - cost(grid / 1e4, FINE_INTERVAL)
         if 0 <= spare < per_grid:  # one less exceeds the target: epsilon is convex in sigma
             return grid / 1e4
         low, high = (low, grid) if spare >= 0 else (grid, high)
-        guess = grid - math.floor(max(spare / per_grid, -1e6))
+        guess = grid - math.floor(max(spare / per_grid, -1e6)) if tried - start < 5 else (low + high) // 2
         grid = min(max(guess, low + 1), high - 1)
+    if high == least:
+        refuse(too_weak)
     return high / 1e4

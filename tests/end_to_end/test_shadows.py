@@ -153,7 +153,7 @@ def test_finished_shadows_are_kept_and_unfinished_ones_started_over(
     out = io.StringIO()
     audit(place, 2, Console(file=out, width=120))
     assert "Shadow 1 of 2: trained earlier" in out.getvalue()
-    assert "Shadow 2 of 2: trained in" in out.getvalue()
+    assert "Shadow 2 of 2: trained\n" in out.getvalue()
     assert contents(first.root) == kept
     assert read_json(second.run)["status"] == "completed"
     again = canaries.load(second.canaries)

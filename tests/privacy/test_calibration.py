@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from dpllm.errors import ConfigError
 from dpllm.privacy import calibration
 from dpllm.privacy.accounting import calibrate_noise_multiplier, dp_sgd_event, epsilon
+from dpllm.privacy.privacy_loss import privacy_loss
+from dpllm.privacy.renyi import MAX_NOISE_MULTIPLIER
 
 slow = pytest.mark.full
 CALIBRATIONS = [
@@ -71,7 +74,7 @@ def test_calibration_for_replacement_is_tight_too() -> None:
     ("target", "delta", "q", "num_steps", "says"),
     [
         (1e-9, 1e-9, 0.5, 1000, "not reachable.*Raise privacy.epsilon"),
-        pytest.param(1.0, 0.01, 0.001, 1, "not reachable.*lower privacy.epsilon", marks=slow),
+        (1.0, 0.01, 0.001, 1, "not reachable.*lower privacy.epsilon"),
         (0.0, 1e-5, 0.1, 10, "privacy.epsilon"),
         (-1.0, 1e-5, 0.1, 10, "privacy.epsilon"),
         (math.nan, 1e-5, 0.1, 10, "privacy.epsilon"),
@@ -87,6 +90,57 @@ def test_impossible_targets_are_refused_with_what_to_change(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out")
+
+
+@pytest.mark.parametrize(
+    ("target", "delta", "q", "num_steps", "rows"),
+    [
+        (1e-4, 2e-5, 0.031, 60, 1),
+        (1e-4, 8e-4, 2 / 127, 3552, 1),
+        (1e-4, 6e-4, 39 / 180, 234, 1),
+        (1e-5, 3e-4, 6 / 354, 1641, 1),
+        (1e-5, 1e-3, 33 / 86, 619, 1),
+        (1e-5, 2e-4, 12 / 660, 29, 16),
+        (1e-5, 7e-6, 1 / 13446, 1, 4),
+        (1e-5, 1e-6, 0.01, 1000, 16),
+        (1e-9, 1e-9, 0.5, 1000, 1),
+        (1e-4, 1e-2, 0.001, 1, 1),
+        (1.0, 1e-5, 0.1, 100, 1),
+    ],
+)
+def test_the_answer_comes_after_a_bounded_number_of_trials(
+    monkeypatch: Any, target: float, delta: float, q: float, num_steps: int, rows: int
+) -> None:
+    """Where epsilon is 0 beyond some noise, a search that reads slopes alone swung there and back for minutes."""
+    tried: list[float] = []
+
+    def loss(terms: Any, *arguments: Any) -> Any:
+        tried.append(terms.sampled[0].noise_multiplier)
+        assert len(tried) <= 30
+        return privacy_loss(terms, *arguments)
+
+    monkeypatch.setattr(calibration, "privacy_loss", loss)
+    with suppress(ConfigError):  # which is known after one trial
+        sigma = calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out", group_size=rows)
+        assert epsilon(dp_sgd_event(q, sigma, num_steps, rows), delta, "zero_out") <= target
+        assert epsilon(dp_sgd_event(q, sigma - 1e-3, num_steps, rows), delta, "zero_out") > target
+        return
+    assert len(tried) <= 1
+    least, most = (
+        epsilon(dp_sgd_event(q, sigma, num_steps, rows), delta, "zero_out") for sigma in (0.5, MAX_NOISE_MULTIPLIER)
+    )
+    assert most > target or least == 0
+
+
+def test_a_search_that_takes_long_says_so(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(calibration, "PROGRESS_SECONDS", 0.0)
+    calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(line.startswith("calibrating the noise: epsilon 1 at delta 1e-05") for line in err.splitlines())
+    assert len(err.splitlines()) > 2
 
 
 def test_cache_answers_the_same_question_only(tmp_path: Path, monkeypatch: Any) -> None:

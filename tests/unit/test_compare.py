@@ -413,6 +413,22 @@ def test_without_canaries_and_evaluation_privacy_and_cost_are_compared(tmp_path:
     assert {row.section for row in result.rows} == {"privacy", "cost"}
 
 
+@pytest.mark.parametrize("old", [True, False], ids=["written by an older version", "private"])
+@pytest.mark.parametrize("rows_public", [True, False])
+def test_what_a_run_took_is_published_of_public_rows_alone(tmp_path: Path, old: bool, rows_public: bool) -> None:
+    took = {"duration_seconds": 61.5, "peak_memory_bytes": 2**30}
+    sections = {"data": {"train": "a.jsonl", "eval": "b.jsonl", "public": rows_public, "eval_public": rows_public}}
+    nothing = dict.fromkeys(took) if not (old or rows_public) else took
+    made = [
+        make_run(tmp_path / name, epsilon, sections, nothing, summary={} if old else took)
+        for name, epsilon in (("one", 3.0), ("two", 8.0))
+    ]
+    for public in (True, False):
+        measures = {row.measure for row in compare(made, public=public).rows}
+        assert ({"Seconds in all", "Peak memory (GiB)"} <= measures) is (rows_public or not public)
+        assert "Steps" in measures
+
+
 def test_a_broken_guarantee_shows_no_epsilon(tmp_path: Path) -> None:
     dp = make_run(tmp_path / "dp", 3.0, record={"guarantee": {"holds": False, "reason": "the noise was seeded"}})
     result = compare([make_run(tmp_path / "baseline", INF), dp])

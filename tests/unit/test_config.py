@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,43 @@ def test_dumped_recipe_loads_as_the_same(path: Path, tmp_path: Path) -> None:
     written = yaml.safe_load(text)
     assert set(written) == set(RunConfig.model_fields)
     assert set(written["train"]) == set(type(config.train).model_fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "train:\n  steps: 1\nprivacy:\n  epsilon: 8\n  delta: 1e-6\n  epsilon: 3\n",
+            "'epsilon' stands twice, in lines 4 and 6",
+        ),
+        ("train: {steps: 1}\ntrain: {steps: 2}\n", "'train' stands twice, in lines 1 and 2"),
+        ("train: {steps: 1, steps: 2}\n", "'steps' stands twice, in lines 1 and 1"),
+        ("audit: {canaries: {groups: {1: 10, 4: 20, 0x1: 30}}}\n", "1 stands twice"),
+        ("data: &data\n  train: a.jsonl\n", "line 1 has an anchor"),
+        ("a: [x, x]\nb: [*a, *a]\n", "line 2 has an anchor"),
+        (f"train: {'[' * 100_000}{']' * 100_000}\n", "nested without end"),
+        (f"train: {'{a: ' * 100_000}1{'}' * 100_000}\n", "nested without end"),
+        ("train: {steps: 2020-99-99}\n", "is not valid YAML"),
+    ],
+    ids=["key", "section", "one line", "number", "anchor", "alias", "deep list", "deep mapping", "no date"],
+)
+def test_yaml_says_everything_once_and_ends(tmp_path: Path, text: str, says: str) -> None:
+    message = problem(tmp_path, text)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_a_few_lines_of_yaml_do_not_stand_for_gigabytes(tmp_path: Path) -> None:
+    lines = [
+        "a: &a [x, x]",
+        *(f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in pairwise("abcdefghijkl")),
+    ]
+    assert "line 1 has an anchor" in problem(tmp_path, "\n".join(lines))
+
+
+@pytest.mark.parametrize("text", ["[" * 30_000, "2020-99-99", "*name", "&name text"])
+def test_an_override_that_is_no_value_is_its_text(text: str) -> None:
+    assert parse_overrides(["--card.title", text]) == {"card.title": text}
 
 
 def test_embedded_data_are_public_and_others_are_not(tmp_path: Path) -> None:

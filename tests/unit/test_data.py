@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,10 +117,68 @@ def test_columns_are_renamed_where_they_exist(tmp_path: Path) -> None:
 
 def test_a_stated_format_is_not_guessed_over(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"text": "a", "prompt": "b", "completion": "c"}])
-    assert load(path).format == "prompt_completion"
+    assert load(path, format="prompt_completion").format == "prompt_completion"
     assert load(path, format="text").format == "text"
     with pytest.raises(DataError, match=r"row 1 has no .*messages"):
         load(path, format="messages")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("place", [0, 7, 29])
+def test_no_row_decides_how_the_others_are_read(tmp_path: Path, kind: str, place: int) -> None:
+    rows: list[Json] = [{"text": SENTINEL, **PROMPTED[number % 5]} for number in range(30)]
+    path = write(tmp_path / f"rows.{kind}", rows)
+    assert "row 1 reads as prompt_completion and as text" in hidden(path, [])
+    rows[place] = {"text": ""} if kind == "jsonl" else {"text": "", "prompt": None, "completion": None}
+    message = hidden(write(path, rows), [])
+    assert f"row {2 - (place > 0 or kind == 'csv')} reads as prompt_completion and as text" in message
+    assert "Set data.format" in message
+    read = load(path, format="text").rows
+    assert [row["text"] for row in read] == ["" if number == place else SENTINEL for number in range(30)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_without_a_value_is_no_column(tmp_path: Path, kind: str) -> None:
+    rows: list[Json] = [{"messages": None, "text": None, **row} for row in PROMPTED]
+    path = tmp_path / f"rows.{kind}"
+    assert load(write(path, rows)).format == "prompt_completion"
+    message = hidden(write(path, [*rows, {"text": SENTINEL, "prompt": None, "completion": None}]), [])
+    assert "row 6 reads as text, and the rows before it as prompt_completion" in message
+    message = hidden(write(path, [{"text": SENTINEL, "prompt": None, "completion": None}, *rows]), [])
+    assert "row 2 reads as prompt_completion, and the rows before it as text" in message
+
+
+FIELD_VALUES = {"text": "a", "prompt": "b", "completion": "c", "messages": TALKS[0]["messages"], "who": "d"}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    keys=st.lists(st.sets(st.sampled_from(sorted(FIELD_VALUES))), min_size=2, max_size=5),
+    other=st.sets(st.sampled_from(sorted(FIELD_VALUES))),
+    place=st.integers(0, 4),
+)
+def test_a_row_in_place_of_another_changes_no_format(keys: list[set[str]], other: set[str], place: int) -> None:
+    def formats(rows: list[set[str]]) -> set[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = write(Path(folder) / "rows.jsonl", [{key: FIELD_VALUES[key] for key in row} for row in rows])
+            try:
+                return {load(path).format}
+            except DataError:
+                return set()
+
+    place %= len(keys)
+    assert len(formats(keys) | formats([*keys[:place], other, *keys[place + 1 :]])) <= 1
+
+
+def test_a_message_has_the_keys_of_its_own_row(tmp_path: Path) -> None:
+    call = {"name": "look_up", "arguments": {"of": "Anna", "since": None}}
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "tool_calls": [call]}]
+    other = [{"role": "user", "content": None, "name": "Bo", "tool_calls": [{"arguments": {"until": "May"}}]}]
+    [alone] = load(write(tmp_path / "alone.parquet", [{"messages": talk}])).rows
+    together = load(write(tmp_path / "together.parquet", [{"messages": other}, {"messages": talk}])).rows
+    assert alone == together[1]
+    assert alone["messages"][1]["tool_calls"] == [{"name": "look_up", "arguments": {"of": "Anna"}}]
+    assert together[0]["messages"] == other  # content may be nothing
 
 
 def test_builtin_data_need_no_file_of_the_user(tmp_path: Path) -> None:
@@ -222,6 +282,15 @@ def test_a_broken_line_has_its_number(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"text": "{SENTINEL}"}}\n\n{{"text": {SENTINEL}}}\n')
     assert "line 3 is not valid JSON" in hidden(path, [])
+
+
+@pytest.mark.parametrize("levels", [101, 900, 100_000])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_row_without_end_has_its_line(tmp_path: Path, name: str, levels: int) -> None:
+    path = tmp_path / name
+    value = f'{{"text": "{SENTINEL}", "n": {"[" * levels}"{SENTINEL}"{"]" * levels}}}'
+    path.write_text(f'{{"text": "{SENTINEL}"}}\n{value}\n')
+    assert "line 2 is nested" in hidden(path, [])
 
 
 def test_half_a_character_has_its_row(tmp_path: Path) -> None:
@@ -366,12 +435,38 @@ def test_a_column_that_only_others_fill_does_not_change_the_choice(tmp_path: Pat
     assert units_of(alone, 3)["a"] == units_of(together, 3)["a"]
 
 
+def test_how_others_fill_a_column_does_not_change_the_choice() -> None:
+    own = [{"who": "a", "text": f"t{number}", "age": number} for number in range(12)]
+    read = [{**row, "age": str(row["age"])} for row in own]  # as a table reads it in which one row says "unknown"
+    assert units_of(own, 3) == units_of(read, 3)
+
+
 def test_the_choice_is_not_simply_the_first_rows() -> None:
     own = [{"who": "a", "text": f"t{number:02}"} for number in range(40)]
     assert units_of(own, 3)["a"] != ["t00", "t01", "t02"]
 
 
-@pytest.mark.parametrize("null", [None, "", " ", float("nan")])
+PEOPLE: list[list[Any]] = [
+    ["p1", " p1 ", "p1\n", "\u200bp1", "\ufeffp1", "p\u00ad1", "\uff50\uff11", "p\u00b9"],
+    ["Zoë  Ø", "Zoe\u0308 Ø", "Zoë\u00a0Ø", "\tZoë\u2003Ø"],
+    [1, 1.0, "1", "1.0", "1.000", " 1.0 ", Decimal("1.00"), "\uff11"],
+    [10**17, "100000000000000000", "100000000000000000.0", 1e17],
+    ["01"], ["1.01"], ["1.10"], ["1.1", 1.1], ["P1"], ["p 1"], ["ZOË Ø"], ["1e0"], [10], [-1, "-1.0"], ["1.0.0"], [True],
+]  # fmt: skip
+
+
+def test_a_person_written_in_several_ways_is_one_unit() -> None:
+    rows = [{"who": who, "text": str(number)} for number, people in enumerate(PEOPLE) for who in people]
+    random.Random(0).shuffle(rows)
+    from dpllm.data import Table
+
+    groups = group_rows(Table("rows.jsonl", rows, "text"), section(unit="who", max_examples_per_unit=99))
+    assert sorted([int(row["text"]) for row in group] for group in groups) == [
+        [number] * len(people) for number, people in enumerate(PEOPLE)
+    ]
+
+
+@pytest.mark.parametrize("null", [None, "", " ", float("nan"), "\u200b\u00a0"])
 def test_a_row_without_an_owner_is_refused_by_its_number(tmp_path: Path, null: Any) -> None:
     path = write(tmp_path / "rows.jsonl", [{"who": "a", "text": SENTINEL}, {"who": null, "text": SENTINEL}])
     data = section(train=str(path), unit="who", max_examples_per_unit=2)

@@ -10,7 +10,7 @@ import tiny
 
 from dpllm import data
 from dpllm.config import RunConfig
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.ledger import Budget, Ledger, budgets, default_path, open_ledger, protect
 
 TEXTS = [tiny.sentence(number) for number in range(40)]
@@ -188,11 +188,21 @@ def test_a_budget_is_set_on_data_that_know_its_unit(tmp_path: Path, unit: str) -
     config = recipe(tmp_path)
     with opened(tmp_path / "ledger.sqlite") as book:
         if unit == "patient":
-            with pytest.raises(ConfigError, match="has no column 'patient'"):
+            with pytest.raises(DataError, match="no value in the unit column 'patient'"):
                 protect.records_of(config.data.train, book, unit)
         else:
             records, units = protect.records_of(config.data.train, book, unit)
             assert records.num_records == units == len(TEXTS)
+
+
+def test_a_budget_counts_the_people_that_a_run_counts(tmp_path: Path) -> None:
+    rows = [{"text": text, "who": who} for text, who in zip(TEXTS, [1, "1.0", " 1", "\u200b1", "2"], strict=False)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    with opened(tmp_path / "ledger.sqlite") as book:
+        assert protect.records_of(str(path), book, "who")[1] == 2
+    tiny.write_rows(path, [*rows, {"text": "a", "who": " "}])
+    with opened(tmp_path / "ledger.sqlite") as book, pytest.raises(DataError, match="row 6 has no value"):
+        protect.records_of(str(path), book, "who")
 
 
 def test_a_second_budget_for_the_same_people_is_refused(tmp_path: Path) -> None:
@@ -201,6 +211,24 @@ def test_a_second_budget_for_the_same_people_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "other.sqlite") as book, pytest.raises(Refused, match="two budgets") as refused:
         protect.records_of(config.data.train, book, "example")
     assert refused.value.reason == "outside_ledger"
+
+
+@pytest.mark.parametrize("common", [1, 7, 39])
+def test_a_refusal_does_not_tell_how_much_is_shared(tmp_path: Path, common: int) -> None:
+    """It would tell whoever brings a file of guesses how many of them are right."""
+    guesses = [*TEXTS[:common], *(f"{text}, guessed" for text in TEXTS[common:])]
+    evaluation = {"eval": str(tiny.write_rows(tmp_path / "eval.jsonl", [{"text": text} for text in guesses]))}
+    asked = {
+        "overlap": recipe(tmp_path, guesses, "guesses.jsonl"),
+        "repeated": recipe(tmp_path, [*TEXTS, *TEXTS[:common]], "more.jsonl", privacy={"dataset": "notes"}),
+        "public_evaluation": recipe(tmp_path, data={**evaluation, "eval_public": True}),
+    }
+    with with_budget(tmp_path / "ledger.sqlite", asked["public_evaluation"]) as book:
+        for reason, config in asked.items():
+            with pytest.raises(Refused, match="shares records with") as refused:
+                ask(config, book)
+            assert refused.value.reason == reason
+            assert not any(letter.isdigit() for letter in str(refused.value).replace(tmp_path.name, ""))
 
 
 def test_a_parent_that_nobody_knows_is_an_error(tmp_path: Path) -> None:

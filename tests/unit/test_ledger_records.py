@@ -113,20 +113,19 @@ def test_a_renamed_copy_is_the_same_dataset(ledger: Ledger):
 
 
 @pytest.mark.parametrize(
-    ("rows", "share"),
+    "rows",
     [
-        (ROWS[:20], "100.0%"),
-        ([*ROWS, *({"text": f"new {n}"} for n in range(400))], "100.0%"),
-        ([*ROWS[:30], *({"text": f"new {n}"} for n in range(70))], "30.0%"),
-        ([*ROWS, ROWS[0]], "100.0%"),
+        ROWS[:20],
+        [*ROWS, *({"text": f"new {n}"} for n in range(400))],
+        [*ROWS[:30], *({"text": f"new {n}"} for n in range(70))],
+        [*ROWS, ROWS[0]],
     ],
     ids=["subset", "appended", "mixed", "repeated"],
 )
-def test_changed_copies_are_found_by_their_overlap(ledger: Ledger, rows, share):
+def test_changed_copies_are_found_by_their_overlap(ledger: Ledger, rows):
     budgets.set_budget(ledger, "notes", budget(8.0), records=of(ledger, ROWS))
-    with pytest.raises(Refused, match="records in common") as refusal:
+    with pytest.raises(Refused, match="shares records with") as refusal:
         reserve(ledger, "other", records=of(ledger, rows))
-    assert share in str(refusal.value)
     assert "privacy.derived_from: notes" in str(refusal.value)
     assert refusal.value.reason == "overlap"
     claim = reserve(ledger, "other", records=of(ledger, rows), derived_from="notes")
@@ -189,7 +188,7 @@ def test_derivation_is_no_way_out_of_an_account(ledger: Ledger):
         reserve(ledger, "sub", derived_from="plain")
     with pytest.raises(Refused, match="these very records"):
         reserve(ledger, "copy", records=of(ledger, ROWS), derived_from="rich")
-    with pytest.raises(Refused, match="records in common"):
+    with pytest.raises(Refused, match="shares records with"):
         reserve(ledger, "copy", records=of(ledger, ROWS[:50]), derived_from="rich")
     for parent, what in (("nobody", "knows no dataset"), ("copy", "knows no dataset"), ("notes", "from itself")):
         with pytest.raises(ConfigError, match=what):

@@ -309,7 +309,7 @@ def test_every_column_of_a_row_counts():
 
 
 def test_a_unit_on_both_sides_is_refused():
-    inside, outside = [[{"text": "a", "who": 7}]], [[{"text": "b", "who": "7"}], [{"text": "c", "who": 8}]]
+    inside, outside = [[{"text": "a", "who": 7}]], [[{"text": "b", "who": " 7.0"}], [{"text": "c", "who": 8}]]
     with pytest.raises(ConfigError, match="1 of 2 units are units of members too"):
         check_overlap(inside, outside, "text", "who")
     assert check_overlap(inside, outside, "text", "example")["exact"] == 0

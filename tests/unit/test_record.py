@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpllm.config import RunConfig
-from dpllm.record import may_tell
+from dpllm.record import may_tell, may_tell_cost
 
 
 def config(public: bool, eval_public: bool, privacy: dict[str, Any]) -> RunConfig:
@@ -41,3 +41,19 @@ def test_a_figure_of_public_rows_is_private_where_the_weights_are(
     """It is computed through weights that saw private rows without a guarantee."""
     run: Any = SimpleNamespace(config=config(public, eval_public, privacy), lineage=None)
     assert may_tell(run) is told
+
+
+@pytest.mark.parametrize(
+    ("public", "eval_public", "evaluation", "told"),
+    [
+        (True, True, "b.jsonl", True),
+        (True, False, None, True),
+        (True, False, "b.jsonl", False),
+        (False, True, "b.jsonl", False),
+    ],
+)
+def test_time_and_memory_are_told_of_public_rows_alone(
+    public: bool, eval_public: bool, evaluation: str | None, told: bool
+) -> None:
+    asked = config(public, eval_public, {})
+    assert may_tell_cost(asked.model_copy(update={"data": asked.data.model_copy(update={"eval": evaluation})})) is told

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpllm.data import FIELDS, Format
+from dpllm.data import FIELDS, Format, unit_name
 from dpllm.errors import ConfigError
 
 Rows = list[dict[str, Any]]
@@ -40,18 +40,18 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
     wanted: set[int] = set().union(*runs)
     seen: set[int] = set()
     copied: set[str] = set()
-    units: set[str] = set()
+    units: set[str | None] = set()
     for row in (row for group in members for row in group):
         found = _words(row, fmt)
         text = " ".join(found)
         if text in whole:
             copied.add(text)
         seen |= _runs(found) & wanted
-        units.add(str(row.get(unit)))
+        units.add(unit_name(row.get(unit)))
     shares = [len(run & seen) / len(run) if run else 0.0 for run in runs]
     exact = sum(" ".join(found) in copied for found in words)
     near = sum(share > NEAR_COPY for share in shares)
-    shared_units = 0 if unit == "example" else sum(str(group[0].get(unit)) in units for group in non_members)
+    shared_units = 0 if unit == "example" else sum(unit_name(group[0].get(unit)) in units for group in non_members)
     if exact or near or shared_units:
         counts = [f"{exact} of {len(rows)} rows are members too, word by word"] if exact else []
         counts += (

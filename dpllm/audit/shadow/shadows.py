@@ -178,7 +178,7 @@ def train_shadows(
                     f"shadow {number} of {num_shadows} was interrupted, so it cannot be compared with. Type the same command "
                     "again: the shadows before it are kept, and it is started over."
                 )
-            console.print(f"Shadow {number} of {num_shadows}: trained in {record['duration_seconds']:.0f} s")
+            console.print(f"Shadow {number} of {num_shadows}: trained")
     for shadow in runs:
         _same_mechanism(run, shadow)
     return runs, public

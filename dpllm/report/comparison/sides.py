@@ -16,7 +16,7 @@ from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
 from dpllm.report import words
 from dpllm.report.claim import Json, check_audit, why_not
-from dpllm.rundir import RunDir, read_json
+from dpllm.rundir import COST, RunDir, read_json
 
 HELD_OUT, TASKS = "held_out.json", "tasks.json"
 """Under private/: figures by example that ``dpllm.tasks`` computes once and that no report shows by themselves."""
@@ -136,6 +136,11 @@ def _side(
 ) -> Side:
     plan = read_json(run.plan) if config.privacy.enabled else None
     open_data = config.data.public and not budgeted
+    if not public:
+        record = {**record, **_cost(run)}
+    elif not open_data or (config.data.eval is not None and not evaluation_public):
+        # An older version wrote it down all the same.
+        record = {key: value for key, value in record.items() if key not in COST}
     left_out: list[str] = []
     show_audit = config.audit.canaries is not None
     if show_audit and public and not (config.privacy.enabled or open_data):
@@ -174,6 +179,11 @@ def _side(
         audit,
         tuple(left_out),
     )
+
+
+def _cost(run: RunDir) -> Json:
+    summary = read_json(run.private / "summary.json")
+    return {key: summary[key] for key in COST if key in summary}
 
 
 def _unprotected(config: RunConfig) -> str:
