@@ -152,8 +152,8 @@ def compose(config: RunConfig, record: Json, block: Json) -> str:
         whole = False
     if not whole:
         raise ConfigError(
-            "the card does not read back as it was written, so nobody could check it: a text in the section card of the recipe "
-            "holds what looks like one of its parts. Change card.title or card.description."
+            "the card does not read back as it was written, so nobody could check it: a text of its front matter looks like one "
+            "of its parts. Change card.license, card.language or card.tags."
         )
     return text
 
@@ -197,6 +197,11 @@ def _drawing(
 
 
 def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> None:
+    if strange := artifacts.unknown(files):
+        raise ConfigError(
+            f"{run.export}: {strange[0]} is no file of an export, and what stands beside the card is published with it. Move it "
+            "elsewhere, then type the command again."
+        )
     changed = sorted(name for name, digest in record["artifacts"].items() if files.get(name) != digest)
     if changed:
         raise ConfigError(
@@ -247,7 +252,8 @@ def _context(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
         "w": words,
         "config": config,
         "record": record,
-        "title": " ".join((config.card.title or words.last_part(config.output_dir)).split()),
+        "title": section.inert(" ".join((config.card.title or words.last_part(config.output_dir)).split())),
+        "description": section.inert(config.card.description or ""),
         "lora": lora,
         "adapter": lora and not block.get("merged_from"),
         "base_model": _base_model(config, record),
