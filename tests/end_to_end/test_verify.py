@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from dpllm.report import verify as verifying
 from dpllm.report.checks import page
 from dpllm.report.checks.values import Published
 from dpllm.report.verify import verify
+from dpllm.rundir import RunDir
 
 STATEMENT = (("front matter", page.front_matter), ("marked parts", page.marked))
 
@@ -42,6 +44,17 @@ def test_an_honest_run_verifies(run: Path) -> None:
     }
     asserted = {check.name for check in found.checks if check.status == "asserted"}
     assert {"training", "signature", "audit: what needs the models", "text of the author"} <= asserted
+
+
+def test_what_the_gallery_holds_of_a_run_verifies_as_it_lies_there(
+    run: Path, baseline: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    copy = importlib.import_module("model_cards").copy
+    for one in (run, baseline.run):
+        card = copy(RunDir(one), tmp_path / one.parent.name)
+        assert dpllm_("verify", card / "export").code == 0
+        assert dpllm_("verify", card).code == 0
 
 
 def test_a_run_without_privacy_verifies_as_one_that_promises_nothing(baseline: Place) -> None:
