@@ -1,18 +1,98 @@
-"""What lies in export/: the names of the card's files, and hashes, by which run.json and the card say of which files they speak.
+"""What lies in export/: the files and settings that may be published, and hashes, which tie run.json and card to them.
 
-Comes in: a directory. Goes out: path -> SHA-256. Must not know what a file is for.
+Comes in: a directory, names, settings. Goes out: path -> SHA-256; what is not known.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "privacy.json.sig"
 UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
 """Files of export/ whose hashes the block cannot hold: the card, the block itself and its signature."""
+
+_KNOWN = re.compile(
+    r"README\.md|privacy\.(json|json\.sig|svg)|"
+    r"audit/(audit\.json|mechanism\.json|scores\.csv|tokens\.parquet|(roc|exposure|bound|extraction)\.png)|"
+    r"adapter_config\.json|adapter_model\.safetensors|"
+    r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
+    r"tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.jinja|additional_chat_templates/[\w-]+\.jinja"
+)
+"""Every file that dpllm, peft or transformers writes into export/."""
+_WORDS = {
+    "adapter_config.json": re.compile(
+        r"peft_type|peft_version|task_type|base_model_name_or_path|revision|bias|init_lora_weights|megatron_core|"
+        r"(alpha|rank|layers)_pattern|target_(modules|parameters)|modules_to_save|exclude_modules|trainable_token_indices"
+    ),
+    "tokenizer_config.json": re.compile(
+        r"\w*_tokens?|added_tokens_decoder|chat_template|tokenizer_class|processor_class|backend|model_input_names|errors|"
+        r"(padding|truncation)_side|truncation_strategy|transformers_version"
+    ),
+}
+"""Keys of these files that may hold words. Any other may be there, since versions add some, with a number, a flag or nothing,
+none of which can name code."""
+_NAMES_CODE = frozenset({"auto_map", "custom_pipelines"})
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """Those of some paths in export/ that nothing of dpllm writes there, and that are not published therefore."""
+    return [name for name in names if not _KNOWN.fullmatch(name)]
+
+
+def publishable(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A settings file without what could make a library load code, or files, from elsewhere.
+
+    config.json and generation_config.json have other keys for each architecture, so that no list of them is complete: there it
+    is the values that tell. Code and kernels are named as "repository--module.Class", "owner/repository" or by a path.
+
+    Args:
+        name: Of the file.
+        settings: What it holds.
+
+    Returns:
+        The same object where all of it may be published.
+    """
+    if name in ("config.json", "generation_config.json"):
+        return dict(_without_code(settings))
+    known = _WORDS.get(name)
+    return {key: value for key, value in settings.items() if not known or known.fullmatch(key) or _plain(value)}
+
+
+def keep_publishable(directory: Path) -> None:
+    """Takes out of the settings in export/ what ``publishable`` does, which a base model may have brought along."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        path = directory / name
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if (kept := publishable(name, settings)) != settings:
+            path.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_code(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_code(inner)
+        for key, inner in value.items()
+        if key not in _NAMES_CODE and not any(map(_elsewhere, inner if isinstance(inner, list) else [inner]))
+    }
+
+
+def _elsewhere(value: Any) -> bool:
+    return isinstance(value, str) and any(sign in value for sign in ("/", "\\", "--"))
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_plain, value))
+    return not value or isinstance(value, int | float)
 
 
 def hashes(directory: Path, without: Collection[str] = ()) -> dict[str, str]:

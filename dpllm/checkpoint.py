@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dpllm.artifacts import sha256
+from dpllm.artifacts import keep_publishable, sha256
 from dpllm.errors import ConfigError, Refused
 from dpllm.rundir import RunDir
 
@@ -44,6 +44,7 @@ def export(model: Any, tokenizer: Any, run: RunDir) -> None:
     else:
         model.save_pretrained(str(temporary))
     tokenizer.save_pretrained(str(temporary))
+    keep_publishable(temporary)
     shutil.rmtree(run.export, ignore_errors=True)
     os.replace(temporary, run.export)
 

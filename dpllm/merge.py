@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
 from dpllm import lineage, model
-from dpllm.artifacts import BLOCK, CARD
+from dpllm.artifacts import BLOCK, CARD, keep_publishable
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError, Refused
 from dpllm.report import card, section
@@ -209,6 +209,7 @@ def _write_statement(config: RunConfig, run: RunDir, block: Json, output: Path) 
     for name in block["files"].keys() - adapter:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(run.export / name, output / name)
+    keep_publishable(output)
     merged_from = {"files": {name: block["files"][name] for name in sorted(adapter)}}
     merged = {**block, "files": card.hashes(output), "merged_from": merged_from}
     (output / CARD).write_text(card.compose(config, read_json(run.run), merged), encoding="utf-8", newline="\n")

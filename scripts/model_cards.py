@@ -1,46 +1,103 @@
-"""Copies what may be published of finished runs, without weights, into model_cards/: card, statement, record, audit, check.
+"""Makes the runs of model_cards/ anew, verifies them, and puts them there: export, Plan, record and recipe.
 
-    python scripts/model_cards.py runs/clinic/eps-1=clinic-epsilon-1 runs/clinic/eps-inf=clinic-without-privacy
+    python scripts/model_cards.py                                    ten to twenty minutes: the embedded model and data
+    python scripts/model_cards.py --e2e-model MODEL --e2e-data E2E    half an hour more; see model_cards/README.md
 
-tests/unit/test_model_cards.py makes every card again from what lies there. model_cards/README.md names the commands that
-made the runs.
+What came of an earlier call under runs/ is replaced. A directory of model_cards/ is a run directory without private/.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-from dpllm.artifacts import BLOCK, CARD
 from dpllm.config import dump_config
 from dpllm.report import recipe
-from dpllm.report.person import FILE
 from dpllm.report.verify import verify
 from dpllm.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
+CARDS, RUNS = ROOT / "model_cards", ROOT / "runs" / "model_cards"
 
 
-def publish(run: RunDir, to: Path) -> None:
-    found = verify(run.export)
-    if found.failed:
-        wrong = "; ".join(f"{check.name}: {check.detail}" for check in found.checks if check.status == "failed")
-        raise SystemExit(f"{run.root}: does not verify ({wrong})")
+def clinic() -> None:
+    """Generated notes at three epsilons and without privacy."""
+    runs, ledger = _fresh("clinic")
+    epsilons = ("--privacy.epsilon", "1,3,8,inf", "--train.steps", 150)
+    _dpllm("sweep", "recipes/smoke/clinic.yaml", *epsilons, "--output_dir", runs, "--privacy.ledger", ledger)
+    made = {f"eps-{epsilon}": f"clinic-epsilon-{epsilon}" for epsilon in (1, 3, 8)}
+    _publish(runs, {**made, "eps-inf": "clinic-without-privacy"}, ledger, "clinic")
+
+
+def e2e(model: Path, data: Path) -> None:
+    """Public text at epsilon 8 and without privacy."""
+    runs, ledger = _fresh("e2e")
+    budget = ("--epsilon", 8, "--delta", "1e-5", "--reason", "one run for the model cards")
+    _dpllm("ledger", "init", "e2e_nlg", *budget, "--ledger", ledger)
+    given = ("--model.name_or_path", model, "--data.train", data / "train.jsonl", "--data.eval", data / "eval.jsonl")
+    for name in ("lora", "baseline"):
+        run = runs / f"e2e-{name}"
+        if name == "baseline":
+            why = "public text: a baseline to compare with"
+            _dpllm("ledger", "except", "e2e_nlg", "--ledger", ledger, "--reason", why)
+            given = (*given, "--privacy.dataset", "e2e_nlg")
+        _dpllm("train", f"recipes/{name}/e2e.yaml", *given, "--privacy.ledger", ledger, "--output_dir", run)
+        _dpllm("audit", run)
+        _dpllm("card", run)
+    _publish(runs, {"e2e-baseline": "e2e-without-privacy", "e2e-lora": "e2e-epsilon-8"}, ledger, "e2e")
+
+
+def copy(run: RunDir, to: Path) -> Path:
+    """What may be published of a finished run: its export as it is, and the records that its card was made from."""
     shutil.rmtree(to, ignore_errors=True)
-    to.mkdir(parents=True)
-    for path in (run.plan, run.run, *(run.export / name for name in (CARD, BLOCK, FILE))):
+    shutil.copytree(run.export, to / "export")
+    for path in (run.plan, run.run):
         if path.exists():
             shutil.copy(path, to)
-    if (run.export / "audit").exists():
-        shutil.copytree(run.export / "audit", to / "audit")
     (to / "config.yaml").write_text(dump_config(recipe.publishable(run.load_config())), encoding="utf-8")
-    lines = [f"{check.status:9} {check.name}: {check.detail}\n" for check in found.checks]
-    (to / "verification.txt").write_text("".join(lines), encoding="utf-8")
+    return to
+
+
+def _fresh(name: str) -> tuple[Path, Path]:
+    runs = RUNS / name
+    shutil.rmtree(runs, ignore_errors=True)
+    runs.mkdir(parents=True)
+    return runs, runs / "ledger.sqlite"
+
+
+def _publish(runs: Path, names: dict[str, str], ledger: Path, comparison: str) -> None:
+    _dpllm("compare", "--public", *(runs / name for name in names), "--output", runs / "public")
+    for name, card in names.items():
+        run = RunDir(runs / name)
+        checks = [*verify(run.root, ledger=str(ledger)).checks, *verify(copy(run, CARDS / card) / "export").checks]
+        if wrong := "; ".join(f"{check.name}: {check.detail}" for check in checks if check.status == "failed"):
+            raise SystemExit(f"{run.root}: does not verify ({wrong})")
+    shutil.rmtree(CARDS / comparison, ignore_errors=True)
+    shutil.copytree(runs / "public", CARDS / comparison)
+
+
+def _dpllm(*arguments: object) -> None:
+    command = [sys.executable, "-m", "dpllm", *map(str, arguments)]
+    print("$ dpllm", *command[3:], flush=True)
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def main() -> None:
+    """Makes the clinic's cards, and with a model and data those of the E2E text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--e2e-model", type=Path, metavar="MODEL", help="directory of stories260K")
+    parser.add_argument("--e2e-data", type=Path, metavar="E2E", help="directory with train.jsonl and eval.jsonl")
+    known = parser.parse_args()
+    if (known.e2e_model is None) != (known.e2e_data is None):
+        parser.error("--e2e-model and --e2e-data belong together: give both, or neither")
+    clinic()
+    if known.e2e_model:
+        e2e(known.e2e_model.resolve(), known.e2e_data.resolve())
 
 
 if __name__ == "__main__":
-    for word in sys.argv[1:]:
-        path, _, name = word.partition("=")
-        publish(RunDir(Path(path)), ROOT / "model_cards" / (name or Path(path).name))
-        print(f"model_cards/{name or Path(path).name}")
+    main()

@@ -27,8 +27,6 @@ from dpllm.report.claim import Json, privacy_block
 from dpllm.rundir import RunDir, read_json, write_json
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
-PUBLISHED = ("audit", person.FILE)
-"""What a directory of model_cards/ holds of export/ beside the card."""
 
 
 def write_card(run: RunDir) -> Path:
@@ -70,9 +68,9 @@ def rerender(directory: Path) -> dict[str, str]:
     """The files that ``write_card`` writes, made again without the weights.
 
     Args:
-        directory: Holds config.yaml, run.json, plan.json (with differential privacy) and, beside them or in export/, the
-            folder audit/ and privacy.svg of the run as they were published. For the other files of export/ the hashes of
-            run.json are taken. ``recipe.publishable`` makes a config.yaml that may be published.
+        directory: Holds config.yaml, run.json, plan.json (with differential privacy) and, in export/, the folder audit/ of the
+            run as it was published. For the other files of export/ the hashes of run.json are taken. ``recipe.publishable``
+            makes a config.yaml that may be published.
 
     Returns:
         File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg; byte for byte what ``write_card``
@@ -82,12 +80,11 @@ def rerender(directory: Path) -> dict[str, str]:
         ConfigError: See ``write_card``.
     """
     run = RunDir(directory)
-    export = run.export if run.export.is_dir() else directory
     config = run.load_config()
-    record, plan, audit, mechanism = _values(directory, export, config)
+    record, plan, audit, mechanism = _values(run.root, run.export, config)
     drawing = _drawing(config, plan, record, audit, mechanism)
-    kept = {name: digest for name, digest in hashes(export).items() if name.split("/")[0] in PUBLISHED}
-    files = {**record["artifacts"], **{name: digest for name, digest in kept.items() if name != person.FILE}}
+    audits = {name: digest for name, digest in hashes(run.export).items() if name.startswith("audit/")}
+    files = {**record["artifacts"], **audits}
     if drawing is not None:
         files[person.FILE] = hashlib.sha256(drawing.encode()).hexdigest()
     text, block = render_card(config, plan, record, audit, mechanism, files=files)
@@ -152,8 +149,8 @@ def compose(config: RunConfig, record: Json, block: Json) -> str:
         whole = False
     if not whole:
         raise ConfigError(
-            "the card does not read back as it was written, so nobody could check it: a text in the section card of the recipe "
-            "holds what looks like one of its parts. Change card.title or card.description."
+            "the card does not read back as it was written, so nobody could check it: a text of its front matter looks like one "
+            "of its parts. Change card.license, card.language or card.tags."
         )
     return text
 
@@ -197,6 +194,11 @@ def _drawing(
 
 
 def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> None:
+    if strange := artifacts.unknown(files):
+        raise ConfigError(
+            f"{run.export}: {strange[0]} is no file of an export, and what stands beside the card is published with it. Move it "
+            "elsewhere, then type the command again."
+        )
     changed = sorted(name for name, digest in record["artifacts"].items() if files.get(name) != digest)
     if changed:
         raise ConfigError(
@@ -247,7 +249,8 @@ def _context(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
         "w": words,
         "config": config,
         "record": record,
-        "title": " ".join((config.card.title or words.last_part(config.output_dir)).split()),
+        "title": section.inert(" ".join((config.card.title or words.last_part(config.output_dir)).split())),
+        "description": section.inert(config.card.description or ""),
         "lora": lora,
         "adapter": lora and not block.get("merged_from"),
         "base_model": _base_model(config, record),

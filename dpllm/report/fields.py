@@ -25,16 +25,23 @@ def schema() -> Json:
     return dict(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
+@cache
+def validator() -> Any:
+    """Of the schema, with 1.0 no integer: the text of a statement follows from its values, and 1.0 is not written as 1."""
+    from jsonschema import Draft202012Validator, validators
+
+    types = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    return validators.extend(Draft202012Validator, type_checker=types)(schema())  # type: ignore[no-untyped-call]
+
+
 def problems(block: object) -> list[str]:
     """What in a block the schema does not allow, one line each; empty for a valid block.
 
     Args:
         block: Any JSON value. Its depth is not checked here.
     """
-    from jsonschema import Draft202012Validator
-
     found = []
-    for error in Draft202012Validator(schema()).iter_errors(block):
+    for error in validator().iter_errors(block):
         place = ".".join(str(part) for part in error.absolute_path) or "the block"
         message = " ".join(error.message.split())
         found.append(f"{place}: {message if len(message) <= 200 else message[:197] + '...'}")

@@ -33,6 +33,7 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("files", files.check),
     ("figure", page.figure),
     ("promise", promise.check),
+    ("author's word", page.said),
     ("audit", audits.check),
     ("audit of the engine", audits.check_mechanism),
     ("lineage", kin.check),

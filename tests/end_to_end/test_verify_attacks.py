@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -71,28 +69,20 @@ def _secret(run: Path) -> str:
     return next(secret for secret in secrets if secret[0] != "0")  # a number would lose its first digit
 
 
-HIDINGS: dict[str, Callable[[Path, str], object]] = {
-    "NOTES": lambda path, text: path.write_text(text, encoding="utf-8"),
-    "train.tsv": lambda path, text: path.write_text(text, encoding="utf-8"),
-    "utf16.txt": lambda path, text: path.write_text(text, encoding="utf-16"),
-    "number.json": lambda path, text: path.write_text(json.dumps({"n": int(text)}), encoding="utf-8"),
-    "word.json": lambda path, text: path.write_text(json.dumps({"n": f"x_{text}_x"}), encoding="utf-8"),
-    "large.json": lambda path, text: path.write_text(
-        json.dumps({"a": "lorem " * 200_000, "n": text}), encoding="utf-8"
-    ),
-    "audit/roc.png": lambda path, text: path.write_bytes(path.read_bytes() + text.encode()),
-    "model.gguf": lambda path, text: path.write_bytes(b"GGUF" + text.encode()),
-    "data.parquet": lambda path, text: parquet.write_table(pa.table({"text": [text]}), path),
-    "packed.json": lambda path, text: path.write_bytes(bz2.compress(text.encode())),
-    "linked": lambda path, _: os.link(path.parents[1] / "private" / "canaries.json", path),
+HIDINGS: dict[str, Callable[[str], bytes]] = {
+    "chat_template.jinja": str.encode,
+    "special_tokens_map.json": lambda text: json.dumps({"n": int(text)}).encode(),
+    "generation_config.json": lambda text: json.dumps({"n": f"x_{text}_x"}).encode(),
+    "config.json": lambda text: json.dumps({"a": "lorem " * 200_000, "n": text}).encode(),
+    "audit/mechanism.json": lambda text: json.dumps({"n": text}).encode(),
 }
 
 
 @pytest.mark.parametrize("name", HIDINGS)
 def test_a_canary_is_found_in_a_file_of_any_kind(run: Path, name: str) -> None:
-    HIDINGS[name](run / "export" / name, _secret(run))
-    done("card", run)
-    assert failing(run) & {"canary texts", "kinds of files"}
+    """Also in one that an export may hold."""
+    (run / "export" / name).write_bytes(HIDINGS[name](_secret(run)))
+    assert "canary texts" in failing(run)
 
 
 def test_a_canary_is_found_in_the_description_of_a_safetensors_file(run: Path) -> None:
@@ -108,8 +98,9 @@ def test_a_canary_is_found_in_the_description_of_a_safetensors_file(run: Path) -
     ("text", "hides"),
     [
         ("<?", True), ('<div title="', True), ("<dialog>", True), ("<![CDATA[", True), ("```\n~~~", True),
-        ("````\n```", True), ("```\n    ```", True), ("\\`<?`", True), ("Ask <jane@example.org>, see <https://a.b>.", False),
-        ("It writes `<eos>`, 1 < 2.", False), ("```python\nx\n```", False),
+        ("```<details>`", True), ("`` ` <!-- ` ``", True), ("<details>", True),
+        ("````\n```", True), ("```python\nx\n```", True), ("\\`<?`", True), ("It writes `<eos>`.", True), ("a\u202eb", True),
+        ("Ask <jane@example.org>, see <https://a.b>.", False), ("With `code`, *stress* and 1 < 2.", False),
     ],
 )  # fmt: skip
 def test_text_before_the_statement_cannot_hide_it(text: str, hides: bool) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import struct
 import subprocess
 import tomllib
 import venv
+import zlib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -26,29 +29,111 @@ from dpllm.report.verify import verify
 # Files.
 
 
+ZIP = b"PK\x03\x04" + bytes(60)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("notes.txt", b"hello"),
-        ("optimizer.pt", b"PK\x03\x04"),
+        ("LICENSE", b"MIT"),
+        ("notes.txt", pickle.dumps(["hello"], protocol=0)),
+        ("merges.txt", pickle.dumps(["hello"], protocol=1)),
+        ("optimizer.pt", ZIP),
         ("pytorch_model.bin", b"\x80\x02}q\x00."),
         ("extra.safetensors", b"\x80\x04."),
+        ("modeling.py", b"import os\n"),
         ("metrics.jsonl", b"{}"),
         (".env", b"x"),
         ("audit/rng_state.json", b"{}"),
         ("audit/notes.md", b"SQLite format 3\x00"),
+        ("model/config.json", b"{}"),
     ],
 )
-def test_a_file_that_is_not_listed_or_private_is_seen(run: Path, name: str, content: bytes) -> None:
-    (run / "export" / name).write_bytes(content)
-    seen = failing(run)
-    assert "kinds of files" in seen or name == "notes.txt"
-    assert "files" in seen or name == ".env"
-    if name.endswith((".txt", ".env")):
-        return
-    # Listed in a card that was written again, it still is of a kind that is never published.
+def test_a_file_that_is_not_known_is_refused(run: Path, name: str, content: bytes) -> None:
+    path = run / "export" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    assert "kinds of files" in failing(run)
+    answer = dpllm_("card", run)
+    assert answer.code == 2
+    assert f"export: {name} is no file of an export" in answer.err
+    # Listed and hashed by somebody who writes all files anew, it is refused all the same.
     rehash(run / "export", name)
     assert "kinds of files" in failing(run / "export")
+
+
+@pytest.mark.parametrize(
+    ("name", "forge"),
+    [
+        ("audit/roc.png", lambda old: old + ZIP),
+        ("audit/roc.png", lambda old: ZIP + old),
+        ("audit/roc.png", lambda old: old[:-12] + _chunk(b"tEXt", b"Comment\x00text of somebody") + old[-12:]),
+        ("audit/roc.png", lambda old: old[:60] + b"text" + old[64:]),
+        ("audit/bound.png", lambda _: pickle.dumps(["hello"], protocol=0)),
+        ("audit/tokens.parquet", lambda old: ZIP + old),
+        ("audit/tokens.parquet", lambda old: old + ZIP),
+        ("audit/scores.csv", lambda old: old + b"\xff"),
+        ("tokenizer.json", lambda _: pickle.dumps(["hello"], protocol=0)),
+        ("tokenizer.json", lambda old: old + b"{}"),
+        ("chat_template.jinja", lambda _: pickle.dumps(["hello"], protocol=2)),
+        ("adapter_model.safetensors", lambda old: old + b"text of somebody"),
+    ],
+)  # fmt: skip
+def test_a_known_file_is_what_its_name_says(export: Path, name: str, forge: Callable[[bytes], bytes]) -> None:
+    path = export / name
+    path.write_bytes(forge(path.read_bytes()))
+    rehash(export, name)
+    assert "kinds of files" in failing(export)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("adapter_config.json", {"auto_map": {"AutoModel": "alice/code--modeling.Model"}}),
+        ("adapter_config.json", {"auto_mapping": {"base_model_class": "Model", "parent_library": "evil"}}),
+        ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "evil"}),
+        ("adapter_config.json", {"unknown": "evil"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["alice/code--tokenization.Tokenizer", None]}}),
+        ("tokenizer_config.json", {"tokenizer_file": "/home/alice/tokenizer.json"}),
+        ("config.json", {"auto_map": {"AutoConfig": "configuration.Config"}}),
+        ("config.json", {"custom_pipelines": {"a": {"impl": "pipeline.Pipeline"}}}),
+        ("config.json", {"text_config": {"auto_map": {"AutoModel": "alice/code--modeling.Model"}}}),
+        ("config.json", {"text_config": {"layers": [{"impl": "alice--code.Model"}]}}),
+        ("config.json", {"attn_implementation": "alice/kernel"}),
+        ("generation_config.json", {"custom_generate": "alice/code"}),
+        ("config.json", {"_name_or_path": "/home/alice/model"}),
+    ],
+    ids=str,
+)
+def test_settings_that_lead_to_code_elsewhere_are_refused(export: Path, name: str, settings: published.Json) -> None:
+    path = export / name
+    plain = json.loads(path.read_text("utf-8")) if path.exists() else {"model_type": "llama", "dtype": "float32"}
+    path.write_text(json.dumps(plain), encoding="utf-8")
+    rehash(export, name)
+    assert not failing(export)
+    path.write_text(json.dumps({**plain, **settings}), encoding="utf-8")
+    rehash(export, name)
+    assert failing(export) == {"kinds of files"}
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_private_figures_in_export_are_refused_by_card_verify_and_push(run: Path, link: bool) -> None:
+    private, public = run / "private" / "metrics.jsonl", run / "export" / "metrics.jsonl"
+    if link:
+        os.link(private, public)
+    else:
+        shutil.copyfile(private, public)
+    assert dpllm_("card", run).code == 2
+    rehash(run / "export", "metrics.jsonl")
+    assert dpllm_("verify", run / "export").code == 4
+    answer = dpllm_("push", run, "alice/notes", "--dry-run")
+    assert answer.code == 3
+    assert "metrics.jsonl" in answer.err
 
 
 def test_links_and_special_files_are_seen_and_not_followed(export: Path, tmp_path: Path) -> None:
@@ -69,13 +154,6 @@ def test_what_the_hub_adds_is_no_part_of_an_export(run: Path) -> None:
     (run / "export" / ".gitattributes").write_text("*.safetensors filter=lfs\n", encoding="utf-8")
     assert not failing(run / "export")
     assert "kinds of files" in failing(run)
-
-
-def test_bytes_behind_the_tensors_are_seen(export: Path) -> None:
-    path = export / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes() + b"text of somebody")
-    rehash(export, path.name)
-    assert "kinds of files" in failing(export)
 
 
 def test_tensors_of_the_optimizer_are_seen(export: Path) -> None:

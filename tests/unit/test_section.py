@@ -19,6 +19,7 @@ from test_card_states import lineage, parent
 from dpllm.errors import ConfigError
 from dpllm.report import section
 from dpllm.report.card import render_card
+from dpllm.report.checks import page
 
 MECHANISM = {"verdict": "consistent", "reason": "No test failed.", "steps": 300}
 
@@ -124,11 +125,23 @@ def test_front_matter_that_is_none_is_refused(text: str) -> None:
         section.front_matter(text)
 
 
-@pytest.mark.parametrize("where", ["title", "description", "contact", "tuning"])
-def test_a_marker_in_a_text_of_the_recipe_is_refused(where: str) -> None:
+@pytest.mark.parametrize(("where", "named"), [("contact", "contact"), ("tuning", "contact"), ("license", "license")])
+def test_a_marker_in_a_text_of_the_recipe_is_refused(where: str, named: str) -> None:
     for marker in ("<!-- dpllm:privacy -->", "<!-- /dpllm:banner -->"):
-        with pytest.raises(ConfigError, match=r"card\.title|card\.contact"):
+        with pytest.raises(ConfigError, match=f"card.{named}"):
             render_card(config(card={where: f"see {marker} below"}), plan(), record(), None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<details>", "<!-- ", "<!-- dpllm:privacy -->", "```\n<b>", "  ~~~text", "x ```<details>`", "`<eos>`", "a\r```", "<?php"],
+)  # fmt: skip
+def test_title_and_description_hide_nothing(text: str) -> None:
+    written, block = render_card(config(card={"title": text, "description": text}), plan(), record(), None)
+    assert section.parts(written) == section.render(block)
+    assert page._visible(written).status == "asserted"
+    plain = "It learnt *notes*, 1 < 2; see <https://a.b> and `code`."
+    assert f"\n{plain}\n" in render_card(config(card={"description": plain}), plan(), record(), None)[0]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -30,6 +30,7 @@ from dpllm.report import claim
 from dpllm.report.checks import costs
 from dpllm.report.checks.reading import read_bytes, read_object
 from dpllm.report.checks.values import (
+    MAGNIFIED,
     Check,
     Json,
     Published,
@@ -234,7 +235,7 @@ def _statistics(found: Published, report: Json, table: tuple[CanaryScores, ...],
     }
     fresh = _summary(table, _Hashed(tokens), costs.text(fixed))
     stated = {name: report.get(name) for name in fresh}
-    wrong = list(differences(stated, fresh)) + sorted(report.keys() - fresh.keys() - BESIDE)
+    wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - BESIDE)
     if wrong:
         raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
     bound = fresh["epsilon_lower_bound"]

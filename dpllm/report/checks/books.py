@@ -25,6 +25,7 @@ from dpllm.ledger.store import default_path
 from dpllm.ledger.values import Account, Budget, Reservation, Run
 from dpllm.privacy import events
 from dpllm.report.checks import costs
+from dpllm.report.checks.promise import rounding
 from dpllm.report.checks.reading import MOST_BYTES, read_bytes, read_object
 from dpllm.report.checks.values import Check, Json, Published, Wrong, asserted, close, listed, verified
 
@@ -173,9 +174,11 @@ def _total(chain: _Chain, composed: Json, terms: Json) -> Check:
     spent = costs.together(costs.text(account.events()), float(composed["delta"]), relation)
     filtered = gates.filter_epsilon(account)
     problems = []
-    if not close(composed["spent_epsilon"], spent, 1e-3):
+    if not close(composed["spent_epsilon"], spent, rounding(terms)):
         problems.append(f"the total is {spent:.6g}, and {composed['spent_epsilon']:.6g} is stated")
-    if not close(composed["filter_epsilon"], filtered if filtered is None or math.isfinite(filtered) else None, 1e-3):
+    if not close(
+        composed["filter_epsilon"], filtered if filtered is None or math.isfinite(filtered) else None, rounding(terms)
+    ):
         problems.append("filter_epsilon is not the filter's")
     stated = composed["budget"]
     known = None if budget is None else {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")}
@@ -184,7 +187,7 @@ def _total(chain: _Chain, composed: Json, terms: Json) -> Check:
     if composed["imported"] != len(account.imports):
         problems.append("the number of imported runs is another")
     group, own = composed.get("group"), next(r for r in account.runs if r.reservation.entry == composed["entry"])
-    problems += _group(group, own.reservation.group, account, relation)
+    problems += _group(group, own.reservation.group, account, terms)
     if problems:
         raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. Write the card again: dpllm card RUN.")
     later = len(chain.entries) - composed["entries"]
@@ -195,12 +198,14 @@ def _total(chain: _Chain, composed: Json, terms: Json) -> Check:
     )
 
 
-def _group(stated: Json | None, name: str | None, account: Account, relation: Any) -> list[str]:
+def _group(stated: Json | None, name: str | None, account: Account, terms: Json) -> list[str]:
     if stated is None or name is None:
         return [] if stated is None and name is None else ["the tuning group is another"]
     runs = [run for run in account.runs if run.reservation.group == name]
-    total = costs.together(costs.text([run.event for run in runs]), float(stated["delta"]), relation)
-    same = (stated["name"], stated["runs"]) == (name, len(runs)) and close(stated["epsilon"], total, 1e-3)
+    total = costs.together(
+        costs.text([run.event for run in runs]), float(stated["delta"]), terms["neighbouring_relation"]
+    )
+    same = (stated["name"], stated["runs"]) == (name, len(runs)) and close(stated["epsilon"], total, rounding(terms))
     return [] if same else ["the tuning group is another"]
 
 

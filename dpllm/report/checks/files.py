@@ -1,4 +1,4 @@
-"""What lies in export/: the very files that the block lists, and none of a kind that is never published.
+"""What lies in export/: the very files that the block lists, each of a known name and what its name says.
 
 Comes in: an export directory and the hashes in its block. Goes out: checks. Opens regular files only, follows no link and
 loads no tensor.
@@ -10,67 +10,45 @@ import json
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from dpllm.artifacts import UNHASHED, sha256
+from dpllm.artifacts import UNHASHED, publishable, sha256, unknown
+from dpllm.report.checks.reading import read_bytes, read_object, read_text
 from dpllm.report.checks.values import Check, Published, Wrong, failed, listed, verified
 
 MOST_FILES = 10_000
 MOST_HEADER = 100 * 2**20
 OF_THE_HUB = (".gitattributes", ".git", ".cache")
 """What the Hub, git and a download add at the top of a repository; dpllm never writes them and never uploads them."""
-PRIVATE_SUFFIXES = frozenset(
-    f".{kind}"
-    for kinds in (
-        "pt pth bin pkl pickle ckpt joblib npy npz h5",
-        "sqlite db log jsonl",
-        "zip tar gz tgz xz bz2 zst 7z rar",
-        "py pyc so",
-    )
-    for kind in kinds.split()
-)
-_TOKENS = "audit/tokens.parquet"
-_PRIVATE_NAME = re.compile(
-    r"(metrics|audits)\.jsonl|canaries\.json|summary\.json|state\.json|config\.yaml|plan\.json|run\.json|"
-    r".*(optimizer|scheduler|rng_state|rng-state|trainer_state|training_args|shadow).*",
-    re.IGNORECASE,
-)
-_MAGIC = {
-    b"PK\x03\x04": "an archive, as torch.save writes it",
-    b"SQLite format 3\x00": "a database",
-    b"\x1f\x8b": "a compressed file",
-    b"\xfd7zXZ": "a compressed file",
-    b"BZh": "a compressed file",
-    b"\x28\xb5\x2f\xfd": "a compressed file",
-    b"7z\xbc\xaf": "an archive",
-    b"Rar!": "an archive",
-    b"\x7fELF": "a program",
-    b"\x93NUMPY": "an array, which may hold pickled objects",
-}
+_PNG, _PARQUET = b"\x89PNG\r\n\x1a\n", b"PAR1"
+_CHUNKS = frozenset({b"IHDR", b"pHYs", b"IDAT", b"IEND"})
+"""Of a PNG file as the audit draws it: none of text."""
 _TRAINING_STATE = re.compile(
     r"exp_avg|momentum_buffer|optimizer|rng|grad_sample|summed_grad|\bmoments?\b", re.IGNORECASE
 )
 
 
 def check(found: Published) -> Iterator[Check]:
-    """Names, hashes and kinds of all files."""
-    names, strange = regular_files(found.directory, strict=found.run is not None)
-    problems = strange + [f"{name} {why}" for name in names if (why := _private_kind(name))]
-    for name in names:
-        content = _private_content(found.directory / name)
-        problems += [f"{name} {content}"] if content else []
+    """Names, hashes and contents of all files."""
+    names, problems = regular_files(found.directory, strict=found.run is not None)
+    strange = set(unknown(names))
     yield _hashes(found, names)
+    for name in names:
+        why = "is no file of an export" if name in strange else _content(found.directory / name)
+        problems += [f"{name} {why}"] if why else []
     if problems:
         detail = (
-            f"{listed(problems)}. Such a file may hold private data: delete it from export/ and write the card again."
+            f"{listed(problems)}. What is not known may hold private data or run code: delete it from export/ and write the "
+            "card again."
         )
         yield failed("kinds of files", detail)
     else:
         yield verified(
             "kinds of files",
-            f"{len(names)} files: no pickle, archive, database, link or hidden file, and no state of training; every "
-            "safetensors file holds tensors and nothing behind them.",
+            f"{len(names)} files, each of a name that dpllm writes and what that name says; none holds more, and no setting "
+            "names code elsewhere.",
         )
 
 
@@ -143,32 +121,46 @@ def _hashes(found: Published, names: list[str]) -> Check:
     )
 
 
-def _private_kind(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.suffix.lower() in PRIVATE_SUFFIXES:
-        return f"is of a kind that is never published ({path.suffix})"
-    if path.suffix.lower() in (".parquet", ".arrow", ".feather") and name != _TOKENS:
-        return "is a table, which may hold text"
-    return "has the name of a private file" if _PRIVATE_NAME.fullmatch(path.name) else ""
+def _content(path: Path) -> str:
+    """What a file holds beside what its name says; empty where nothing."""
+    if path.suffix == ".safetensors":
+        return _safetensors(path)
+    try:
+        if path.suffix == ".json":
+            settings = read_object(path)
+            kept = publishable(path.name, settings)
+            if more := sorted(key for key in settings if key not in kept or kept[key] != settings[key]):
+                return f"has a setting that is not known ({listed(more)})"
+        elif path.suffix == ".png":
+            return "" if _is_png(read_bytes(path)) else "is not a PNG file and nothing else"
+        elif path.suffix == ".parquet":
+            data = read_bytes(path)
+            return "" if data.startswith(_PARQUET) and data.endswith(_PARQUET) else "is no parquet file"
+        else:
+            read_text(path)
+    except Wrong as error:
+        return str(error).removeprefix(f"{path.name} ").partition(". ")[0]
+    return ""
 
 
-def _private_content(path: Path) -> str:
+def _is_png(data: bytes) -> bool:
+    """Whether chunks follow one another from the signature to an IEND at the very end."""
+    at, kind = len(_PNG), b""
+    while at < len(data) and kind != b"IEND":
+        end = at + 8 + int.from_bytes(data[at : at + 4])
+        kind = data[at + 4 : at + 8]
+        if kind not in _CHUNKS or data[end : end + 4] != zlib.crc32(data[at + 4 : end]).to_bytes(4):
+            return False
+        at = end + 4
+    return data.startswith(_PNG) and kind == b"IEND" and at == len(data)
+
+
+def _safetensors(path: Path) -> str:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        start = file.read(16)
-        for magic, what in _MAGIC.items():
-            if start.startswith(magic):
-                return f"is {what}"
-        if path.suffix != ".safetensors":
-            return (
-                "is a pickle" if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and len(start) > 1 else ""
-            )
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(start[:8], "little")
-        if len(start) < 9 or length > min(MOST_HEADER, size - 8):
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(MOST_HEADER, size - 8):
             return "is no safetensors file"
-        file.seek(8)
-        header = file.read(length)
-    return _tensors(header, size - 8 - length)
+        return _tensors(file.read(length), size - 8 - length)
 
 
 def _tensors(header: bytes, size: int) -> str:
@@ -186,8 +178,8 @@ def _tensors(header: bytes, size: int) -> str:
             return "holds something else than its tensors"
         if any(_TRAINING_STATE.search(name) for name in values):
             return "holds tensors of the optimizer or of the generator"
-        if len(json.dumps(described)) > 10_000:
-            return "holds more text than a description"
+        if described not in ({}, {"format": "pt"}):
+            return "holds text beside its tensors"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return "is no safetensors file"
     return ""

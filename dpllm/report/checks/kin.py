@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from dpllm.privacy import events
 from dpllm.report.checks import costs
+from dpllm.report.checks.promise import rounding
 from dpllm.report.checks.values import Check, Json, Published, Wrong, asserted, close, listed, verified
 
 _NAME = "lineage"
@@ -74,6 +75,6 @@ def _composed(found: Published, lineage: Json, terms: Json | None, mine: list[Js
         raise Wrong(f"a total is stated over runs that protect other units, or by another relation. {_AGAIN}")
     all_of = [own, *(parent["event"] for parent in mine)]
     total = costs.together(costs.text(all_of), float(composed["delta"]), terms["neighbouring_relation"])
-    if composed["delta"] != terms["delta"] or not close(composed["epsilon"], total, 1e-3):
+    if composed["delta"] != terms["delta"] or not close(composed["epsilon"], total, rounding(terms)):
         raise Wrong(f"all of them together cost {total:.6g}, and {composed['epsilon']:g} is stated. {_AGAIN}")
     return verified(_NAME, f"with {len(mine)} models before it on the same dataset, epsilon is {total:.6g}.")

@@ -9,29 +9,40 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import dpllm
 from dpllm.errors import ConfigError
-from dpllm.report import person, section
-from dpllm.report.checks.reading import read_front_matter, read_text
+from dpllm.report import fields, person, section
+from dpllm.report.checks.reading import read_front_matter, read_text, split_front_matter
 from dpllm.report.checks.values import Check, Published, Wrong, asserted, failed, plain, verified
 
-SCHEMA = Path(__file__).parent.parent / "schema" / "privacy.schema.json"
 _AGAIN = "Write the card again: dpllm card RUN."
-_HIDES = re.compile(
-    r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)[a-z/!?]|display\s*:|[\u200b-\u200f\u202a-\u202e\u2066-\u2069]", re.IGNORECASE
-)
-"""HTML but an address, since a tag or an attribute that is left open swallows what follows; and signs that turn text around."""
+_TURNS = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
+"""Signs that turn text around, or have no width."""
+ASSERTED = {
+    "training": (
+        "optimizer clipping max_grad_norm adaptive neighbouring_relation randomness status steps.taken",
+        "the author's word that these steps ran with this sampler, this clipping and noise from the operating system",
+    ),
+    "data": (
+        "unit dataset data_public sampling.expected_batch_size sampling.dataset_size max_examples_per_unit",
+        "the author's word on what was trained on and who is a unit; of N and batch only the ratio enters epsilon",
+    ),
+    "circumstances": (
+        "base_model software hardware date recipe_digest accountant.version cross_check.version deviations",
+        "the author's word on where, when, from what and with which versions it ran",
+    ),
+    "words": ("not_covered tuning contact", "text that nobody can compute"),
+}
+"""Name of a line -> fields of a block that nobody can compute from what is published, and what they say."""
 _MOST_PROBLEMS = 3
 
 
 def schema(found: Published) -> Iterator[Check]:
     """privacy.json against the schema that the package ships."""
     problems = []
-    for error in _validator().iter_errors(found.block):
+    for error in fields.validator().iter_errors(found.block):
         where = ".".join(str(part) for part in error.absolute_path) or "privacy.json"
         # A message may quote a whole value, so that it is the rule that is named.
         problems.append(f"{where} ({error.validator})")
@@ -43,11 +54,17 @@ def schema(found: Published) -> Iterator[Check]:
         yield verified("schema", f"privacy.json follows schema version {found.block.get('schema_version')}.")
 
 
-@cache
-def _validator() -> Any:
-    from jsonschema import Draft202012Validator
+def said(found: Published) -> Iterator[Check]:
+    """The fields that are the author's word."""
+    for name, (listed_fields, what) in ASSERTED.items():
+        there = [field for field in listed_fields.split() if _stated(found.block | (found.terms or {}), field)]
+        if there:
+            yield asserted(name, f"{', '.join(there)}: {what}.")
 
-    return Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+def _stated(block: Any, field: str) -> bool:
+    name, _, inner = field.partition(".")
+    return isinstance(block, dict) and name in block and (not inner or _stated(block[name], inner))
 
 
 def front_matter(found: Published) -> Iterator[Check]:
@@ -74,7 +91,7 @@ def marked(found: Published) -> Iterator[Check]:
         raise Wrong(str(error)) from None
     for name in expected:
         label = f"{name} in README.md"
-        if _HIDES.search(expected[name]):
+        if section.TAG.search(expected[name]) or _TURNS.search(expected[name]):
             yield failed(
                 label, "a text of privacy.json holds HTML or signs that could hide the statement. Take them out."
             )
@@ -110,38 +127,19 @@ def _version(found: Published) -> str:
 
 def _visible(card: str) -> Check:
     """Whether anything that stands before a marked part could hide it."""
-    before, _, rest = card.partition("<!-- dpllm:banner -->")
+    before, _, rest = split_front_matter(card)[1].partition("<!-- dpllm:banner -->")
     between = rest.partition("<!-- /dpllm:banner -->")[2].partition("<!-- dpllm:privacy -->")[0]
-    pieces = before.split("\n---", 1)
-    after_front_matter = pieces[1].partition("\n")[2] if len(pieces) > 1 else before
-    if after_front_matter.strip():
+    if before.strip():
         return failed("what is seen first", f"text stands before the banner, which has to come first. {_AGAIN}")
-    code = r"`[^`\n]*`" if "\\`" not in between else r"(?!)"
-    if _HIDES.search(re.sub(code, "", between)) or _open_fence(between):
+    if between != section.inert(between) or _TURNS.search(between):
         return failed(
             "what is seen first",
-            "HTML or an open block of code before the privacy part could hide it. Write plain Markdown there.",
+            "HTML or a block of code before the privacy part could hide it. Move it behind that part, or write plain Markdown.",
         )
     return asserted(
         "text of the author",
         "title, description, use, training and citation stand outside the marked parts, and nobody checks them.",
     )
-
-
-def _open_fence(text: str) -> bool:
-    """Whether a block of code is still open at the end, or one is indented so that readers differ."""
-    fence = ""
-    for line in text.splitlines():
-        found = re.match(r"(\s*)(`{3,}|~{3,})(.*)", line)
-        if not found or (not fence and "`" in found[2] and "`" in found[3]):
-            continue
-        if len(found[1].expandtabs(4)) > 3:
-            return True
-        if not fence:
-            fence = found[2]
-        elif found[2].startswith(fence) and not found[3].strip():
-            fence = ""
-    return bool(fence)
 
 
 def _text(value: object) -> str:

@@ -80,6 +80,20 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     return value
 
 
+def split_front_matter(card: str) -> tuple[str, str]:
+    """The front matter of a card, and the page below it.
+
+    Raises:
+        Wrong: There is none; or a carriage return stands alone, where readers differ over whether a line ends.
+    """
+    text = card.replace("\r\n", "\n")
+    lines = text.split("\n")
+    ends = [number for number, line in enumerate(lines) if line.rstrip() == "---"]
+    if len(ends) < 2 or ends[0] != 0 or "\r" in text:
+        raise Wrong(f"README.md has no front matter between two lines of ---. {_RESTORE}")
+    return "\n".join(lines[1 : ends[1]]), "\n".join(lines[ends[1] + 1 :])
+
+
 @lru_cache(maxsize=4)
 def read_front_matter(card: str) -> dict[str, Any]:
     """The YAML front matter of a card; not to be changed.
@@ -90,11 +104,7 @@ def read_front_matter(card: str) -> dict[str, Any]:
     """
     import yaml
 
-    lines = card.split("\n")
-    ends = [number for number, line in enumerate(lines) if line.rstrip() == "---"]
-    if len(ends) < 2 or ends[0] != 0:
-        raise Wrong(f"README.md has no front matter between two lines of ---. {_RESTORE}")
-    text = "\n".join(lines[1 : ends[1]])
+    text, _ = split_front_matter(card)
     if len(text) > MOST_MATTER:
         raise Wrong(f"the front matter of README.md has {len(text):,} letters, more than {MOST_MATTER:,}. {_RESTORE}")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
