@@ -93,6 +93,7 @@ def write_record(
             "dropout_off": p.dropout_off,
         },
         "artifacts": artifacts.hashes(p.run.export) if unfinished is None else {},
+        "lattice": p.engine.lattice() if p.plan else None,
         "metrics": {"public": public, "released": p.engine.released()},
         "started_at": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         **(cost if may_tell_cost(p.config) else {}),

@@ -25,8 +25,9 @@ from dpllm import sharding
 from dpllm.errors import Refused
 from dpllm.privacy.clipping import PlainSum, Summer, make_clipper, refuse_foreign_gradients
 from dpllm.privacy.head import TokenLosses
+from dpllm.privacy.lattice import EXACT, noise_scale, spacing_of
 from dpllm.privacy.loss import example_means
-from dpllm.privacy.noise import EXACT, GaussianNoise, noise_scale, spacing_of
+from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.privacy.selfcheck import self_check
@@ -289,6 +290,10 @@ class Engine:
         if self.noisy_fraction is None:
             return {}
         return {"unclipped_fraction": self.noisy_fraction, "max_grad_norm": self.max_grad_norm}
+
+    def lattice(self) -> dict[str, float]:
+        """What the card says of the noise: the coordinates that train, and its standard deviation over C."""
+        return {"coordinates": self._size, "noise_over_max_grad_norm": self._noise_scale() / self.max_grad_norm}
 
     def close(self) -> None:
         """Takes the hooks out of the model and the optimizer, so that they can be saved and used."""

@@ -24,13 +24,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from torch import Tensor
 
-from dpllm.errors import Refused
+from dpllm.privacy.lattice import spacing_of
 
 PHILOX_KEY_BITS, CHACHA20_KEY_BITS = 128, 256
 CHUNK = 2**20  # variates made at once: 8 MB each of several temporaries
-LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
-SLACK = 1e-6  # of C, by which rounding may make a clipped gradient longer; see ``clipping.PerUnitClipper``
-EXACT = 2.0**52  # multiples of the spacing up to which float64 adds them exactly, with one bit to spare
 
 
 def os_entropy(bits: int = PHILOX_KEY_BITS) -> int:
@@ -83,35 +80,6 @@ class ChaCha20Stream:
 def keystream(key: bytes, nonce: bytes, first_block: int) -> CipherContext:
     """ChaCha20 as RFC 8439 has it: 32 bytes of key, 12 of nonce, a block counter of 32 bits."""
     return Cipher(ChaCha20(key, first_block.to_bytes(4, "little") + nonce), mode=None).encryptor()
-
-
-def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:
-    """The standard deviation s of the noise: ``noise_multiplier`` times what one unit can move the sum on the lattice.
-
-    A unit's clipped gradient is no longer than C (1 + 1e-6), and rounding it to the lattice moves each of P coordinates by at
-    most one spacing, which is at most 2^-30 s. So s = sigma (C (1 + 1e-6) + 2^-30 s sqrt(P)), solved for s: sigma C (1 + 1e-6
-    + 2^-30 sigma sqrt(P)), nearly; of a million coordinates at sigma 1, sigma C (1 + 2e-6).
-
-    Args:
-        noise_multiplier: sigma > 0, the noise over the sensitivity, as it is accounted.
-        max_grad_norm: C > 0.
-        coordinates: P, what trains.
-
-    Raises:
-        Refused: The lattice would be as coarse as C.
-    """
-    rounding = 2.0**-LATTICE_BITS * noise_multiplier * math.sqrt(coordinates)
-    if rounding >= 0.5:
-        raise Refused(
-            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates needs a lattice as coarse as the "
-            "gradients themselves. Lower privacy.noise_multiplier, or train fewer parameters."
-        )
-    return noise_multiplier * max_grad_norm * (1 + SLACK) / (1 - rounding)
-
-
-def spacing_of(scale: float) -> float:
-    """The spacing of the lattice for noise of this standard deviation: a power of two in (2^-31, 2^-30] times it."""
-    return math.ldexp(1.0, math.floor(math.log2(scale)) - LATTICE_BITS)
 
 
 class GaussianNoise:

@@ -241,6 +241,7 @@ def _terms(config: RunConfig, plan: Json, record: Json) -> Json:
         "randomness": {
             "generator": "chacha20" if config.privacy.secure_noise else "philox",
             "secure_noise": config.privacy.secure_noise,
+            **({"lattice": record["lattice"]} if record.get("lattice") else {}),
         },
         "accountant": plan["accountant"],
         "cross_check": plan["cross_check"],

@@ -13,7 +13,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dpllm.privacy.noise import GaussianNoise, noise_scale
+from dpllm.privacy.lattice import noise_scale
+from dpllm.privacy.noise import GaussianNoise
 
 STEPS, C, SIGMA, B = 3, 0.05, 0.7, 12
 SLOTS, DRAWS, RATE = 40, 1500, 10 / 40
@@ -123,4 +124,6 @@ def test_sampling_masks_agree_with_one_global_poisson_draw(runs: dict[int, list[
     pairs = np.corrcoef(joined.T)[np.triu_indices(SLOTS, 1)]
     assert np.abs(pairs).max() < 5 / DRAWS**0.5  # of 780 pairs
     load = seen.sum(axis=(1, 2))
-    assert load.max() - load.min() <= 4 * DRAWS  # dealt out by physical batches of four: the first rank has one more at most
+    assert (
+        load.max() - load.min() <= 4 * DRAWS
+    )  # dealt out by physical batches of four: the first rank has one more at most

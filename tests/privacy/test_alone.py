@@ -24,7 +24,8 @@ from dpllm.errors import Refused
 from dpllm.privacy import gradients, noise
 from dpllm.privacy.adaptive import adaptive_clipping
 from dpllm.privacy.gradients import UnitGradients
-from dpllm.privacy.noise import GaussianNoise, noise_scale, spacing_of
+from dpllm.privacy.lattice import noise_scale, spacing_of
+from dpllm.privacy.noise import GaussianNoise
 
 HEAD = {**FROZEN, "lm_head": True}
 TIED = {"tie_word_embeddings": True}

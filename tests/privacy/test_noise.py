@@ -18,7 +18,8 @@ from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
-from dpllm.privacy.noise import CHUNK, ChaCha20Stream, GaussianNoise, key_bits, keystream, noise_scale, os_entropy
+from dpllm.privacy.lattice import noise_scale
+from dpllm.privacy.noise import CHUNK, ChaCha20Stream, GaussianNoise, key_bits, keystream, os_entropy
 
 STEPS = 400
 

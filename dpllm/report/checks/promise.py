@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from dpllm.privacy import accounting, events
+from dpllm.privacy.lattice import noise_scale
 from dpllm.report import claim
 from dpllm.report.checks import costs
 from dpllm.report.checks.values import (
@@ -102,6 +103,7 @@ def _sizes(found: Published, terms: Json) -> Check:
         "steps.planned is not the event's count": planned == event["count"],
         "clipping is not what the event is about": (terms["clipping"] == "adaptive") == ("adaptive" in terms),
         "noise_multiplier is not the event's": _noise(terms, step["event"]),
+        "randomness.lattice.noise_over_max_grad_norm is not sigma's": _lattice(terms),
         "canary_slots do not fit into dataset_size": 0 <= sampling["canary_slots"] < size and 0 < batch <= size,
         "delta is not below 1/N, so that publishing one record outright would satisfy it": 0 < delta * size < 1,
         "steps.taken is more than planned": is_number(taken) and 0 <= taken <= planned,
@@ -123,6 +125,15 @@ def _noise(terms: Json, mechanism: Json) -> bool:
     parts = {key: terms["adaptive"][key] for key in ("gradient_noise_multiplier", "count_noise_multiplier")}
     joint = events.joint_noise_multiplier(*parts.values())
     return mechanism == {"type": "adaptive_clipping", **parts} and close(terms["noise_multiplier"], joint)
+
+
+def _lattice(terms: Json) -> bool:
+    """The noise that was added is sigma times the sensitivity, rounding to the lattice counted."""
+    stated = terms["randomness"].get("lattice")
+    if stated is None:  # a run of before
+        return True
+    sigma = terms["adaptive"]["gradient_noise_multiplier"] if "adaptive" in terms else terms["noise_multiplier"]
+    return close(stated["noise_over_max_grad_norm"], noise_scale(sigma, 1.0, stated["coordinates"]), 1e-12)
 
 
 def _accountants(found: Published, terms: Json) -> Check:
