@@ -222,7 +222,7 @@ class Cancelling(Toy):
 
     def __init__(self, scale: float, hidden: int = 4) -> None:
         super().__init__(hidden)
-        self.signs = nn.Parameter(torch.tensor([1.0, -1.0]).repeat(40), requires_grad=False)
+        self.signs = nn.Parameter(torch.tensor([1.0, -1.0]).repeat(MAX_LENGTH // 2), requires_grad=False)
         with torch.no_grad():
             direction = torch.randn(hidden, generator=torch.Generator().manual_seed(7))
             noise = torch.randn(VOCABULARY, hidden, generator=torch.Generator().manual_seed(8))

@@ -142,7 +142,9 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footp
     counted = _count(config, net, 1 if named == "auto" else named)
     rows = None if named == "auto" else named
     if counted is not None and rows is None:
-        rows, free = _that_fit(config, _memory(config, net, counted, 1), device)
+        two = _count(config, net, 2)
+        assert two is not None
+        rows, free = _that_fit(config, _memory(config, net, counted, 1), _memory(config, net, two, 2), device)
         counted = _count(config, net, rows)
     memory, flops, seconds, speed = None, None, None, None
     if counted is not None and rows is not None:
@@ -209,15 +211,13 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
     return net.train()
 
 
-def _that_fit(config: RunConfig, one: Memory, device: torch.device) -> tuple[int, int]:
+def _that_fit(config: RunConfig, one: Memory, two: Memory, device: torch.device) -> tuple[int, int]:
     """The sequences that a run with auto would take on this machine, 1 at least, and the bytes that are free there.
 
-    ``one`` is counted for one sequence; what grows with their number grows in proportion to it.
+    ``one`` and ``two`` are counted for as many sequences; memory grows with their number on the line through both.
     """
     free = fitting.free_memory(device)
-    grows = (
-        one.unit_gradients + one.activations + one.logits if config.privacy.enabled else one.activations + one.logits
-    )
+    grows = two.total - one.total
     stays, limit = one.total - grows, fitting.budget(free)
     return max(1, fitting.largest(lambda rows: stays + rows * grows, limit, fitting.most_rows(config, device))), free
 

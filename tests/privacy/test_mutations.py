@@ -336,7 +336,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     "no self-check": (attribute(engine, "self_check", nothing), refuses("off by", Functional)),
     "no check of padding": (attribute(selfcheck, "_check_padding", nothing), refuses("rows beside it", Lengthy)),
     "no check of neighbours": (
-        attribute(selfcheck, "_check_neighbours", nothing), refuses("rows beside it", FullInTraining),
+        attribute(selfcheck, "_check_company", nothing), refuses("rows beside it", FullInTraining),
     ),
 }  # fmt: skip
 

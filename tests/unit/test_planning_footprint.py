@@ -156,7 +156,7 @@ def test_logits_of_a_frozen_head_are_a_chunk(tmp_path: Path) -> None:
     only_config(tmp_path, vocab_size=200_000)
     few, many, whole = (
         needs(recipe(tmp_path, adapter, data__max_length=tokens)).memory.logits
-        for adapter, tokens in ((LORA, 64), (LORA, 128), ({**FROZEN, "lm_head": True}, 128))
+        for adapter, tokens in ((LORA, 256), (LORA, 512), ({**FROZEN, "lm_head": True}, 128))
     )
     assert few == pytest.approx(many, rel=0.05)
     assert few < 2.5 * 4 * 2**24
