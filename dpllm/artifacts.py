@@ -38,6 +38,7 @@ _WORDS = {
 """Keys of these files that may hold words. Any other may be there, since versions add some, with a number, a flag or nothing,
 none of which can name code."""
 _NAMES_CODE = frozenset({"auto_map", "custom_pipelines"})
+_ELSEWHERE = re.compile(r"[/\\]|--.*\.")
 
 
 def unknown(names: Iterable[str]) -> list[str]:
@@ -86,7 +87,7 @@ def _without_code(value: Any) -> Any:
 
 
 def _elsewhere(value: Any) -> bool:
-    return isinstance(value, str) and any(sign in value for sign in ("/", "\\", "--"))
+    return isinstance(value, str) and _ELSEWHERE.search(value) is not None
 
 
 def _plain(value: Any) -> bool:
