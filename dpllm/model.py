@@ -182,16 +182,19 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
         Refused: The architecture cannot be built from its configuration alone.
     """
     small = copy.deepcopy(model.config)
-    small.num_hidden_layers = min(SHRUNKEN_BLOCKS, small.num_hidden_layers)
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[: small.num_hidden_layers]
-    small.vocab_size = SHRUNKEN_VOCABULARY
-    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    text = small.get_text_config()  # of a model that reads images too; itself elsewhere
+    layers, kept = text.num_hidden_layers, min(SHRUNKEN_BLOCKS, text.num_hidden_layers)
+    text.num_hidden_layers = kept
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == layers:  # the kind of each block
+            setattr(text, name, value[:kept])
+    text.vocab_size = SHRUNKEN_VOCABULARY
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     if hasattr(small, "quantization_config"):
         del small.quantization_config
     adapter = config.adapter
     if isinstance(adapter, FrozenConfig):
-        adapter = adapter.model_copy(update={"last_blocks": min(adapter.last_blocks, small.num_hidden_layers)})
+        adapter = adapter.model_copy(update={"last_blocks": min(adapter.last_blocks, kept)})
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         try:
@@ -285,7 +288,7 @@ def blocks(model: Any) -> tuple[str, nn.ModuleList]:
 
 def left_out(model: Any) -> list[str]:
     """Which weights of the decoder blocks, norms and biases aside, LoRA gave no adapter, by their layers' names in a block."""
-    prefix, layers = blocks(model)
+    layers = blocks(model)[1]
     frozen = [
         name
         for name, parameter in layers.named_parameters()
@@ -295,13 +298,14 @@ def left_out(model: Any) -> list[str]:
 
 
 def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
-    linear = {name.rpartition(".")[2] for name in _adaptable(model)}
+    adaptable = _adaptable(model)
+    linear = {name.rpartition(".")[2] for name in adaptable}
     targets: Any = adapter.target_modules
-    if targets == "auto":
-        targets = _targets(model)
-    elif isinstance(targets, str) and targets in linear:
+    if isinstance(targets, str) and targets in linear:
         targets = [targets]  # peft would read a single name as an expression for whole paths
-    _check_modules_to_save(model, adapter)
+    _check_modules_to_save(model, adapter, linear if targets == "auto" else targets)
+    if targets == "auto":
+        targets = _targets(model, adaptable)
     conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     try:
         peft_config = PeftLoraConfig(
@@ -325,7 +329,7 @@ def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
     return peft_model
 
 
-def _check_modules_to_save(model: Any, adapter: LoraConfig) -> None:
+def _check_modules_to_save(model: Any, adapter: LoraConfig, targets: Any) -> None:
     names = dict(model.named_modules())
     for wanted in adapter.modules_to_save:
         found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
@@ -337,16 +341,15 @@ def _check_modules_to_save(model: Any, adapter: LoraConfig) -> None:
             )
         for name in found:
             _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
-        targets = [name.rpartition(".")[2] for name in _adaptable(model)] if adapter.target_modules == "auto" else adapter.target_modules
         if not isinstance(targets, str) and wanted in targets:
             raise ConfigError(
                 f"adapter.modules_to_save: {wanted!r} also gets an adapter. Take it out of this list or of target_modules."
             )
 
 
-def _targets(model: Any) -> list[str] | str:
-    """What ``auto`` adapts, as adapter_config.json says it: names where they match nothing else, or an expression."""
-    prefix, chosen = blocks(model)[0], _adaptable(model)
+def _targets(model: Any, chosen: list[str]) -> list[str] | str:
+    """Full names as adapter_config.json says them: by last parts where those match nothing else, or an expression."""
+    prefix = blocks(model)[0]
     names = {name.rpartition(".")[2] for name in chosen}
     if chosen == [name for name, _ in model.named_modules() if name.rpartition(".")[2] in names]:
         return sorted(names)
@@ -367,8 +370,11 @@ def _adaptable(model: Any) -> list[str]:
         parent = model.get_submodule(name.rpartition(".")[0])
         # Fused kernels of state-space mixers (Mamba) read every other weight beside its layer.
         mixer = {"A_log", "D"} <= {own for own, _ in parent.named_parameters(recurse=False)}
-        grouped = type(module).__name__.endswith("GroupedLinear")  # DeepSeek V4: its output has another shape than LoRA's
-        if not grouped and (not mixer or name.rpartition(".")[2].startswith("in_proj")):
+        if mixer and not name.rpartition(".")[2].startswith("in_proj"):
+            continue
+        if not type(module).__name__.endswith(
+            "GroupedLinear"
+        ):  # DeepSeek V4's has an output of another shape than LoRA's
             found.append(name)
     # peft 0.21 takes the names of linear layers, also of dense and shared ones, for the fused experts that replaced them.
     asked = PeftLoraConfig(target_modules=found)
