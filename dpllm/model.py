@@ -372,10 +372,9 @@ def _adaptable(model: Any) -> list[str]:
         mixer = {"A_log", "D"} <= {own for own, _ in parent.named_parameters(recurse=False)}
         if mixer and not name.rpartition(".")[2].startswith("in_proj"):
             continue
-        if not type(module).__name__.endswith(
-            "GroupedLinear"
-        ):  # DeepSeek V4's has an output of another shape than LoRA's
-            found.append(name)
+        if type(module).__name__.endswith("GroupedLinear"):  # its output has another shape than LoRA's (DeepSeek V4)
+            continue
+        found.append(name)
     # peft 0.21 takes the names of linear layers, also of dense and shared ones, for the fused experts that replaced them.
     asked = PeftLoraConfig(target_modules=found)
     convert_peft_config_for_transformers(asked, model, None)

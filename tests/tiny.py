@@ -62,6 +62,7 @@ STATES: Json = {"state_size": 4, "ssm_state_size": 4, "n_groups": 1, "chunk_size
 MIXED: dict[str, Json] = {
     "deepseek_v2": {**EXPERTS, **LATENT},
     "deepseek_v3": {**EXPERTS, **LATENT},
+    "deepseek_v32": {**EXPERTS, **LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
     "glm4_moe": EXPERTS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 8, "mlp_only_layers": [0]},
     "qwen3_moe": EXPERTS,

@@ -86,6 +86,7 @@ LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 AUTO = {  # what is adapted, by the last part of its name, and some of what is not, by its name in a block
     "deepseek_v2": (LATENT, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
     "deepseek_v3": (LATENT, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "deepseek_v32": (LATENT, {"mlp.gate", "mlp.experts", "self_attn.indexer.wq_b"}),
     "glm4_moe": (ATTENTION, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj", "mlp.gate_proj"}),
     "qwen2_moe": (ATTENTION | MLP | {"shared_expert_gate"}, {"mlp.gate", "mlp.experts"}),
     "qwen3_moe": (ATTENTION, {"mlp.gate", "mlp.experts"}),
@@ -148,6 +149,13 @@ def test_the_decoder_blocks_are_found(bases: dict[str, Path], family: str) -> No
     """More norms of heads than blocks; blocks of two classes; an encoder with more blocks."""
     name, layers = model.blocks(model.load_base(recipe(bases[family]).model, CPU))
     assert (name, len(layers)) == (BLOCKS[family], 2)
+
+
+def test_a_smaller_list_before_the_blocks_is_not_taken_for_them(bases: dict[str, Path]) -> None:
+    net = model.load_base(recipe(bases["llama"]).model, CPU)
+    small = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
+    net.model._modules = {"projections": small, **net.model._modules}
+    assert model.blocks(net)[0] == "model.layers"
 
 
 def test_no_router_and_no_expert_trains(bases: dict[str, Path]) -> None:
