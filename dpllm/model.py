@@ -19,6 +19,7 @@ import torch
 import transformers
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.pytorch_utils import Conv1D
@@ -26,12 +27,16 @@ from transformers.pytorch_utils import Conv1D
 from dpllm import builtin, fitting, ranks, sharding
 from dpllm.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig
 from dpllm.errors import ConfigError, Refused
+from dpllm.privacy.guards import ROUTED
 
 transformers.utils.logging.disable_progress_bar()
 # peft 0.21 asks transformers 5 for an attribute that is being renamed; gone when peft asks for the new name.
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
 
 SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
+# No adapters: what sees other rows' tokens, what no gradient reaches (sparse attention's choice of tokens), and what is read
+# outside its layer (Gemma 3n).
+APART = ROUTED | {"indexer", "compressor", "altup", "gate_up_proj_adapter_list"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -178,16 +183,19 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
         Refused: The architecture cannot be built from its configuration alone.
     """
     small = copy.deepcopy(model.config)
-    small.num_hidden_layers = min(SHRUNKEN_BLOCKS, small.num_hidden_layers)
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[: small.num_hidden_layers]
-    small.vocab_size = SHRUNKEN_VOCABULARY
-    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    text = small.get_text_config()  # of a model that reads images too; itself elsewhere
+    layers, kept = text.num_hidden_layers, min(SHRUNKEN_BLOCKS, text.num_hidden_layers)
+    text.num_hidden_layers = kept
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == layers:  # the kind of each block
+            setattr(text, name, value[:kept])
+    text.vocab_size = SHRUNKEN_VOCABULARY
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     if hasattr(small, "quantization_config"):
         del small.quantization_config
     adapter = config.adapter
     if isinstance(adapter, FrozenConfig):
-        adapter = adapter.model_copy(update={"last_blocks": min(adapter.last_blocks, small.num_hidden_layers)})
+        adapter = adapter.model_copy(update={"last_blocks": min(adapter.last_blocks, kept)})
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         try:
@@ -291,32 +299,49 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
     return ScoringModels(tokenizer, tuned.eval(), config.model, device)
 
 
-def blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder blocks: the longest list of modules of one class, with its name.
+def blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """The decoder blocks, with their name: of all lists of modules in the text decoder, the one with the most parameters.
+
+    Neither length nor class tells them: norms of single heads are often more than the blocks (StableLM), an encoder of images
+    may have as many, and blocks may be of two classes in turn (Jamba).
 
     Raises:
         ConfigError: The model has none.
     """
+    within = {id(module) for module in model.get_decoder().modules()}
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+        if isinstance(module, nn.ModuleList) and id(module) in within
     ]
     if not lists:
         raise ConfigError(
-            "the base model has no list of decoder blocks; adapter.method frozen cannot tell the last ones."
+            "the base model has no list of decoder blocks, so that neither its last ones nor their linear layers can be told. "
+            "Use another base model."
         )
-    return max(lists, key=lambda item: len(item[1]))
+    return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+
+
+def left_out(model: Any) -> list[str]:
+    """Which weights of the decoder blocks, norms and biases aside, LoRA gave no adapter, by their layers' names in a block."""
+    layers = blocks(model)[1]
+    frozen = [
+        name
+        for name, parameter in layers.named_parameters()
+        if parameter.dim() > 1 and not parameter.requires_grad and ".base_layer." not in name
+    ]
+    return sorted({".".join(part for part in name.split(".")[:-1] if not part.isdigit()) for name in frozen})
 
 
 def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
-    linear = _linear_names(model)
+    adaptable = _adaptable(model)
+    linear = {name.rpartition(".")[2] for name in adaptable}
     targets: Any = adapter.target_modules
-    if targets == "auto":
-        targets = sorted(linear)
-    elif isinstance(targets, str) and targets in linear:
+    if isinstance(targets, str) and targets in linear:
         targets = [targets]  # peft would read a single name as an expression for whole paths
-    _check_modules_to_save(model, adapter)
+    _check_modules_to_save(model, adapter, linear if targets == "auto" else targets)
+    if targets == "auto":
+        targets = _targets(model, adaptable)
     conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     try:
         peft_config = PeftLoraConfig(
@@ -340,7 +365,7 @@ def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
     return peft_model
 
 
-def _check_modules_to_save(model: Any, adapter: LoraConfig) -> None:
+def _check_modules_to_save(model: Any, adapter: LoraConfig, targets: Any) -> None:
     names = dict(model.named_modules())
     for wanted in adapter.modules_to_save:
         found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
@@ -352,22 +377,44 @@ def _check_modules_to_save(model: Any, adapter: LoraConfig) -> None:
             )
         for name in found:
             _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
-        targets = _linear_names(model) if adapter.target_modules == "auto" else adapter.target_modules
         if not isinstance(targets, str) and wanted in targets:
             raise ConfigError(
                 f"adapter.modules_to_save: {wanted!r} also gets an adapter. Take it out of this list or of target_modules."
             )
 
 
-def _linear_names(model: Any) -> set[str]:
-    """Last name parts of the linear layers in the decoder blocks, without routers and experts."""
+def _targets(model: Any, chosen: list[str]) -> list[str] | str:
+    """Full names as adapter_config.json says them: by last parts where those match nothing else, or an expression."""
+    prefix = blocks(model)[0]
+    names = {name.rpartition(".")[2] for name in chosen}
+    if chosen == [name for name, _ in model.named_modules() if name.rpartition(".")[2] in names]:
+        return sorted(names)
+    inside = {re.escape(name.removeprefix(f"{prefix}.").partition(".")[2]) for name in chosen}
+    return rf"{re.escape(prefix)}\.\d+\.({'|'.join(sorted(inside))})"
+
+
+def _adaptable(model: Any) -> list[str]:
+    """Full names of the linear layers in the decoder blocks that read every row's tokens, in calls of their own.
+
+    Named and not tried out, because the model may be sharded, or have shapes and no content (``dpllm plan``).
+    """
     prefix, layers = blocks(model)
-    names = set()
+    found = []
     for name, module in layers.named_modules(prefix=prefix):
-        sparse = any(part in {"experts", "router", "gate"} for part in name.split("."))
-        if isinstance(module, (nn.Linear, Conv1D)) and not sparse:
-            names.add(name.rsplit(".", 1)[-1])
-    return names
+        if not isinstance(module, (nn.Linear, Conv1D)) or APART & set(name.split(".")):
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        # Fused kernels of state-space mixers (Mamba) read every other weight beside its layer.
+        mixer = {"A_log", "D"} <= {own for own, _ in parent.named_parameters(recurse=False)}
+        if mixer and not name.rpartition(".")[2].startswith("in_proj"):
+            continue
+        if type(module).__name__.endswith("GroupedLinear"):  # its output has another shape than LoRA's (DeepSeek V4)
+            continue
+        found.append(name)
+    # peft 0.21 takes the names of linear layers, also of dense and shared ones, for the fused experts that replaced them.
+    asked = PeftLoraConfig(target_modules=found)
+    convert_peft_config_for_transformers(asked, model, None)
+    return [name for name in found if name in (asked.target_modules or ())]
 
 
 def _unfreeze(model: Any, adapter: FrozenConfig) -> Any:

@@ -7,6 +7,7 @@ here, before anything is spent.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
@@ -171,6 +172,7 @@ def _prepare(
     net = model.build(config, state.device)
     guards.check_model(net)
     model.check_length(config, net)
+    vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     _show_trainable(net, console)
     dropout_off = model.without_dropout(net) if plan else None
     if dropout_off:
@@ -178,6 +180,9 @@ def _prepare(
         console.print(
             f"The base model's dropout is off, as its masks would tie what one unit adds to the others: {rates}"
         )
+    if config.adapter.method == "lora" and config.adapter.target_modules == "auto" and (apart := model.left_out(net)):
+        what = "routers, experts and others whose gradients of single rows or adapters cannot be had"
+        console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
     if model.untied(net):
         console.print("The base model ties its head to its input embedding; what trains is a copy, so they are untied.")
     optimizer = _optimizer(config.train, net)
@@ -201,11 +206,11 @@ def _prepare(
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
-    physical_batch_size = fitting.resolve(engine, config, len(tokenizer), state.device, world=state.num_processes)
+    physical_batch_size = fitting.resolve(engine, config, vocabulary, state.device, world=state.num_processes)
     low = precision is not None or getattr(net.config, "quantization_config", None) is not None
     low = low or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
     error = engine.self_check(
-        len(tokenizer),
+        vocabulary,
         config.data.max_length,
         physical_batch_size=physical_batch_size,
         low_precision=low,
@@ -276,7 +281,7 @@ def _check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.dev
         device=device,
     )
     try:
-        engine.self_check(small.config.vocab_size, config.data.max_length)
+        engine.self_check(model.SHRUNKEN_VOCABULARY, config.data.max_length)
     finally:
         engine.close()
 
@@ -391,6 +396,25 @@ def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> list[data.Token
     table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
     units = data.iter_units(each_row(table.rows), table.format, tokenizer, config.data, name=table.name)
     return [sequence for unit in units for sequence in unit.sequences]
+
+
+def _vocabulary(
+    config: RunConfig,
+    net: Any,
+    tokenizer: Any,
+    units: Sequence[data.Unit | None],
+    held_out: Sequence[data.TokenSequence],
+) -> int:
+    """How many tokens both tokenizer and model know. Gemma 3's tokenizer has one more, for images, that no text holds."""
+    known, made = int(net.get_input_embeddings().weight.shape[0]), len(tokenizer)
+    sequences = itertools.chain((sequence for unit in units if unit for sequence in unit.sequences), held_out)
+    if made > known and any(max(sequence.input_ids) >= known for sequence in sequences):
+        raise ConfigError(
+            f"{config.model.name_or_path}: the tokenizer has {made} tokens and the model embeddings of {known}, and the data "
+            "hold some that have none, which the model cannot read. Use the tokenizer that the model was trained with, or give "
+            f"the model more: model.resize_token_embeddings({made}), save it, and name that directory."
+        )
+    return min(known, made)
 
 
 def _optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
+import tiny
 import tiny_models as tm
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -46,6 +47,8 @@ CASES: dict[str, Case] = {
     "falcon, newer architecture, last block": ("falcon", FROZEN, {"new_decoder_architecture": True}),
     "llama, eager attention, all-linear": ("llama", LORA, {"attn_implementation": "eager"}),
     "gpt2, eager attention, last block": ("gpt2", FROZEN, {"attn_implementation": "eager"}),
+    **{f"{family}, auto": (family, LORA, {}) for family in tiny.MIXED},
+    "stablelm, last block": ("stablelm", FROZEN, {}),
     "mixtral, attention": ("mixtral", ATTENTION, {}),
     "rsLoRA": ("llama", lora(use_rslora=True), {}),
     "LoRA and head": ("llama", lora(modules_to_save=["lm_head"]), {}),

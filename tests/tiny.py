@@ -46,6 +46,54 @@ FAMILIES: dict[str, Json] = {
     "falcon": {"head_dim": None},  # its configuration computes it
 }
 
+EXPERTS: Json = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT: Json = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+STATES: Json = {"state_size": 4, "ssm_state_size": 4, "n_groups": 1, "chunk_size": 8}
+# Parts of them are not for LoRA, or their blocks are found less easily.
+MIXED: dict[str, Json] = {
+    "deepseek_v2": {**EXPERTS, **LATENT},
+    "deepseek_v3": {**EXPERTS, **LATENT},
+    "deepseek_v32": {**EXPERTS, **LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+    "glm4_moe": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 8, "mlp_only_layers": [0]},
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": {
+        **EXPERTS, "shared_expert_intermediate_size": 8, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 8},
+    "exaone_moe": {**EXPERTS, "num_shared_experts": 1, "sliding_window": 8},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4, "mamba_dt_rank": 4,
+    },
+    "mamba": {**STATES, "time_step_rank": 4},
+    "mamba2": {**STATES, "num_heads": 4},
+    "nemotron_h": {
+        **EXPERTS, **STATES, "layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": None,
+        "mamba_num_heads": 4, "mamba_head_dim": 8, "moe_shared_expert_intermediate_size": 8,
+    },
+    "stablelm": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": None, "qk_layernorm": True},
+    "ctrl": {"n_embd": 16, "dff": 24, "n_layer": 2, "n_head": 2, "n_positions": 128},
+    "gemma3": {  # with an encoder of images that has more blocks and the same names
+        "text_config": SMALL,
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
+            "patch_size": 8,
+        },
+        "mm_tokens_per_image": 4,
+    },
+}  # fmt: skip
+
 
 def sentence(number: int) -> str:
     return f"{NAMES[number % len(NAMES)]} bought {THINGS[number % len(THINGS)]} on day {number}."
@@ -86,7 +134,7 @@ def model(family: str = "llama", **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
-    settings = {**SMALL, **FAMILIES[family], **changes}
+    settings = {**SMALL, **(FAMILIES | MIXED)[family], **changes}
     settings = {key: value for key, value in settings.items() if value is not None}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
 

@@ -28,7 +28,11 @@ from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
 
 MAX_LENGTH, VOCABULARY = 128, 64
 CPU = torch.device("cpu")
-NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "opt": {"dropout": 0.0}}
+NO_DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"dropout": 0.0},
+    "ctrl": {"embd_pdrop": 0.0, "resid_pdrop": 0.0},
+}
 RAGGED = ((9, 4), (17,), (5,), (12,), (3, 7, 2))  # the lengths of each unit's sequences
 FROZEN = {"method": "frozen", "last_blocks": 1, "final_norm": True}
 LORA = {"method": "lora", "r": 2, "alpha": 4}

@@ -14,6 +14,8 @@ from dpllm.errors import Refused
 if TYPE_CHECKING:
     from torch import nn  # `dpllm plan` guards recipes without importing torch
 
+ROUTED = frozenset({"experts", "router", "gate"})  # parts of a name
+
 
 def check_modes(config: RunConfig) -> None:
     """What the recipe alone shows.
@@ -83,10 +85,10 @@ def check_model(model: nn.Module) -> None:
             )
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        if parameter.requires_grad and ({"experts", "router", "gate"} & set(parts)):
+        if parameter.requires_grad and ROUTED & set(parts):
             raise Refused(
-                f"{name} belongs to a router or an expert, which sees other rows' tokens. Exclude it from "
-                "adapter.target_modules; LoRA on attention layers is possible."
+                f"{name} belongs to a router or an expert, which sees other rows' tokens. Set "
+                "adapter.method: lora and adapter.target_modules: auto, which leaves routers and experts out."
             )
         if parameter.requires_grad and any("magnitude_vector" in part for part in parts):
             raise Refused(f"{name} is a DoRA magnitude, whose layer is called twice. Use LoRA without DoRA.")

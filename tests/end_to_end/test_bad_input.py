@@ -49,6 +49,10 @@ def experts(place: Place) -> dict[str, Any]:
     return {"model.name_or_path": str(moe), "adapter": {"method": "frozen", "last_blocks": 1}}
 
 
+def beyond(place: Place) -> Change:
+    return {"model.name_or_path": str(tiny.save_model(place.root / "small", vocab_size=100))}
+
+
 def no_template(place: Place) -> Change:
     turns = [{"role": "user", "content": SENTINEL}, {"role": "assistant", "content": "Yes."}]
     tiny.write_rows(place.train, [{"messages": turns}] * 30)
@@ -80,6 +84,7 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
         r"row 8 has no value in the unit column 'who'",
     ),
     "no such layer": ({"adapter.target_modules": ["c_attn"]}, WRONG, r"matches no layer.*q_proj"),
+    "tokens that the model lacks": (beyond, WRONG, r"tokenizer has \d{3} tokens and the model embeddings of 100,"),
     "too many blocks": ({"adapter": {"method": "frozen", "last_blocks": 9}}, WRONG, r"has 2 blocks"),
     "foreign ledger": (
         lambda place: {"privacy.ledger": str(tiny.write_rows(place.root / "notes.jsonl", rows(1)))},
@@ -172,6 +177,17 @@ def test_plan_announces_that_a_budget_would_refuse(place: Place) -> None:
     assert answer.code == REFUSED
     assert "THIS RUN WOULD BE" in answer.out
     assert re.search(r"requests epsilon [\d.]+; 0\.0000 is spent", answer.err)
+
+
+def test_a_token_more_than_the_model_knows_does_no_harm_where_no_row_holds_it(place: Place) -> None:
+    """Gemma 3's tokenizer has one for images."""
+    tokenizer = tiny.tokenizer()
+    base = tiny.save_model(place.root / "images", vocab_size=len(tokenizer))
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(base)
+    place.write({"model.name_or_path": str(base)})
+    answer = dpllm_("train", place.recipe)
+    assert answer.code == 0, answer.err
 
 
 def test_a_refused_run_says_so_and_makes_room_for_a_right_one(place: Place) -> None:

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
-    return {family: tiny.save_model(root / family, family) for family in tiny.FAMILIES}
+    return {family: tiny.save_model(root / family, family) for family in tiny.FAMILIES | tiny.MIXED}
 
 
 def recipe(base: Path | str, adapter: Json | None = None, **sections: Json) -> RunConfig:
@@ -78,6 +78,84 @@ def test_auto_adapts_every_linear_layer_of_the_blocks_and_nothing_else(bases: di
         parameter.requires_grad for parameter in (*head.parameters(), *net.get_input_embeddings().parameters())
     )
     guards.check_model(net)
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+AUTO = {  # what is adapted, by the last part of its name, and some of what is not, by its name in a block
+    "deepseek_v2": (LATENT, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "deepseek_v3": (LATENT, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "deepseek_v32": (LATENT, {"mlp.gate", "mlp.experts", "self_attn.indexer.wq_b"}),
+    "glm4_moe": (ATTENTION, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj", "mlp.gate_proj"}),
+    "qwen2_moe": (ATTENTION | MLP | {"shared_expert_gate"}, {"mlp.gate", "mlp.experts"}),
+    "qwen3_moe": (ATTENTION, {"mlp.gate", "mlp.experts"}),
+    "qwen3_next": (
+        ATTENTION | {"in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"}, {"mlp.gate", "mlp.experts"},
+    ),
+    "ernie4_5_moe": (ATTENTION, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "exaone_moe": (ATTENTION, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "jamba": (
+        ATTENTION | MLP | {"in_proj"}, {"feed_forward.router", "feed_forward.experts", "mamba.out_proj", "mamba.x_proj"},
+    ),
+    "mamba": ({"in_proj"}, {"mixer.out_proj", "mixer.x_proj", "mixer.dt_proj"}),
+    "mamba2": ({"in_proj"}, {"mixer.out_proj"}),
+    "nemotron_h": (
+        ATTENTION | {"in_proj", "up_proj", "down_proj"}, {"mixer.gate", "mixer.experts", "mixer.out_proj"},
+    ),
+    "stablelm": (ATTENTION | MLP, set()),
+    "ctrl": ({"Wq", "Wk", "Wv", "dense", "0", "2"}, set()),
+    "gemma3": (ATTENTION | MLP, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", tiny.MIXED)
+def test_auto_leaves_out_what_clipping_cannot_hold_and_says_so(bases: dict[str, Path], family: str) -> None:
+    net = model.build(recipe(bases[family]), CPU)
+    adapted = {name.rsplit(".lora_", 1)[0] for name in trainable(net)}
+    expected, apart = AUTO[family]
+    assert {name.rsplit(".", 1)[-1] for name in adapted} == expected
+    assert all(name.startswith(f"{model.blocks(net)[0]}.") for name in adapted)
+    assert apart <= set(model.left_out(net))
+    assert not {name.removeprefix("base_model.model.") for name in adapted} & set(model.left_out(net))
+    assert bool(apart) == bool(model.left_out(net))
+    guards.check_model(net)
+    assert len(str(net.peft_config["default"].target_modules)) < 300
+
+
+def test_nothing_is_left_out_of_an_ordinary_model(bases: dict[str, Path]) -> None:
+    assert model.left_out(model.build(recipe(bases["llama"]), CPU)) == []
+
+
+def test_names_that_match_more_than_the_blocks_become_an_expression(bases: dict[str, Path]) -> None:
+    """Numbers name linear layers of CTRL and its blocks too; Gemma 3 has an encoder of images with the same names."""
+    for family, prefix in (("ctrl", r"transformer\.h\.\d+\.("), ("gemma3", r"model\.language_model\.layers\.\d+\.(")):
+        assert model.build(recipe(bases[family]), CPU).peft_config["default"].target_modules.startswith(prefix)
+    for family in ("llama", "deepseek_v3", "mamba2"):
+        targets = model.build(recipe(bases[family]), CPU).peft_config["default"].target_modules
+        assert not isinstance(targets, str)
+
+
+BLOCKS = {
+    "stablelm": "model.layers",
+    "jamba": "model.layers",
+    "ctrl": "transformer.h",
+    "gemma3": "model.language_model.layers",
+}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_the_decoder_blocks_are_found(bases: dict[str, Path], family: str) -> None:
+    """More norms of heads than blocks; blocks of two classes; an encoder with more blocks."""
+    name, layers = model.blocks(model.load_base(recipe(bases[family]).model, CPU))
+    assert (name, len(layers)) == (BLOCKS[family], 2)
+
+
+def test_a_smaller_list_before_the_blocks_is_not_taken_for_them(bases: dict[str, Path]) -> None:
+    net = model.load_base(recipe(bases["llama"]).model, CPU)
+    small = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
+    net.model._modules = {"projections": small, **net.model._modules}
+    assert model.blocks(net)[0] == "model.layers"
 
 
 def test_no_router_and_no_expert_trains(bases: dict[str, Path]) -> None:
@@ -154,7 +232,7 @@ def test_the_table_counts_what_trains(bases: dict[str, Path]) -> None:
 # --- frozen layers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "stablelm"])
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_exactly_the_last_blocks_and_the_final_norm_train(
     bases: dict[str, Path], family: str, final_norm: bool
@@ -280,6 +358,7 @@ ADAPTERS = {
 @pytest.mark.parametrize(
     ("family", "method"),
     [*((family, method) for family in ("llama", "gpt2", "mixtral", "opt") for method in ("lora", "frozen")),
+     *((family, "lora") for family in ("deepseek_v3", "jamba", "nemotron_h", "ctrl", "gemma3")),
      *(("llama", method) for method in ("rslora", "embedding", "head", "frozen_head"))],
 )  # fmt: skip
 def test_a_stranger_loads_the_export_and_gets_the_same_logits(
@@ -342,12 +421,19 @@ def test_exporting_again_leaves_nothing_of_the_last_time(tmp_path: Path, bases: 
 
 # --- the small copy that is checked in float32 -----------------------------------------------------------------------
 
+MORE: dict[str, Json] = {  # three blocks or more
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "nemotron_h": {"num_hidden_layers": None},
+    "ctrl": {"n_layer": 3, "num_hidden_layers": None},
+    "gemma3": {"text_config": {**tiny.SMALL, "num_hidden_layers": 3}},
+}
 SMALL_COPIES: dict[str, tuple[str, Json, Json]] = {
     **{
         f"{family}, lora": (family, {"method": "lora", "r": 4}, {})
         for family in tiny.FAMILIES
         if family != "phimoe"  # its router draws, which the self-check refuses
     },
+    **{f"{family}, lora": (family, {"method": "lora", "r": 4}, MORE.get(family, {})) for family in tiny.MIXED},
     **{
         f"{family}, frozen": (family, {"method": "frozen", "last_blocks": 3}, {})
         for family in tiny.FAMILIES
@@ -364,7 +450,7 @@ SMALL_COPIES: dict[str, tuple[str, Json, Json]] = {
 def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
     family, adapter, changes = SMALL_COPIES[name]
     blocks = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
-    base = tiny.model(family, **blocks, **changes)
+    base = tiny.model(family, **{**blocks, **changes})
     before, drawn = {key: value.clone() for key, value in base.state_dict().items()}, torch.get_rng_state()
     small = model.shrunken(recipe("somewhere", adapter, data={"train": "rows.jsonl", "max_length": 32}), base, CPU)
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -372,8 +458,10 @@ def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
     assert small.training
     assert len(model.blocks(small)[1]) == 2
     assert {p.dtype for p in small.parameters()} == {torch.float32}
-    assert tm.make_engine(small).self_check(small.config.vocab_size, 32) <= 1e-5
-    assert tm.make_engine(small, grad_sample_mode="ghost").self_check(small.config.vocab_size, 32) <= 1e-5
+    vocabulary = small.get_input_embeddings().weight.shape[0]
+    assert vocabulary == model.SHRUNKEN_VOCABULARY
+    assert tm.make_engine(small).self_check(vocabulary, 32) <= 1e-5
+    assert tm.make_engine(small, grad_sample_mode="ghost").self_check(vocabulary, 32) <= 1e-5
 
 
 def test_the_small_copy_recomputes_where_the_run_does() -> None:

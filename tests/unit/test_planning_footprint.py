@@ -72,6 +72,14 @@ def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], t
     assert found.memory.weights == 4 * (found.total - found.trainable)
 
 
+@pytest.mark.parametrize("family", tiny.MIXED)
+def test_auto_would_train_what_it_trains(family: str, tmp_path: Path) -> None:
+    planned = skeleton(recipe(only_config(tmp_path / "config", family)), torch.float32)
+    real = model.build(recipe(tiny.save_model(tmp_path / "whole", family)), torch.device("cpu"))
+    assert model.trainable_table(planned) == model.trainable_table(real)
+    assert model.left_out(planned) == model.left_out(real)
+
+
 def test_a_large_model_takes_no_memory(tmp_path: Path) -> None:
     shape = {
         "num_hidden_layers": 32,
