@@ -149,10 +149,9 @@ def random_batches(shape: str, rows: int, length: int, count: int, device: torch
 
 
 def losses(bench: Bench, batch: PhysicalBatch) -> Tensor:
-    ids_RT, mask_RT = batch.input_ids_RT, batch.attention_mask_RT
     with bench.autocast():
-        logits_RTV = bench.model(input_ids=ids_RT, attention_mask=mask_RT, use_cache=False).logits
-    return sequence_losses(logits_RTV, ids_RT, batch.loss_mask_RT, batch.denominator_R)
+        logits_RTV = bench.model(input_ids=batch.input_ids_RT, use_cache=False).logits
+    return sequence_losses(logits_RTV, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
 
 
 @contextlib.contextmanager
@@ -162,10 +161,9 @@ def plain(bench: Bench, *, loss_of_transformers: bool) -> Iterator[Step]:
     def backward(batch: PhysicalBatch) -> None:
         if not loss_of_transformers:
             return (losses(bench, batch).sum() / BATCH_SIZE).backward()
-        ids_RT, mask_RT = batch.input_ids_RT, batch.attention_mask_RT
-        labels_RT = ids_RT.masked_fill(~batch.loss_mask_RT, -100)
+        labels_RT = batch.input_ids_RT.masked_fill(~batch.loss_mask_RT, -100)
         with bench.autocast():
-            loss = bench.model(input_ids=ids_RT, attention_mask=mask_RT, labels=labels_RT, use_cache=False).loss
+            loss = bench.model(input_ids=batch.input_ids_RT, labels=labels_RT, use_cache=False).loss
         return loss.backward()
 
     def step(batches: Sequence[PhysicalBatch]) -> None:

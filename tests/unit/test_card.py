@@ -34,6 +34,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.lattice import noise_scale
 from dpllm.report import words
 from dpllm.report.card import render_card, write_card
 
@@ -317,6 +318,18 @@ def test_the_card_names_the_generator_and_what_it_does_not_cover(secure: bool) -
     assert ("ChaCha20" in text, "sum of four draws" in text) == (secure, secure)
     assert ("Philox" in text, "not a cryptographic generator" in text) == (not secure, not secure)
     assert "does not remove the difference" in text or not secure
+
+
+def test_the_card_says_what_noise_on_a_lattice_was_added() -> None:
+    """And does not disclaim floating point, as it has to for runs of before."""
+    sigma, lattice = plan()["noise_multiplier"], {"coordinates": 10**6}
+    lattice["noise_over_max_grad_norm"] = noise_scale(sigma, 1.0, 10**6)
+    text, block = render_card(config(), plan(), record(lattice=lattice), audit())
+    assert block["randomness"]["lattice"] == lattice
+    assert "rounded to one lattice" in text
+    assert "over 1,000,000 coordinates" in text
+    assert "the theorem does not cover that difference" not in text
+    assert "floating-point" not in " ".join(block["not_covered"])
 
 
 def test_a_seeded_run_names_no_generator_as_secret() -> None:
