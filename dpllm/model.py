@@ -190,7 +190,6 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
         if isinstance(value, list) and len(value) == layers:  # the kind of each block
             setattr(text, name, value[:kept])
     text.vocab_size = SHRUNKEN_VOCABULARY
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     if hasattr(small, "quantization_config"):
         del small.quantization_config
     adapter = config.adapter
@@ -199,6 +198,7 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         try:
+            text.pad_token_id = text.bos_token_id = text.eos_token_id = None
             net = transformers.AutoModelForCausalLM.from_config(
                 small, dtype=torch.float32, attn_implementation=model.config._attn_implementation
             )
@@ -308,12 +308,9 @@ def blocks(model: Any) -> tuple[str, nn.ModuleList]:
     Raises:
         ConfigError: The model has none.
     """
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     within = {id(module) for module in model.get_decoder().modules()}
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and id(module) in within
-    ]
+    lists = [item for item in lists if id(item[1]) in within] or lists  # ModernBERT calls its head a decoder
     if not lists:
         raise ConfigError(
             "the base model has no list of decoder blocks, so that neither its last ones nor their linear layers can be told. "

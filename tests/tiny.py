@@ -84,6 +84,7 @@ MIXED: dict[str, Json] = {
     },
     "stablelm": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": None, "qk_layernorm": True},
     "ctrl": {"n_embd": 16, "dff": 24, "n_layer": 2, "n_head": 2, "n_positions": 128},
+    "modernbert-decoder": {"head_dim": None, "local_attention": 8},
     "gemma3": {  # with an encoder of images that has more blocks and the same names
         "text_config": SMALL,
         "vision_config": {

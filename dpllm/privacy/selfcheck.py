@@ -232,10 +232,10 @@ def _check_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 def _longest(model: nn.Module, max_length: int) -> int:
     config: Any = getattr(model, "config", None)
-    if config is None or getattr(config, "rope_parameters", None):
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    if config is None or getattr(config, "rope_parameters", None) or positions < 1:  # XLNet says -1
         return max_length
-    # A table of positions ends; rows beyond it fail by themselves.
-    return min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
+    return min(max_length, positions)  # a table of positions ends; rows beyond it fail by themselves
 
 
 def _brute_force(
@@ -257,6 +257,11 @@ def _brute_force(
     for unit in range(batch.num_units):
         squares = [gradient.square().sum() for gradient in gradients(unit).values()]
         norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
+    if not all(0 < norm < math.inf for norm in norms):
+        raise Refused(
+            f"self-check: the gradient of a synthetic row has the norm {min(norms)} to {max(norms)}, so that nothing can be "
+            "compared. The base model's weights or its padding embedding make losses that are not finite: use another one."
+        )
     bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
     expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     for unit, norm in enumerate(norms):

@@ -250,3 +250,12 @@ def test_two_adapters_on_one_embedding_are_scaled_each_by_its_own() -> None:
 def test_layers_that_cannot_be_named_so_are_one_clear_line(adapter: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tm.build("llama", {**LORA, **adapter})
+
+
+class NoGradient(Toy):
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        return 0.0 * self.layer(x_RTd)
+
+
+def test_a_model_without_gradients_is_refused_in_words() -> None:
+    assert "has the norm 0.0 to 0.0" in refusal(NoGradient())
