@@ -38,6 +38,10 @@ class Refused(DpllmError):
         self.dataset, self.reason = dataset, reason
 
 
+class RoundsByCompany(Refused):
+    """A layer rounds a row in another way when other rows stand beside it; computed one by one, the rows would do."""
+
+
 class BudgetExceeded(Refused):
     """The run would spend more of a dataset's privacy budget than remains."""
 

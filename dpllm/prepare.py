@@ -27,7 +27,7 @@ from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.planting.source import ModelSource
 from dpllm.audit.scores import encode_secret
 from dpllm.config import RunConfig, TrainConfig, dump_config
-from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, Refused, RoundsByCompany
 from dpllm.groups import each_row
 from dpllm.ledger import protect
 from dpllm.ledger.reserving import take
@@ -209,14 +209,17 @@ def _prepare(
     physical_batch_size = fitting.resolve(engine, config, vocabulary, state.device, world=state.num_processes)
     low = precision is not None or getattr(net.config, "quantization_config", None) is not None
     low = low or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
-    error = engine.self_check(
-        vocabulary,
-        config.data.max_length,
-        physical_batch_size=physical_batch_size,
-        low_precision=low,
-    )
+    check = partial(engine.self_check, vocabulary, config.data.max_length, low_precision=low)
+    alone, error = "", 0.0
+    try:
+        error = check(physical_batch_size=physical_batch_size)
+    except RoundsByCompany as refusal:
+        alone = str(refusal).partition(", so that")[0]
+    if ranks.totals(len(alone))[0]:
+        console.print(f"train.physical_batch_size is 1 in this run, which is slower: {alone}.")
+        physical_batch_size, error = 1, check(physical_batch_size=1)
     if plan and low:
-        _check_in_float32(config, net, plan, state.device)
+        _check_in_float32(config, net, plan, state.device, physical_batch_size)
     if plan:
         console.print(f"Self-check against brute-force autograd: largest relative error {error:.1e}")
 
@@ -267,7 +270,7 @@ def _ancestry(
     )
 
 
-def _check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device) -> None:
+def _check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, rows: int) -> None:
     """The self-check once more, on a small float32 model of the same architecture: low precision hides small errors."""
     small = model.shrunken(config, net, device)
     engine = Engine(
@@ -281,7 +284,7 @@ def _check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.dev
         device=device,
     )
     try:
-        engine.self_check(model.SHRUNKEN_VOCABULARY, config.data.max_length)
+        engine.self_check(model.SHRUNKEN_VOCABULARY, config.data.max_length, physical_batch_size=min(8, rows))
     finally:
         engine.close()
 

@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpllm import sharding
-from dpllm.errors import Refused
+from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy.clipping import PlainSum, Summer, make_clipper, refuse_foreign_gradients
 from dpllm.privacy.head import TokenLosses
 from dpllm.privacy.lattice import EXACT, noise_scale, spacing_of
@@ -316,24 +316,29 @@ class Engine:
             The largest relative error seen; 0 without a Plan.
 
         Raises:
-            Refused: See ``selfcheck.self_check``; the engine is then closed.
+            RoundsByCompany: See ``selfcheck.self_check``; the engine can then be asked again, with a physical batch of one row.
+            Refused: Likewise; the engine is then closed.
         """
         if self._plan is None:
             return 0.0
         self._summer.close()
-        with _deterministic(self._device):
-            error = self_check(
-                self._model,
-                self.parameters,
-                lambda batch: self.losses(batch) * self._scale,
-                lambda: self._make_clipper("flat"),
-                device=self._device,
-                vocab_size=vocab_size,
-                max_length=max_length,
-                physical_batch_size=physical_batch_size,
-                several=self._mode != "opacus_ghost",
-                low_precision=low_precision,
-            )
+        try:
+            with _deterministic(self._device):
+                error = self_check(
+                    self._model,
+                    self.parameters,
+                    lambda batch: self.losses(batch) * self._scale,
+                    lambda: self._make_clipper("flat"),
+                    device=self._device,
+                    vocab_size=vocab_size,
+                    max_length=max_length,
+                    physical_batch_size=physical_batch_size,
+                    several=self._mode != "opacus_ghost",
+                    low_precision=low_precision,
+                )
+        except RoundsByCompany:
+            self._summer = self._make_summer()
+            raise
         self._summer = self._make_summer()
         return error
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpllm.data import TokenSequence, Unit
-from dpllm.errors import Refused
+from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy.clipping import Losses, Summer
 from dpllm.privacy.plan import padded_lengths
 from dpllm.privacy.randomness import refuse_random_numbers
@@ -67,8 +67,9 @@ def self_check(
         The largest relative error seen.
 
     Raises:
-        Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other, if only through
-            rounding, or a forward pass moves a buffer or draws random numbers; names the layer.
+        RoundsByCompany: Rows influence each other through rounding alone; names the layer.
+        Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other, or a forward pass moves
+            a buffer or draws random numbers; names the layer.
     """
     tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
     units = _synthetic_units(vocab_size, max_length, several=several)
@@ -134,7 +135,7 @@ def _check_company(
         beside, by_itself = (_outputs(model, partial(added, units), at) for units, at in ((some, row), ([alone], 0)))
         pairs = zip(beside, by_itself, strict=False)
         differ = [name for (name, one), (_, other) in pairs if not torch.equal(one, other)]
-        raise Refused(
+        raise RoundsByCompany(
             f"{differ[0] if differ else worst} rounds a row in another way when other rows stand beside it (the gradient of "
             f"{worst} moves by {relative:.1e}, relative), so that one unit would change what all others add. Set "
             "train.physical_batch_size: 1, which computes every row by itself, or try train.precision: fp32."

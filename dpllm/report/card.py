@@ -290,10 +290,9 @@ def _settings(config: RunConfig, record: Json) -> list[tuple[str, object]]:
 
 def _physical(config: RunConfig, record: Json) -> str:
     """The recipe's number, or the one that the run found where the recipe says auto."""
-    named = config.train.physical_batch_size
+    named, found = config.train.physical_batch_size, record.get("physical_batch_size")
     if named != "auto":
-        return f"{named} sequences"
-    found = record.get("physical_batch_size")
+        return f"{named} sequences" if found in (None, named) else f"{found} sequence, for the sake of equal rounding,"
     return f"{found} sequences, found automatically," if found else "an automatic number of sequences"
 
 

@@ -20,6 +20,7 @@ from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
+from dpllm import errors
 from dpllm.errors import Refused
 from dpllm.privacy import gradients, noise
 from dpllm.privacy.adaptive import adaptive_clipping
@@ -120,7 +121,21 @@ def test_a_layer_that_rounds_by_its_company_is_refused_by_name() -> None:
 
 
 def test_rows_computed_one_by_one_have_no_company() -> None:
-    tm.make_engine(RoundsByCompany()).self_check(tm.VOCABULARY, 32, physical_batch_size=1)
+    """And an engine that was refused for its rounding can be asked again."""
+    engine = tm.make_engine(RoundsByCompany())
+    with pytest.raises(errors.RoundsByCompany):
+        engine.self_check(tm.VOCABULARY, 32)
+    engine.self_check(tm.VOCABULARY, 32, physical_batch_size=1)
+    some = tm.units(MIXED)
+    assert torch.equal(added(engine, some, 1), sum(added(engine, [one], 1) for one in some))
+
+
+def test_a_mixture_of_experts_adds_the_same_bits_one_by_one() -> None:
+    """Experts compute on as many tokens as chose them, so their shapes follow the rows beside."""
+    some = tm.units(MIXED)
+    engine = tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj", "v_proj"]}))
+    engine.self_check(tm.VOCABULARY, 32, physical_batch_size=1)
+    assert torch.equal(added(engine, some, 1), sum(added(engine, [one], 1) for one in some))
 
 
 @pytest.mark.parametrize("length", [8, 16, 24, 32])

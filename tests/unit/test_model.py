@@ -466,8 +466,12 @@ def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
     assert {p.dtype for p in small.parameters()} == {torch.float32}
     vocabulary = small.get_input_embeddings().weight.shape[0]
     assert vocabulary == model.SHRUNKEN_VOCABULARY
-    assert tm.make_engine(small).self_check(vocabulary, 32) <= 1e-5
-    assert tm.make_engine(small, grad_sample_mode="ghost").self_check(vocabulary, 32) <= 1e-5
+    for mode in ("auto", "ghost"):
+        rows = (
+            1 if family in tiny.MIXED else 8
+        )  # experts compute on as many tokens as chose them: their shapes follow other rows
+        error = tm.make_engine(small, grad_sample_mode=mode).self_check(vocabulary, 32, physical_batch_size=rows)
+        assert error <= 1e-5
 
 
 def test_the_small_copy_recomputes_where_the_run_does() -> None:
