@@ -18,7 +18,9 @@ import yaml
 from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, make_place, rows
 
 from dpllm.audit import figure
+from dpllm.errors import RoundsByCompany
 from dpllm.ledger import Ledger
+from dpllm.privacy import selfcheck
 from dpllm.report.card import rerender
 
 SLOTS = 20 + 4 * 4
@@ -347,6 +349,24 @@ def test_the_record_says_that_dropout_of_the_base_was_off(tmp_path: Path) -> Non
     off = place.json("run.json")["model"]["dropout_off"]
     assert off["attn_dropout"] == off["resid_dropout"] == off["embd_pdrop"] == 0.1
     assert "dropout is off" in shown
+
+
+def test_rows_are_computed_one_by_one_where_a_kernel_rounds_by_company(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def company(*_: Any) -> None:
+        raise RoundsByCompany("experts.act_fn rounds a row in another way, so that one unit would change the others")
+
+    monkeypatch.setattr(selfcheck, "_check_company", company)
+    shown = " ".join(done("train", place.recipe).out.split())
+    done("card", place.run)
+    assert "train.physical_batch_size is 1 in this run, which is slower: experts.act_fn rounds a row" in shown
+    assert place.json("run.json")["physical_batch_size"] == 1
+    assert place.json("run.json")["guarantee"]["holds"]
+    assert (
+        "1 sequence, for the sake of equal rounding, in one forward pass"
+        in (place.run / "export/README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
