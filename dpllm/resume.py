@@ -64,7 +64,8 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
         Refused: No checkpoint is intact; the ledger was cut or replaced since; or the data are others than reserved for.
     """
     saved = checkpoint.newest(run)
-    notes = tuple(read_json(run.run).get("resumes", ())) if run.run.exists() else ()
+    record = read_json(run.run) if run.run.exists() else {}
+    notes = tuple(record.get("resumes", ()))
     if not config.privacy.enabled:
         return Standing({}, (), int(saved["step"]), 0, 0, notes, saved.get("units"))
     if book is None:
@@ -72,6 +73,11 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
         raise ConfigError(
             f"{run.root}: its ledger, {where}, is not there, so nothing knows which steps were released. "
             "Put back the ledger that the run was started with."
+        )
+    if record and "lattice" not in record:
+        raise Refused(
+            f"{run.root}: the run began with an older dpllm, which added noise off the lattice, so no statement would hold for all "
+            "its steps. Start anew with --overwrite; what it spent stays in the ledger."
         )
     plan = read_json(run.plan)
     problems = book.verify(saved["head"])

@@ -168,6 +168,18 @@ def test_resuming_as_another_run_is_refused_and_changes_nothing(
     assert charged(place) == spent
 
 
+def test_a_run_that_an_older_version_began_is_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
+    """Its first steps had noise of another kind, which no card could say."""
+    place = copy(terminated[0], tmp_path / "copy")
+    record = {key: value for key, value in place.json("run.json").items() if key != "lattice"}
+    (place.run / "run.json").write_text(json.dumps(record))
+    before = charged(place)
+    answer = dpllm_("train", place.recipe, "--resume")
+    assert answer.code == 3
+    assert "began with an older dpllm" in " ".join(answer.err.split())
+    assert charged(place) == before
+
+
 def test_other_data_are_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(terminated[0], tmp_path / "copy")
     tiny.write_rows(place.train, rows(50))
