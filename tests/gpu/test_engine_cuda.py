@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
 
-from dpllm.errors import Refused
+from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy.noise import GaussianNoise
 
 pytestmark = [
@@ -150,3 +150,19 @@ def test_torchs_seed_does_not_touch_the_noise_on_cuda() -> None:
     assert torch.equal(GaussianNoise(5, CUDA).draw(1000), first)
     for bit in (32, 62):
         assert not torch.equal(GaussianNoise(5 + 2**bit, CUDA).draw(1000), first)
+
+
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("family", "method"), [("llama", "lora"), ("gpt2", "frozen"), ("llama", "embedding")])
+def test_a_unit_adds_the_same_bits_in_any_company(family: str, method: str, autocast: Any) -> None:
+    """If the self-check lets rows stand side by side at all; computed one by one they always do."""
+    arguments = {} if autocast is None else {"autocast": autocast}
+    engine, some = engine_on_cuda(family, ADAPTERS[method], 0.05, **arguments), tm.units(RAGGED)
+    size = 4
+    try:
+        engine.self_check(tm.VOCABULARY, 32, physical_batch_size=size, low_precision=autocast is not None)
+    except RoundsByCompany:
+        size = 1
+        engine.self_check(tm.VOCABULARY, 32, physical_batch_size=size, low_precision=autocast is not None)
+    alone = [engine.clipped_sum(tm.batches([one], size))[0] for one in some]
+    assert torch.equal(engine.clipped_sum(tm.batches(some, size))[0], torch.stack(alone).sum(dim=0))
