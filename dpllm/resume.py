@@ -76,7 +76,7 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
         )
     if record and "lattice" not in record:
         raise Refused(
-            f"{run.root}: the run began with an older dpllm, which added noise off the lattice, so no statement would hold for all "
+            f"{run.root}: the run began with an older dpllm, which added noise off the lattice, so no statement holds for all "
             "its steps. Start anew with --overwrite; what it spent stays in the ledger."
         )
     plan = read_json(run.plan)
