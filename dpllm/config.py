@@ -180,7 +180,7 @@ class PrivacyConfig(Section):
     noise_multiplier: float | None = Field(default=None, gt=0)
     """Noise standard deviation over max_grad_norm; null: calibrated to epsilon. If set, the epsilon it gives is stated,
     and refused above the target."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, ge=1e-20, le=1e20)
     """C: the L2 norm to which each privacy unit's gradient is clipped."""
     clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat"
     """The clipping function, part of the Plan: flat shortens what is longer than C; automatic gives every gradient about

@@ -209,7 +209,8 @@ def _prepare(
     physical_batch_size = fitting.resolve(engine, config, vocabulary, state.device, world=state.num_processes)
     low = precision is not None or getattr(net.config, "quantization_config", None) is not None
     low = low or any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
-    check = partial(engine.self_check, vocabulary, config.data.max_length, low_precision=low)
+    pad_id = tokenizer.pad_token_id or 0
+    check = partial(engine.self_check, vocabulary, config.data.max_length, low_precision=low, pad_id=pad_id)
     alone, error = "", 0.0
     try:
         error = check(physical_batch_size=physical_batch_size)

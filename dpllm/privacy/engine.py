@@ -131,6 +131,12 @@ class Engine:
                 f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {schedule.expected_batch_size} "
                 "units: their sum and the noise could not be added exactly. Raise the noise, or lower train.batch_size."
             )
+        count = plan.adaptive.count_noise_multiplier if plan and plan.adaptive else 1.0
+        if spacing_of(count) > 0.5 or largest / 2 > EXACT * spacing_of(count):
+            raise Refused(
+                f"privacy.adaptive.count_noise_multiplier {count:g} lets no count of halves be added to its noise exactly. "
+                "Set it to null, which chooses it."
+            )
         self._summer = self._make_summer()
         self._guard = optimizer.register_step_pre_hook(self._only_released) if plan else None
 
@@ -302,7 +308,13 @@ class Engine:
             self._guard.remove()
 
     def self_check(
-        self, vocab_size: int, max_length: int, *, physical_batch_size: int = 8, low_precision: bool = False
+        self,
+        vocab_size: int,
+        max_length: int,
+        *,
+        physical_batch_size: int = 8,
+        low_precision: bool = False,
+        pad_id: int = 0,
     ) -> float:
         """Compares the engine with brute-force autograd over the same forward graph, on synthetic rows.
 
@@ -311,6 +323,7 @@ class Engine:
             max_length: Longest row allowed.
             physical_batch_size: Rows of a physical batch.
             low_precision: The forward pass is not float32; the tolerance is then 5e-2.
+            pad_id: Token id for padding, as in training.
 
         Returns:
             The largest relative error seen; 0 without a Plan.
@@ -335,6 +348,7 @@ class Engine:
                     physical_batch_size=physical_batch_size,
                     several=self._mode != "opacus_ghost",
                     low_precision=low_precision,
+                    pad_id=pad_id,
                 )
         except RoundsByCompany:
             self._summer = self._make_summer()
@@ -354,9 +368,16 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # warn_only would leave the backward pass of attention as it is
     try:
         yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise Refused(
+            f"this device computes something in no fixed order ({str(error).partition('.')[0]}), so a row would be rounded "
+            "differently in every pass. Use another base model, or train.precision: fp32."
+        ) from None
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 

@@ -148,8 +148,7 @@ def log_likelihood_(logits_nV: Tensor, target_n: Tensor) -> tuple[Tensor, Tensor
 
 def minus_one_(softmax_nV: Tensor, target_n: Tensor) -> None:
     """From the softmax to the gradient of nll with respect to the logits, in place."""
-    column_n1 = target_n.unsqueeze(1)
-    softmax_nV.scatter_add_(1, column_n1, softmax_nV.new_full((), -1.0).expand(column_n1.shape))
+    softmax_nV[torch.arange(len(target_n), device=target_n.device), target_n] -= 1.0
 
 
 class _FromLogits(torch.autograd.Function):

@@ -7,6 +7,7 @@ Must not know clipping.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -70,7 +71,9 @@ def refuse_random_numbers(
     if _bits(again_R) != _bits(loss_R):
         raise _refused(_first_that_differs(model, losses, batch))
     for name, gradient in _gradients(again_R, parameters).items():
-        if not float((gradient - gradients[name]).norm()) <= tolerance * float(gradient.norm()):
+        size = float(gradient.norm())
+        # What is not finite can be compared with nothing; the self-check refuses it next, in words of its own.
+        if math.isfinite(size) and not float((gradient - gradients[name]).norm()) <= tolerance * size:
             raise _refused(f"the backward pass of {name}")
 
 

@@ -42,6 +42,7 @@ def self_check(
     physical_batch_size: int,
     several: bool,
     low_precision: bool,
+    pad_id: int,
 ) -> float:
     """Compares per-unit norms and a clipped sum with ordinary gradients, taken unit by unit from the same forward pass.
 
@@ -62,6 +63,7 @@ def self_check(
         physical_batch_size: Rows of a physical batch.
         several: Units have several rows, and their sums are exact; Opacus' own mode knows neither.
         low_precision: The forward pass is not float32; the tolerance is then 5e-2 instead of 1e-3.
+        pad_id: Token id for padding, as in training.
 
     Returns:
         The largest relative error seen.
@@ -85,6 +87,8 @@ def self_check(
             _, seen_U = clipper.add(losses, batch, sums, bound, spacing)
             for part in sums.values():
                 part *= spacing
+            if several:
+                _refuse_experts(model, physical_batch_size)
             lengths = sorted({min(length, _longest(model, max_length)) for length in padded_lengths(max_length)})
             for length in lengths if several and physical_batch_size > 1 else ():
                 alone, others = _company(length, physical_batch_size, vocab_size, several=several)
@@ -92,7 +96,7 @@ def self_check(
                 def added(*batches: Sequence[Unit], length: int = length) -> dict[str, Tensor]:
                     found = {name: torch.zeros_like(part) for name, part in sums.items()}
                     for some in batches:
-                        rows = collate(some, 0, physical_batch_size, length).to(device)
+                        rows = collate(some, pad_id, physical_batch_size, length).to(device)
                         clipper.add(losses, rows, found, bound, _spacing(bound, physical_batch_size))
                     return found
 
@@ -107,15 +111,25 @@ def self_check(
 
 
 def _company(length: int, rows: int, vocab_size: int, *, several: bool) -> tuple[Unit, list[Unit]]:
-    """A unit of one row, and others that leave one row of a physical batch free; one of them is a single token repeated."""
-    short = max(2, length - 3)
-    lengths = [[length], [short]][: rows - 1] + [[short, length] if several else [short]] * (
-        (rows - 3) // (1 + several)
-    )
-    *others, alone = _units_of([*lengths, [max(2, length - 1)]], vocab_size)
+    """A unit of one very short row, and longer ones that fill a physical batch with it, one of them a token repeated."""
+    lengths = [[length], [max(2, length - 1)]][: rows - 1]
+    left = rows - 1 - len(lengths)
+    lengths += [[max(2, length - 3), length]] * (left // 2 if several else 0)
+    lengths += [[max(2, length - 3)]] * (rows - 1 - sum(map(len, lengths)))
+    *others, alone = _units_of([*lengths, [2]], vocab_size)
     token = others[0].sequences[0].input_ids[-1]
     others[0] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in others[0].sequences))
     return alone, others
+
+
+def _refuse_experts(model: nn.Module, rows: int) -> None:
+    """Experts compute on as many tokens as chose them: whose rounding follows whose would take every routing to see."""
+    for name, module in model.named_modules():
+        if rows > 1 and ("experts" in name.split(".") or "Expert" in type(module).__name__):
+            raise RoundsByCompany(
+                f"{name} computes on as many tokens as chose it, so that one unit would change how the tokens of all others are "
+                "rounded. Set train.physical_batch_size: 1, which computes every row by itself."
+            )
 
 
 def _check_company(

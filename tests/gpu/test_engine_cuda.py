@@ -152,6 +152,15 @@ def test_torchs_seed_does_not_touch_the_noise_on_cuda() -> None:
         assert not torch.equal(GaussianNoise(5 + 2**bit, CUDA).draw(1000), first)
 
 
+def test_a_long_batch_has_the_same_bits_each_time() -> None:
+    """Attention adds up what keys give by atomic operations, in no order, unless it is told not to."""
+    engine = engine_on_cuda("llama", LORA, 0.05, autocast=BF16, max_length=512)
+    batches = tm.physical_batches(range(4), tm.units([(512,), (400,), (300,), (512,)]), 4, 0, 512)
+    first = engine.clipped_sum(batches)[0]
+    for _ in range(20):
+        assert torch.equal(engine.clipped_sum(batches)[0], first)
+
+
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("family", "method"), [("llama", "lora"), ("gpt2", "frozen"), ("llama", "embedding")])
 def test_a_unit_adds_the_same_bits_in_any_company(family: str, method: str, autocast: Any) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import math
 import random
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import checks
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from dpllm import errors
 from dpllm.errors import Refused
 from dpllm.privacy import gradients, noise
-from dpllm.privacy.adaptive import adaptive_clipping
+from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
 from dpllm.privacy.gradients import UnitGradients
 from dpllm.privacy.lattice import noise_scale, spacing_of
 from dpllm.privacy.noise import GaussianNoise
@@ -136,6 +137,54 @@ def test_a_mixture_of_experts_adds_the_same_bits_one_by_one() -> None:
     engine = tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj", "v_proj"]}))
     engine.self_check(tm.VOCABULARY, 32, physical_batch_size=1)
     assert torch.equal(added(engine, some, 1), sum(added(engine, [one], 1) for one in some))
+
+
+class Place(Toy):
+    """A tail that a kernel treats in another way: the row at one place of so many."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def hidden(self, x_RTd: Tensor) -> Tensor:
+        factor_R = torch.ones(len(x_RTd), 1, 1)
+        if len(x_RTd) > 1:
+            factor_R[self.place] = 1 + 2.0**-20
+        return self.layer(x_RTd) * factor_R
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_every_place_is_taken_by_a_row(rows: int, place: int) -> None:
+    with pytest.raises(errors.RoundsByCompany):
+        tm.make_engine(Place(place)).self_check(tm.VOCABULARY, 32, physical_batch_size=rows)
+
+
+class Padded(Toy):
+    """A kernel that is chosen by whether anything is padded, or by the longest row."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
+        longest = int((input_ids != 5).sum(dim=1).max())
+        hidden_RTd = self.layer(self.embed(input_ids)) * (1 + 2.0**-20 * (longest > 4))
+        return SimpleNamespace(logits=self.head(hidden_RTd))
+
+
+def test_padding_is_that_of_training() -> None:
+    with pytest.raises(errors.RoundsByCompany):
+        tm.make_engine(Padded()).self_check(tm.VOCABULARY, 32, pad_id=5)
+
+
+def test_a_mixture_of_experts_is_computed_row_by_row_whatever_its_routing_shows() -> None:
+    """DeepSeek passed with the tokens of the check, and 64 others moved a sum by 36 spacings."""
+    with pytest.raises(errors.RoundsByCompany, match=r"^base_model.*experts computes on as many tokens as chose it"):
+        tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj"]})).self_check(tm.VOCABULARY, 32)
+
+
+def test_a_count_off_its_lattice_is_refused() -> None:
+    for sigma_b in (1.1 * 2**30, 1e-12):
+        moving = AdaptiveClipping(0.5, 0.2, sigma_b, 1.0)
+        with pytest.raises(Refused, match="count_noise_multiplier"):
+            tm.make_engine(Toy(), tm.plan(adaptive=moving))
 
 
 @pytest.mark.parametrize("length", [8, 16, 24, 32])
