@@ -259,7 +259,7 @@ def test_a_module_that_draws_is_refused_by_name(kind: type[Inner]) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in DRAWS if kind is not StochasticDepth])
 def test_what_is_refused_would_have_coupled_units(kind: type[Inner]) -> None:
     engine = tm.make_engine(Random(kind()), tm.plan(C))
-    some = tm.units([(5,), (9,), (17,), (12,)])
+    some = tm.units([(17,), *((5 + number % 9,) for number in range(40))])
 
     def summed(some: Any) -> Tensor:
         torch.manual_seed(0)
