@@ -266,7 +266,7 @@ def _gram(factor_Ni: Tensor) -> Tensor:
 def _add_product(sum_: Tensor, left_Ni: Tensor, factor: Tensor, right_Nj: Tensor) -> None:
     """Sum += factor * left.T @ right rounded, in float64, by chunks of left's columns (a head's vocabulary)."""
     right, start = right_Nj.double() * factor, 0
-    for chunk in torch.split(left_Ni, max(1, CHUNK // max(len(left_Ni), right.shape[1])), dim=1):
+    for chunk in torch.split(left_Ni, max(1, CHUNK // 4 // max(len(left_Ni), right.shape[1])), dim=1):
         sum_[start : start + chunk.shape[1]].add_((chunk.double().T @ right).round_())
         start += chunk.shape[1]
 

@@ -91,7 +91,7 @@ def self_check(
                 _refuse_experts(model, physical_batch_size)
             lengths = sorted({min(length, _longest(model, max_length)) for length in padded_lengths(max_length)})
             for length in lengths if several and physical_batch_size > 1 else ():
-                alone, others = _company(length, physical_batch_size, vocab_size, several=several)
+                company = _company(length, physical_batch_size, vocab_size, several=several)
 
                 def added(*batches: Sequence[Unit], length: int = length) -> dict[str, Tensor]:
                     found = {name: torch.zeros_like(part) for name, part in sums.items()}
@@ -100,7 +100,7 @@ def self_check(
                         clipper.add(losses, rows, found, bound, _spacing(bound, physical_batch_size))
                     return found
 
-                _check_company(model, added, alone, others, tolerance)
+                _check_company(model, added, *company, tolerance)
         finally:
             clipper.close()
     worst = float(((seen_U.double() - norm_U).abs() / norm_U).max())
@@ -110,16 +110,18 @@ def self_check(
     return max(worst, _compare(sums, expected, tolerance))
 
 
-def _company(length: int, rows: int, vocab_size: int, *, several: bool) -> tuple[Unit, list[Unit]]:
-    """A unit of one very short row, and longer ones that fill a physical batch with it, one of them a token repeated."""
-    lengths = [[length], [max(2, length - 1)]][: rows - 1]
-    left = rows - 1 - len(lengths)
-    lengths += [[max(2, length - 3), length]] * (left // 2 if several else 0)
-    lengths += [[max(2, length - 3)]] * (rows - 1 - sum(map(len, lengths)))
-    *others, alone = _units_of([*lengths, [2]], vocab_size)
-    token = others[0].sequences[0].input_ids[-1]
-    others[0] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in others[0].sequences))
-    return alone, others
+def _company(length: int, rows: int, vocab_size: int, *, several: bool) -> tuple[Unit, Unit, list[Unit]]:
+    """A unit of one very short row, one of a full row, and others that fill a physical batch with them.
+
+    One of the others is a single token again and again.
+    """
+    lengths: list[list[int]] = [[max(2, length - 3), length]] * ((rows - 2) // 2 if several else 0)
+    lengths += [[max(2, length - 1)]] * (rows - 2 - 2 * len(lengths))
+    short, long, *others = _units_of([[2], [length], *lengths], vocab_size)
+    if others:
+        token = others[0].sequences[0].input_ids[-1]
+        others[0] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in others[0].sequences))
+    return short, long, others
 
 
 def _refuse_experts(model: nn.Module, rows: int) -> None:
@@ -133,12 +135,18 @@ def _refuse_experts(model: nn.Module, rows: int) -> None:
 
 
 def _check_company(
-    model: nn.Module, added: Callable[..., dict[str, Tensor]], alone: Unit, others: Sequence[Unit], tolerance: float
+    model: nn.Module,
+    added: Callable[..., dict[str, Tensor]],
+    short: Unit,
+    long: Unit,
+    others: Sequence[Unit],
+    tolerance: float,
 ) -> None:
     """What a unit adds is the same to the last bit among rows of nobody, and first or last among other units."""
-    apart = added([alone], others)
-    for some, row in (([alone, *others], 0), ([*others, alone], -1)):
-        together = added(some)
+    apart = added([short], [long], others)
+    for first, last in ((short, long), (long, short)):
+        beside = [first, *others, last]
+        together = added(beside)
         error = {name: float((together[name] - apart[name]).norm()) for name in apart}
         if not any(error.values()):
             continue
@@ -146,9 +154,12 @@ def _check_company(
         relative = error[worst] / max(float(apart[worst].norm()), 1e-30)
         if not relative <= tolerance:
             raise _coupled(relative)
-        beside, by_itself = (_outputs(model, partial(added, units), at) for units, at in ((some, row), ([alone], 0)))
-        pairs = zip(beside, by_itself, strict=False)
-        differ = [name for (name, one), (_, other) in pairs if not torch.equal(one, other)]
+        differ = []
+        for unit, row in ((first, 0), (last, -1)):
+            pairs = zip(
+                _outputs(model, partial(added, beside), row), _outputs(model, partial(added, [unit]), 0), strict=False
+            )
+            differ += [name for (name, one), (_, other) in pairs if not torch.equal(one, other)][:1]
         raise RoundsByCompany(
             f"{differ[0] if differ else worst} rounds a row in another way when other rows stand beside it (the gradient of "
             f"{worst} moves by {relative:.1e}, relative), so that one unit would change what all others add. Set "

@@ -314,7 +314,7 @@ def test_a_wide_head_makes_no_gradient_of_every_row(tied: bool) -> None:
             net.embed.weight = net.head.weight
         engine = tm.make_engine(net, tm.plan(0.1), grad_sample_mode=mode)
         with Shapes() as seen:
-            engine.clipped_sum(tm.batches([tm.unit((tokens,), number) for number in range(rows)]))
+            engine.clipped_sum(tm.batches([tm.unit((tokens,), number) for number in range(rows)], rows))
         largest[mode] = seen.largest
     assert largest["auto"] == largest["ghost"] == hidden * vocabulary
     assert largest["per_sample"] >= rows * hidden * vocabulary
