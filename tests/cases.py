@@ -47,7 +47,8 @@ CASES: dict[str, Case] = {
     "falcon, newer architecture, last block": ("falcon", FROZEN, {"new_decoder_architecture": True}),
     "llama, eager attention, all-linear": ("llama", LORA, {"attn_implementation": "eager"}),
     "gpt2, eager attention, last block": ("gpt2", FROZEN, {"attn_implementation": "eager"}),
-    **{f"{family}, auto": (family, LORA, {}) for family in tiny.MIXED},
+    # DeepSeek V3.2 chooses the tokens to attend to among the padding too, so its padded rows are not its unpadded ones.
+    **{f"{family}, auto": (family, LORA, {}) for family in tiny.MIXED if family != "deepseek_v32"},
     "stablelm, last block": ("stablelm", FROZEN, {}),
     "mixtral, attention": ("mixtral", ATTENTION, {}),
     "rsLoRA": ("llama", lora(use_rslora=True), {}),
