@@ -298,7 +298,7 @@ def checked(folder, report):
 @pytest.mark.parametrize("version", [1, 2])
 def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path):
     """Those of version 1 are too narrow, and follow from the scores of what was published with them."""
-    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1", tmp_path / "card")
+    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
     report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
     fresh = summarise(
         read_table(card / "audit" / "scores.csv"),
@@ -320,5 +320,5 @@ def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path)
 
 @pytest.mark.parametrize("name", ["clinic-epsilon-1", "clinic-epsilon-8", "e2e-epsilon-8"])
 def test_every_published_audit_follows_from_its_scores(name, tmp_path):
-    card = shutil.copytree(MODEL_CARDS / name, tmp_path / "card")
+    card = shutil.copytree(MODEL_CARDS / name / "export", tmp_path / "card")
     assert checked(card, read_json(card / "audit" / "audit.json"))["audit: statistics"] == "verified"
