@@ -131,12 +131,8 @@ def _calibrate(target: float, delta: float, q: float, num_steps: int, relation: 
     coarse = min(max(spread / 10, FINE_INTERVAL), 1e-3)
 
     # Epsilon is 0 beyond some sigma where delta is large, so that a secant alone would swing from there to here and back.
-    slope, known, few, many = (
-        -1.5,
-        (math.nan, math.nan),
-        0.0,
-        MAX_NOISE_MULTIPLIER,
-    )  # slope: of log epsilon over log sigma
+    slope, known = -1.5, (math.nan, math.nan)  # slope: of log epsilon over log sigma
+    few, many = 0.0, MAX_NOISE_MULTIPLIER
     for _ in range(60):
         found = cost(sigma, coarse)
         error = math.log(found / target) if found > 0 else -math.inf

@@ -123,9 +123,8 @@ class Engine:
         self.noisy_fraction: float | None = None
         self._stepping = False
         self._size = sum(parameter.numel() for parameter in self.parameters.values())
-        largest = (
-            2 * schedule.expected_batch_size + 400
-        )  # no Poisson draw exceeds it but with a probability below 1e-40
+        # Beyond it lies no Poisson draw but with a probability below 1e-40.
+        largest = 2 * schedule.expected_batch_size + 400
         if plan is not None and largest * plan.max_grad_norm > EXACT * self._spacing():
             raise Refused(
                 f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {schedule.expected_batch_size} "

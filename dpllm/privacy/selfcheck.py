@@ -87,11 +87,12 @@ def self_check(
             _, seen_U = clipper.add(losses, batch, sums, bound, spacing)
             for part in sums.values():
                 part *= spacing
-            if several:
-                _refuse_experts(model, physical_batch_size)
-            lengths = sorted({min(length, _longest(model, max_length)) for length in padded_lengths(max_length)})
-            for length in lengths if several and physical_batch_size > 1 else ():
-                company = _company(length, physical_batch_size, vocab_size, several=several)
+            lengths: list[int] = []
+            if several and physical_batch_size > 1:
+                _refuse_experts(model)
+                lengths = sorted({min(length, _longest(model, max_length)) for length in padded_lengths(max_length)})
+            for length in lengths:
+                company = _company(length, physical_batch_size, vocab_size)
 
                 def added(*batches: Sequence[Unit], length: int = length) -> dict[str, Tensor]:
                     found = {name: torch.zeros_like(part) for name, part in sums.items()}
@@ -110,12 +111,12 @@ def self_check(
     return max(worst, _compare(sums, expected, tolerance))
 
 
-def _company(length: int, rows: int, vocab_size: int, *, several: bool) -> tuple[Unit, Unit, list[Unit]]:
+def _company(length: int, rows: int, vocab_size: int) -> tuple[Unit, Unit, list[Unit]]:
     """A unit of one very short row, one of a full row, and others that fill a physical batch with them.
 
     One of the others is a single token again and again.
     """
-    lengths: list[list[int]] = [[max(2, length - 3), length]] * ((rows - 2) // 2 if several else 0)
+    lengths = [[max(2, length - 3), length]] * ((rows - 2) // 2)
     lengths += [[max(2, length - 1)]] * (rows - 2 - 2 * len(lengths))
     short, long, *others = _units_of([[2], [length], *lengths], vocab_size)
     if others:
@@ -124,10 +125,10 @@ def _company(length: int, rows: int, vocab_size: int, *, several: bool) -> tuple
     return short, long, others
 
 
-def _refuse_experts(model: nn.Module, rows: int) -> None:
+def _refuse_experts(model: nn.Module) -> None:
     """Experts compute on as many tokens as chose them: whose rounding follows whose would take every routing to see."""
     for name, module in model.named_modules():
-        if rows > 1 and ("experts" in name.split(".") or "Expert" in type(module).__name__):
+        if "experts" in name.split(".") or "Expert" in type(module).__name__:
             raise RoundsByCompany(
                 f"{name} computes on as many tokens as chose it, so that one unit would change how the tokens of all others are "
                 "rounded. Set train.physical_batch_size: 1, which computes every row by itself."
