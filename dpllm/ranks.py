@@ -1,4 +1,4 @@
-"""The processes of one run, called ranks: how they find each other, and what they tell each other.
+"""The processes of one run, called ranks: how they find each other, what they tell each other, how they are stopped.
 
 Comes in: what the launcher put into the environment; values of one rank. Goes out: the same values on all ranks, or a refusal
 where they differ. Everything is a no-op in a run of one process. Must not know what is trained.
@@ -6,12 +6,16 @@ where they differ. Everything is a no-op in a run of one process. Must not know 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import signal
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -22,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from dpllm import launch
 from dpllm.errors import ConfigError, DpllmError, Refused
 
+T = TypeVar("T")
 # dpllm.fate ends a run whose ranks no longer answer; the group's own time-out would also end one whose rank 0 tokenises.
 TO_COME = datetime.timedelta(minutes=10)  # until all processes are there
 NEVER = datetime.timedelta(days=30)
@@ -196,3 +201,32 @@ def _device() -> torch.device:
     """Where the group's backend reads tensors."""
     device: torch.device = PartialState().device
     return device
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[list[int]]:
+    """Collects Ctrl-C and SIGTERM, so that the loop stops between steps; a second Ctrl-C stops at once."""
+    received: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ahead(make: Callable[[], T], times: int) -> Generator[T]:
+    """What ``make`` returns, so many times; the next is made in a thread while the caller works on the last."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        waiting = thread.submit(make) if times else None
+        for number in range(times):
+            assert waiting is not None
+            made = waiting.result()
+            waiting = thread.submit(make) if number + 1 < times else None
+            yield made

@@ -1,23 +1,37 @@
-"""run.json: what happened, in public and released values only.
+"""What a run writes down: metrics, checkpoints, the export, and run.json in public and released values only.
 
-Comes in: a prepared run and how it ended. Goes out: the record, and beside it, under private/, the figures that may not
-leave.
+Comes in: a prepared run, its steps, and how it ended. Goes out: files, a progress bar, telemetry. Figures that may not leave lie
+under private/. Only the main process writes anything; in the others every call does nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal, Self
 
-from dpllm import artifacts, environment, lineage, model
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dpllm import artifacts, checkpoint, environment, lineage, model
 from dpllm.config import RunConfig
-from dpllm.ledger import gates, groups
+from dpllm.errors import DpllmError
+from dpllm.evaluate import HeldOut
+from dpllm.fate import Watch
 from dpllm.prepare import Prepared
 from dpllm.privacy import guards
 from dpllm.report import recipe
 from dpllm.rundir import COST, digest, read_json, write_json
+from dpllm.telemetry import EpsilonSpent, Telemetry
+
+Status = Literal["completed", "interrupted"]
 
 
 @dataclass
@@ -41,9 +55,183 @@ class Summary:
         }
 
 
+class Recorder:
+    """Writes down one run from its first step to its end, whichever way it ends; use it in a ``with`` statement."""
+
+    def __init__(
+        self, p: Prepared, started: float, telemetry: Telemetry, watch: Watch, console: Console, *, main: bool
+    ) -> None:
+        """Begins when the run is entered.
+
+        Args:
+            p: The prepared run.
+            started: When its preparation began, in seconds since 1970.
+            telemetry: Already listening.
+            watch: Of the other processes, which leaves time to write when one of them fails.
+            console: Where progress goes.
+            main: Whether this is the main process.
+        """
+        self._p, self._telemetry, self._watch, self._console, self._main = p, telemetry, watch, console, main
+        self._epsilon_after, self._started = EpsilonSpent(p.plan), started
+        self._summary, self._step = Summary(), p.first_step
+        self._saved: int | None = None
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=not main)
+        self._task = self._progress.add_task("training", total=p.schedule.num_steps, completed=p.first_step)
+
+    def __enter__(self) -> Self:
+        if self._main:
+            self._write(None, "interrupted", "its process was killed; the ledger holds its steps")
+            self._telemetry.begin(self._p, self._epsilon_after(self._step))
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        if error is None or not self._main:
+            return
+        why = f"it ended with {type(error).__name__} after step {self._step}"
+        with (
+            self._watch.writing(),
+            contextlib.suppress(OSError),
+        ):  # on a full disk, what stands there says interrupted too
+            self._write(self._step, "interrupted", why)
+        self._telemetry.end()
+
+    def step(self, step: int, rate: float, loss_sum: float, units: float, clipped: float) -> None:
+        """Notes step ``step``, counted from 1: learning rate, and un-noised sums over its units."""
+        self._step = step
+        mean = loss_sum / units if units and math.isfinite(loss_sum) else None
+        private = {"step": step, "loss": mean, "units": int(units), "clipped": int(clipped)}
+        released = self._p.engine.released()
+        self._log({**private, "released": released})
+        self._telemetry.step(step, self._epsilon_after(step), rate, released, private)
+        self._progress.update(self._task, completed=step, description=self._epsilon_after.words(step))
+
+    def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
+        """Notes a pass over the held-out rows; None where there are none."""
+        loss, accuracy, summary = None, None, self._summary
+        if seen is not None:  # JSON has no word for the loss of a run that diverged
+            loss, accuracy = seen.loss if math.isfinite(seen.loss) else None, seen.accuracy
+        if when == "before":
+            summary.before, summary.accuracy_before = loss, accuracy
+        elif when == "after":
+            summary.after, summary.accuracy_after = loss, accuracy
+            summary.tokens = sum(sum(sequence.loss_mask) for sequence in self._p.held_out)
+        else:
+            self._log({"step": self._step, "eval_loss": loss, "eval_accuracy": accuracy})
+        self._telemetry.evaluated(self._step, loss, accuracy)
+        if when == "before" and loss is not None and not self._step and self._p.config.data.eval_public:
+            self._console.print(f"Held-out loss before: {loss:.4f} nats per token")
+
+    def save(self) -> None:
+        """Writes a checkpoint; the learning rate follows from the step."""
+        p = self._p
+        if not self._main or self._saved == self._step:
+            return
+        self._saved = self._step
+        with self._writing():
+            checkpoint.save_resume(
+                p.run,
+                p.model,
+                p.optimizer,
+                step=self._step,
+                entry=p.payment.entry,
+                max_grad_norm=p.engine.max_grad_norm,
+                head=p.payment.ledger.head() if p.payment.ledger else None,
+                event=p.plan.event if p.plan else None,
+                reserved=sum(size for _, size in p.payment.claims),
+                units=getattr(p.units, "digest", None),
+            )
+
+    def finish(self) -> Status:
+        """Exports, closes the reservation, writes run.json, in this order: a run that is killed meanwhile can be resumed."""
+        p, total = self._p, self._p.schedule.num_steps
+        status: Status = "completed" if self._step == total else "interrupted"
+        if not self._main:
+            return status
+        with self._writing():
+            checkpoint.export(p.model, p.tokenizer, p.run)
+            p.payment.finish(status)
+            self._write(self._step, status)
+            self._telemetry.end()
+            if status == "completed":
+                shutil.rmtree(p.run.resume, ignore_errors=True)
+        loss = self._summary.after
+        if loss is not None and may_tell(p):
+            self._console.print(f"Held-out loss after: {loss:.4f} nats per token")
+        elif loss is not None:  # un-noised, and standard output goes into job logs
+            self._console.print(f"Held-out loss, which is private: {p.run.private / 'summary.json'}")
+        self._console.print(f"[bold]{status}[/] after {self._step} of {total} steps: {p.run.root}")
+        return status
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Leaves time to write, and turns a disk that is full or gone into one line."""
+        try:
+            with self._watch.writing():
+                yield
+        except OSError as error:
+            raise DpllmError(
+                f"{self._p.run.root}: cannot be written to ({error.strerror}), so the run ended after step {self._step}; its "
+                "steps stay charged. Free some space, and type --resume where a checkpoint was kept."
+            ) from None
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self._main:
+            with open(self._p.run.metrics, "a", encoding="utf-8") as file:
+                file.write(json.dumps({**values, "time": round(time.time(), 2)}) + "\n")
+
+    def _write(self, step: int | None, status: Status, unfinished: str | None = None) -> None:
+        """Writes run.json and private/summary.json; ``unfinished`` says why the run did not reach its end."""
+        p, summary = self._p, self._summary
+        ended = datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None
+        cost = dict(zip(COST, (ended, round(time.time() - self._started, 1), environment.peak_memory()), strict=True))
+        reason, notes = guards.deviations(p.config)
+        reason = reason or lineage.why_not(p.decision.lineage)
+        if status == "interrupted" and p.plan and unfinished is None:
+            notes.append(
+                "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised "
+                "metrics is outside the guarantee"
+            )
+        assert p.decision.subject is not None
+        assert p.decision.subject.policy is not None
+        permitted = p.decision.subject.policy.deviations()
+        record = {
+            "status": status,
+            "guarantee": {"holds": reason is None and unfinished is None, "reason": reason or unfinished},
+            "deviations": notes + lineage.deviations(p.decision.lineage) + p.notes,
+            "resumes": [note for note in p.notes if note not in permitted],
+            "steps_planned": p.schedule.num_steps,
+            "training_digest": recipe.of_training(p.config),
+            "plan_digest": digest(read_json(p.run.plan)) if p.plan else None,
+            "steps_taken": step,
+            "physical_batch_size": p.physical_batch_size,
+            "epsilon_spent": p.plan.epsilon if p.plan else None,
+            "delta": p.plan.delta if p.plan else None,
+            "ledger": p.payment.to_json(p.plan),
+            "lineage": p.decision.lineage,
+            "versions": environment.versions(),
+            "hardware": environment.hardware(),
+            "model": _model_record(p),
+            "artifacts": artifacts.hashes(p.run.export) if unfinished is None else {},
+            "lattice": p.engine.lattice() if p.plan else None,
+            "metrics": {
+                "public": summary.to_json() if summary.after is not None and may_tell(p) else {},
+                "released": p.engine.released(),
+            },
+            "started_at": datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
+            **(cost if may_tell_cost(p.config) else {}),
+        }
+        write_json(p.run.run, record)
+        write_json(p.run.private / "summary.json", {**summary.to_json(), **cost})
+
+
 def may_tell(p: Prepared) -> bool:
     """Whether held-out figures may leave: of public rows, by weights that have a guarantee or saw public rows alone."""
-    held = guards.deviations(p.config)[0] is None and lineage.why_not(p.lineage) is None
+    held = guards.deviations(p.config)[0] is None and lineage.why_not(p.decision.lineage) is None
     return p.config.data.eval_public and (held or p.config.data.public)
 
 
@@ -52,70 +240,12 @@ def may_tell_cost(config: RunConfig) -> bool:
     return config.data.public and (config.data.eval is None or config.data.eval_public)
 
 
-def write_record(
-    p: Prepared, step: int | None, status: str, started: float, summary: Summary, unfinished: str | None = None
-) -> None:
-    """Writes run.json and private/summary.json; ``unfinished`` says why the run did not reach its end."""
-    reason, notes = guards.deviations(p.config)
-    reason = reason or lineage.why_not(p.lineage)
-    if status == "interrupted" and p.plan and unfinished is None:
-        notes.append(
-            "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised "
-            "metrics is outside the guarantee"
-        )
-    public: dict[str, Any] = {}
-    if summary.after is not None and may_tell(p):
-        public = summary.to_json()
-    finished = datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None
-    cost = dict(zip(COST, (finished, round(time.time() - started, 1), environment.peak_memory()), strict=True))
-    record = {
-        "status": status,
-        "guarantee": {"holds": reason is None and unfinished is None, "reason": reason or unfinished},
-        "deviations": notes + lineage.deviations(p.lineage) + p.notes,
-        "resumes": [note for note in p.notes if note not in p.custody.deviations()],
-        "steps_planned": p.schedule.num_steps,
-        "training_digest": recipe.of_training(p.config),
-        "plan_digest": digest(read_json(p.run.plan)) if p.plan else None,
-        "steps_taken": step,
-        "physical_batch_size": p.physical_batch_size,
-        "epsilon_spent": p.plan.epsilon if p.plan else None,
-        "delta": p.plan.delta if p.plan else None,
-        "ledger": _ledger_record(p),
-        "lineage": p.lineage,
-        "versions": environment.versions(),
-        "hardware": environment.hardware(),
-        "model": {
-            "name_or_path": model.public_name(p.config.model.name_or_path),
-            "commit": getattr(p.model.config, "_commit_hash", None),
-            "architecture": (p.model.config.architectures or [type(p.model).__name__])[0],
-            "trainable_parameters": sum(t.numel() for t in p.engine.parameters.values()),
-            "total_parameters": sum(t.numel() for t in p.model.parameters()),
-            "dropout_off": p.dropout_off,
-        },
-        "artifacts": artifacts.hashes(p.run.export) if unfinished is None else {},
-        "lattice": p.engine.lattice() if p.plan else None,
-        "metrics": {"public": public, "released": p.engine.released()},
-        "started_at": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        **(cost if may_tell_cost(p.config) else {}),
-    }
-    write_json(p.run.run, record)
-    write_json(p.run.private / "summary.json", {**summary.to_json(), **cost})
-
-
-def _ledger_record(p: Prepared) -> dict[str, Any] | None:
-    if not (p.ledger and p.claims and p.plan):
-        return None
-    claim = p.ledger.reservation(p.claims[0][0])
-    budget = p.ledger.budget(claim.dataset)
-    account = p.ledger.account(claim.dataset)
+def _model_record(p: Prepared) -> dict[str, Any]:
     return {
-        "dataset": claim.dataset,
-        "entry": claim.entry,
-        "made_up_by": [entry for entry, _ in p.claims[1:]],
-        "head": p.ledger.head(),
-        "budget": {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")} if budget else None,
-        "spent_epsilon": p.ledger.spent(claim.dataset, None if budget else p.plan.delta),
-        "filter_epsilon": gates.filter_epsilon(account),
-        "imported": len(account.imports),
-        "group": groups.of_entry(p.ledger, claim.entry),
+        "name_or_path": model.public_name(p.config.model.name_or_path),
+        "commit": getattr(p.model.config, "_commit_hash", None),
+        "architecture": (p.model.config.architectures or [type(p.model).__name__])[0],
+        "trainable_parameters": sum(t.numel() for t in p.engine.parameters.values()),
+        "total_parameters": sum(t.numel() for t in p.model.parameters()),
+        "dropout_off": p.dropout_off,
     }

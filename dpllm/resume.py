@@ -1,17 +1,16 @@
 """Where a stopped run goes on: what the ledger charged, what the checkpoint holds, and whether it is the same run.
 
-Comes in: the recipe, the run directory, the ledger. Goes out: a ``Standing``, or a refusal. Steps that were charged and
+Comes in: the recipe, the run directory, the ledger. Goes out: a ``ResumeState``, or a refusal. Steps that were charged and
 whose update no checkpoint has are lost: they are repeated only if as many more are reserved.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from dpllm import checkpoint, ledger
+from dpllm import ledger
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger
@@ -34,7 +33,7 @@ WITH_STEPS = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class ResumeState:
     """A stopped run.
 
     Attributes:
@@ -56,18 +55,20 @@ class Standing:
     units: str | None = None
 
 
-def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody) -> Standing:
+def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody) -> ResumeState:
     """Reads checkpoint and ledger, and refuses where one cannot belong to the other.
 
     Raises:
         ConfigError: There is no checkpoint, or the ledger has no such reservation.
         Refused: No checkpoint is intact; the ledger was cut or replaced since; or the data are others than reserved for.
     """
+    from dpllm import checkpoint  # which imports torch
+
     saved = checkpoint.newest(run)
     record = read_json(run.run) if run.run.exists() else {}
     notes = tuple(record.get("resumes", ()))
     if not config.privacy.enabled:
-        return Standing({}, (), int(saved["step"]), 0, 0, notes, saved.get("units"))
+        return ResumeState({}, (), int(saved["step"]), 0, 0, notes, saved.get("units"))
     if book is None:
         where = config.privacy.ledger or ledger.default_path()
         raise ConfigError(
@@ -120,45 +121,23 @@ def stand(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody)
     extra = sum(claim.num_steps for claim in claims[1:])
     lost = charged - int(saved["step"])
     since = sum(size for _, size in sizes) - int(saved["reserved"])  # the checkpoint stands on steps made up before it
-    return Standing(plan, sizes, charged, extra, max(0, lost - since), notes, saved.get("units"))
+    return ResumeState(plan, sizes, charged, extra, max(0, lost - since), notes, saved.get("units"))
 
 
-def check_promise(plan: Plan, standing: Standing) -> dict[str, Any]:
-    """plan.json, if the recipe still promises the same.
+def check_promise(plan: Plan, resumed: ResumeState) -> None:
+    """Makes sure that the recipe still promises what plan.json does.
 
     Raises:
         Refused: It promises something else.
     """
     promised = json.loads(json.dumps(plan.to_json()))
     # Steps that were reserved to make up lost ones may not have reached plan.json yet.
-    fixed = promised.keys() - (WITH_STEPS if standing.extra_steps else set())
-    if changed := sorted(key for key in fixed if standing.plan.get(key) != promised[key]):
+    fixed = promised.keys() - (WITH_STEPS if resumed.extra_steps else set())
+    if changed := sorted(key for key in fixed if resumed.plan.get(key) != promised[key]):
         raise Refused(
             f"the recipe now promises another {changed[0]} than the run that is resumed, which would change a promise already "
             "spent. Resume with the config.yaml of the run directory."
         )
-    return {**standing.plan, **promised}
-
-
-def make_up(plan: Plan, run: RunDir, book: Ledger, custody: Custody, standing: Standing) -> tuple[str, int]:
-    """Reserves as many steps as were lost and not made up yet.
-
-    Raises:
-        BudgetExceeded: The budget has no room for them, or is a planned one.
-    """
-    claim = book.reserve(
-        custody.dataset,
-        event={**plan.event, "count": standing.to_make_up},
-        delta=plan.delta,
-        unit=plan.unit,
-        relation=plan.neighbouring_relation,
-        num_steps=standing.to_make_up,
-        run=f"{run.root.name}-{secrets.token_hex(4)}",
-        extends=standing.claims[0][0],
-        records=custody.records,
-        derived_from=custody.derived_from,
-    )
-    return claim.entry, claim.num_steps
 
 
 def same_recipe(config: RunConfig, run: RunDir) -> None:

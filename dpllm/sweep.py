@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm import data, ledger, lineage
+from dpllm import ledger
 from dpllm.config import RunConfig
 from dpllm.errors import AuditContradiction, BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.ledger import gates, groups, protect, reserving
+from dpllm.planning.outlook import Subject, decide, read_subject
 from dpllm.points import STATE, Point, read_points, state_of
 from dpllm.privacy import guards
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.renyi import Fit
 from dpllm.report.compare import Comparison, compare
 from dpllm.rundir import RunDir, read_json, write_json
@@ -83,43 +83,40 @@ def sweep(
 
 
 def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) -> tuple[list[Point], dict[str, str]]:
-    """Plans and reserves every run, unless an earlier start did.
+    """Decides on and reserves every run, unless an earlier start did.
 
     Returns:
         The runs as they will be trained, and their reservations by name.
+
+    Raises:
+        DpllmError: What would refuse one of them, or the budget does not hold all; nothing was then reserved.
     """
     config = points[0].config  # the smallest epsilon: with differential privacy
-    with tempfile.TemporaryDirectory() as cache:
-        table = data.load_table(config.data.train, config.data, config.data.train_split, Path(cache))
-    for point in points:
-        guards.check_modes(point.config)
-    base = lineage.of_base(config)
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with book or contextlib.nullcontext(), book.counting() if book else contextlib.nullcontext():
-        for point in points:
-            if point.epsilon in (points[0].epsilon, math.inf):  # what is asked here does not depend on epsilon
-                custody = protect.take_custody(point.config, table, book)
-                mine, parent = custody.dataset, custody.derived_from
-                lineage.settle(base, point.config, dataset=mine, derived_from=parent, book=book, plan=None)
+        subject = read_subject(config)
+        policy = subject.policy
+        assert policy is not None
         if book is not None:
-            account = book.records.charged_to(custody.dataset, custody.derived_from)
+            account = book.records.charged_to(policy.dataset, policy.derived_from)
             if held := _entries(book, account, state["group"], points):
                 return _as_fixed(points, state), held
-        units = config.data.public_size or len(data.sampled_rows(table, config.data))
-        plans = _plans(points, units, book, custody)
+        plans = _plans(points, subject, book)
         _check_model(config)
-    if any(terms is not None for _, terms in plans.values()):
-        state["pinned"] = {name: terms for name, (_, terms) in plans.items() if terms}
+    if any(pinned is not None for _, pinned in plans.values()):
+        state["pinned"] = {name: pinned for name, (_, pinned) in plans.items() if pinned}
     write_json(root / STATE, {**state, "by": by})
     book = ledger.open_ledger(config.privacy.ledger)
     assert book is not None
     try:
         with book, book.counting():
-            custody = protect.take_custody(config, table, book)
+            if policy.records is None:  # there was no ledger to tell the data by
+                policy = read_subject(config).policy
+                assert policy is not None
             first = next(iter(plans.values()))[0]
             reserving.reserve_all(
                 book,
-                custody.dataset,
+                policy.dataset,
                 [
                     reserving.Wanted(plan.event, plan.delta, plan.schedule.num_steps, f"{state['group']}/{name}")
                     for name, (plan, _) in plans.items()
@@ -127,10 +124,10 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
                 unit=first.unit,
                 relation=first.neighbouring_relation,
                 group=reserving.Group(state["group"], by),
-                records=custody.records,
-                derived_from=custody.derived_from,
+                records=policy.records,
+                derived_from=policy.derived_from,
             )
-            account = book.records.charged_to(custody.dataset, custody.derived_from)
+            account = book.records.charged_to(policy.dataset, policy.derived_from)
             return _as_fixed(points, state), _entries(book, account, state["group"], points)
     except Refused:  # nothing was reserved, so there is no sweep to resume
         (root / STATE).unlink(missing_ok=True)
@@ -138,33 +135,32 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
 
 
 def _plans(
-    points: Sequence[Point], units: int, book: ledger.Ledger | None, custody: protect.Custody
+    points: Sequence[Point], subject: Subject, book: ledger.Ledger | None
 ) -> dict[str, tuple[Plan, dict[str, float] | None]]:
     """The promise of each run, and the noise to hold fast where an adaptive budget decided it.
 
     Raises:
-        Refused: One of them cannot be planned; under an adaptive budget also where those before it leave too little.
+        DpllmError: One of them is refused; under an adaptive budget also where those before it leave too little.
     """
-    from dpllm.ledger.store import default_path
-
-    terms = protect.terms(book, custody.dataset, custody.derived_from)
-    fit = terms["fit"]
-    cache, plans = default_path().parent / "calibration", {}
+    terms = protect.terms(book, subject.dataset, points[0].config.privacy.derived_from)
+    plans = {}
     for point in points:
-        if math.isinf(point.epsilon):
-            continue
         try:
-            plan = make_plan(point.config, units, cache, fit=fit, largest_delta=terms["largest_delta"])
+            # Whether the data may be used without differential privacy is another question.
+            known = subject if point.config.privacy.enabled else None
+            plan = decide(point.config, subject=known, terms=terms, fetch=True).obeyed().plan
         except BudgetExceeded as error:
             raise BudgetExceeded(
                 f"{point.name}, after the runs of the sweep before it: {error}",
-                dataset=custody.dataset,
+                dataset=subject.dataset,
                 reason="over_budget",
             ) from None
-        pinned = None
+        if plan is None:
+            continue
+        pinned, fit = None, terms["fit"]
         if fit is not None:
             pinned = {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta}
-            fit = Fit(fit.order, fit.allowance - gates.divergence(plan.event, fit.order))
+            terms["fit"] = Fit(fit.order, fit.allowance - gates.divergence(plan.event, fit.order))
         plans[point.name] = plan, pinned
     return plans
 

@@ -441,12 +441,8 @@ def _run_of(recipe: str, dataset: str, unit: str | None, largest_delta: float) -
 
 
 def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Any:
-    import tempfile
-
-    from dpllm import data
     from dpllm.config import load_config
-    from dpllm.ledger.store import default_path
-    from dpllm.privacy.plan import make_plan
+    from dpllm.planning.outlook import decide
 
     config = load_config(recipe)
     if not config.privacy.enabled:
@@ -458,6 +454,4 @@ def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: 
             f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be "
             "charged to it. Type --unit, or set data.unit."
         )
-    with tempfile.TemporaryDirectory() as cache:
-        size = config.data.public_size or data.count_units(config.data, Path(cache))
-    return make_plan(config, size, default_path().parent / "calibration", largest_delta=largest_delta)
+    return decide(config, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from dpllm.config import RunConfig
     from dpllm.planning.footprint import Footprint
-    from dpllm.planning.outlook import Outlook
+    from dpllm.planning.outlook import Decision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +62,12 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     _check_flags(known)
     if known.sweep:
         return _sweep(known, rest, config)
-    from dpllm.planning.advice import advise
-    from dpllm.planning.outlook import look_ahead, released_by
+    from dpllm.planning.advice import advise, released_by
+    from dpllm.planning.outlook import Start, decide
     from dpllm.rundir import RunDir
 
     released = released_by(RunDir(Path(known.after))) if known.after else None
-    seen = look_ahead(config, _cache())
+    seen = decide(config, Start())
     refusals = list(seen.refusals)
     needs = _footprint(config, seen, refusals) if known.model else None
     advice = advise(config, seen.plan, released) if seen.plan else []
@@ -95,13 +95,7 @@ def _check_flags(known: argparse.Namespace) -> None:
         )
 
 
-def _cache() -> Path:
-    from dpllm import ledger
-
-    return ledger.default_path().parent / "calibration"
-
-
-def _footprint(config: RunConfig, seen: Outlook, refusals: list[DpllmError]) -> Footprint | None:
+def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError]) -> Footprint | None:
     if seen.schedule is None:
         return None
     from dpllm.planning.footprint import footprint
@@ -115,7 +109,7 @@ def _footprint(config: RunConfig, seen: Outlook, refusals: list[DpllmError]) -> 
     return needs
 
 
-def _comparison(known: argparse.Namespace, seen: Outlook) -> Any:
+def _comparison(known: argparse.Namespace, seen: Decision) -> Any:
     if not (known.compare and seen.plan):
         return None
     from dpllm.planning.composition import compare
@@ -128,7 +122,7 @@ def _comparison(known: argparse.Namespace, seen: Outlook) -> Any:
     return comparison
 
 
-def _show(known: argparse.Namespace, seen: Outlook, needs: Footprint | None, advice: list[str]) -> None:
+def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, advice: list[str]) -> None:
     from rich.console import Console
 
     from dpllm.planning import table
@@ -137,7 +131,7 @@ def _show(known: argparse.Namespace, seen: Outlook, needs: Footprint | None, adv
     if not seen.config.privacy.enabled and seen.schedule:
         steps, batch = seen.schedule.num_steps, seen.schedule.expected_batch_size
         console.print(f"No differential privacy: {steps} steps of about {batch} units.")
-    if seen.schedule or seen.num_units is not None:
+    if seen.schedule or seen.subject is not None:
         console.print(table.plan_table(seen, f"Plan of {known.config or known.recipe}"))
     for part in table.footprint_tables(needs) if needs else ():
         console.print(part)
@@ -155,14 +149,14 @@ def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int
     from dpllm.config import parse_overrides
     from dpllm.planning import signal, table
     from dpllm.planning.figure import draw_sweep
-    from dpllm.planning.outlook import look_ahead
+    from dpllm.planning.outlook import decide
     from dpllm.planning.sweep import parse_sweeps, sweep
 
     sweeps = parse_sweeps(known.sweep)
-    points = sweep(known.config or known.recipe, parse_overrides(rest), sweeps, _cache())
+    points = sweep(known.config or known.recipe, parse_overrides(rest), sweeps)
     path = Path(known.figure or "plan-sweep.png")
     draw_sweep(list(sweeps), points, path)
-    own = look_ahead(config, _cache(), directory=False).plan
+    own = decide(config).plan
     suggestion = signal.suggest(own) if own else None
     if known.json:
         rows = [{**asdict(point), "values": dict(zip(sweeps, point.values, strict=True))} for point in points]
@@ -183,16 +177,18 @@ def _say(console: Console, text: str) -> None:
 
 
 def _json(
-    seen: Outlook, needs: Footprint | None, advice: list[str], refusals: list[DpllmError], comparison: Any
+    seen: Decision, needs: Footprint | None, advice: list[str], refusals: list[DpllmError], comparison: Any
 ) -> dict[str, Any]:
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
+    from dpllm.planning.batches import batches_of
+
     fields: dict[str, Any] = {}
     if seen.schedule:
         fields |= asdict(seen.schedule)
     if seen.plan:
         fields |= seen.plan.to_json()
     fields |= {
-        "batches": asdict(seen.batches) if seen.batches else None,
+        "batches": asdict(batches_of(seen.config, seen.schedule)) if seen.schedule else None,
         "ledger": asdict(seen.ledger) if seen.ledger else None,
         "refusals": [{"exit_code": error.exit_code, "message": str(error)} for error in refusals],
         "advice": advice,

@@ -13,6 +13,7 @@ from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
 from dpllm.planning import signal
 from dpllm.privacy.plan import Plan, auto_delta
+from dpllm.rundir import RunDir, read_json
 
 TOO_NOISY = 1.5  # times the least noise per unit of signal that the same compute allows
 NOT_REWARDED = 1.10  # less noise than this factor for twice the steps
@@ -42,6 +43,28 @@ def advise(config: RunConfig, plan: Plan, released: Mapping[str, float] | None =
     found = [_epsilon(plan), _delta(plan), _noise(plan), _batch(plan), _steps(plan)]
     found.append(_clipping(config, released) if released else None)
     return [text for text in found if text]
+
+
+def released_by(run: RunDir) -> dict[str, float]:
+    """What an earlier run released with noise, which may be read at no further cost.
+
+    Args:
+        run: Its directory.
+
+    Returns:
+        ``unclipped_fraction`` and ``max_grad_norm`` of adaptive clipping.
+
+    Raises:
+        ConfigError: No run there, or it released nothing under its guarantee.
+    """
+    record = read_json(run.run)
+    released = record.get("metrics", {}).get("released", {})
+    if not record.get("guarantee", {}).get("holds") or not {"unclipped_fraction", "max_grad_norm"} <= released.keys():
+        raise ConfigError(
+            f"{run.root}: released no clip fraction under its guarantee, and an un-noised one is private and not looked at. "
+            "Name a completed run with privacy.clipping: adaptive."
+        )
+    return {name: float(released[name]) for name in ("unclipped_fraction", "max_grad_norm")}
 
 
 def _epsilon(plan: Plan) -> str | None:

@@ -1,79 +1,47 @@
-"""What a recipe promises, and everything that would refuse it, before anything runs.
+"""The one decision: may this run happen, and what does it promise?
 
-Comes in: the recipe, the number of its units, the ledger. Goes out: an ``Outlook``. Guards are collected, not obeyed: what
-can still be computed beside a refusal is. Must not import torch, read weights or write to the ledger.
+Comes in: a recipe, and how the run would begin. Goes out: a ``Decision``. ``dpllm plan`` prints it, training obeys it, and
+sweeps, shadow runs and ``dpllm ledger seal`` take from it what they need. Refusals are collected, not raised, so that what can
+still be computed beside one is. Must not import torch, read weights or write to the ledger.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from dpllm import lineage
+from dpllm import data, ledger, lineage
 from dpllm.config import RunConfig
-from dpllm.errors import BudgetExceeded, ConfigError, DpllmError
-from dpllm.planning.batches import Batches, batches_of
+from dpllm.errors import BudgetExceeded, DpllmError
+from dpllm.ledger import protect
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
+from dpllm.resume import ResumeState, check_promise, read_resume_state, same_recipe
 from dpllm.rundir import RunDir, check_directory
-
-if TYPE_CHECKING:
-    from dpllm import ledger
-    from dpllm.ledger import protect
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What is known of a run before it starts.
+class Start:
+    """How a run begins.
 
     Attributes:
-        config: The recipe.
-        num_units: Public number of privacy units without canaries; None where the data could not be counted.
-        schedule: None where the recipe has none, say because the batch is larger than the dataset.
-        plan: The promise. Where it exceeds its own target or the budget, the figures are those that the refused run would
-            have; None where there is nothing to compute, or without differential privacy.
-        batches: None without a schedule.
-        ledger: What the ledger holds and would hold; None where there is no ledger yet, or nothing to book.
-        refusals: Every guard that would refuse the run, in the order in which ``dpllm train`` meets them, but for those that
-            need a tokenizer, the model or a second accountant, which needs torch: rows and canaries longer than
-            ``data.max_length``, what the model cannot be (``planning.footprint`` looks at it), PRV.
+        resume: Go on with the interrupted run in ``output_dir``: same reservation, fresh noise.
+        make_up_lost_steps: With ``resume``: reserve and repeat the steps that were charged and lost in a crash.
+        overwrite: Replace a run that lies in ``output_dir``.
+        entry: A reservation that was made for this run before, as one of a tuning group.
     """
 
-    config: RunConfig
-    num_units: int | None
-    schedule: Schedule | None
-    plan: Plan | None
-    batches: Batches | None
-    ledger: ledger.Outlook | None
-    refusals: tuple[DpllmError, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """0 if nothing refuses; else the largest exit code of the refusals."""
-        return max((error.exit_code for error in self.refusals), default=0)
-
-
-class _Refusals:
-    """Collects refusals, each message once."""
-
-    def __init__(self) -> None:
-        self.errors: list[DpllmError] = []
-
-    def attempt(self, call: Callable[[], Value]) -> Value | None:
-        """The value of ``call``; None, and one refusal more, where it refuses."""
-        try:
-            return call()
-        except DpllmError as error:
-            if str(error) not in map(str, self.errors):
-                self.errors.append(error)
-            return None
+    resume: bool = False
+    make_up_lost_steps: bool = False
+    overwrite: bool = False
+    entry: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,147 +50,234 @@ class Subject:
 
     Attributes:
         num_units: Public number of things that are sampled, without canaries: declared or counted.
+        format: Of the rows, as they were found.
         dataset: Their name in the ledger.
-        derived_from: The dataset that is charged instead, where the recipe declares one.
+        policy: Whose they are and what may be done with them; None where that is refused.
     """
 
     num_units: int
+    format: data.Format
     dataset: str
-    derived_from: str | None
+    policy: protect.Custody | None
 
 
-def look_ahead(
-    config: RunConfig, cache_dir: Path | None = None, *, subject: Subject | None = None, directory: bool = True
-) -> Outlook:
-    """Everything that the recipe, the data and the ledger say about a run.
+@dataclass(frozen=True)
+class Decision:
+    """What is known of a run before it starts.
+
+    Attributes:
+        config: The recipe, with the format that the data were found to have.
+        subject: None where the data could not be read.
+        schedule: None where the recipe has none, say because the batch is larger than the dataset.
+        plan: The promise. Where it exceeds its own target or the budget, the figures are those that the refused run would
+            have; None where there is nothing to compute, or without differential privacy.
+        ledger: What the ledger holds and would hold; None where there is no ledger yet, or nothing to ask it.
+        lineage: What this run and the models before it promise together.
+        resumed: The run that goes on; None for a new one.
+        refusals: Everything that would refuse the run, but for what needs a tokenizer, the model or a second accountant,
+            which needs torch: rows and canaries longer than ``data.max_length``, what the model cannot be, PRV.
+    """
+
+    config: RunConfig
+    subject: Subject | None = None
+    schedule: Schedule | None = None
+    plan: Plan | None = None
+    ledger: ledger.Outlook | None = None
+    lineage: dict[str, Any] | None = None
+    resumed: ResumeState | None = None
+    refusals: tuple[DpllmError, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if nothing refuses; else the largest exit code of the refusals."""
+        return max((error.exit_code for error in self.refusals), default=0)
+
+    def obeyed(self) -> Self:
+        """The same, where nothing refuses.
+
+        Raises:
+            DpllmError: The first refusal.
+        """
+        if self.refusals:
+            raise self.refusals[0]
+        return self
+
+
+class _Refusals:
+    """Collects refusals, each message once."""
+
+    def __init__(self) -> None:
+        self.errors: list[DpllmError] = []
+
+    def add(self, error: DpllmError) -> None:
+        if str(error) not in map(str, self.errors):
+            self.errors.append(error)
+
+    def attempt(self, call: Callable[..., Value], *arguments: Any, **more: Any) -> Value | None:
+        """The value of ``call``; None, and one refusal more, where it refuses."""
+        try:
+            return call(*arguments, **more)
+        except DpllmError as error:
+            self.add(error)
+            return None
+
+
+def decide(
+    config: RunConfig,
+    start: Start | None = None,
+    *,
+    subject: Subject | None = None,
+    terms: protect.Terms | None = None,
+    fetch: bool = False,
+    cache: Path | None = None,
+) -> Decision:
+    """Everything that the recipe, the data, the ledger and the base model's statement say about a run.
 
     Args:
         config: The recipe.
-        cache_dir: Where calibrations are remembered.
+        start: How it would begin; None: no run directory is looked at.
         subject: What is known of the data already; None: they are read.
-        directory: Whether the output directory may refuse too.
+        terms: What a budget leaves to the run, one of several that are reserved together, so that the ledger is not asked
+            about this one alone; None: what the ledger says.
+        fetch: Whether the base model's statement may be downloaded.
+        cache: Where the rows that are read may be kept; None: nowhere.
 
     Returns:
-        The outlook.
+        The decision, with all refusals.
     """
     found = _Refusals()
-    found.attempt(lambda: guards.check_modes(config))
-    if directory:
-        found.attempt(lambda: check_directory(config, RunDir(Path(config.output_dir)), resume=False, overwrite=False))
-    book = found.attempt(lambda: _open(config))
-    try:
-        subject = subject or _study(config, book, found)
+    found.attempt(guards.check_modes, config)
+    if start is not None:
+        run = RunDir(Path(config.output_dir))
+        found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
+        if start.resume:
+            found.attempt(same_recipe, config, run)
+    book = found.attempt(ledger.open_ledger, config.privacy.ledger, create=False)
+    with book or contextlib.nullcontext():
+        subject = subject or _read_subject(config, book, found, cache)
         if subject is None:
-            return Outlook(config, None, None, None, None, None, tuple(found.errors))
-        schedule, plan = _promise(config, cache_dir, subject, book, found)
-        found.attempt(partial(_ancestry, config, subject, book))
-        batches = batches_of(config, schedule) if schedule else None
-        seen = _ask(book, subject, plan, found) if book is not None and plan is not None else None
-        return Outlook(config, subject.num_units, schedule, plan, batches, seen, tuple(found.errors))
-    finally:
-        if book is not None:
-            book.close()
+            return Decision(config, refusals=tuple(found.errors))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"format": subject.format})})
+        resumed = None
+        if start and start.resume and subject.policy:
+            resumed = found.attempt(read_resume_state, config, run, book, subject.policy)
+        if start and start.resume and found.errors:
+            return Decision(config, subject, resumed=resumed, refusals=tuple(found.errors))
+        schedule = found.attempt(make_schedule, config, subject.num_units)
+        plan, over = None, None
+        if resumed is not None and schedule and config.privacy.enabled:
+            plan = found.attempt(_resumed_plan, config, subject.num_units, resumed, start)
+            schedule = plan.schedule if plan else schedule
+        elif config.privacy.enabled:
+            asked = terms or found.attempt(_terms, config, subject, book) or protect.terms(None, subject.dataset, None)
+            plan, over = _plan(config, subject.num_units, schedule, asked, found)
+        seen = None
+        if book and plan and resumed is None and terms is None and not (start and start.entry):
+            seen = found.attempt(_ask, book, config, subject, plan)
+        if seen and seen.refusal:
+            found.add(BudgetExceeded(seen.refusal, dataset=seen.dataset, reason="over_budget"))
+        elif over:
+            found.add(over)
+        ancestry = found.attempt(_ancestry, config, subject, book, plan, fetch)
+        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors))
 
 
-def subject_of(config: RunConfig) -> Subject:
-    """Reads the training data for their number and name, once for many outlooks.
+def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
+    """Reads the training data for their number and name, once for many decisions.
 
     Raises:
         DataError: The training data cannot be read as declared.
         Refused: The ledger does not permit them to be trained on in this way.
     """
     found = _Refusals()
-    book = _open(config)
-    try:
-        subject = _study(config, book, found)
-    finally:
-        if book is not None:
-            book.close()
+    with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
+        subject = _read_subject(config, book, found, cache)
     if found.errors:
         raise found.errors[0]
     assert subject is not None
     return subject
 
 
-def _study(config: RunConfig, book: Any, found: _Refusals) -> Subject | None:
-    from dpllm import data
-    from dpllm.ledger import protect
+def accounting_cache() -> Path:
+    """Where calibrations are remembered; they depend on public numbers only."""
+    return ledger.default_path().parent / "calibration"
 
-    with tempfile.TemporaryDirectory() as cache:
-        table = found.attempt(
-            lambda: data.load_table(config.data.train, config.data, config.data.train_split, Path(cache))
-        )
+
+def _read_subject(
+    config: RunConfig, book: ledger.Ledger | None, found: _Refusals, cache: Path | None
+) -> Subject | None:
+    with tempfile.TemporaryDirectory() if cache is None else contextlib.nullcontext(cache) as folder:
+        where = Path(folder)
+        table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None
-        custody = found.attempt(lambda: protect.take_custody(config, table, book))
-        rows = found.attempt(lambda: data.sampled_rows(table, config.data))
+        policy = found.attempt(protect.take_custody, config, table, book)
+        rows = found.attempt(data.sampled_rows, table, config.data)
         if config.data.eval is not None:
-            source, split = config.data.eval, config.data.eval_split
-            found.attempt(lambda: data.load_table(source, config.data, split, Path(cache)))
+            found.attempt(data.load_table, config.data.eval, config.data, config.data.eval_split, where)
     if rows is None:
         return None
-    # Where custody is refused, the declared name is shown: what the ledger holds under it is no secret from its owner.
-    dataset = custody.dataset if custody else config.privacy.dataset or data.dataset_name(config.data)
-    return Subject(config.data.public_size or len(rows), dataset, custody.derived_from if custody else None)
+    # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
+    dataset = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
+    return Subject(config.data.public_size or len(rows), table.format, dataset, policy)
 
 
-def _promise(
-    config: RunConfig, cache_dir: Path | None, subject: Subject, book: Any, found: _Refusals
-) -> tuple[Schedule | None, Plan | None]:
-    from dpllm.ledger import protect
-
-    units = subject.num_units
-    schedule = found.attempt(lambda: make_schedule(config, units))
-    if not config.privacy.enabled:
-        return schedule, None
-    if schedule is None:  # delta can be judged all the same
-        found.attempt(lambda: make_plan(_with_nothing_but_delta(config), units, cache_dir))
-        return None, None
-    terms = found.attempt(lambda: protect.terms(book, subject.dataset, subject.derived_from))
-    return schedule, _plan(config, units, cache_dir, terms or protect.terms(None, subject.dataset, None), found)
-
-
-def _ancestry(config: RunConfig, subject: Subject, book: Any) -> None:
-    base = lineage.of_base(config, fetch=False)
-    lineage.settle(base, config, dataset=subject.dataset, derived_from=subject.derived_from, book=book, plan=None)
+def _terms(config: RunConfig, subject: Subject, book: ledger.Ledger | None) -> protect.Terms:
+    return protect.terms(book, subject.dataset, config.privacy.derived_from if subject.policy else None)
 
 
 def _plan(
-    config: RunConfig, num_units: int, cache_dir: Path | None, terms: protect.Terms, found: _Refusals
-) -> Plan | None:
-    plan = found.attempt(lambda: make_plan(config, num_units, cache_dir, **terms))
-    if plan is not None:
-        return plan
+    config: RunConfig, num_units: int, schedule: Schedule | None, terms: protect.Terms, found: _Refusals
+) -> tuple[Plan | None, BudgetExceeded | None]:
+    """The Plan, and what is to be said where an adaptive budget leaves too little for its noise to be calibrated."""
+    cache, over = accounting_cache(), None
+    if schedule is None:  # delta can be judged all the same
+        found.attempt(make_plan, _with_nothing_but_delta(config), num_units, cache)
+        return None, None
+    try:
+        return make_plan(config, num_units, cache, **terms), None
+    except BudgetExceeded as error:
+        over = error
+    except DpllmError as error:
+        found.add(error)
     # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
     relaxed = _update(config, "privacy", epsilon=UNBOUNDED) if config.privacy.noise_multiplier else config
     try:
-        plan = make_plan(relaxed, num_units, cache_dir, largest_delta=terms["largest_delta"])
+        plan = make_plan(relaxed, num_units, cache, largest_delta=terms["largest_delta"])
     except DpllmError:  # what refuses even that was said already
-        return None
-    return replace(plan, target_epsilon=config.privacy.epsilon)
+        return None, over
+    return replace(plan, target_epsilon=config.privacy.epsilon), over
 
 
-def _open(config: RunConfig) -> Any:
-    from dpllm import ledger
+def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start: Start | None) -> Plan:
+    """The same promise once more: its noise was calibrated to what was left of the budget then."""
+    then = {key: resumed.plan[key] for key in ("noise_multiplier", "delta")}
+    again, cache = _update(config, "privacy", **then), accounting_cache()
+    plan = make_plan(again, num_units, cache, extra_steps=resumed.extra_steps)
+    check_promise(plan, resumed)
+    if not (start and start.make_up_lost_steps and resumed.to_make_up):
+        return plan
+    return make_plan(again, num_units, cache, extra_steps=resumed.extra_steps + resumed.to_make_up)
 
-    return ledger.open_ledger(config.privacy.ledger, create=False)
+
+def _ancestry(
+    config: RunConfig, subject: Subject, book: ledger.Ledger | None, plan: Plan | None, fetch: bool
+) -> dict[str, Any] | None:
+    parent = config.privacy.derived_from if subject.policy else None
+    base = lineage.of_base(config, fetch=fetch)
+    return lineage.settle(base, config, dataset=subject.dataset, derived_from=parent, book=book, plan=plan)
 
 
-def _ask(book: Any, subject: Subject, plan: Plan, found: _Refusals) -> ledger.Outlook | None:
-    seen: ledger.Outlook | None = found.attempt(
-        lambda: book.outlook(
-            subject.dataset,
-            event=plan.event,
-            delta=plan.delta,
-            unit=plan.unit,
-            relation=plan.neighbouring_relation,
-            num_steps=plan.schedule.num_steps,
-            derived_from=subject.derived_from,
-        )
+def _ask(book: ledger.Ledger, config: RunConfig, subject: Subject, plan: Plan) -> ledger.Outlook:
+    return book.outlook(
+        subject.dataset,
+        event=plan.event,
+        delta=plan.delta,
+        unit=plan.unit,
+        relation=plan.neighbouring_relation,
+        num_steps=plan.schedule.num_steps,
+        derived_from=config.privacy.derived_from if subject.policy else None,
     )
-    if seen and seen.refusal:
-        found.errors.append(BudgetExceeded(seen.refusal))
-    return seen
 
 
 def _with_nothing_but_delta(config: RunConfig) -> RunConfig:
@@ -233,27 +288,3 @@ def _with_nothing_but_delta(config: RunConfig) -> RunConfig:
 
 def _update(config: RunConfig, section: str, **values: Any) -> RunConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
-
-def released_by(run: RunDir) -> dict[str, float]:
-    """What an earlier run released with noise, which may be read at no further cost.
-
-    Args:
-        run: Its directory.
-
-    Returns:
-        ``unclipped_fraction`` and ``max_grad_norm`` of adaptive clipping.
-
-    Raises:
-        ConfigError: No run there, or it released nothing under its guarantee.
-    """
-    from dpllm.rundir import read_json
-
-    record = read_json(run.run)
-    released = record.get("metrics", {}).get("released", {})
-    if not record.get("guarantee", {}).get("holds") or not {"unclipped_fraction", "max_grad_norm"} <= released.keys():
-        raise ConfigError(
-            f"{run.root}: released no clip fraction under its guarantee, and an un-noised one is private and not looked at. "
-            "Name a completed run with privacy.clipping: adaptive."
-        )
-    return {name: float(released[name]) for name in ("unclipped_fraction", "max_grad_norm")}

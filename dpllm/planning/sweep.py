@@ -16,7 +16,7 @@ import yaml
 
 from dpllm.config import RunConfig, load_config
 from dpllm.errors import ConfigError
-from dpllm.planning.outlook import Subject, look_ahead, subject_of
+from dpllm.planning.outlook import Subject, decide, read_subject
 from dpllm.planning.signal import noise_per_signal
 from dpllm.section import read_yaml
 
@@ -79,7 +79,6 @@ def sweep(
     recipe: str | Path,
     overrides: Mapping[str, Any],
     sweeps: Mapping[str, Sequence[Any]],
-    cache_dir: Path | None = None,
 ) -> list[Point]:
     """Plans every combination, as ``dpllm plan`` with these overrides would.
 
@@ -87,7 +86,6 @@ def sweep(
         recipe: YAML file.
         overrides: Dotted key -> value, the same for all.
         sweeps: Dotted key -> values.
-        cache_dir: Where calibrations are remembered.
 
     Returns:
         One point for each combination, the last key changing fastest.
@@ -104,14 +102,14 @@ def sweep(
             "--sweep compares promises, and privacy.enabled: false makes none. Set privacy.enabled: true, or leave --sweep out."
         )
     subjects: dict[str, Subject] = {}
-    return [_point(values, config, subjects, cache_dir) for values, config in zip(combinations, configs, strict=True)]
+    return [_point(values, config, subjects) for values, config in zip(combinations, configs, strict=True)]
 
 
-def _point(values: tuple[Any, ...], config: RunConfig, subjects: dict[str, Subject], cache_dir: Path | None) -> Point:
+def _point(values: tuple[Any, ...], config: RunConfig, subjects: dict[str, Subject]) -> Point:
     key = repr((config.data, config.privacy.dataset, config.privacy.derived_from, config.privacy.ledger))
     if key not in subjects:
-        subjects[key] = subject_of(config)
-    seen = look_ahead(config, cache_dir, subject=subjects[key], directory=False)
+        subjects[key] = read_subject(config)
+    seen = decide(config, subject=subjects[key])
     schedule, plan = seen.schedule, seen.plan
     return Point(
         values=values,

@@ -1,6 +1,6 @@
 """What ``dpllm plan`` prints: rows of text from the values of planning.
 
-Comes in: an outlook, a footprint, a sweep, a comparison. Goes out: tables. Must not compute anything but a format.
+Comes in: a decision, a footprint, a sweep, a comparison. Goes out: tables. Must not compute anything but a format.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dpllm.planning.batches import Batches
+from dpllm.planning.batches import Batches, batches_of
 from dpllm.planning.composition import Comparison
-from dpllm.planning.outlook import Outlook
+from dpllm.planning.outlook import Decision
 from dpllm.planning.signal import Choice, Suggestion
 from dpllm.planning.sweep import Point
 from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from dpllm.planning.footprint import Footprint
 
 
-def plan_table(seen: Outlook, title: str) -> Table:
-    """Everything of an outlook that could be computed."""
+def plan_table(seen: Decision, title: str) -> Table:
+    """Everything of a decision that could be computed."""
     rows = _promise(seen.plan) if seen.plan else {}
-    schedule, sizes, plan = seen.schedule, seen.batches, seen.plan
+    schedule, plan = seen.schedule, seen.plan
+    sizes = batches_of(seen.config, schedule) if schedule else None
     if schedule and sizes:
         counted = "rows" if plan and plan.sampling == "example" else "units"
         rows |= {
@@ -35,8 +36,8 @@ def plan_table(seen: Outlook, title: str) -> Table:
             "logical batch": f"B = {sizes.expected} {counted} expected, at most {sizes.largest} in 99.9% of the steps",
             "physical batches": _physical(sizes),
         }
-    elif seen.num_units is not None:
-        rows["public size"] = f"{seen.num_units} without canary slots"
+    elif seen.subject is not None:
+        rows["public size"] = f"{seen.subject.num_units} without canary slots"
     if plan:
         rows |= _mechanism(plan)
         rows["ledger"] = _ledger(seen)
@@ -98,7 +99,7 @@ def _mechanism(plan: Plan) -> dict[str, str]:
     }
 
 
-def _ledger(seen: Outlook) -> str:
+def _ledger(seen: Decision) -> str:
     held = seen.ledger
     if held is None:
         return "no ledger there yet: nothing is spent, and no budget is set"

@@ -95,13 +95,13 @@ class Telemetry:
         """
         if not self._on:
             return
-        self._book = p.ledger
-        promised = p.plan if promises(p.config, p.lineage) else None
+        self._book = p.payment.ledger
+        promised = p.plan if promises(p.config, p.decision.lineage) else None
         self._values = RunValues(
             model=model_label(p.run),
             base_model=words.public_name(p.config.model.name_or_path),
             dataset=words.public_name(p.config.data.train),
-            run_id=p.claims[0][0] if p.claims else "",
+            run_id=p.payment.entry or "",
             state="running",
             step=p.first_step,
             steps_planned=p.schedule.num_steps,
@@ -110,8 +110,8 @@ class Telemetry:
             delta=promised.delta if promised else None,
             noise_multiplier=p.plan.noise_multiplier if p.plan else None,
         )
-        if p.ledger and p.claims:
-            self._account = p.ledger.reservation(p.claims[0][0]).dataset
+        if p.payment.ledger and p.payment.entry:
+            self._account = p.payment.ledger.reservation(p.payment.entry).dataset
             self._values = replace(self._values, dataset=label(self._account))
         if self._config.telemetry.trackers:
             names, where = self._config.telemetry.trackers, p.run.private / "trackers"

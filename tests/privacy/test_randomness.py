@@ -22,9 +22,8 @@ from torch.nn import functional
 
 from dpllm import checkpoint, model
 from dpllm.errors import Refused
+from dpllm.planning.outlook import Start
 from dpllm.prepare import Prepared, prepare
-from dpllm.privacy import guards
-from dpllm.rundir import RunDir
 
 C = 1e-3
 DROPOUT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,12 +53,8 @@ def prepared(folder: Path, family: str, out: io.StringIO | None = None, **change
         train={"batch_size": 3, "steps": 2, "physical_batch_size": 4},
         output_dir=str(folder / "run"),
     )
-    guards.check_modes(config)
-    made = prepare(
-        config, RunDir(Path(config.output_dir)), PartialState(), Console(file=out or io.StringIO(), width=200)
-    )
-    if made.ledger:
-        made.ledger.close()
+    made = prepare(config, Start(), PartialState(), Console(file=out or io.StringIO(), width=200))
+    made.payment.close()
     return made
 
 

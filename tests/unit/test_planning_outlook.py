@@ -13,7 +13,8 @@ from dpllm.config import RunConfig
 from dpllm.errors import BudgetExceeded, ConfigError, DataError
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
-from dpllm.planning.outlook import look_ahead, released_by, subject_of
+from dpllm.planning.advice import released_by
+from dpllm.planning.outlook import Start, decide, read_subject
 from dpllm.privacy.plan import make_plan
 from dpllm.rundir import RunDir, write_json
 
@@ -39,7 +40,7 @@ def recipe(root: Path, **changes: Any) -> RunConfig:
 
 
 def messages(config: RunConfig) -> list[str]:
-    return [str(error) for error in look_ahead(config).refusals]
+    return [str(error) for error in decide(config, Start()).refusals]
 
 
 def give_budget(config: RunConfig, epsilon: float, gate: str = "planned", order: float | None = None) -> None:
@@ -51,10 +52,9 @@ def give_budget(config: RunConfig, epsilon: float, gate: str = "planned", order:
 
 def test_a_good_recipe_meets_no_guard(tmp_path: Path) -> None:
     config = recipe(tmp_path)
-    seen = look_ahead(config)
+    seen = decide(config, Start())
     assert (seen.refusals, seen.exit_code) == ((), 0)
     assert seen.plan == make_plan(config, ROWS)
-    assert seen.batches is not None
     assert seen.ledger is None  # there is none yet
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
@@ -73,7 +73,7 @@ def test_all_guards_are_found_at_once(tmp_path: Path) -> None:
     for words in ("clips flat only", "already holds a run", "train.batch_size 51", "privacy.delta 0.5"):
         assert [message for message in found if words in message], words
     assert len(found) == 4
-    assert look_ahead(config).exit_code == 3  # a refusal outweighs a wrong directory
+    assert decide(config, Start()).exit_code == 3  # a refusal outweighs a wrong directory
 
 
 def test_dropout_of_the_adapter_is_among_them(tmp_path: Path) -> None:
@@ -84,24 +84,24 @@ def test_a_directory_that_holds_a_run_is_a_wrong_recipe(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
-    seen = look_ahead(config)
+    seen = decide(config, Start())
     assert seen.exit_code == 2
     assert seen.plan is not None
 
 
 def test_a_run_above_its_target_is_computed_and_refused(tmp_path: Path) -> None:
     config = recipe(tmp_path, privacy__epsilon=0.1)
-    seen = look_ahead(config)
+    seen = decide(config, Start())
     assert [type(error).__name__ for error in seen.refusals] == ["Refused"]
     assert seen.plan is not None
     assert seen.plan.epsilon > seen.plan.target_epsilon == 0.1
-    assert seen.plan.epsilon == look_ahead(recipe(tmp_path)).plan.epsilon  # type: ignore[union-attr]
+    assert seen.plan.epsilon == decide(recipe(tmp_path), Start()).plan.epsilon  # type: ignore[union-attr]
 
 
 def test_delta_is_judged_even_if_the_batch_is_too_large(tmp_path: Path) -> None:
     assert len(messages(recipe(tmp_path, train__batch_size=51, privacy__delta=0.02))) == 2
     assert len(messages(recipe(tmp_path, train__batch_size=51, privacy__delta=0.0199))) == 1
-    assert look_ahead(recipe(tmp_path, train__batch_size=51)).num_units == ROWS
+    assert decide(recipe(tmp_path, train__batch_size=51), Start()).subject.num_units == ROWS
 
 
 def test_data_that_cannot_be_read_leave_the_rest_to_be_judged(tmp_path: Path) -> None:
@@ -109,15 +109,15 @@ def test_data_that_cannot_be_read_leave_the_rest_to_be_judged(tmp_path: Path) ->
         tmp_path, data={"train": str(tmp_path / "absent.jsonl")}, privacy__grad_sample_mode="opacus_ghost",
         privacy__clipping="automatic",
     )  # fmt: skip
-    seen = look_ahead(config)
-    assert (seen.schedule, seen.plan, seen.num_units) == (None, None, None)
+    seen = decide(config, Start())
+    assert (seen.schedule, seen.plan, seen.subject) == (None, None, None)
     assert [error.exit_code for error in seen.refusals] == [3, 2]
     with pytest.raises(DataError, match="no such file"):
-        subject_of(config)
+        read_subject(config)
 
 
 def test_no_privacy_on_private_data_is_refused_and_scheduled(tmp_path: Path) -> None:
-    seen = look_ahead(recipe(tmp_path, privacy__enabled=False))
+    seen = decide(recipe(tmp_path, privacy__enabled=False), Start())
     assert ["not declared public" in str(error) for error in seen.refusals] == [True]
     assert seen.plan is None
     assert seen.schedule is not None
@@ -127,7 +127,7 @@ def test_no_privacy_on_private_data_is_refused_and_scheduled(tmp_path: Path) -> 
 def test_the_ledger_says_what_it_holds_and_would_hold(tmp_path: Path) -> None:
     config = recipe(tmp_path, privacy__delta=1e-3)
     give_budget(config, 5.0)
-    seen = look_ahead(config)
+    seen = decide(config, Start())
     assert seen.ledger is not None
     assert seen.plan is not None
     assert (seen.ledger.gate, seen.ledger.spent) == ("planned", 0.0)
@@ -139,7 +139,7 @@ def test_a_budget_refuses_with_the_words_of_the_ledger(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     give_budget(config, 0.01)
     before = (tmp_path / "ledger.sqlite").read_bytes()
-    seen = look_ahead(config)
+    seen = decide(config, Start())
     assert seen.exit_code == 3
     assert seen.ledger is not None
     assert [type(error) for error in seen.refusals] == [BudgetExceeded]
@@ -150,10 +150,10 @@ def test_a_budget_refuses_with_the_words_of_the_ledger(tmp_path: Path) -> None:
 
 def test_noise_is_calibrated_to_what_is_left_of_a_filter(tmp_path: Path) -> None:
     config = recipe(tmp_path, privacy__noise_multiplier=None, privacy__epsilon=3.0, privacy__delta=1e-3)
-    alone = look_ahead(config).plan
+    alone = decide(config, Start()).plan
     give_budget(config, 3.0, "adaptive", 4.0)
     for directory in (False, True):
-        seen = look_ahead(config, subject=subject_of(config), directory=directory)
+        seen = decide(config, Start() if directory else None, subject=read_subject(config))
         assert seen.refusals == ()
         assert seen.plan is not None
         assert alone is not None
@@ -166,7 +166,7 @@ def test_noise_is_calibrated_to_what_is_left_of_a_filter(tmp_path: Path) -> None
 def test_a_spent_filter_is_refused_and_the_plan_shown(tmp_path: Path) -> None:
     config = recipe(tmp_path, privacy__noise_multiplier=None, privacy__epsilon=8.0, privacy__delta=1e-3)
     give_budget(config, 0.05, "adaptive", 64.0)
-    seen = look_ahead(config)
+    seen = decide(config, Start())
     assert seen.exit_code == 3
     assert seen.plan is not None
 

@@ -12,7 +12,7 @@ import yaml
 from dpllm.config import load_config
 from dpllm.errors import ConfigError, DataError
 from dpllm.planning.figure import draw_comparison, draw_sweep
-from dpllm.planning.outlook import look_ahead
+from dpllm.planning.outlook import decide
 from dpllm.planning.sweep import Point, parse_sweeps, sweep
 
 
@@ -60,7 +60,7 @@ def test_every_combination_is_what_plan_would_say(recipe: Path) -> None:
     assert [point.values for point in points] == [(2.0, 30), (2.0, 60), (4.0, 30), (4.0, 60)]
     for point in points:
         overrides = {"train.steps": 25, **dict(zip(sweeps, point.values, strict=True))}
-        plan = look_ahead(load_config(recipe, overrides)).plan
+        plan = decide(load_config(recipe, overrides)).plan
         assert plan is not None
         assert (point.epsilon, point.noise_multiplier) == (plan.epsilon, plan.noise_multiplier)
         assert (point.sampling_rate, point.num_steps) == (plan.schedule.sampling_rate, 25)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dpllm import ranks
 from dpllm.fate import Watch
-from dpllm.train import ahead
+from dpllm.ranks import ahead
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 

@@ -39,7 +39,7 @@ def test_a_figure_of_public_rows_is_private_where_the_weights_are(
     public: bool, eval_public: bool, privacy: dict[str, Any], told: bool
 ) -> None:
     """It is computed through weights that saw private rows without a guarantee."""
-    run: Any = SimpleNamespace(config=config(public, eval_public, privacy), lineage=None)
+    run: Any = SimpleNamespace(config=config(public, eval_public, privacy), decision=SimpleNamespace(lineage=None))
     assert may_tell(run) is told
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from dpllm import checkpoint, data, ledger, model
+from dpllm import checkpoint, ledger, model
 from dpllm.audit import canaries
 from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.scores import score_canaries
@@ -26,8 +26,8 @@ from dpllm.audit.shadow.shadow_report import ShadowScores, summarise_shadows
 from dpllm.audit.table import CanaryScores, by_group
 from dpllm.config import RunConfig, dump_config
 from dpllm.errors import ConfigError, DpllmError, Refused
-from dpllm.ledger import protect
 from dpllm.ledger.protect import Custody
+from dpllm.planning.outlook import read_subject
 from dpllm.rundir import RunDir, read_json
 from dpllm.train import train
 
@@ -102,11 +102,11 @@ def may_train(run: RunDir, config: RunConfig) -> bool:
             "Audit it without --shadows, or train it again."
         )
     asked = _changed(config, data={"eval": None, "eval_public": False}, privacy={"enabled": False})
-    table = data.load_table(config.data.train, config.data, config.data.train_split, run.private / "cache")
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with book or contextlib.nullcontext():
         try:
-            custody = protect.take_custody(asked, table, book)
+            custody = read_subject(asked, run.private / "cache").policy
+            assert custody is not None
         except Refused as error:
             if book and error.reason:
                 book.count_refusal(error.dataset, error.reason)

@@ -241,18 +241,11 @@ def recipe_plan(config: RunConfig, num_units: int | None = None) -> Plan:
     Raises:
         Refused: The Plan cannot be made.
     """
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
-    from dpllm import data
-    from dpllm.prepare import accounting_cache
+    from dpllm.planning.outlook import accounting_cache, read_subject
     from dpllm.privacy.plan import make_plan
 
     if num_units is None:
-        num_units = config.data.public_size
-    if num_units is None:
-        with TemporaryDirectory() as cache:
-            num_units = data.count_units(config.data, Path(cache))
+        num_units = config.data.public_size or read_subject(config).num_units
     return make_plan(config, num_units, accounting_cache())
 
 
