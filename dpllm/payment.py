@@ -103,9 +103,7 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
     plan, resumed = decision.plan, decision.resumed
     if plan is None:
         return Payment()
-    assert decision.subject is not None
-    policy = decision.subject.policy
-    assert policy is not None
+    policy, steps = decision.policy, plan.schedule.num_steps
     book = ledger.open_ledger(config.privacy.ledger)  # the first reservation makes the file; a refusal makes none
     assert book is not None
     try:

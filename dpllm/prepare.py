@@ -150,64 +150,43 @@ def prepare(config: RunConfig, start: Start, state: PartialState, console: Conso
 
 
 def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, console: Console) -> Prepared:
-    main, cache = state.is_main_process, run.private / "cache"
+    main, cache, device = state.is_main_process, run.private / "cache", state.device
     decision: Decision = shared(decide(config, start, fetch=True, cache=cache).obeyed() if main else None)
-    config, plan, resumed = decision.config, decision.plan, decision.resumed
-    console.print(_promise_in_words(decision))
+    config, plan, schedule, resumed = decision.config, decision.plan, decision.schedule, decision.resumed
+    assert schedule is not None
+    console.print(str(decision), markup=False)
     tokenizer = model.load_tokenizer(config.model)
     planted = None
     if config.audit.canaries:
-        planted = shared(_canaries(config, run, start.resume, tokenizer, state.device) if main else None)
+        planted = shared(_canaries(config, run, start.resume, tokenizer, device) if main else None)
     plan_json = _plan_json(decision, planted)
 
     table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
     units = _units(config, table, tokenizer, planted, cache)
+    held_out = _held_out(config, tokenizer, cache)
     ranks.check_equal({"the training data, as tokens,": salted(units.digest)})
+    ranks.check_equal({"the held-out data, as tokens,": salted(repr(held_out))})
     if resumed and resumed.units not in (None, units.digest):
         raise Refused(
             f"{run.root}: data.train now holds other units than the run began with (their rows, their owners or their order), so "
             "its steps would count for people whom it does not protect. Put the file of that time back, or start anew."
         )
-    held_out = _held_out(config, tokenizer, cache)
-    ranks.check_equal({"the held-out data, as tokens,": salted(repr(held_out))})
 
-    net, dropout_off = _build(config, plan, state.device, console)
+    net, dropout_off = _build(config, plan, device, console)
     vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     optimizer = make_optimizer(config.train, net)
-    precision = _precision(config.train, state.device)
-    autocast = partial(_autocast, state.device, precision)
-    secure, seed = config.privacy.secure_noise, config.privacy.insecure_seed
-    bits = key_bits(secure)
-    noise_key, sampling_key = shared((os_entropy(bits), os_entropy(bits)) if seed is None else (2 * seed, 2 * seed + 1))
-    assert decision.schedule is not None
-    engine = Engine(
-        net,
-        optimizer,
-        decision.schedule,
-        plan,
-        grad_sample_mode=config.privacy.grad_sample_mode,
-        max_length=config.data.max_length,
-        noise_entropy=noise_key,
-        secure_noise=secure,
-        device=state.device,
-        autocast=autocast,
-        loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
-    )
-    low = precision is not None or _is_low(net)
-    rows = fitting.resolve(engine, config, vocabulary, state.device, world=state.num_processes)
+    sampler, engine, autocast = _mechanism(config, net, optimizer, schedule, plan, len(units), device)
+    rows = fitting.resolve(engine, config, vocabulary, device, world=state.num_processes)
+    low = _is_low(config, net, device)
     rows = _self_check(engine, config, vocabulary, rows, low, tokenizer.pad_token_id or 0, console)
     if plan and low:
-        _check_in_float32(config, net, plan, state.device, rows)
+        _check_in_float32(config, net, plan, device, rows)
 
-    assert decision.subject is not None
-    assert decision.subject.policy is not None
-    notes = decision.subject.policy.deviations()
-    first_step = 0
+    notes = decision.policy.deviations()
     if resumed:
         saved = shared(checkpoint.load_resume(run, net, optimizer) if main else {})
         ranks.replicate(optimizer, list(engine.parameters.values()))
         engine.max_grad_norm = saved.get("max_grad_norm", engine.max_grad_norm)
-        first_step = resumed.charged
         notes += [note for note in (*resumed.notes, *saved["notes"]) if note not in notes]
         if lost := resumed.to_make_up:
             made_up = f"{lost} charged steps were lost and were made up by as many more"
@@ -216,32 +195,63 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     payment = pay(config, decision, start, run, table) if main else Payment()
     claims = shared(payment.claims)
     if main:
-        if not start.resume:
-            run.clear(keep=units.path)
-            run.make()
-            run.config.write_text(dump_config(config), encoding="utf-8")
-            if planted:
-                canaries.save(planted, run.canaries)
-        if plan_json:
-            write_json(run.plan, plan_json)
+        _begin(run, config, planted, plan_json, resume=start.resume, keep=units.path)
     state.wait_for_everyone()
     return Prepared(
-        decision=decision,
-        run=run,
-        units=units,
-        held_out=held_out,
-        tokenizer=tokenizer,
-        model=net,
-        optimizer=optimizer,
-        engine=engine,
+        decision, run, units, held_out, tokenizer, net, optimizer, engine, autocast, sampler,
+        payment if main else Payment(claims), resumed.charged if resumed else 0, rows, notes, dropout_off,
+    )  # fmt: skip
+
+
+def _begin(
+    run: RunDir,
+    config: RunConfig,
+    planted: CanaryPlan | None,
+    plan_json: dict[str, Any] | None,
+    *,
+    resume: bool,
+    keep: Path,
+) -> None:
+    """Writes recipe, canaries and Plan of a run that is about to begin."""
+    if not resume:
+        run.clear(keep=keep)
+        run.make()
+        run.config.write_text(dump_config(config), encoding="utf-8")
+        if planted:
+            canaries.save(planted, run.canaries)
+    if plan_json:
+        write_json(run.plan, plan_json)
+
+
+def _mechanism(
+    config: RunConfig,
+    net: Any,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    plan: Plan | None,
+    size: int,
+    device: torch.device,
+) -> tuple[PoissonSampler, Engine, Autocast]:
+    """Sampler and engine, with keys that no rank but these knows."""
+    secure, seed = config.privacy.secure_noise, config.privacy.insecure_seed
+    bits = key_bits(secure)
+    noise_key, sampling_key = shared((os_entropy(bits), os_entropy(bits)) if seed is None else (2 * seed, 2 * seed + 1))
+    precision = _precision(config.train, device)
+    autocast = partial(_autocast, device, precision)
+    engine = Engine(
+        net,
+        optimizer,
+        schedule,
+        plan,
+        grad_sample_mode=config.privacy.grad_sample_mode,
+        max_length=config.data.max_length,
+        noise_entropy=noise_key,
+        secure_noise=secure,
+        device=device,
         autocast=autocast,
-        sampler=PoissonSampler(decision.schedule, len(units), sampling_key, secure=secure),
-        payment=payment if main else Payment(claims),
-        first_step=first_step,
-        physical_batch_size=rows,
-        notes=notes,
-        dropout_off=dropout_off,
+        loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
+    return PoissonSampler(schedule, size, sampling_key, secure=secure), engine, autocast
 
 
 def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
@@ -256,18 +266,6 @@ def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
         with book:
             book.count_refusal(error.dataset, error.reason)
             telemetry.publish_ledger(config.telemetry, book, error.dataset)
-
-
-def _promise_in_words(decision: Decision) -> str:
-    plan, schedule = decision.plan, decision.schedule
-    assert schedule is not None
-    if plan is None:
-        return f"[bold]No differential privacy[/]: {schedule.num_steps} steps"
-    return (
-        f"[bold]Plan[/]: epsilon {plan.epsilon:.3f} at delta {plan.delta:g} per {plan.unit}, N {schedule.dataset_size}, "
-        f"q {schedule.sampling_rate:.4f}, {schedule.num_steps} steps, noise multiplier {plan.noise_multiplier:g}, "
-        f"C {plan.max_grad_norm:g}"
-    )
 
 
 def _plan_json(decision: Decision, planted: CanaryPlan | None) -> dict[str, Any] | None:
@@ -323,9 +321,9 @@ def _build(
     return net, dropout_off
 
 
-def _is_low(net: Any) -> bool:
-    """Whether any weight is held in less than float32."""
-    if getattr(net.config, "quantization_config", None) is not None:
+def _is_low(config: RunConfig, net: Any, device: torch.device) -> bool:
+    """Whether anything is computed or held in less than float32."""
+    if _precision(config.train, device) is not None or getattr(net.config, "quantization_config", None) is not None:
         return True
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
 

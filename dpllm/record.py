@@ -196,9 +196,7 @@ class Recorder:
                 "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised "
                 "metrics is outside the guarantee"
             )
-        assert p.decision.subject is not None
-        assert p.decision.subject.policy is not None
-        permitted = p.decision.subject.policy.deviations()
+        permitted = p.decision.policy.deviations()
         record = {
             "status": status,
             "guarantee": {"holds": reason is None and unfinished is None, "reason": reason or unfinished},

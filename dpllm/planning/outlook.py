@@ -92,6 +92,26 @@ class Decision:
         """0 if nothing refuses; else the largest exit code of the refusals."""
         return max((error.exit_code for error in self.refusals), default=0)
 
+    @property
+    def policy(self) -> protect.Custody:
+        """Whose data these are, of a decision that nothing refused."""
+        assert self.subject is not None
+        assert self.subject.policy is not None
+        return self.subject.policy
+
+    def __str__(self) -> str:
+        """The promise in one line, and what would refuse it in one line each."""
+        lines = [f"Refused: {error}" for error in self.refusals]
+        plan, schedule = self.plan, self.schedule
+        if plan is not None:
+            size, rate, steps = plan.schedule.dataset_size, plan.schedule.sampling_rate, plan.schedule.num_steps
+            drawn = f"N {size}, q {rate:.4f}, {steps} steps, noise multiplier {plan.noise_multiplier:g}"
+            promised = f"epsilon {plan.epsilon:.3f} at delta {plan.delta:g} per {plan.unit}"
+            lines.insert(0, f"Plan: {promised}, {drawn}, C {plan.max_grad_norm:g}")
+        elif schedule is not None and not self.config.privacy.enabled:
+            lines.insert(0, f"No differential privacy: {schedule.num_steps} steps")
+        return "\n".join(lines)
+
     def obeyed(self) -> Self:
         """The same, where nothing refuses.
 
