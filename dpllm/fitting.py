@@ -66,10 +66,9 @@ def resolve(engine: Rehearses, config: RunConfig, vocab_size: int, device: torch
     named = config.train.physical_batch_size
     if named != "auto" and device.type != "cuda":
         return named  # a step that does not fit pages or is killed, and the rehearsal would be too
-    whole = config.data.sampling == "unit" and config.privacy.grad_sample_mode != "opacus_ghost"
     many = (config.data.max_examples_per_unit or 1) > 1 or config.data.long_examples == "chunk"
     meter = _Meter(device)
-    trial = _Trial(engine, meter, config.data.max_length, vocab_size, several=whole and many)
+    trial = _Trial(engine, meter, config.data.max_length, vocab_size, several=config.data.sampling == "unit" and many)
     if named == "auto":
         found = largest(trial.bytes_of, budget(meter.free), most_rows(config, device, world))
         if not found:
