@@ -1,6 +1,6 @@
 """What ``dpllm plan`` prints: rows of text from the values of planning.
 
-Comes in: an outlook, a footprint, a sweep, a comparison. Goes out: tables. Must not compute anything but a format.
+Comes in: an outlook, a footprint, a sweep. Goes out: tables. Must not compute anything but a format.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpllm.planning.batches import Batches
-from dpllm.planning.composition import Comparison
 from dpllm.planning.outlook import Outlook
 from dpllm.planning.signal import Choice, Suggestion
 from dpllm.planning.sweep import Point
@@ -186,40 +185,6 @@ def suggestion_text(found: Suggestion) -> str:
         f"({words(least)}); noise per unit of signal, sigma / (B sqrt T), falls as the batch grows and then flattens. A planning "
         "heuristic (Ponomareva et al. 2023; Li et al. 2021), no part of the guarantee."
     )
-
-
-def comparison_table(comparison: Comparison, delta: float) -> Table:
-    """Epsilon at a few numbers of steps."""
-    from rich.table import Table
-
-    table = Table("steps", "naive", "strong", "RDP", "PLD (stated)", title=f"Epsilon at delta {delta:g}")
-    rows = list(range(0, len(comparison.num_steps), 4))
-    for row in dict.fromkeys([*rows, len(comparison.num_steps) - 1]):
-        rdp = _number(comparison.rdp[row]) if comparison.rdp else "not known"
-        figures = (_number(comparison.naive[row]), _number(comparison.strong[row]), rdp, _number(comparison.pld[row]))
-        table.add_row(str(comparison.num_steps[row]), *figures)
-    return table
-
-
-def comparison_text(comparison: Comparison) -> str:
-    """What the accountant buys, in words."""
-    last = comparison.pld[-1]
-    others = {"naive composition": comparison.naive[-1], "strong composition": comparison.strong[-1]}
-    others |= {"RDP": comparison.rdp[-1]} if comparison.rdp else {}
-    factors = [
-        f"{_times(value / last)} times as much by {name}"
-        for name, value in others.items()
-        if last and math.isfinite(value)
-    ]
-    text = f"After {comparison.num_steps[-1]} steps epsilon is {_number(last)} by PLD"
-    text += f"; it is {', '.join(factors)}." if factors else "."
-    if comparison.strong[-1] > comparison.naive[-1]:
-        text += " Strong composition pays only where one step's epsilon is well below 1, and here it is not."
-    return text
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.3g}" if factor < 1000 else f"{factor:,.0f}"
 
 
 def size_text(size: int) -> str:
