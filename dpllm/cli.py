@@ -35,6 +35,8 @@ OVERRIDES = "--SECTION.KEY VALUE"
 RETIRED = {
     "plan --compare": "it promised nothing; dpllm plan --json has epsilon by each accountant, as `accountants`",
     "plan --figure": "plan prints and draws nothing; --sweep with --json has every figure of the table",
+    "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
+    "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
 }
 
 

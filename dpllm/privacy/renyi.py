@@ -216,16 +216,6 @@ def rdp_epsilon(terms: Terms, delta: float) -> float:
         return float(compute_epsilon(orders, _curve(terms, orders), left)[0])
 
 
-def rdp_deltas(terms: Terms, epsilons: list[float]) -> list[float]:
-    """An upper bound on delta at each epsilon, as ``rdp_epsilon``."""
-    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-
-    orders, spent = _default_orders(), sum(part.delta * part.times for part in terms.imported)
-    with _quiet():
-        curve = _curve(terms, orders)
-        return [min(1.0, spent + float(compute_delta(orders, curve, e)[0])) for e in epsilons]
-
-
 def _conversion(delta: float, order: float) -> float:
     number("delta", delta, 0.0, BELOW_ONE)
     number("order", order, 1.0)
