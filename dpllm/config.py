@@ -18,7 +18,7 @@ from dpllm.section import Section, UnclearYAML, describe, explain, read_yaml
 
 # What a recipe may no longer say -> what to write instead.
 RETIRED = {
-    "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, because its clipping bound was never proven; set auto or ghost",
+    "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
 }
 
 

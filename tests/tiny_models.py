@@ -163,7 +163,8 @@ def opacus_ghost_sum(net: Any, some: Sequence[Unit], max_grad_norm: float) -> Te
         loss_R.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
         factor_R = hooks.get_clipping_coef()
         hooks.disable_hooks()
-        return torch.cat([g.flatten() for g in torch.autograd.grad((factor_R * loss_R).sum(), list(parameters))]).double().cpu()
+        summed = torch.autograd.grad((factor_R.detach() * loss_R).sum(), list(parameters))
+        return torch.cat([gradient.flatten() for gradient in summed]).double().cpu()
     finally:
         hooks.cleanup()
         for p in parameters:

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -85,7 +85,7 @@ class Engine:
         schedule: Schedule,
         plan: Plan | None,
         *,
-        grad_sample_mode: Mode,
+        grad_sample_mode: str,
         noise_entropy: int,
         device: torch.device,
         secure_noise: bool = False,
@@ -119,7 +119,7 @@ class Engine:
         self._scale, self._device = loss_scale, device
         self._token_losses = TokenLosses(model, device, autocast)
         self._noise = GaussianNoise(noise_entropy, device, secure=secure_noise)
-        self._form = Form(grad_sample_mode, max_length)
+        self._form = Form(cast(Mode, grad_sample_mode), max_length)
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
         self._stepping = False

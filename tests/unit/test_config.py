@@ -99,7 +99,8 @@ def test_unknown_key_like_nothing_lists_what_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "mend"), [("privacy.grad_sample_mode", "opacus_ghost", "opacus_ghost is retired.*set auto or ghost")]
+    ("key", "value", "mend"),
+    [("privacy.grad_sample_mode", "opacus_ghost", "opacus_ghost is retired.*set auto or ghost")],
 )
 def test_what_is_retired_says_what_to_write_instead(tmp_path: Path, key: str, value: Any, mend: str) -> None:
     message = problem(tmp_path, put(raw(), key, value))
