@@ -91,7 +91,6 @@ def test_groups(capsys: Any) -> None:
     assert group["accountants"].keys() == {"pld"}
 
 
-
 def test_prv_stands_beside_the_others_if_asked(capsys: Any) -> None:
     assert ask(capsys, *RUN, *NOISE, "--accountant", "prv")["accountants"]["prv"] == pytest.approx(2.9736, abs=2e-3)
 
@@ -170,8 +169,14 @@ def test_bad_input_is_answered_by_its_name(capsys: Any, arguments: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    "arguments", [[*RUN[2:], *NOISE], [*RUN], [*RUN, *NOISE, "--epsilon", "3"], [*RUN, *NOISE, "--epochs", "3"],
-     [*RUN, *NOISE, "--relation", "replace_one"]]
+    "arguments",
+    [
+        [*RUN[2:], *NOISE],
+        [*RUN],
+        [*RUN, *NOISE, "--epsilon", "3"],
+        [*RUN, *NOISE, "--epochs", "3"],
+        [*RUN, *NOISE, "--relation", "replace_one"],
+    ],
 )
 def test_too_few_or_too_many_numbers_are_a_wrong_command(capsys: Any, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
