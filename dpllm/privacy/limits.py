@@ -153,6 +153,8 @@ def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | 
 
     eps, delta = np.asarray(epsilons), np.asarray(deltas)
     eps, delta = eps[delta >= SMALLEST_DELTA], delta[delta >= SMALLEST_DELTA]
+    if not len(delta):
+        return 0.0
     if delta[-1] > 1.001 * SMALLEST_DELTA and len(delta) == len(epsilons):
         return None  # delta never falls so low: no Gaussian mechanism has such a floor
     low, high = np.zeros_like(eps), np.full_like(eps, 1e3)

@@ -117,6 +117,9 @@ def test_limits_where_there_is_no_distribution() -> None:
     }
     hardly = attacker_limits_of({"type": "gaussian", "noise_multiplier": 1e-5}, "zero_out")
     assert hardly["auc"] == 1.0
+    drowned = attacker_limits_of(dp_sgd_event(1 / 5000, 1e9, 1), "zero_out")
+    assert drowned["gdp_mu"] == 0.0
+    assert 0.5 <= drowned["auc"] <= 0.5001  # type: ignore[operator]
     best = {"type": "repeat_and_select", "event": RUN, "mean": 10, "distribution": "geometric"}
     with pytest.raises(ConfigError, match="'pld' does not know repeat_and_select"):
         attacker_limits_of(best, "zero_out")
