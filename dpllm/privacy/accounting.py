@@ -28,7 +28,6 @@ from dpllm.privacy.events import (
     normal_form,
     number,
     require,
-    to_dp_event,
 )
 from dpllm.privacy.limits import attacker_limits
 from dpllm.privacy.privacy_loss import FINE_INTERVAL, Relation, privacy_loss, versions
@@ -36,8 +35,8 @@ from dpllm.privacy.renyi import BELOW_ONE, rdp_epsilon
 
 __all__ = [
     "FINE_INTERVAL",
-    "Relation",
     "Event",
+    "Relation",
     "accountants",
     "attacker_limits",
     "beside",
@@ -49,7 +48,6 @@ __all__ = [
     "dp_sgd_event",
     "epsilon",
     "stated",
-    "to_dp_event",
     "versions",
 ]
 

@@ -20,7 +20,7 @@ from scipy.stats import binom, norm
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, privacy_loss
 from dpllm.privacy.accounting import beside, compose, cross_check, curve, dp_sgd_event, epsilon, stated
-from dpllm.privacy.events import Sampled, sampled_steps, to_dp_event
+from dpllm.privacy.events import Sampled, dp_event_of, normal_form, sampled_steps
 from dpllm.privacy.privacy_loss import Relation
 
 RUN = dp_sgd_event(0.02, 0.8, 150)  # epsilon 2.9633 at delta 1e-5
@@ -449,5 +449,5 @@ def test_pld_is_that_of_dp_accountings_own_accountant(part: tuple[float, float, 
         "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
     }
     event = compose([dp_sgd_event(*part), dp_sgd_event(0.05, 3.0, 7)])
-    theirs = PLDAccountant(relations[relation], 1e-3).compose(to_dp_event(event)).get_epsilon(1e-5)
+    theirs = PLDAccountant(relations[relation], 1e-3).compose(dp_event_of(normal_form(event))).get_epsilon(1e-5)
     assert epsilon(event, 1e-5, relation, "pld", interval=1e-3) == pytest.approx(theirs, rel=1e-12)
