@@ -8,6 +8,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
+from dpllm.commands import finite
 from dpllm.errors import ConfigError, Refused
 
 LARGEST = 1e12  # of a number of people or steps
@@ -107,8 +108,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     }
     if group > 1:
         answer["one_unit"] = accounting.epsilon(events.dp_sgd_event(rate, sigma, steps), delta, relation)
-    finite: dict[str, Any] = _finite(answer)
-    return finite
+    return dict(finite(answer))
 
 
 def _steps(known: argparse.Namespace) -> int:
@@ -151,14 +151,6 @@ def _delta(known: argparse.Namespace) -> float:
         raise ConfigError(f"--delta is {known.delta!r}. Type auto, or a number above 0 and below 1/N, such as 1e-6.")
     check_delta(delta, known.dataset_size, "--delta")
     return delta
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show(answer: dict[str, Any]) -> None:

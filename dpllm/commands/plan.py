@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.commands import load_recipe
+from dpllm.commands import finite, load_recipe
 from dpllm.errors import ConfigError, DpllmError
 
 if TYPE_CHECKING:
@@ -141,9 +140,7 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=False)
 
 
-def _json(
-    seen: Outlook, needs: Footprint | None, advice: list[str], refusals: list[DpllmError]
-) -> dict[str, Any]:
+def _json(seen: Outlook, needs: Footprint | None, advice: list[str], refusals: list[DpllmError]) -> dict[str, Any]:
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
     fields: dict[str, Any] = {}
     if seen.schedule:
@@ -165,13 +162,4 @@ def _json(
 
 
 def _dump(value: dict[str, Any]) -> str:
-    return json.dumps(_finite(value), indent=2, sort_keys=True, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: an epsilon that cannot be certified is null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(value), indent=2, sort_keys=True, allow_nan=False)

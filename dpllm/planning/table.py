@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpllm.planning.batches import Batches
 from dpllm.planning.outlook import Outlook
@@ -133,7 +133,8 @@ def footprint_tables(needs: Footprint) -> list[Table]:
         table.add_row("noise in total", f"times sqrt(d) = {needs.noise_total:.3g}, beside a signal of length C at most")
     if needs.memory:
         parts = ", ".join(
-            f"{name.replace('_', ' ')} {size_text(getattr(needs.memory, name))}" for name in _fields(needs.memory)
+            f"{name.replace('_', ' ')} {size_text(getattr(needs.memory, name))}"
+            for name in needs.memory.__dataclass_fields__
         )
         counted = f", with {needs.physical_batch_size} sequences in one forward pass" if needs.found else ""
         table.add_row("memory", f"about {size_text(needs.memory.total)}{counted}: {parts}")
@@ -207,10 +208,6 @@ def _number(value: float | None, digits: int = 4) -> str:
     if not math.isfinite(value):
         return "none can be certified"
     return f"{value:.{digits}f}" if value < 1e6 else f"{value:.3e}"
-
-
-def _fields(value: Any) -> list[str]:
-    return list(value.__dataclass_fields__)
 
 
 def _two_columns(title: str) -> Table:
