@@ -31,6 +31,13 @@ from dpllm.commands import (
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
 OVERRIDES = "--SECTION.KEY VALUE"
+# What a command no longer takes -> what to type instead.
+RETIRED = {
+    "plan --compare": "it promised nothing; dpllm plan --json has epsilon by each accountant, as `accountants`",
+    "plan --figure": "plan prints and draws nothing; --sweep with --json has every figure of the table",
+    "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
+    "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         wrong = unknown + (overrides if known.command not in {"plan", "train", "canaries", "audit", "sweep"} else [])
         if wrong:
+            name = wrong[0].partition("=")[0]
+            if mend := RETIRED.get(f"{known.command} {name}"):
+                raise ConfigError(f"{name} is retired: {mend}.")
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         if known.command not in {"train", "sweep", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(

@@ -16,6 +16,11 @@ from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapH
 from dpllm.errors import ConfigError
 from dpllm.section import Section, UnclearYAML, describe, explain, read_yaml
 
+# What a recipe may no longer say -> what to write instead.
+RETIRED = {
+    "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
+}
+
 
 class ModelConfig(Section):
     """The base model. Its pretraining data are not covered by any guarantee of the run."""
@@ -188,10 +193,10 @@ class PrivacyConfig(Section):
     of the norms, with noise that is part of the same epsilon."""
     adaptive: AdaptiveConfig = AdaptiveConfig()
     """Read where clipping is adaptive."""
-    grad_sample_mode: Literal["auto", "per_sample", "ghost", "opacus_ghost"] = "auto"
+    grad_sample_mode: Literal["auto", "per_sample", "ghost"] = "auto"
     """How the clipped sum is computed, not part of the Plan: auto chooses for each layer, from max_length, between
     materialised per-example gradients (per_sample forces them) and ghost norms (ghost forces them); all three need one
-    backward pass. opacus_ghost is the two-backward mode of Opacus, a cross-check without a guarantee."""
+    backward pass and give the same sum."""
     ledger: str | None = None
     """Path of the ledger, or a postgresql:// URL; null: one file in the user's data directory."""
     dataset: str | None = None
@@ -416,7 +421,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error, RunConfig))) from None
+        raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error, RunConfig, RETIRED))) from None
 
 
 def dump_config(config: RunConfig) -> str:

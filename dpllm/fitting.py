@@ -17,14 +17,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from dpllm import ranks
+from dpllm import environment, ranks
 from dpllm.config import ModelConfig, RunConfig
 from dpllm.errors import ConfigError
 from dpllm.privacy.sampling import PhysicalBatch
+
+if TYPE_CHECKING:
+    from dpllm.privacy.engine import Engine
 
 SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
 TOKENS = {"cpu": 2048}  # of one pass, beyond which a larger one was no faster; docs/howto/memory.md has the figures
@@ -38,14 +41,7 @@ _CONTAINER = (
 )
 
 
-class Rehearses(Protocol):
-    """What is asked of an engine."""
-
-    def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
-        """Holds what a step over these batches holds at its peak, and changes nothing."""
-
-
-def resolve(engine: Rehearses, config: RunConfig, vocab_size: int, device: torch.device, *, world: int = 1) -> int:
+def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.device, *, world: int = 1) -> int:
     """The number of sequences in one forward pass, the same on every rank; all ranks call it together.
 
     With a number in the recipe: that number. On a GPU it is tried once, at ``data.max_length`` tokens, so that a batch that
@@ -66,10 +62,9 @@ def resolve(engine: Rehearses, config: RunConfig, vocab_size: int, device: torch
     named = config.train.physical_batch_size
     if named != "auto" and device.type != "cuda":
         return named  # a step that does not fit pages or is killed, and the rehearsal would be too
-    whole = config.data.sampling == "unit" and config.privacy.grad_sample_mode != "opacus_ghost"
     many = (config.data.max_examples_per_unit or 1) > 1 or config.data.long_examples == "chunk"
     meter = _Meter(device)
-    trial = _Trial(engine, meter, config.data.max_length, vocab_size, several=whole and many)
+    trial = _Trial(engine, meter, config.data.max_length, vocab_size, several=config.data.sampling == "unit" and many)
     if named == "auto":
         found = largest(trial.bytes_of, budget(meter.free), most_rows(config, device, world))
         if not found:
@@ -238,7 +233,7 @@ def explained(config: RunConfig, size: int) -> Iterator[None]:
 class _Trial:
     """Rehearsals of one engine, each number of rows once; ``seen`` has their bytes, the largest of all ranks."""
 
-    engine: Rehearses
+    engine: Engine
     meter: _Meter
     tokens: int
     vocab_size: int
@@ -272,7 +267,7 @@ class _Meter:
 
     def peak_of(self, call: Callable[[], None]) -> int:
         """Bytes held at the peak of the call, beside those held when the meter was made; UNKNOWN if there was no memory."""
-        self._reset()
+        environment.reset_peak_memory()
         try:
             call()
             fits = True
@@ -282,19 +277,12 @@ class _Meter:
             fits = False
         peak = self._now(peak=True) if fits else UNKNOWN
         self._collect()  # behind the exception, whose frames hold tensors
-        self._reset()
+        environment.reset_peak_memory()
         return peak if peak == UNKNOWN else max(0, peak - self._held)
 
     def _collect(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _reset(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # see proc(5); only the high-water mark changes
 
     def _now(self, *, peak: bool = False) -> int:
         if self._device.type == "cuda":

@@ -260,11 +260,7 @@ def untied(model: Any) -> bool:
 def _checkpoint(model: Any, config: RunConfig) -> None:
     if not config.model.gradient_checkpointing:
         return
-    # Opacus' own hooks, the cross-check, fire twice under non-reentrant checkpointing, the default of transformers 5.
-    reentrant = config.privacy.enabled and config.privacy.grad_sample_mode == "opacus_ghost"
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:

@@ -23,7 +23,6 @@ from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from dpllm import launch
 from dpllm.errors import ConfigError, DpllmError, Refused
 
 T = TypeVar("T")
@@ -38,10 +37,10 @@ def join() -> PartialState:
     """This process's place among the ranks: device, index, number.
 
     Raises:
-        ConfigError: The launcher started several processes that found no group; each would train alone, and charge. Or other
-            processes than its file says, or on other devices; see ``dpllm.launch``.
+        ConfigError: The launcher started several processes that found no group; each would train alone, and charge. Or more
+            processes than this machine has GPUs.
     """
-    launch.check_devices()
+    check_devices()
     try:  # without cpu, accelerate starts no gloo group
         state = PartialState(cpu=not torch.accelerator.is_available(), timeout=TO_COME)
     except distributed.DistError as error:
@@ -57,8 +56,23 @@ def join() -> PartialState:
             f"the launcher started {started} processes, but they form a group of {state.num_processes}: each would train and "
             "charge the ledger alone. Use a launch file of recipes/accelerate/, or one process."
         )
-    launch.check(state.num_processes)
     return state
+
+
+def check_devices() -> None:
+    """Compares the processes of this machine with its GPUs; to be called before the process group is made.
+
+    Raises:
+        ConfigError: There are more processes, of which several would share a GPU or fail.
+    """
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    local = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    if gpus and local > gpus:
+        raise ConfigError(
+            f"{local} processes were started on a machine that shows {gpus} GPU{'s' if gpus > 1 else ''}: each needs one of its "
+            f"own. Type --num_processes {gpus} (accelerate; for several machines, of all of them together) or "
+            f"--nproc_per_node {gpus} (torchrun), or free the other GPUs; CUDA_VISIBLE_DEVICES may hide some."
+        )
 
 
 def several() -> bool:

@@ -6,7 +6,7 @@ Comes in: YAML, types, and pydantic's errors. Goes out: values, and lines for pe
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, get_args
 
 import yaml
@@ -106,8 +106,14 @@ def _sections(annotation: Any) -> list[type[Section]]:
     return [section for inner in get_args(annotation) for section in _sections(inner)]
 
 
-def explain(error: ValidationError, recipe: type[Section]) -> list[str]:
-    """One line for each problem: key, what is wrong, the nearest right spelling."""
+def explain(error: ValidationError, recipe: type[Section], retired: Mapping[str, str]) -> list[str]:
+    """One line for each problem: key, what is wrong, the nearest right spelling.
+
+    Args:
+        error: From reading a recipe.
+        recipe: Its sections.
+        retired: "key", or "key: value", that earlier versions read -> what to write instead.
+    """
     lines = []
     for problem in error.errors(include_url=False):
         sections: list[type[Section]] = [recipe]
@@ -126,7 +132,9 @@ def explain(error: ValidationError, recipe: type[Section]) -> list[str]:
         if last in _fields(sections) or problem["type"] in ("extra_forbidden", "missing"):
             shown.append(last)
         key = ".".join(shown) or "recipe"
-        if problem["type"] == "extra_forbidden":
+        if mend := retired.get(key) or retired.get(f"{key}: {problem.get('input')}"):
+            lines.append(f"{key}: {mend}")
+        elif problem["type"] == "extra_forbidden":
             known = list(_fields(sections))
             near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
             advice = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"

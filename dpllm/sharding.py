@@ -63,11 +63,6 @@ def check(config: RunConfig) -> None:
             "apart. Set model.quantization: null, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is a "
             "quarter or half as large."
         )
-    if config.privacy.enabled and config.privacy.grad_sample_mode == "opacus_ghost":
-        raise Refused(
-            "privacy.grad_sample_mode opacus_ghost runs two backward passes through one forward pass, which was never checked "
-            "on a sharded base. Set privacy.grad_sample_mode: auto."
-        )
     _check_plugin(_plugin())
     if not ranks.several():
         raise ConfigError(

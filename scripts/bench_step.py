@@ -221,7 +221,7 @@ VARIANTS: dict[str, Callable[[Bench], contextlib.AbstractContextManager[Step]]] 
     "opacus_hooks": partial(opacus, ghost=False),
     "opacus_ghost": partial(opacus, ghost=True),
 }
-MODES = {f"dpllm_{mode}": partial(with_engine, mode=mode) for mode in ("per_sample", "ghost", "opacus_ghost")}
+MODES = {f"dpllm_{mode}": partial(with_engine, mode=mode) for mode in ("per_sample", "ghost")}
 LEFT_BY_OPACUS = ("grad_sample", "summed_grad", "_forward_counter", "_current_grad_sample", "_norm_sample")
 
 

@@ -24,7 +24,7 @@ from dpllm.audit.bounds import Outcome, outcomes
 from dpllm.audit.rates import Rates, rate_limits
 from dpllm.privacy.events import Event, Terms, normal_form
 from dpllm.privacy.limits import profile
-from dpllm.privacy.privacy_loss import AnyRelation
+from dpllm.privacy.privacy_loss import Relation
 
 _LARGEST_MU = 30.0
 _LARGEST_EPSILON = 1e4
@@ -147,7 +147,7 @@ def profile_trade_off(epsilons: Sequence[float], deltas: Sequence[float], assume
     return TradeOff(assumes, smallest_fpr)
 
 
-def event_trade_off(event: Event, relation: AnyRelation) -> TradeOff:
+def event_trade_off(event: Event, relation: Relation) -> TradeOff:
     """The curve of an event as the accountant knows it, the worse of both directions.
 
     Args:
@@ -231,7 +231,7 @@ def noise_bound(
     scores: ArrayLike,
     inserted: ArrayLike,
     event: Event,
-    relation: AnyRelation,
+    relation: Relation,
     *,
     alpha: float,
     guesses: Sequence[int],
@@ -380,7 +380,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(optimize.brentq(excess, 0.0, _LARGEST_EPSILON, xtol=1e-12))
 
 
-def _terms_trade_off(terms: Terms, relation: AnyRelation) -> TradeOff:
+def _terms_trade_off(terms: Terms, relation: Relation) -> TradeOff:
     epsilons, deltas = ([0.0], [0.0]) if terms == Terms() else profile(terms, relation)
     return profile_trade_off(epsilons, deltas, ASSUMES_EVENT)
 

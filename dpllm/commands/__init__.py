@@ -6,7 +6,8 @@ Every module here has ``add_arguments(parser)`` and ``run(known, overrides)``. H
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError
 
@@ -29,3 +30,12 @@ def load_recipe(known: argparse.Namespace, rest: list[str]) -> RunConfig:
         action = " ".join(filter(None, (known.command, getattr(known, "action", None))))
         raise ConfigError(f"name a recipe: dpllm {action} recipes/lora/e2e.yaml")
     return load_config(path, parse_overrides(rest))
+
+
+def finite(value: Any) -> Any:
+    """The value as JSON can hold it, which has no infinity: an epsilon that cannot be certified is null."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

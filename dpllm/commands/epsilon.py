@@ -8,6 +8,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
+from dpllm.commands import finite
 from dpllm.errors import ConfigError, Refused
 
 LARGEST = 1e12  # of a number of people or steps
@@ -39,16 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--relation",
         default="zero_out",
-        choices=["zero_out", "add_or_remove_one", "replace_one"],
+        choices=["zero_out", "add_or_remove_one"],
         help="neighbouring relation (default: zero_out)",
-    )
-    parser.add_argument(
-        "--trials", type=float, metavar="M", help="mean of the random number of runs of which the best is kept"
-    )
-    parser.add_argument(
-        "--select",
-        choices=["geometric", "logarithmic", "poisson"],
-        help="distribution of that number (default with --trials: geometric)",
     )
     parser.add_argument(
         "--accountant", metavar="NAME", help="ask prv (Opacus', imports torch) beside pld, which is stated, and rdp"
@@ -74,34 +67,25 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: a number out of range, or numbers that do not go together.
-        Refused: delta is not below 1/N, the batch is larger than the data, or no accountant knows the event.
+        Refused: delta is not below 1/N, or the batch is larger than the data.
     """
+    from dpllm import ledger
     from dpllm.privacy import accounting, events, limits
 
     size, batch, group, relation = known.dataset_size, known.batch_size, known.group_size, known.relation
     steps, delta = _steps(known), _delta(known)
-    if relation == "replace_one" and (group > 1 or known.trials is not None):
-        raise ConfigError(
-            "no accountant knows --relation replace_one with --group-size or --trials. Use --relation zero_out."
-        )
-    select = (known.select or "geometric") if known.trials is not None else None
     rate = batch / size
-
-    def best_of(event: events.Event) -> events.Event:
-        if select is None:
-            return event
-        return {"type": "repeat_and_select", "event": event, "mean": known.trials, "distribution": select}
-
     sigma = known.noise_multiplier
     if sigma is None:
-        sigma = _calibrated(known, best_of, rate, steps, delta)
-    event = best_of(events.dp_sgd_event(rate, sigma, steps, group))
+        cache = ledger.default_path().parent / "calibration"
+        sigma = accounting.calibrate_noise_multiplier(known.epsilon, delta, rate, steps, relation, cache, group)
+    event = events.dp_sgd_event(rate, sigma, steps, group)
     value, accountant = accounting.stated(event, delta, relation)
     if known.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
         accounting.epsilon(event, delta, relation, known.accountant)
     epochs = math.ceil(Fraction(steps * batch, size) if known.epochs is None else Fraction(known.epochs))
-    shuffled: events.Event = {"type": "gaussian", "noise_multiplier": sigma / group}
-    shuffled = best_of({"type": "self_composed", "count": epochs, "event": shuffled})
+    one = {"type": "gaussian", "noise_multiplier": sigma / group}
+    shuffled = {"type": "self_composed", "count": epochs, "event": one}
     answer = {
         "epsilon": value,
         "delta": delta,
@@ -114,8 +98,6 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "noise_multiplier": sigma,
         "target_epsilon": known.epsilon,
         "group_size": group,
-        "trials": known.trials,
-        "select": select,
         "accountants": accounting.beside(event, delta, relation, prv=known.accountant == "prv"),
         "curve": accounting.curve(event, relation, sorted({*DELTAS, delta}, reverse=True)),
         "limits": limits.attacker_limits_of(event, relation),
@@ -126,23 +108,15 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     }
     if group > 1:
         answer["one_unit"] = accounting.epsilon(events.dp_sgd_event(rate, sigma, steps), delta, relation)
-    finite: dict[str, Any] = _finite(answer)
-    return finite
+    return dict(finite(answer))
 
 
 def _steps(known: argparse.Namespace) -> int:
     size, batch = known.dataset_size, known.batch_size
-    for name, value, least in (
-        ("--dataset-size", size, 1),
-        ("--batch-size", batch, 1),
-        ("--steps", known.steps, 1),
-        ("--group-size", known.group_size, 1),
-        ("--trials", known.trials, 1),
-    ):
-        if value is not None and not least <= value <= LARGEST:
-            raise ConfigError(f"{name}: no epsilon follows from that. Type a number from {least} to {LARGEST:.0e}.")
-    if known.select and known.trials is None:
-        raise ConfigError("--select says how the number of runs was drawn, and no --trials says how many. Type both.")
+    numbers = {"--dataset-size": size, "--batch-size": batch, "--steps": known.steps, "--group-size": known.group_size}
+    for name, value in numbers.items():
+        if value is not None and not 1 <= value <= LARGEST:
+            raise ConfigError(f"{name}: no epsilon follows from that. Type a number from 1 to {LARGEST:.0e}.")
     if known.epsilon is not None and not (math.isfinite(known.epsilon) and known.epsilon > 0):
         raise ConfigError(f"--epsilon is {known.epsilon}, which no noise can meet. Type a finite number above 0.")
     if batch > size:
@@ -177,37 +151,6 @@ def _delta(known: argparse.Namespace) -> float:
         raise ConfigError(f"--delta is {known.delta!r}. Type auto, or a number above 0 and below 1/N, such as 1e-6.")
     check_delta(delta, known.dataset_size, "--delta")
     return delta
-
-
-def _calibrated(known: argparse.Namespace, best_of: Any, rate: float, steps: int, delta: float) -> float:
-    from dpllm import ledger
-    from dpllm.privacy import accounting, events, renyi
-
-    if known.trials is None:
-        cache = ledger.default_path().parent / "calibration"
-        return accounting.calibrate_noise_multiplier(
-            known.epsilon, delta, rate, steps, known.relation, cache, known.group_size
-        )
-
-    def meets(sigma: float) -> bool:
-        event = best_of(events.dp_sgd_event(rate, sigma, steps, known.group_size))
-        return bool(accounting.stated(event, delta, known.relation)[0] <= known.epsilon)
-
-    sigma = renyi.smallest_on_grid(meets)
-    if math.isinf(sigma):
-        raise ConfigError(
-            f"epsilon {known.epsilon:g} at delta {delta:g} is not reachable for the best of {known.trials:g} runs. "
-            "Raise --epsilon or --delta, or take fewer runs or steps."
-        )
-    return sigma
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show(answer: dict[str, Any]) -> None:

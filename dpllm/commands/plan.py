@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.commands import load_recipe
+from dpllm.commands import finite, load_recipe
 from dpllm.errors import ConfigError, DpllmError
 
 if TYPE_CHECKING:
@@ -41,12 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan every combination; may be given several times",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="epsilon over steps by naive and strong composition, RDP and PLD"
-    )
-    parser.add_argument(
-        "--figure", metavar="PATH", help="PNG of --sweep or --compare (default: plan-sweep.png, plan-compare.png)"
-    )
-    parser.add_argument(
         "--after", metavar="RUN", help="an earlier run, whose released clip fraction the advice may use"
     )
 
@@ -59,7 +52,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         print(describe_keys())
         return 0
     config = load_recipe(known, rest)
-    _check_flags(known)
+    if known.sweep and (known.model or known.after):
+        raise ConfigError("--sweep plans many recipes, and --model and --after look at one. Type one of them.")
     if known.sweep:
         return _sweep(known, rest, config)
     from dpllm.planning.advice import advise, released_by
@@ -72,27 +66,12 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     needs = _footprint(config, seen, refusals) if known.model else None
     advice = advise(config, seen.plan, released) if seen.plan else []
     if known.json:
-        print(_dump(_json(seen, needs, advice, refusals, _comparison(known, seen))))
+        print(_dump(_json(seen, needs, advice, refusals)))
     else:
         _show(known, seen, needs, advice)
     for error in refusals:
         print(f"dpllm plan: {error}", file=sys.stderr)
     return max((error.exit_code for error in refusals), default=0)
-
-
-def _check_flags(known: argparse.Namespace) -> None:
-    if known.sweep and (known.compare or known.model or known.after):
-        raise ConfigError(
-            "--sweep plans many recipes, and --model, --compare and --after look at one. Type one of them."
-        )
-    if known.figure and not (known.sweep or known.compare):
-        raise ConfigError(
-            "--figure draws a sweep or a comparison, and neither was asked for. Add --sweep or --compare."
-        )
-    if known.figure and (Path(known.figure).is_dir() or not Path(known.figure).resolve().parent.is_dir()):
-        raise ConfigError(
-            f"--figure {known.figure}: is a directory or lies in none, so nothing could be drawn there. Type a path of a file."
-        )
 
 
 def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError]) -> Footprint | None:
@@ -109,19 +88,6 @@ def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError]) ->
     return needs
 
 
-def _comparison(known: argparse.Namespace, seen: Decision) -> Any:
-    if not (known.compare and seen.plan):
-        return None
-    from dpllm.planning.composition import compare
-    from dpllm.planning.figure import draw_comparison
-
-    plan = seen.plan
-    comparison = compare(plan)
-    described = f"q {plan.schedule.sampling_rate:.3g}, sigma {plan.noise_multiplier:.3g}"
-    draw_comparison(comparison, plan.delta, described, Path(known.figure or "plan-compare.png"))
-    return comparison
-
-
 def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, advice: list[str]) -> None:
     from rich.console import Console
 
@@ -135,10 +101,6 @@ def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, ad
         console.print(table.plan_table(seen, f"Plan of {known.config or known.recipe}"))
     for part in table.footprint_tables(needs) if needs else ():
         console.print(part)
-    if (comparison := _comparison(known, seen)) is not None and seen.plan:
-        console.print(table.comparison_table(comparison, seen.plan.delta))
-        _say(console, table.comparison_text(comparison))
-        _say(console, f"Drawn in {known.figure or 'plan-compare.png'}")
     for text in advice:
         _say(console, f"Advice: {text}")
 
@@ -148,14 +110,11 @@ def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int
 
     from dpllm.config import parse_overrides
     from dpllm.planning import signal, table
-    from dpllm.planning.figure import draw_sweep
     from dpllm.planning.outlook import decide
     from dpllm.planning.sweep import parse_sweeps, sweep
 
     sweeps = parse_sweeps(known.sweep)
     points = sweep(known.config or known.recipe, parse_overrides(rest), sweeps)
-    path = Path(known.figure or "plan-sweep.png")
-    draw_sweep(list(sweeps), points, path)
     own = decide(config).plan
     suggestion = signal.suggest(own) if own else None
     if known.json:
@@ -168,7 +127,6 @@ def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int
             _say(console, f"Refused ({'; '.join(', '.join(map(str, point.values)) for point in same)}): {text}")
         if suggestion:
             _say(console, table.suggestion_text(suggestion))
-        _say(console, f"Drawn in {path}")
     return 0
 
 
@@ -176,9 +134,7 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=False)
 
 
-def _json(
-    seen: Decision, needs: Footprint | None, advice: list[str], refusals: list[DpllmError], comparison: Any
-) -> dict[str, Any]:
+def _json(seen: Decision, needs: Footprint | None, advice: list[str], refusals: list[DpllmError]) -> dict[str, Any]:
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
     from dpllm.planning.batches import batches_of
 
@@ -198,19 +154,8 @@ def _json(
         model["refusals"] = [str(error) for error in needs.refusals]
         model["memory"] = {**model["memory"], "total": needs.memory.total} if needs.memory else None
         fields["model"] = model
-    if comparison is not None:
-        fields["comparison"] = asdict(comparison)
     return fields
 
 
 def _dump(value: dict[str, Any]) -> str:
-    return json.dumps(_finite(value), indent=2, sort_keys=True, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: an epsilon that cannot be certified is null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(value), indent=2, sort_keys=True, allow_nan=False)

@@ -102,7 +102,7 @@ def _noise(plan: Plan) -> str | None:
 
 def _batch(plan: Plan) -> str | None:
     own = signal.own_choice(plan)
-    size, steps = signal.least_noise(plan)
+    size, steps = signal.candidates(plan)[-1]  # the largest batch has the least noise per unit of signal
     if size <= own.batch_size or signal.noisier(plan, size, steps, than=own.noise_per_signal / TOO_NOISY):
         return None
     try:

@@ -114,7 +114,8 @@ def own_choice(plan: Plan) -> Choice:
 def candidates(plan: Plan) -> list[tuple[int, int]]:
     """(B, T) of the Plan's compute, K = B T examples: B the powers of two and the Plan's own, in rising order.
 
-    No B is larger than N, and none leaves fewer than 50 steps (or than the Plan's own, where that has fewer).
+    The last has the least noise per unit of signal. No B is larger than N, and none leaves fewer than 50 steps (or than the
+    Plan's own, where that has fewer).
     """
     own = plan.schedule
     compute = own.expected_batch_size * own.num_steps
@@ -123,11 +124,6 @@ def candidates(plan: Plan) -> list[tuple[int, int]]:
     return [
         (size, own.num_steps if size == own.expected_batch_size else round(compute / size)) for size in sorted(sizes)
     ]
-
-
-def least_noise(plan: Plan) -> tuple[int, int]:
-    """The (B, T) of ``candidates`` with the least noise per unit of signal: the largest batch."""
-    return candidates(plan)[-1]
 
 
 def noisier(plan: Plan, batch_size: int, num_steps: int, than: float) -> bool:

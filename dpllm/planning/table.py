@@ -1,16 +1,15 @@
 """What ``dpllm plan`` prints: rows of text from the values of planning.
 
-Comes in: a decision, a footprint, a sweep, a comparison. Goes out: tables. Must not compute anything but a format.
+Comes in: a decision, a footprint, a sweep. Goes out: tables. Must not compute anything but a format.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpllm.planning.batches import Batches, batches_of
-from dpllm.planning.composition import Comparison
 from dpllm.planning.outlook import Decision
 from dpllm.planning.signal import Choice, Suggestion
 from dpllm.planning.sweep import Point
@@ -135,7 +134,8 @@ def footprint_tables(needs: Footprint) -> list[Table]:
         table.add_row("noise in total", f"times sqrt(d) = {needs.noise_total:.3g}, beside a signal of length C at most")
     if needs.memory:
         parts = ", ".join(
-            f"{name.replace('_', ' ')} {size_text(getattr(needs.memory, name))}" for name in _fields(needs.memory)
+            f"{name.replace('_', ' ')} {size_text(getattr(needs.memory, name))}"
+            for name in needs.memory.__dataclass_fields__
         )
         counted = f", with {needs.physical_batch_size} sequences in one forward pass" if needs.found else ""
         table.add_row("memory", f"about {size_text(needs.memory.total)}{counted}: {parts}")
@@ -189,40 +189,6 @@ def suggestion_text(found: Suggestion) -> str:
     )
 
 
-def comparison_table(comparison: Comparison, delta: float) -> Table:
-    """Epsilon at a few numbers of steps."""
-    from rich.table import Table
-
-    table = Table("steps", "naive", "strong", "RDP", "PLD (stated)", title=f"Epsilon at delta {delta:g}")
-    rows = list(range(0, len(comparison.num_steps), 4))
-    for row in dict.fromkeys([*rows, len(comparison.num_steps) - 1]):
-        rdp = _number(comparison.rdp[row]) if comparison.rdp else "not known"
-        figures = (_number(comparison.naive[row]), _number(comparison.strong[row]), rdp, _number(comparison.pld[row]))
-        table.add_row(str(comparison.num_steps[row]), *figures)
-    return table
-
-
-def comparison_text(comparison: Comparison) -> str:
-    """What the accountant buys, in words."""
-    last = comparison.pld[-1]
-    others = {"naive composition": comparison.naive[-1], "strong composition": comparison.strong[-1]}
-    others |= {"RDP": comparison.rdp[-1]} if comparison.rdp else {}
-    factors = [
-        f"{_times(value / last)} times as much by {name}"
-        for name, value in others.items()
-        if last and math.isfinite(value)
-    ]
-    text = f"After {comparison.num_steps[-1]} steps epsilon is {_number(last)} by PLD"
-    text += f"; it is {', '.join(factors)}." if factors else "."
-    if comparison.strong[-1] > comparison.naive[-1]:
-        text += " Strong composition pays only where one step's epsilon is well below 1, and here it is not."
-    return text
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.3g}" if factor < 1000 else f"{factor:,.0f}"
-
-
 def size_text(size: int) -> str:
     """Bytes for people, in powers of 1000."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -243,10 +209,6 @@ def _number(value: float | None, digits: int = 4) -> str:
     if not math.isfinite(value):
         return "none can be certified"
     return f"{value:.{digits}f}" if value < 1e6 else f"{value:.3e}"
-
-
-def _fields(value: Any) -> list[str]:
-    return list(value.__dataclass_fields__)
 
 
 def _two_columns(title: str) -> Table:

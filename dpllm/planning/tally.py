@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+from torch.utils.flop_counter import flop_registry
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,9 +41,8 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         known = {leaf.untyped_storage()._cdata for leaf in inputs}
-        if func.overloadpacket in PRODUCTS:
-            left, right = [leaf for leaf in args if isinstance(leaf, Tensor)][-2:]  # out= comes by name
-            self.flops += 2 * left.numel() * right.shape[-1]
+        if of_product := flop_registry.get(func.overloadpacket):
+            self.flops += of_product(*args, **(kwargs or {}), out_val=out)
         elif any(leaf.untyped_storage()._cdata not in known for leaf in outputs) or not func.is_view:
             self.moved += sum(leaf.numel() * leaf.element_size() for leaf in (*inputs, *outputs))
         for leaf in outputs:

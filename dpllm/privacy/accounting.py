@@ -28,15 +28,13 @@ from dpllm.privacy.events import (
     normal_form,
     number,
     require,
-    to_dp_event,
 )
 from dpllm.privacy.limits import attacker_limits
-from dpllm.privacy.privacy_loss import FINE_INTERVAL, AnyRelation, Relation, privacy_loss, versions
+from dpllm.privacy.privacy_loss import FINE_INTERVAL, Relation, privacy_loss, versions
 from dpllm.privacy.renyi import BELOW_ONE, rdp_epsilon
 
 __all__ = [
     "FINE_INTERVAL",
-    "AnyRelation",
     "Event",
     "Relation",
     "accountants",
@@ -50,7 +48,6 @@ __all__ = [
     "dp_sgd_event",
     "epsilon",
     "stated",
-    "to_dp_event",
     "versions",
 ]
 
@@ -62,7 +59,7 @@ PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
 def epsilon(
     event: Event,
     delta: float,
-    relation: AnyRelation,
+    relation: Relation,
     accountant: str = "pld",
     interval: float = FINE_INTERVAL,
 ) -> float:
@@ -71,8 +68,7 @@ def epsilon(
     Args:
         event: what was released, see ``dpllm.privacy.events``.
         delta: in (0, 1).
-        relation: zero-out and add/remove-one cost the same under Poisson sampling; replace_one (one unit's data become
-            another's) costs up to twice as much, and only "pld" knows it.
+        relation: zero-out and add/remove-one cost the same under Poisson sampling.
         accountant: "pld" (tight; the one stated), "rdp" (looser) or "prv" (Opacus, with torch).
         interval: PLD's discretisation; a wider one is faster, and larger rather than smaller.
 
@@ -92,10 +88,10 @@ def epsilon(
         the same, section 1.
     """
     number("privacy.delta", delta, 0.0, BELOW_ONE)
-    if relation not in get_args(AnyRelation):
+    if relation not in get_args(Relation):
         raise ConfigError(
             f"neighbouring relation {relation!r} is unknown, so an epsilon for it means nothing. "
-            f"Use one of: {', '.join(get_args(AnyRelation))}."
+            f"Use one of: {', '.join(get_args(Relation))}."
         )
     if accountant == "gdp":
         raise ConfigError(
@@ -108,8 +104,6 @@ def epsilon(
     if terms == Terms():
         return 0.0
     require(terms, accountant)
-    if relation == "replace_one" and accountant != "pld":
-        raise ConfigError(f"accountant {accountant!r} does not know relation replace_one. Use pld.")
     if accountant == "rdp":
         return rdp_epsilon(terms, delta)
     if accountant == "pld":
@@ -122,7 +116,7 @@ def epsilon(
         ) from error
 
 
-def stated(event: Event, delta: float, relation: AnyRelation) -> tuple[float, str]:
+def stated(event: Event, delta: float, relation: Relation) -> tuple[float, str]:
     """The epsilon that is promised, and by which accountant: "pld" where it knows the event, "rdp" elsewhere.
 
     Args:
@@ -140,13 +134,13 @@ def stated(event: Event, delta: float, relation: AnyRelation) -> tuple[float, st
     return epsilon(event, delta, relation, name), name
 
 
-def beside(event: Event, delta: float, relation: AnyRelation, *, prv: bool = False) -> dict[str, float]:
+def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False) -> dict[str, float]:
     """What each accountant says that knows `event`, side by side.
 
     Args:
         event: what was released.
         delta: in (0, 1).
-        relation: see ``epsilon``; for replace_one there is "pld" alone.
+        relation: see ``epsilon``.
         prv: also ask Opacus' PRV, which imports torch; left out where it cannot answer.
 
     Returns:
@@ -158,7 +152,7 @@ def beside(event: Event, delta: float, relation: AnyRelation, *, prv: bool = Fal
     """
     terms = normal_form(event)
     require(terms)
-    known = accountants_of(terms) if relation != "replace_one" else accountants_of(terms) & {"pld"}
+    known = accountants_of(terms)
     values: dict[str, float] = {}
     for name in ("pld", "rdp", "prv"):
         if name in known and (prv or name != "prv"):
@@ -170,7 +164,7 @@ def beside(event: Event, delta: float, relation: AnyRelation, *, prv: bool = Fal
     return values
 
 
-def curve(event: Event, relation: AnyRelation, deltas: Sequence[float]) -> list[tuple[float, float]]:
+def curve(event: Event, relation: Relation, deltas: Sequence[float]) -> list[tuple[float, float]]:
     """The stated epsilon at several deltas, as (delta, epsilon); one computation for all of them.
 
     Raises:
@@ -233,7 +227,7 @@ def _compare(pld: float, delta: float, name: str, value: float, gap: float) -> N
 
 
 @lru_cache(maxsize=1024)
-def _pld_epsilon(terms: Terms, delta: float, relation: AnyRelation, interval: float) -> float:
+def _pld_epsilon(terms: Terms, delta: float, relation: Relation, interval: float) -> float:
     try:
         return privacy_loss(terms, relation, interval).epsilon_at(delta)
     except OverflowError:  # the loss of hardly any noise does not fit a float

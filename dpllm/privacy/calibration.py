@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import dp_sgd_event, normal_form, number
-from dpllm.privacy.privacy_loss import FINE_INTERVAL, AnyRelation, privacy_loss, versions
+from dpllm.privacy.privacy_loss import FINE_INTERVAL, Relation, privacy_loss, versions
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
 
 FORMAT = 2  # of what is calibrated and how: a change of either makes older answers unread
@@ -31,7 +31,7 @@ def calibrate_noise_multiplier(
     delta: float,
     sampling_rate: float,
     num_steps: int,
-    relation: AnyRelation,
+    relation: Relation,
     cache_dir: Path | None = None,
     group_size: int = 1,
 ) -> float:
@@ -42,7 +42,7 @@ def calibrate_noise_multiplier(
         delta: in (0, 1).
         sampling_rate: probability q that a sampled thing joins a logical batch, 0 < q <= 1.
         num_steps: logical batches, >= 1.
-        relation: the neighbouring relation; replace_one without groups only.
+        relation: the neighbouring relation.
         cache_dir: keeps answers, one JSON file each; a damaged one is computed again.
         group_size: how many sampled things are protected together, 1 to 1024.
 
@@ -82,7 +82,7 @@ def calibrate_noise_multiplier(
     return sigma
 
 
-def _calibrate(target: float, delta: float, q: float, num_steps: int, relation: AnyRelation, group_size: int) -> float:
+def _calibrate(target: float, delta: float, q: float, num_steps: int, relation: Relation, group_size: int) -> float:
     """Secant steps in log sigma on a coarse PLD, then in whole numbers of 1e-4 on the fine one, both within brackets."""
     due, tried = time.monotonic() + PROGRESS_SECONDS, 0
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
-from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.gradients import Owners, UnitGradients
-from dpllm.privacy.rules import Form, Mode, Rule
+from dpllm.privacy.rules import Form, Rule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.privacy.taps import Taps
 
@@ -244,77 +243,6 @@ class PerUnitClipper:
                 raise Refused(_FOREIGN.format(name=name))
 
 
-class OpacusGhostClipper:
-    """The stock two-backward ghost clipping of Opacus, kept as a cross-check of ours.
-
-    Guarantee:
-        None that is proven: norms are measured in one pass and the sum is formed in another, and float32 Gram sums can
-        cancel (a crafted example had a computed norm of 0). A run in this mode says guarantee: false.
-
-    References:
-        Li et al. 2021, Large Language Models Can Be Strong Differentially Private Learners, section 4; Opacus 1.6.
-    """
-
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Hooks into the model; ``parameters`` are all that train, by name."""
-        self._parameters = parameters
-        self._hooks = GradSampleHooksFastGradientClipping(
-            model, batch_first=True, loss_reduction="sum", strict=False, max_grad_norm=1.0
-        )
-
-    def close(self) -> None:
-        """Takes the hooks out of the model again."""
-        self._hooks.cleanup()
-
-    def start(self) -> None:
-        """Nothing is ever left."""
-
-    def add(
-        self,
-        losses: Losses,
-        batch: PhysicalBatch,
-        sums: Mapping[str, Tensor],
-        max_grad_norm: float,
-        spacing: float,
-        loss_scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """See ``Summer``.
-
-        Raises:
-            Refused: A unit has several rows, or a trainable parameter took part in no norm.
-        """
-        if batch.num_units == 0:  # dummy rows only, and no sharded base whose ranks would wait for this pass
-            nothing = torch.zeros(0, dtype=torch.float64)
-            return nothing, nothing
-        if not Owners(batch.unit_R, batch.num_units).one_to_one:
-            raise Refused(
-                "grad_sample_mode opacus_ghost knows the norm of a row, not of a unit with several. "
-                "Set privacy.grad_sample_mode: auto."
-            )
-        self._hooks.max_grad_norm = max_grad_norm * loss_scale
-        for parameter in self._parameters.values():
-            parameter._norm_sample = None  # type: ignore[attr-defined]
-        loss_R = losses(batch)
-        try:
-            (loss_R.sum() * loss_scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        except NotImplementedError as error:  # a tied weight, or a layer called twice
-            raise Refused(f"Opacus' ghost clipping: {error}. Set privacy.grad_sample_mode: auto.") from None
-        for name, parameter in self._parameters.items():
-            parameter.grad = None
-            if parameter._norm_sample is None:  # type: ignore[attr-defined]
-                raise Refused(f"{name} trains, but Opacus measured no norm of it. Set privacy.grad_sample_mode: auto.")
-        factor_R = self._hooks.get_clipping_coef()
-        norm_R = cast(Tensor, self._hooks.per_sample_gradient_norms)
-        self._hooks.disable_hooks()
-        ((factor_R.detach() * loss_R).sum() * loss_scale).backward()
-        self._hooks.enable_hooks()
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                sums[name].add_((parameter.grad.double() / (loss_scale * spacing)).round_())
-            parameter.grad = None
-        return loss_R.detach(), (norm_R.detach() / loss_scale)[: batch.num_units]
-
-
 class PlainSum:
     """The sum of gradients without clipping, for runs without differential privacy only.
 
@@ -349,21 +277,6 @@ class PlainSum:
                 sums[name].add_(parameter.grad, alpha=1 / (loss_scale * spacing))
             parameter.grad = None
         return loss_R.detach(), torch.full((batch.num_units - batch.goes_on,), float("nan"))
-
-
-def make_clipper(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], grad_sample_mode: str, clipping: str, max_length: int
-) -> Summer:
-    """The summer of a run with differential privacy; guards.py refuses opacus_ghost with anything but flat clipping.
-
-    Raises:
-        Refused: A layer that trains has no rule, or the model is hooked already.
-    """
-    if grad_sample_mode == "opacus_ghost":
-        assert clipping == "flat"
-        return OpacusGhostClipper(model, parameters)
-    form = Form(cast(Mode, grad_sample_mode), max_length)
-    return PerUnitClipper(model, parameters, form=form, clipping=clipping)
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -23,12 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpllm import sharding
 from dpllm.errors import Refused, RoundsByCompany
-from dpllm.privacy.clipping import PlainSum, Summer, make_clipper, refuse_foreign_gradients
+from dpllm.privacy.clipping import PerUnitClipper, PlainSum, Summer, refuse_foreign_gradients
 from dpllm.privacy.head import TokenLosses
 from dpllm.privacy.lattice import EXACT, noise_scale, spacing_of
 from dpllm.privacy.loss import example_means
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.rules import Form, Mode
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.privacy.selfcheck import self_check
 
@@ -118,7 +119,7 @@ class Engine:
         self._scale, self._device = loss_scale, device
         self._token_losses = TokenLosses(model, device, autocast)
         self._noise = GaussianNoise(noise_entropy, device, secure=secure_noise)
-        self._mode, self._max_length = grad_sample_mode, max_length
+        self._form = Form(cast(Mode, grad_sample_mode), max_length)
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
         self._stepping = False
@@ -154,8 +155,8 @@ class Engine:
     def _spacing(self) -> float:
         return spacing_of(self._noise_scale()) if self._plan is not None else 1.0
 
-    def _make_clipper(self, clipping: str) -> Summer:
-        return make_clipper(self._model, self.parameters, self._mode, clipping, self._max_length)
+    def _make_clipper(self, clipping: str) -> PerUnitClipper:
+        return PerUnitClipper(self._model, self.parameters, form=self._form, clipping=clipping)
 
     def losses(self, batch: PhysicalBatch) -> Tensor:
         """loss_R of one physical batch, through the model as it trains."""
@@ -345,7 +346,6 @@ class Engine:
                     vocab_size=vocab_size,
                     max_length=max_length,
                     physical_batch_size=physical_batch_size,
-                    several=self._mode != "opacus_ghost",
                     low_precision=low_precision,
                     pad_id=pad_id,
                 )

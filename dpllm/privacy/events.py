@@ -267,17 +267,12 @@ def normal_form(event: Any) -> Terms:
     )
 
 
-def to_dp_event(event: Event) -> DpEvent:
-    """The dp-accounting event of equal cost, by an allow-list: stored content names no class.
+def dp_event_of(terms: Terms) -> DpEvent:
+    """The dp-accounting event of equal cost.
 
     Raises:
-        ConfigError: the event is malformed, or imports a run, for which dp-accounting has no event.
+        ConfigError: A run is imported, for which dp-accounting has no event.
     """
-    return dp_event_of(normal_form(event))
-
-
-def dp_event_of(terms: Terms) -> DpEvent:
-    """See ``to_dp_event``."""
     import dp_accounting as dp
     from dp_accounting.dp_event import RepeatAndSelectDpEvent
 

@@ -21,27 +21,12 @@ def check_modes(config: RunConfig) -> None:
     """What the recipe alone shows.
 
     Raises:
-        Refused: A mode that cannot hold the clipping function or the unit, or dropout that couples units.
+        Refused: Dropout that couples units.
     """
     if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
         raise Refused(
             f"adapter.dropout is {config.adapter.dropout:g}, and its masks follow a row's place in the batch, so that one unit "
             "more or less would change what all others add, unclipped. Set adapter.dropout: 0; clipping and noise regularise."
-        )
-    if (
-        config.privacy.enabled
-        and config.privacy.grad_sample_mode == "opacus_ghost"
-        and config.privacy.clipping != "flat"
-    ):
-        raise Refused(
-            f"privacy.grad_sample_mode opacus_ghost clips flat only, not {config.privacy.clipping}. "
-            "Set privacy.grad_sample_mode: auto."
-        )
-    several = config.data.unit != "example" or config.data.long_examples == "chunk"
-    if config.privacy.enabled and config.privacy.grad_sample_mode == "opacus_ghost" and several:
-        raise Refused(
-            "privacy.grad_sample_mode opacus_ghost bounds sequences, and here one unit may bring several "
-            "(data.unit or data.long_examples: chunk). Set privacy.grad_sample_mode: auto."
         )
 
 
@@ -55,8 +40,6 @@ def deviations(config: RunConfig) -> tuple[str | None, list[str]]:
         return "it was trained without differential privacy", []
     if config.privacy.insecure_seed is not None:
         return "its noise and sampling were seeded by the user (privacy.insecure_seed), so they can be regenerated", []
-    if config.privacy.grad_sample_mode == "opacus_ghost":
-        return "it ran in the cross-check mode opacus_ghost, whose clipping bound is not proven in floating point", []
     notes = []
     if config.data.eval is not None and not config.data.eval_public:
         notes.append(

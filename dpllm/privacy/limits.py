@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dpllm.privacy.events import Event, Terms, accountants_of, normal_form, require
-from dpllm.privacy.privacy_loss import AnyRelation, privacy_loss
-from dpllm.privacy.renyi import rdp_deltas, rdp_epsilon
+from dpllm.privacy.events import Event, Terms, normal_form, require
+from dpllm.privacy.privacy_loss import Relation, privacy_loss
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,7 +47,7 @@ def attacker_limits(epsilon: float, delta: float) -> dict[str, float]:
     return {**limits, "auc": 1.0 - (1.0 - delta) ** 2 * shrink / (1.0 + shrink)}
 
 
-def attacker_limits_of(event: Event, relation: AnyRelation) -> dict[str, float | None]:
+def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | None]:
     """What no membership attack can exceed, from every (epsilon, delta) of an event at once: tighter than from one.
 
     Args:
@@ -65,7 +64,8 @@ def attacker_limits_of(event: Event, relation: AnyRelation) -> dict[str, float |
             none in the far tail below its own 1/sigma. It is not the central limit approximation either, which lies below.
 
     Raises:
-        Refused: no accountant knows every part of the event.
+        ConfigError: PLD does not know the event.
+        Refused: no accountant knows every part of it.
 
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 1 (profile of mu-GDP). Gomez et al. 2025,
@@ -117,20 +117,21 @@ def _area(lines: list[tuple[float, float]]) -> float:
     return area
 
 
-def profile(terms: Terms, relation: AnyRelation) -> tuple[list[float], list[float]]:
-    """512 epsilons up to where delta is 1e-10 (or cannot get there), and an upper bound on delta at each."""
-    require(terms)
-    if "pld" in accountants_of(terms):
-        try:
-            loss = privacy_loss(terms, relation, INTERVAL)
-            far = _far(loss.epsilon_at)
-            epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
-            return epsilons, [min(1.0, max(0.0, float(delta))) for delta in loss.deltas_at(epsilons)]
-        except OverflowError:
-            return [0.0], [1.0]
-    far = _far(lambda delta: rdp_epsilon(terms, delta))
-    epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
-    return epsilons, rdp_deltas(terms, epsilons)
+def profile(terms: Terms, relation: Relation) -> tuple[list[float], list[float]]:
+    """512 epsilons up to where delta is 1e-10 (or cannot get there), and an upper bound on delta at each.
+
+    Raises:
+        ConfigError: PLD does not know the event.
+        Refused: No accountant knows every part of it.
+    """
+    require(terms, "pld")
+    try:
+        loss = privacy_loss(terms, relation, INTERVAL)
+        far = _far(loss.epsilon_at)
+        epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
+        return epsilons, [min(1.0, max(0.0, float(delta))) for delta in loss.deltas_at(epsilons)]
+    except OverflowError:
+        return [0.0], [1.0]
 
 
 def _far(epsilon_at: Callable[[float], float]) -> float:
@@ -152,6 +153,8 @@ def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | 
 
     eps, delta = np.asarray(epsilons), np.asarray(deltas)
     eps, delta = eps[delta >= SMALLEST_DELTA], delta[delta >= SMALLEST_DELTA]
+    if not len(delta):
+        return 0.0
     if delta[-1] > 1.001 * SMALLEST_DELTA and len(delta) == len(epsilons):
         return None  # delta never falls so low: no Gaussian mechanism has such a floor
     low, high = np.zeros_like(eps), np.full_like(eps, 1e3)

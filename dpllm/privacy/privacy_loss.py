@@ -19,12 +19,10 @@ from dpllm.privacy.events import Sampled, Terms
 
 if TYPE_CHECKING:
     import numpy as np
-    from dp_accounting import NeighboringRelation
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
     from numpy.typing import NDArray
 
-Relation = Literal["zero_out", "add_or_remove_one"]  # what a Plan or a ledger may promise
-AnyRelation = Literal["zero_out", "add_or_remove_one", "replace_one"]  # what can be asked for
+Relation = Literal["zero_out", "add_or_remove_one"]  # which cost the same under Poisson sampling
 
 FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
 MAX_STEPS = 1_000_000
@@ -51,26 +49,21 @@ def versions() -> dict[str, str]:
 
 
 @lru_cache(maxsize=8)
-def privacy_loss(terms: Terms, relation: AnyRelation, interval: float) -> PrivacyLoss:
+def privacy_loss(terms: Terms, relation: Relation, interval: float) -> PrivacyLoss:
     """The privacy loss of an event that "pld" knows.
 
     Args:
         terms: not empty, without selections.
-        relation: replace_one is known for Gaussian sums alone.
+        relation: the neighbouring relation.
         interval: discretisation; a wider one is faster, and overstates rather than understates. Where the losses are so
             large that they would fill the memory, a wider one is taken.
 
     Raises:
-        ConfigError: the relation is not known for this event, or the steps are too many.
+        ConfigError: the steps are too many.
         OverflowError: the loss of hardly any noise does not fit a float.
     """
     import numpy as np
 
-    grouped = any(part.group_size > 1 for part in terms.sampled)
-    if relation == "replace_one" and (grouped or terms.imported):
-        raise ConfigError(
-            "relation replace_one is not known for groups and imported runs. Use zero_out or add_or_remove_one."
-        )
     if any(part.times > MAX_STEPS for part in terms.sampled):
         raise ConfigError(f"more than {MAX_STEPS} steps take too long to compose. Lower train.steps or train.epochs.")
     whole = _distribution(terms, relation, _interval(terms, interval))
@@ -78,16 +71,6 @@ def privacy_loss(terms: Terms, relation: AnyRelation, interval: float) -> Privac
         lambda delta: float(whole.get_epsilon_for_delta(delta)),
         lambda epsilons: np.asarray(whole.get_delta_for_epsilon(list(epsilons))),
     )
-
-
-def _neighbours(relation: AnyRelation) -> NeighboringRelation:
-    from dp_accounting import NeighboringRelation
-
-    return {
-        "zero_out": NeighboringRelation.REPLACE_SPECIAL,
-        "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
-        "replace_one": NeighboringRelation.REPLACE_ONE,
-    }[relation]
 
 
 def _interval(terms: Terms, interval: float) -> float:
@@ -109,7 +92,7 @@ def _interval(terms: Terms, interval: float) -> float:
     return interval
 
 
-def _distribution(terms: Terms, relation: AnyRelation, interval: float) -> PrivacyLossDistribution:
+def _distribution(terms: Terms, relation: Relation, interval: float) -> PrivacyLossDistribution:
     """The whole distribution from dp-accounting's public functions, composed as its PLDAccountant does.
 
     The accountant has no event for an imported (epsilon, delta), inverts the loss of a mixture point by point, which takes
@@ -132,17 +115,22 @@ def _distribution(terms: Terms, relation: AnyRelation, interval: float) -> Priva
 
 
 @lru_cache(maxsize=16)
-def _step(part: Sampled, relation: AnyRelation, interval: float) -> PrivacyLossDistribution:
+def _step(part: Sampled, relation: Relation, interval: float) -> PrivacyLossDistribution:
     """One step, the same for every number of them."""
+    from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     if part.group_size > 1:
         return _mixture_loss(part, interval)
+    relations = {
+        "zero_out": NeighboringRelation.REPLACE_SPECIAL,
+        "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
+    }
     return pld.from_gaussian_mechanism(
         part.noise_multiplier,
         value_discretization_interval=interval,
         sampling_prob=part.probability,
-        neighboring_relation=_neighbours(relation),
+        neighboring_relation=relations[relation],
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,20 +157,9 @@ def largest_num_steps(event_of: Callable[[int], Event], fit: Fit) -> int:
         event_of: steps -> event, whose cost never falls with steps.
         fit: what is left.
     """
-
-    def fits(steps: int) -> bool:
-        return rdp(event_of(steps), fit.order) <= fit.allowance
-
-    if fit.allowance <= 0 or not fits(1):
+    if fit.allowance <= 0:
         return 0
-    low, high = 1, 2
-    while high < MAX_STEPS and fits(high):
-        low, high = high, 2 * high
-    high = min(high, MAX_STEPS + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_right(range(1, MAX_STEPS + 1), fit.allowance, key=lambda steps: rdp(event_of(steps), fit.order))
 
 
 def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> float:
@@ -181,23 +171,9 @@ def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> f
     """
     if fit.allowance <= 0:
         return math.inf
-    return smallest_on_grid(lambda sigma: rdp(event_of(sigma), fit.order) <= fit.allowance)
-
-
-def smallest_on_grid(meets: Callable[[float], bool]) -> float:
-    """The smallest noise multiplier, in steps of 1e-4 from 0.05 to 1e4, that `meets`; infinite where none does."""
-    low, top = round(MIN_NOISE_MULTIPLIER * 1e4), round(MAX_NOISE_MULTIPLIER * 1e4)
-    if meets(low / 1e4):
-        return low / 1e4
-    high = 10_000
-    while not meets(high / 1e4):  # from 1 upwards in doublings: few noise multipliers are thousands
-        if high == top:
-            return math.inf
-        low, high = high, min(top, 2 * high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if meets(middle / 1e4) else (middle, high)
-    return high / 1e4
+    grid = range(round(MIN_NOISE_MULTIPLIER * 1e4), round(MAX_NOISE_MULTIPLIER * 1e4) + 1)
+    place = bisect_left(grid, True, key=lambda sigma: rdp(event_of(sigma / 1e4), fit.order) <= fit.allowance)
+    return grid[place] / 1e4 if place < len(grid) else math.inf
 
 
 def rdp_epsilon(terms: Terms, delta: float) -> float:
@@ -214,16 +190,6 @@ def rdp_epsilon(terms: Terms, delta: float) -> float:
     orders = _default_orders()
     with _quiet():
         return float(compute_epsilon(orders, _curve(terms, orders), left)[0])
-
-
-def rdp_deltas(terms: Terms, epsilons: list[float]) -> list[float]:
-    """An upper bound on delta at each epsilon, as ``rdp_epsilon``."""
-    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-
-    orders, spent = _default_orders(), sum(part.delta * part.times for part in terms.imported)
-    with _quiet():
-        curve = _curve(terms, orders)
-        return [min(1.0, spent + float(compute_delta(orders, curve, e)[0])) for e in epsilons]
 
 
 def _conversion(delta: float, order: float) -> float:

@@ -40,7 +40,6 @@ def self_check(
     vocab_size: int,
     max_length: int,
     physical_batch_size: int,
-    several: bool,
     low_precision: bool,
     pad_id: int,
 ) -> float:
@@ -61,7 +60,6 @@ def self_check(
         vocab_size: Tokens are drawn below this.
         max_length: Longest row allowed.
         physical_batch_size: Rows of a physical batch.
-        several: Units have several rows, and their sums are exact; Opacus' own mode knows neither.
         low_precision: The forward pass is not float32; the tolerance is then 5e-2 instead of 1e-3.
         pad_id: Token id for padding, as in training.
 
@@ -74,8 +72,8 @@ def self_check(
             a buffer or draws random numbers; names the layer.
     """
     tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
-    units = _synthetic_units(vocab_size, max_length, several=several)
-    batch = collate(units, pad_id=0, rows=6 if several else 4).to(device)
+    units = _synthetic_units(vocab_size, max_length)
+    batch = collate(units, pad_id=0, rows=6).to(device)
     with _filled(parameters.values()), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         refuse_random_numbers(model, parameters, _still(model, losses, batch), batch, tolerance)
         _check_padding(model, losses, units, batch, tolerance, max_length)
@@ -88,7 +86,7 @@ def self_check(
             for part in sums.values():
                 part *= spacing
             lengths: list[int] = []
-            if several and physical_batch_size > 1:
+            if physical_batch_size > 1:
                 _refuse_experts(model)
                 lengths = sorted({min(length, _longest(model, max_length)) for length in padded_lengths(max_length)})
             for length in lengths:
@@ -317,8 +315,8 @@ _ADVICE = (
 )
 
 
-def _synthetic_units(vocab_size: int, max_length: int, *, several: bool) -> list[Unit]:
-    lengths = [(11, 6), (17,), (4,), (9,)] if several else [(11,), (17,), (4,), (9,)]
+def _synthetic_units(vocab_size: int, max_length: int) -> list[Unit]:
+    lengths = [(11, 6), (17,), (4,), (9,)]
     return _units_of([[max(2, min(length, max_length)) for length in of_one] for of_one in lengths], vocab_size)
 
 

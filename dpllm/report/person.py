@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.events import Event, Terms, normal_form
 from dpllm.privacy.limits import attacker_limits, profile
-from dpllm.privacy.privacy_loss import AnyRelation
+from dpllm.privacy.privacy_loss import Relation
 from dpllm.report import words
 
 Json = dict[str, Any]
@@ -31,7 +31,7 @@ _LEFT, _TOP, _SIDE = 74, 42, 232  # of the square that holds the curve
 _INK, _GREY, _CURVE, _FILL = "#222222", "#6b6b6b", "#0072B2", "#cfe3f1"  # blue of Okabe and Ito's palette
 
 
-def trade_off(event: Event, relation: AnyRelation) -> list[list[float]] | None:
+def trade_off(event: Event, relation: Relation) -> list[list[float]] | None:
     """The largest true-positive rate that any membership test can have, at each of ``RATES``.
 
     Args:
@@ -55,7 +55,7 @@ def trade_off(event: Event, relation: AnyRelation) -> list[list[float]] | None:
 
 
 @lru_cache(maxsize=64)
-def _trade_off(terms: Terms, relation: AnyRelation) -> tuple[tuple[float, float], ...]:
+def _trade_off(terms: Terms, relation: Relation) -> tuple[tuple[float, float], ...]:
     pairs = list(zip(*profile(terms, relation), strict=True))
     return tuple((rate, _up(min(_line(epsilon, delta, rate) for epsilon, delta in pairs))) for rate in RATES)
 

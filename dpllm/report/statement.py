@@ -14,13 +14,12 @@ from dpllm.report import words
 RELATION = {
     "zero_out": "that differ in {who}, whose data are replaced by nothing while N stays the same",
     "add_or_remove_one": "of which one has {who} more than the other",
-    "replace_one": "that differ in {who}, whose data are replaced by any other",
 }
 NOT_COVERED = (
     "It covers the trained parameters and every checkpoint of this run, and nothing else: not the data of the base model, not "
-    "evaluation data, not un-noised figures such as losses, not the choice of hyper-parameters by looking at other runs"
-    "{tuning}, not further runs on the same data, and not what many {units} have in common. It is a statement about real "
-    "numbers; floating-point noise and timing are outside it."
+    "evaluation data, not un-noised figures such as losses, not the choice of hyper-parameters by looking at other "
+    "runs, not further runs on the same data, and not what many {units} have in common. It is a statement about real numbers; "
+    "floating-point noise and timing are outside it."
 )
 
 
@@ -29,8 +28,7 @@ def statement(answer: Mapping[str, Any]) -> str:
 
     Args:
         answer: what ``dpllm epsilon --json`` prints: ``epsilon``, ``delta``, ``accountant``, ``relation``, ``dataset_size``,
-            ``batch_size``, ``sampling_rate``, ``num_steps``, ``noise_multiplier``, ``group_size``, ``trials`` and ``select``
-            (None without selection), ``limits``, ``shuffled``.
+            ``batch_size``, ``sampling_rate``, ``num_steps``, ``noise_multiplier``, ``group_size``, ``limits``, ``shuffled``.
 
     Returns:
         Paragraphs, separated by empty lines. Epsilons are rounded up.
@@ -40,9 +38,8 @@ def statement(answer: Mapping[str, Any]) -> str:
             f"No finite epsilon can be certified at delta {answer['delta']:g}. With these numbers there is no guarantee to "
             "state: use more noise, fewer steps or a larger delta."
         )
-    return "\n\n".join(
-        (_claim(answer), _attacker(answer), _assumptions(answer), _shuffled(answer), _not_covered(answer))
-    )
+    not_covered = NOT_COVERED.format(units="units" if answer["group_size"] == 1 else "groups")
+    return "\n\n".join((_claim(answer), _attacker(answer), _assumptions(answer), _shuffled(answer), not_covered))
 
 
 def up(value: float | None, digits: int = 4) -> str:
@@ -56,16 +53,10 @@ def _claim(answer: Mapping[str, Any]) -> str:
     pair = RELATION[answer["relation"]].format(who=who)
     sets = f"For any two sets of training data {pair}"
     epsilon, delta = up(answer["epsilon"]), up(answer["delta"], 6)
-    selected = ""
-    if answer["trials"] is not None:
-        selected = (
-            f" Here the result is the best of a random number of such runs ({answer['select']}, {answer['trials']:g} on "
-            "average), and the figure is that of the selection."
-        )
     return (
         f"DP-SGD on N = {answer['dataset_size']} units, with {answer['batch_size']} expected in a batch (sampling rate "
         f"{answer['sampling_rate']:.6g}), {answer['num_steps']} steps and noise multiplier {answer['noise_multiplier']:g}, is "
-        f"({epsilon}, {delta})-differentially private by {answer['accountant'].upper()} accounting.{selected} {sets}, and any "
+        f"({epsilon}, {delta})-differentially private by {answer['accountant'].upper()} accounting. {sets}, and any "
         f"set of trained models, the probability of a model in the set is at most e^{epsilon} times as large with the one as "
         f"with the other, plus {delta}, whichever of the two is the one."
     )
@@ -86,13 +77,6 @@ def _assumptions(answer: Mapping[str, Any]) -> str:
     unit = "A unit is what is sampled and clipped as a whole: a row, or all rows of a person if they are drawn together"
     if answer["group_size"] > 1:
         unit += f". The guarantee is for {answer['group_size']} of them together, such as the rows of one person"
-    tuned = ""
-    if answer["trials"] is not None:
-        tuned = (
-            " The number of runs was drawn from the distribution named before the first and is not published; each run drew "
-            "its hyper-parameters at random from a list fixed in advance; the best was chosen by a score that is "
-            "itself covered or computed from public data; and nothing of the other runs leaves."
-        )
     public = "N and the sampling rate are public."
     if answer["relation"] == "add_or_remove_one":
         public = (
@@ -102,23 +86,15 @@ def _assumptions(answer: Mapping[str, Any]) -> str:
         f"This takes for granted: {unit}. In each step each unit joins by its own coin, with the sampling rate as probability "
         "and a fresh batch each time (Poisson sampling). Each unit's gradient is clipped to norm C, Gaussian noise of "
         f"standard deviation {answer['noise_multiplier']:g} C is added to each coordinate of the sum, also of an empty one, "
-        f"and the sum is divided by a constant. {public}{tuned}"
+        f"and the sum is divided by a constant. {public}"
     )
 
 
 def _shuffled(answer: Mapping[str, Any]) -> str:
     shuffled = answer["shuffled"]
-    place = "a unit and what replaces it take the same place in the order"
-    if answer["relation"] != "replace_one":
-        place = "the data of a unit are replaced by nothing and its place in the order stays"
     return (
         "If batches come from shuffling instead, as most data loaders do, this figure does not hold. What then can be stated "
         f"is one Gaussian release an epoch, without credit for sampling: epsilon {up(shuffled['epsilon'])} for "
         f"{shuffled['epochs']} {'epoch' if shuffled['epochs'] == 1 else 'epochs'} at the same delta, "
-        f"if {place}."
+        "if the data of a unit are replaced by nothing and its place in the order stays."
     )
-
-
-def _not_covered(answer: Mapping[str, Any]) -> str:
-    tuning = " beyond the selection named" if answer["trials"] is not None else ""
-    return NOT_COVERED.format(tuning=tuning, units="units" if answer["group_size"] == 1 else "groups")

@@ -54,7 +54,6 @@ def test_nothing_is_sharded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"adapter": tm.FROZEN}, "adapter.method frozen"),
         ({"model": {"quantization": "4bit"}}, "quantization"),
-        ({"privacy": {"grad_sample_mode": "opacus_ghost"}}, "opacus_ghost"),
     ],
 )
 def test_recipes_that_cannot_be_sharded_are_refused_before_anything_is_loaded(

@@ -95,11 +95,6 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     "delta of 1/N": ({"privacy.delta": 1 / 40}, REFUSED, r"privacy\.delta 0\.025 is not below 1/N"),
     "noise below the target": ({"privacy.noise_multiplier": 0.2}, REFUSED, r"above the target privacy\.epsilon"),
     "experts that train": (experts, REFUSED, r"belongs to a router or an expert"),
-    "adaptive clipping by Opacus": (
-        {"privacy.clipping": "adaptive", "privacy.grad_sample_mode": "opacus_ghost"},
-        REFUSED,
-        r"clips flat only",
-    ),
     "DoRA": ({"adapter.use_dora": True}, WRONG, r"adapter\.use_dora: the magnitude of DoRA"),
     "a block trains whole": (
         {"adapter.modules_to_save": ["layers"]},

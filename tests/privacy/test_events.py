@@ -18,6 +18,7 @@ from dpllm.privacy.events import (
     accountants,
     compose,
     count_releases,
+    dp_event_of,
     dp_sgd_event,
     gradient_noise_multiplier,
     imported_delta,
@@ -25,7 +26,6 @@ from dpllm.privacy.events import (
     normal_form,
     require,
     sampled_steps,
-    to_dp_event,
 )
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
@@ -52,7 +52,7 @@ def test_event_is_plain_json_and_says_what_ran() -> None:
     import dp_accounting as dp
 
     sampled = dp.PoissonSampledDpEvent(0.02, dp.GaussianDpEvent(0.8))
-    assert to_dp_event(RUN) == dp.SelfComposedDpEvent(sampled, 150)
+    assert dp_event_of(normal_form(RUN)) == dp.SelfComposedDpEvent(sampled, 150)
 
 
 def test_releases_are_counted_where_this_run_pays_for_them() -> None:
@@ -114,7 +114,7 @@ def test_releases_are_counted_where_this_run_pays_for_them() -> None:
 )
 def test_malformed_or_foreign_events_are_refused(event: Any) -> None:
     with pytest.raises(ConfigError):
-        to_dp_event(event)
+        dp_event_of(normal_form(event))
     with pytest.raises(ConfigError):
         epsilon(event, 1e-5, "zero_out")
     with pytest.raises(ConfigError):
@@ -202,7 +202,7 @@ def test_imported_deltas_add_up() -> None:
     assert imported_delta(compose([RUN, three])) == pytest.approx(3e-6)
     assert imported_delta(RUN) == 0.0
     with pytest.raises(ConfigError, match="imported"):
-        to_dp_event(IMPORTED)
+        dp_event_of(normal_form(IMPORTED))
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-160, 1e-7, 1e10, 1e300])

@@ -43,7 +43,7 @@ def base() -> Plan:
         {"train": {"learning_rate": 0.5, "optimizer": "sgd", "lr_scheduler": "cosine", "warmup": 0.3}},
         {"model": {"gradient_checkpointing": True, "dtype": "bfloat16", "quantization": "4bit"}},
         {"privacy": {"grad_sample_mode": "per_sample"}},
-        {"privacy": {"grad_sample_mode": "opacus_ghost"}},
+        {"privacy": {"grad_sample_mode": "ghost"}},
         {"privacy": {"ledger": "elsewhere", "dataset": "other"}},
         {"data": {"max_length": 32, "long_examples": "chunk"}},
         {"adapter": {"method": "frozen", "last_blocks": 1}},

@@ -12,7 +12,7 @@ from scipy.stats import norm
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.accounting import Event, compose, dp_sgd_event, epsilon
-from dpllm.privacy.events import to_dp_event
+from dpllm.privacy.events import dp_event_of, normal_form
 from dpllm.privacy.renyi import (
     ORDERS,
     Fit,
@@ -21,7 +21,6 @@ from dpllm.privacy.renyi import (
     largest_num_steps,
     rdp,
     smallest_noise_multiplier,
-    smallest_on_grid,
     to_epsilon,
 )
 
@@ -62,7 +61,9 @@ def test_an_order_that_does_not_converge_is_bounded_by_those_beside_it(order: fl
 
     event = dp_sgd_event(q, sigma, 1)
     if order == 1.1:
-        assert math.isinf(RdpAccountant([order]).compose(to_dp_event(event)).rdp[0])  # why there is such a bound
+        assert math.isinf(
+            RdpAccountant([order]).compose(dp_event_of(normal_form(event))).rdp[0]
+        )  # why there is such a bound
     exact = log_moment(order, q, sigma) / (order - 1)
     assert exact <= rdp(event, order) <= rdp(event, math.ceil(order))
     assert rdp(event, order) <= exact * 2.2
@@ -184,5 +185,6 @@ def test_the_smallest_noise_fits_and_a_grid_step_less_does_not() -> None:
 
 @pytest.mark.parametrize("least", [0.05, 0.0501, 0.9999, 1.0, 1.0001, 2.0, 9999.9999, 1e4, 1.1e4])
 def test_the_grid_is_searched_to_its_ends(least: float) -> None:
-    found = smallest_on_grid(lambda sigma: sigma >= least)
+    fit = Fit(2.0, rdp(dp_sgd_event(1.0, least, 1), 2.0))
+    found = smallest_noise_multiplier(lambda s: dp_sgd_event(1.0, s, 1), fit)
     assert found == (least if least <= 1e4 else math.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,15 @@ def test_unknown_key_gets_the_nearest_spelling(tmp_path: Path, key: str, nearest
 def test_unknown_key_like_nothing_lists_what_is_known(tmp_path: Path) -> None:
     message = problem(tmp_path, put(raw(), "privacy.zzz", 1))
     assert message.startswith("privacy.zzz: unknown key; known keys: enabled, epsilon, delta")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "mend"),
+    [("privacy.grad_sample_mode", "opacus_ghost", "opacus_ghost is retired.*set auto or ghost")],
+)
+def test_what_is_retired_says_what_to_write_instead(tmp_path: Path, key: str, value: Any, mend: str) -> None:
+    message = problem(tmp_path, put(raw(), key, value))
+    assert re.fullmatch(f"{key}: {mend}", message)
 
 
 @pytest.mark.parametrize(

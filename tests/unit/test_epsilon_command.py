@@ -84,19 +84,11 @@ def test_delta_is_automatic(capsys: Any) -> None:
     assert len(ask(capsys, *other, "--delta", "2e-5")["curve"]) == 6
 
 
-def test_groups_relations_and_selections(capsys: Any) -> None:
+def test_groups(capsys: Any) -> None:
     group = ask(capsys, *RUN, "--noise-multiplier", "2", "--group-size", "3")
     assert group["epsilon"] == epsilon(dp_sgd_event(0.02, 2.0, 150, 3), 1e-5, "zero_out")
     assert group["one_unit"] == epsilon(dp_sgd_event(0.02, 2.0, 150), 1e-5, "zero_out") < group["epsilon"]
     assert group["accountants"].keys() == {"pld"}
-    replaced = ask(capsys, *RUN, *NOISE, "--relation", "replace_one")
-    assert replaced["epsilon"] == pytest.approx(3.5358, abs=2e-3)
-    best = ask(capsys, *RUN, "--noise-multiplier", "1.5", "--trials", "10")
-    assert best["accountant"] == "rdp"
-    assert best["select"] == "geometric"
-    assert best["epsilon"] == pytest.approx(1.814, abs=3e-3)
-    inverse = ask(capsys, *RUN, "--epsilon", "2", "--trials", "10", "--select", "logarithmic")
-    assert 1.999 < inverse["epsilon"] <= 2.0
 
 
 def test_prv_stands_beside_the_others_if_asked(capsys: Any) -> None:
@@ -161,9 +153,8 @@ def test_a_batch_larger_than_the_data_is_refused(capsys: Any) -> None:
         ((*RUN, "--epsilon", "inf"), "--epsilon"),
         ((*RUN, *NOISE, "--group-size", "0"), "--group-size"),
         ((*RUN, *NOISE, "--group-size", "2000"), "group_size"),
-        ((*RUN, *NOISE, "--trials", "0.5"), "--trials"),
-        ((*RUN, *NOISE, "--select", "poisson"), "--trials"),
-        ((*RUN, *NOISE, "--relation", "replace_one", "--group-size", "2"), "replace_one"),
+        ((*RUN, *NOISE, "--trials", "5"), "--trials is retired: the epsilon of one run"),
+        ((*RUN, *NOISE, "--select=poisson"), "--select is retired"),
         (("--dataset-size", "0", "--batch-size", "1", "--steps", "1", *NOISE), "--dataset-size"),
         (("--dataset-size", "9", "--batch-size", "0", "--steps", "1", *NOISE), "--batch-size"),
         (("--dataset-size", "9", "--batch-size", "1", "--steps", "0", *NOISE), "--steps"),
@@ -177,12 +168,15 @@ def test_bad_input_is_answered_by_its_name(capsys: Any, arguments: tuple[str, ..
     assert says in refusal(capsys, *arguments, code=2)
 
 
-def test_a_group_cannot_be_selected_from(capsys: Any) -> None:
-    assert "no accountant knows" in refusal(capsys, *RUN, *NOISE, "--group-size", "2", "--trials", "5", code=3)
-
-
 @pytest.mark.parametrize(
-    "arguments", [[*RUN[2:], *NOISE], [*RUN], [*RUN, *NOISE, "--epsilon", "3"], [*RUN, *NOISE, "--epochs", "3"]]
+    "arguments",
+    [
+        [*RUN[2:], *NOISE],
+        [*RUN],
+        [*RUN, *NOISE, "--epsilon", "3"],
+        [*RUN, *NOISE, "--epochs", "3"],
+        [*RUN, *NOISE, "--relation", "replace_one"],
+    ],
 )
 def test_too_few_or_too_many_numbers_are_a_wrong_command(capsys: Any, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -151,8 +151,6 @@ def test_a_unit_of_many_rows_is_rehearsed(data: dict[str, Any], monkeypatch: pyt
     fake.resolve(recipe(data=data))
     assert [batch.goes_on for batch in fake.batches[-1]] == [False, True, False]
     assert [batch.num_units for batch in fake.batches[-1]] == [len(fake.batches[-1][0].unit_R), 1, 1]
-    fake.resolve(recipe(data=data, privacy={"grad_sample_mode": "opacus_ghost"}))  # which cannot clip such a unit
-    assert len(fake.batches[-1]) == 1
 
 
 def test_not_even_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +238,6 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {},
     "frozen": {"adapter": tm.FROZEN},
     "ghost": {"mode": "ghost"},
-    "opacus": {"mode": "opacus_ghost"},
     "adaptive": {"promise": tm.plan(adaptive=AdaptiveClipping(0.5, 0.2, 1.1, 10.0))},
     "per layer": {"promise": tm.plan(clipping="per_layer")},
 }

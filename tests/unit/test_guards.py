@@ -34,17 +34,6 @@ class Net(nn.Module):
         self.head.requires_grad_(True)
 
 
-@pytest.mark.parametrize(
-    "data", [{"unit": "author", "max_examples_per_unit": 2}, {"long_examples": "chunk"}], ids=["unit", "chunk"]
-)
-def test_the_stock_ghost_mode_holds_one_sequence_a_unit(data: dict[str, Any]) -> None:
-    ghost = {"grad_sample_mode": "opacus_ghost"}
-    with pytest.raises(Refused, match=r"grad_sample_mode: auto"):
-        check_modes(recipe(privacy=ghost, data={"train": "rows.jsonl", **data}))
-    check_modes(recipe(privacy=ghost))
-    check_modes(recipe(data={"train": "rows.jsonl", **data}))
-
-
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2)])
 def test_batch_norm_is_refused_even_frozen(layer: nn.Module) -> None:
     with pytest.raises(Refused, match="between is a batch norm"):
@@ -73,15 +62,9 @@ def test_an_ordinary_model_passes() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_opacus_ghost_clips_flat_only() -> None:
-    check_modes(recipe(privacy={"clipping": "adaptive"}))
-    with pytest.raises(Refused, match="opacus_ghost clips flat only, not adaptive"):
-        check_modes(recipe(privacy={"clipping": "adaptive", "grad_sample_mode": "opacus_ghost"}))
-
-
 def test_dropout_of_the_adapter_is_refused_where_it_would_couple_units() -> None:
     adapter = {"method": "lora", "dropout": 0.1}
-    for privacy in ({}, {"insecure_seed": 0}, {"grad_sample_mode": "opacus_ghost"}):
+    for privacy in ({}, {"insecure_seed": 0}):
         with pytest.raises(Refused, match=r"adapter\.dropout is 0\.1, .* Set adapter\.dropout: 0"):
             check_modes(recipe(adapter=adapter, privacy=privacy))
     check_modes(recipe(adapter=adapter, privacy={"enabled": False}))
@@ -94,7 +77,6 @@ def test_dropout_of_the_adapter_is_refused_where_it_would_couple_units() -> None
     [
         ({"enabled": False}, "without differential privacy"),
         ({"insecure_seed": 0}, "seeded by the user"),
-        ({"grad_sample_mode": "opacus_ghost"}, "not proven"),
     ],
 )
 def test_what_leaves_no_guarantee_is_said(privacy: dict[str, Any], words: str) -> None:

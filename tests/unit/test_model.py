@@ -298,14 +298,13 @@ def test_only_a_tied_head_that_trains_as_a_copy_is_untied(tmp_path: Path, bases:
     assert not model.untied(model.build(recipe(tied, {"method": "frozen", "lm_head": True}), CPU))
 
 
-@pytest.mark.parametrize("mode", ["auto", "opacus_ghost"])
-def test_checkpointing_is_reentrant_only_where_opacus_needs_it(bases: dict[str, Path], mode: str) -> None:
-    config = recipe(bases["llama"], model={"gradient_checkpointing": True}, privacy={"grad_sample_mode": mode})
+def test_checkpointing_is_not_reentrant(bases: dict[str, Path]) -> None:
+    config = recipe(bases["llama"], model={"gradient_checkpointing": True})
     net = model.build(config, CPU)
     assert net.is_gradient_checkpointing
     kinds = {part._gradient_checkpointing_func.keywords["use_reentrant"] for part in net.modules() if
              getattr(part, "_gradient_checkpointing_func", None)}  # fmt: skip
-    assert kinds == {mode == "opacus_ghost"}
+    assert kinds == {False}
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

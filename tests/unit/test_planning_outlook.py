@@ -63,14 +63,13 @@ def test_all_guards_are_found_at_once(tmp_path: Path) -> None:
     config = recipe(
         tmp_path,
         privacy__delta=0.5,
-        privacy__grad_sample_mode="opacus_ghost",
-        privacy__clipping="automatic",
+        adapter={"method": "lora", "dropout": 0.1},
         train__batch_size=51,
     )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
     found = messages(config)
-    for words in ("clips flat only", "already holds a run", "train.batch_size 51", "privacy.delta 0.5"):
+    for words in ("adapter.dropout", "already holds a run", "train.batch_size 51", "privacy.delta 0.5"):
         assert [message for message in found if words in message], words
     assert len(found) == 4
     assert decide(config, Start()).exit_code == 3  # a refusal outweighs a wrong directory
@@ -105,10 +104,8 @@ def test_delta_is_judged_even_if_the_batch_is_too_large(tmp_path: Path) -> None:
 
 
 def test_data_that_cannot_be_read_leave_the_rest_to_be_judged(tmp_path: Path) -> None:
-    config = recipe(
-        tmp_path, data={"train": str(tmp_path / "absent.jsonl")}, privacy__grad_sample_mode="opacus_ghost",
-        privacy__clipping="automatic",
-    )  # fmt: skip
+    dropout = {"method": "lora", "dropout": 0.1}
+    config = recipe(tmp_path, data={"train": str(tmp_path / "absent.jsonl")}, adapter=dropout)
     seen = decide(config, Start())
     assert (seen.schedule, seen.plan, seen.subject) == (None, None, None)
     assert [error.exit_code for error in seen.refusals] == [3, 2]

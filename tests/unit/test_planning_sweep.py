@@ -1,4 +1,4 @@
-"""A sweep plans what ``dpllm plan`` would plan, and its figure is a picture."""
+"""A sweep plans what ``dpllm plan`` would plan."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import yaml
 
 from dpllm.config import load_config
 from dpllm.errors import ConfigError, DataError
-from dpllm.planning.figure import draw_comparison, draw_sweep
 from dpllm.planning.outlook import decide
-from dpllm.planning.sweep import Point, parse_sweeps, sweep
+from dpllm.planning.sweep import parse_sweeps, sweep
 
 
 @pytest.fixture
@@ -99,58 +98,3 @@ def test_a_wrong_key_is_the_usual_error(recipe: Path, sweeps: dict[str, list[Any
 def test_data_that_cannot_be_read_are_the_usual_error(recipe: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         sweep(recipe, {"data.train": "absent.jsonl"}, {"privacy.epsilon": [1]})
-
-
-def point(*values: Any, noise: float | None = 1.0, epsilon: float = 1.0) -> Point:
-    size = values[-1] if isinstance(values[-1], int) else 10
-    return Point(values, epsilon, noise, 0.1, 10, size, noise and noise / size, None if noise else "refused")
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [point(e, b, noise=b / 100 / e) for e in range(1, 13) for b in (64, 128, 256)],
-        [point(name, noise=value) for name, value in (("flat", 1.0), ("automatic", 1.2))],
-        [point(1.0, 64), point(1.0, 128, noise=None)],
-        [point(64, noise=None)],
-        [point(5)],
-        [point(0.5, noise=1.0, epsilon=3.0), point(2.0, noise=1.0, epsilon=1.0)],
-        [point(None), point(4000)],
-    ],
-)
-def test_every_sweep_can_be_drawn(points: list[Point], tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    path = tmp_path / "sweep.png"
-    draw_sweep([f"section.key{index}" for index in range(len(points[0].values))], points, path)
-    assert_is_picture(path)
-    assert [warning for warning in recwarn if "igure" in str(warning.message) or "lyph" in str(warning.message)] == []
-
-
-def test_a_comparison_can_be_drawn(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    from dpllm.planning.composition import Comparison
-
-    for index, found in enumerate(
-        (
-            Comparison((1, 5, 60), (3.4, 20.0, 300.0), (179.0, 2000.0, float("inf")), (4.3, 5.5, 9.6), (3.4, 4.4, 8.0)),
-            Comparison((1,), (1.0,), (2.0,), None, (1.0,)),
-            Comparison((1, 9), (50.0, 90.0), (1e70, 1e81), (60.0, 80.0), (50.0, 60.0)),
-            Comparison((1, 2), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)),
-        )
-    ):
-        path = tmp_path / f"{index}.png"
-        draw_comparison(found, 1e-5, "q 0.02", path)
-        assert_is_picture(path)
-    assert list(recwarn) == []
-
-
-def assert_is_picture(path: Path) -> None:
-    """A PNG on an opaque white ground within a frame, with something on it."""
-    from matplotlib.image import imread
-
-    pixels = imread(path)
-    assert pixels.shape[0] > 400
-    assert pixels.shape[1] > 800
-    corners = pixels[[9, 9, -10, -10], [9, -10, 9, -10]]
-    assert (corners == 1).all()
-    assert (pixels[..., 3] == 1).all()
-    assert pixels.std() > 0.02
-    assert [other.name for other in path.parent.iterdir() if other.name.startswith(".")] == []

@@ -42,7 +42,7 @@ def test_speed_may_change(interrupted: RunDir, key: str) -> None:
     ("key", "value"),
     [
         ("privacy__insecure_seed", None),  # the record would forget that the noise can be regenerated
-        ("privacy__grad_sample_mode", "opacus_ghost"),
+        ("privacy__grad_sample_mode", "ghost"),
         ("privacy__dataset", "another"),  # the steps would be charged to one dataset and reported of another
         ("privacy__ledger", "elsewhere.sqlite"),
         ("data__train", "other.jsonl"),

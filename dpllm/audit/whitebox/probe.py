@@ -138,8 +138,7 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
         generator: Source of coins and of the keys of noise and sampling.
     """
     torch.set_float32_matmul_precision("highest")
-    several = plan.sampling == "unit" and config.privacy.grad_sample_mode != "opacus_ghost"
-    units = canary_units(canaries, several=several)
+    units = canary_units(canaries, several=plan.sampling == "unit")
     probe, exact = _probe(units, plan.max_grad_norm)
     engine = _engine(config, plan, probe, generator)
     try:

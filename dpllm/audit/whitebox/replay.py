@@ -77,7 +77,7 @@ def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Ge
     """
     torch.set_float32_matmul_precision("highest")
     net = _model(config, generator)
-    several = plan.sampling == "unit" and config.privacy.grad_sample_mode != "opacus_ghost"
+    several = plan.sampling == "unit"
     batches = [_units(1 if pair == 0 else int(generator.integers(3, 8)), generator, several) for pair in range(pairs)]
     promise = replace(plan, max_grad_norm=_median_norm(net, batches[-1]))
     key = int.from_bytes(generator.bytes(key_bits(config.privacy.secure_noise) // 8), "little")

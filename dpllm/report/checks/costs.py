@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from dpllm.privacy import accounting, events, limits, plan
-from dpllm.privacy.accounting import AnyRelation
+from dpllm.privacy.accounting import Relation
 from dpllm.report import claim, person
 from dpllm.report.checks.values import Wrong
 
@@ -28,7 +28,7 @@ def text(event: Any) -> str:
 
 
 @lru_cache(maxsize=_KEPT)
-def pld(event: str, delta: float, relation: AnyRelation) -> tuple[float, bool]:
+def pld(event: str, delta: float, relation: Relation) -> tuple[float, bool]:
     """Epsilon by PLD, and whether on a coarser grid, which raises it.
 
     Raises:
@@ -46,7 +46,7 @@ def pld(event: str, delta: float, relation: AnyRelation) -> tuple[float, bool]:
 
 
 @lru_cache(maxsize=_KEPT)
-def beside(event: str, delta: float, relation: AnyRelation) -> dict[str, float | None]:
+def beside(event: str, delta: float, relation: Relation) -> dict[str, float | None]:
     """By each accountant that knows the event."""
     value, known = bounded(event)
     found = {"pld": pld(event, delta, relation)[0]} if "pld" in known else {}
@@ -56,7 +56,7 @@ def beside(event: str, delta: float, relation: AnyRelation) -> dict[str, float |
 
 
 @lru_cache(maxsize=_KEPT)
-def attackers(event: str, relation: AnyRelation) -> dict[str, Any]:
+def attackers(event: str, relation: Relation) -> dict[str, Any]:
     """``limits``, ``curve`` and ``trade_off`` of a block."""
     value, _ = bounded(event)
     return {
@@ -97,7 +97,7 @@ def without_amplification(terms: str) -> float | None:
 
 
 @lru_cache(maxsize=_KEPT)
-def together(composed: str, delta: float, relation: AnyRelation) -> float:
+def together(composed: str, delta: float, relation: Relation) -> float:
     """The stated epsilon of several events, a JSON list of them."""
     return accounting.stated(accounting.compose(json.loads(composed)), delta, relation)[0]
 
