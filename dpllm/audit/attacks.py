@@ -75,7 +75,7 @@ ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio
 
 INTERVALS = 2
 """How intervals are made. 1 took the threshold of a rate for known, and an area's variance for the one in the sample: too
-narrow, and kept because audits that were published with it are computed again. ``schema_version`` of audit.json says which."""
+narrow, and kept because audits that were published with it (``schema_version`` 1 of audit.json) are computed again."""
 
 
 @dataclass(frozen=True)

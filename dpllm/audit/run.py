@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dpllm.model import ScoringModels
 
 PARTS = {
-    "exposure": ("exposure", "exposure_tail"),
+    "exposure": ("exposure",),
     "extraction": ("extraction", "sampling"),
     **{name: ("generation", name) for name in ("completion", "choice", "untargeted", "personal")},
 }
@@ -172,7 +172,6 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
         claim,
         fixed={
             **config.audit.fixed(),
-            "log2_secrets": plan.log2_secrets,
             "promise": read_json(run.plan) if claim else None,
             "words": words_control(plan.canaries),
         },

@@ -85,10 +85,6 @@ def _controls(report: Json, groups: Sequence[str]) -> Table:
     shown = [f"{name} {value:.2f}" for name, value in others.items() if value is not None]
     if groups:
         result.add_row(f"other attacks, {_times(groups[0])} (AUC)", ", ".join(shown))
-    tested = report["estimates"].get("configured_mechanism")
-    if tested:
-        found = "refuted" if tested["refuted"] else "compatible"
-        result.add_row("test of the configured mechanism", f"{found}, p = {tested['p_value']:.2g} (decides nothing)")
     if report.get("shadows"):
         many = report["shadows"]["many_runs"]
         value = (

@@ -151,7 +151,6 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
         guesses=settings.guesses,
         guesses_in=settings.guesses_in,
         tokens=tokens,
-        log2_secrets=report["canaries"]["log2_secrets"],
         promise=json.loads(run.plan.read_text()),
         words=report["controls"]["words"],
     )

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from dpllm.audit.attacks import INTERVALS
 from dpllm.audit.bounds import epsilon_from_guesses, one_run_ceiling
-from dpllm.audit.summary import Claim, summarise
+from dpllm.audit.summary import SCHEMA_VERSION, Claim, summarise
 from dpllm.audit.table import CanaryScores, by_group, read_table
 from dpllm.audit.tokens import TokenTable, read_tokens
 from dpllm.audit.whitebox import mechanism
@@ -46,6 +45,8 @@ from dpllm.report.checks.values import (
 MOST_ROWS, MOST_TOKENS, MOST_TABLE = 200_000, 10_000_000, 2**24
 BESIDE = {"audits_run", "canaries", "generation", "published", "settings", "shadows", "weights"}
 """What audit.json holds beside its statistics."""
+EARLIER, RETIRED = (1, 2), {"estimates", "exposure_tail"}
+"""Versions of audit.json that held these beside its statistics; nothing rested on them, and they are computed no more."""
 _ID = re.compile(r"[cr]\d{5,9}")
 _AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the whole
@@ -67,7 +68,7 @@ def check(found: Published) -> Iterator[Check]:
     table, tokens = _tables(folder)
     yield _rows(found, table, tokens, report)
     yield _statistics(found, report, table, tokens)
-    left = [name for name in ("generation", "shadows") if report.get(name)]
+    left = [name for name in ("estimates", "exposure_tail", "generation", "shadows") if report.get(name)]
     if (report.get("controls") or {}).get("words"):
         left.append("the control by words")
     if (report.get("controls") or {}).get("twin"):
@@ -218,7 +219,7 @@ def _statistics(found: Published, report: Json, table: tuple[CanaryScores, ...],
     terms = found.terms or {}
     costs.bounded(costs.text(terms["event"]))
     promise = {name: terms[name] for name in ("event", "neighbouring_relation", "limits") if name in terms}
-    canaries, controls = report["canaries"], report["controls"]
+    canaries, controls, version = report["canaries"], report["controls"], report.get("schema_version")
     if canaries["kind"] == "digits" and not close(
         canaries["log2_secrets"], canaries["settings"]["digits"] * math.log2(10), 1e-9
     ):
@@ -227,15 +228,15 @@ def _statistics(found: Published, report: Json, table: tuple[CanaryScores, ...],
         "claim": report["claim"],
         "settings": report["settings"],
         "promise": promise,
-        "log2_secrets": canaries["log2_secrets"],
         "words": controls["words"],
         "twin": controls["twin"],
-        # The version is compared too: one that is not known is not that of the newest intervals.
-        "intervals": 1 if report.get("schema_version") == 1 else INTERVALS,
+        # The version is compared too: one that is not known is not the newest.
+        "version": version if version in EARLIER else SCHEMA_VERSION,
     }
     fresh = _summary(table, _Hashed(tokens), costs.text(fixed))
     stated = {name: report.get(name) for name in fresh}
-    wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - BESIDE)
+    beside = BESIDE | (RETIRED if version in EARLIER else set())
+    wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - beside)
     if wrong:
         raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
     bound = fresh["epsilon_lower_bound"]
