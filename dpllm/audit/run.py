@@ -1,6 +1,6 @@
 """One audit of one finished run.
 
-Comes in: a run directory. Goes out: audit.json, scores.csv, tokens.parquet and four pictures. A run with differential
+Comes in: a run directory. Goes out: audit.json, tokens.parquet and four pictures. A run with differential
 privacy publishes them: they are computed from its output, from texts drawn before it saw any data, and from their coins. A
 run without keeps them private. No canary's text is written outside private/; who knows the generator and the base model can
 search for the texts that give the published numbers.
@@ -24,7 +24,7 @@ from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.generate.generation import generate_attacks
 from dpllm.audit.scores import score_canaries
 from dpllm.audit.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, summarise
-from dpllm.audit.table import CanaryScores, write_table
+from dpllm.audit.table import CanaryScores
 from dpllm.audit.tokens import TokenTable, write_tokens
 from dpllm.audit.verdict import Claim
 from dpllm.audit.words import words_control
@@ -92,7 +92,7 @@ def _write(run: RunDir, report: dict[str, Any], examined: _Examined) -> None:
     folder = run.audit_dir(report["published"])
     _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(examined.table, folder / "scores.csv")
+    (folder / "scores.csv").unlink(missing_ok=True)  # of an audit before version 3 of audit.json
     write_tokens(examined.tokens, folder / "tokens.parquet")
     figure.draw(examined.table, report, folder)
     write_json(folder / "audit.json", report)

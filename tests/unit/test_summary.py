@@ -12,8 +12,7 @@ from scipy import stats
 
 from dpllm.audit.bounds import OneRunBound
 from dpllm.audit.summary import Claim, summarise
-from dpllm.audit.table import CanaryScores, read_table
-from dpllm.audit.tokens import read_tokens
+from dpllm.audit.table import CanaryScores, read_scores
 from dpllm.audit.verdict import Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import dp_sgd_event
@@ -281,10 +280,11 @@ def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path)
     """Those of version 1 are too narrow, and follow from the scores of what was published with them."""
     card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
     report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
+    rows, tokens = read_scores(card / "audit")
     fresh = summarise(
-        read_table(card / "audit" / "scores.csv"),
+        rows,
         Claim(**report["claim"]),
-        tokens=read_tokens(card / "audit" / "tokens.parquet"),
+        tokens=tokens,
         promise=block,
         words=report["controls"]["words"],
         twin=report["controls"]["twin"],
@@ -296,6 +296,26 @@ def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path)
     for other in (3 - version, 3, "1", None):
         with pytest.raises(Wrong, match="does not follow from the scores"):
             checked(card, {**report, **fresh, "schema_version": other})
+
+
+@pytest.mark.parametrize("column", range(8))
+def test_every_changed_column_of_an_earlier_score_table_is_seen(column, tmp_path):
+    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
+    path = card / "audit" / "scores.csv"
+    table = [line.split(",") for line in path.read_text().splitlines()]
+    forge = {
+        "canary_id": lambda text: text.replace("c", "d"),
+        "tuned_log_prob": lambda text: repr(float(text) * 1.0001),
+        "base_log_prob": lambda text: repr(float(text) * 1.0001),
+        "num_tokens": lambda text: str(int(text) + 1),
+        "group": lambda text: {"1": "4", "4": "1", "32": "1"}[text],
+    }.get(table[0][column], lambda text: {"0": "1", "1": "0"}[text])
+    for row in table[1:]:
+        if row[2]:
+            row[column] = forge(row[column])
+    path.write_text("\n".join(map(",".join, table)))
+    with pytest.raises(Wrong):
+        checked(card, read_json(card / "audit" / "audit.json"))
 
 
 @pytest.mark.parametrize("name", ["clinic-epsilon-1", "clinic-epsilon-8", "e2e-epsilon-8"])

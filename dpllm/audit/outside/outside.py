@@ -19,7 +19,7 @@ from dpllm.audit.outside.manifest import Manifest, read_manifest
 from dpllm.audit.outside.manifest_summary import summarise_manifest
 from dpllm.audit.outside.outside_model import load_outside, positions
 from dpllm.audit.rows.members import LIMIT, audit_members
-from dpllm.audit.scores import canary_rows, encode_secret, score_sequences
+from dpllm.audit.scores import encode_secret, score_encoded
 from dpllm.audit.table import CanaryScores
 from dpllm.audit.tokens import TokenTable
 from dpllm.audit.verdict import Claim
@@ -208,14 +208,7 @@ def _score(models: ScoringModels, planned: Manifest, fmt: Format) -> tuple[tuple
     longest = positions(models.tuned) or MAX_LENGTH
     encoder = _encode_text if planned.whole_texts else _encode_secret
     encoded = [encoder(canary, fmt, models.tokenizer, longest) for canary in everyone]
-    tokens = score_sequences(
-        models,
-        [canary.canary_id for canary in everyone],
-        [canary.text for canary in everyone],
-        [sequence for sequence, _ in encoded],
-        [mask for _, mask in encoded],
-    )
-    return canary_rows(everyone, tokens), tokens
+    return score_encoded(models, everyone, encoded)
 
 
 def _encode_secret(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[TokenSequence, tuple[bool, ...]]:
