@@ -1,12 +1,11 @@
-"""The base model as a source of canaries: which tokens are text, what it expects, what it writes.
+"""The base model as a source of canaries: which tokens are text, and what it expects.
 
-Comes in: a recipe and its tokenizer; the model is loaded when it is first asked. Goes out: token ids, log-probabilities and
-samples. Must never see data: the weights are the base model's, and rows are made of carriers and secrets alone.
+Comes in: a recipe and its tokenizer; the model is loaded when it is first asked. Goes out: token ids and
+log-probabilities. Must never see data: the weights are the base model's, and rows are made of carriers and secrets alone.
 """
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -90,37 +89,12 @@ class ModelSource:
 
     def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
         """See ``kinds.Source``."""
-        prompts = self._prompts(sentences)
+        prompts = [self._prompt(sentence)[0] for sentence in sentences]
         total_V: Any = 0.0
         for rows in self._batches(prompts):
-            logits_BV = self._next(torch.tensor([prompts[row] for row in rows]), None)[0]
+            logits_BV = self._next(torch.tensor([prompts[row] for row in rows]))
             total_V = total_V + torch.log_softmax(logits_BV, dim=-1).sum(dim=0)
         return np.asarray((total_V / len(prompts)).numpy(), dtype=np.float64)
-
-    def sample(
-        self, sentences: Sequence[str], num_tokens: int, temperature: float, generator: random.Random
-    ) -> list[tuple[tuple[int, ...], float]]:
-        """See ``kinds.Source``."""
-        prompts = self._prompts(sentences)
-        results: list[tuple[tuple[int, ...], float]] = [((), 0.0)] * len(prompts)
-        first, later = torch.tensor(self.first_ids), torch.tensor(self.ordinary_ids)
-        for rows in self._batches(prompts):
-            ids_BT = torch.tensor([prompts[row] for row in rows])
-            drawn, bits_B, cache = [], torch.zeros(len(rows), dtype=torch.float64), None
-            for place in range(num_tokens):
-                logits_BV, cache = self._next(ids_BT if cache is None else ids_BT[:, -1:], cache)
-                allowed = later if place else first
-                probability_BV = torch.softmax(logits_BV[:, allowed] / temperature, dim=-1)
-                sums_BV = probability_BV.cumsum(dim=-1)
-                uniform_B = torch.tensor([generator.random() for _ in rows], dtype=torch.float64)
-                chosen_B = torch.searchsorted(sums_BV, (uniform_B * sums_BV[:, -1])[:, None], right=True)[:, 0]
-                chosen_B.clamp_(max=len(allowed) - 1)
-                bits_B -= probability_BV.gather(1, chosen_B[:, None])[:, 0].log2()
-                drawn.append(allowed[chosen_B])
-                ids_BT = torch.cat([ids_BT, drawn[-1][:, None]], dim=1)
-            for row, ids, bits in zip(rows, torch.stack(drawn, dim=1).tolist(), bits_B.tolist(), strict=True):
-                results[row] = tuple(ids), bits
-        return results
 
     def head_trains(self) -> bool:
         """See ``kinds.Source``."""
@@ -167,12 +141,8 @@ class ModelSource:
             return None  # the row was cut, and the like of the secret stands in the carrier
         return sequence.input_ids, start, end
 
-    def _prompts(self, sentences: Sequence[str]) -> list[tuple[int, ...]]:
-        """The tokens that stand before each secret, among them those of a chat template."""
-        return [self._prompt(sentence)[0] for sentence in sentences]
-
     def _prompt(self, sentence: str) -> tuple[tuple[int, ...], int]:
-        """Those tokens, and how many come after the secret."""
+        """The tokens that stand before a secret, among them those of a chat template, and how many come after it."""
         if sentence not in self._known:
             sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
             if not start:
@@ -196,14 +166,13 @@ class ModelSource:
             for start in range(0, len(rows), size):
                 yield rows[start : start + size]
 
-    def _next(self, ids_BT: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        """Float64 logits of the next token on the CPU, and what the model remembers."""
+    def _next(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Float64 logits of the next token on the CPU."""
         with torch.inference_mode():
-            out = self._model(input_ids=ids_BT.to(self._device), past_key_values=cache, use_cache=True)
-        logits_BV = out.logits[:, -1].double().cpu()
+            logits_BV = self._model(input_ids=ids_BT.to(self._device), use_cache=False).logits[:, -1].double().cpu()
         if bool(logits_BV.isnan().any()):
             raise ConfigError(
                 f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn from "
                 "it; use audit.canaries.kind digits, or model.dtype: float32."
             )
-        return logits_BV, out.past_key_values
+        return logits_BV
