@@ -1,7 +1,7 @@
 """Kinds of secrets: how the text of canaries is drawn.
 
-Comes in: the canary section of the recipe, a source of random numbers, and for some kinds the base model behind a
-``Source``. Goes out: pairs of carrier and secret. Knows no coins, sees no data, and imports no torch.
+Comes in: the canary section of the recipe, a source of random numbers, and for some kinds the base model. Goes out: pairs
+of carrier and secret. Knows no coins, sees no data, and imports no torch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from dpllm.audit.planting import carriers, pii
 from dpllm.config import CanaryConfig
 from dpllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpllm.audit.planting.source import ModelSource  # which loads torch
 
 KEYS: dict[str, tuple[str, ...]] = {
     "digits": ("digits",),
@@ -27,47 +27,13 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
 NEED_MODEL = frozenset({"random_tokens", "new_tokens"})
-"""Kinds that are made of the base model's tokens, and so need a ``Source``."""
+"""Kinds that are made of the base model's tokens, and so need it."""
 RAREST = 1 / 8
 """Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
 SENTENCES_ASKED = 64
 """After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
 TRIES = 400
 """Draws for one secret before a kind is given up."""
-
-
-class Source(Protocol):
-    """The base model and its tokenizer, as far as kinds need them. No method sees training data."""
-
-    @property
-    def first_ids(self) -> Sequence[int]:
-        """Ordinary tokens with which a secret can begin: behind a space, where the format puts one."""
-        ...
-
-    @property
-    def ordinary_ids(self) -> Sequence[int]:
-        """Tokens that are printable text by themselves, none of them special or added, rising."""
-        ...
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The secret that these tokens spell, without the space before it."""
-        ...
-
-    def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
-        """Whether a training row of carrier and secret is encoded with exactly these tokens for the secret."""
-        ...
-
-    def check_room(self, sentences: Sequence[str], num_tokens: int) -> None:
-        """Raises ConfigError where data.max_length has no room for so many tokens behind some of the sentences."""
-        ...
-
-    def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
-        """Mean over the sentences of the base model's log-probability of each token behind them, shape (V,), in nats."""
-        ...
-
-    def head_trains(self) -> bool:
-        """Whether the recipe trains the rows of the output head."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +70,7 @@ def example(carrier: str, secret: str, fmt: str) -> dict[str, Any]:
     )
 
 
-def draw(config: CanaryConfig, total: int, generator: random.Random, source: Source | None = None) -> Drawn:
+def draw(config: CanaryConfig, total: int, generator: random.Random, source: ModelSource | None = None) -> Drawn:
     """Draws the texts of candidates and references together.
 
     ``log2_secrets`` of the result is log2 |R|, the size in bits of the space that a secret was drawn from:
@@ -153,7 +119,9 @@ def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Ra
     return Drawn(tuple(zip(sentences, secrets, strict=True)), config.digits * math.log2(10))
 
 
-def _random_tokens(config: CanaryConfig, sentences: Sequence[str], generator: random.Random, source: Source) -> Drawn:
+def _random_tokens(
+    config: CanaryConfig, sentences: Sequence[str], generator: random.Random, source: ModelSource
+) -> Drawn:
     """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence."""
     first, later, total = source.first_ids, source.ordinary_ids, len(sentences)
     if not first or not later:
@@ -181,7 +149,7 @@ def _random_tokens(config: CanaryConfig, sentences: Sequence[str], generator: ra
     raise _too_few(total, f"{len(secrets)} were found")
 
 
-def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Source) -> Drawn:
+def _new_tokens(sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
     """One token for each canary, of those that the base model expects least."""
     if not source.head_trains():
         raise ConfigError(
@@ -211,7 +179,7 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Sour
     return Drawn(tuple(zip(sentences, chosen, strict=True)), math.log2(len(pool)))
 
 
-def _least_expected(source: Source) -> list[int]:
+def _least_expected(source: ModelSource) -> list[int]:
     """The tokens that may begin a secret, those first that the base model expects least behind a carrier.
 
     The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.

@@ -32,7 +32,7 @@ _MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
 
 
 class ModelSource:
-    """A ``kinds.Source`` of a recipe's base model."""
+    """A recipe's base model and its tokenizer, as far as kinds need them. No method sees training data."""
 
     def __init__(self, config: RunConfig, tokenizer: Any, device: torch.device) -> None:
         """Loads nothing yet.
@@ -47,7 +47,7 @@ class ModelSource:
 
     @cached_property
     def ordinary_ids(self) -> list[int]:
-        """See ``kinds.Source``."""
+        """Tokens that are printable text by themselves, none of them special or added, rising."""
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         pieces = self._tokenizer.convert_ids_to_tokens(list(range(len(self._tokenizer))))
         # The bytes of a SentencePiece vocabulary spell characters that have tokens of their own.
@@ -60,18 +60,18 @@ class ModelSource:
 
     @cached_property
     def first_ids(self) -> list[int]:
-        """See ``kinds.Source``."""
+        """Ordinary tokens with which a secret can begin: behind a space, where the format puts one."""
         spaced = self._config.data.format != "messages"
         pieces = self._tokenizer.convert_ids_to_tokens(self.ordinary_ids)
         pairs = zip(self.ordinary_ids, pieces, strict=True)
         return [token for token, piece in pairs if piece.startswith(_MARKS_OF_A_SPACE) == spaced]
 
     def text(self, ids: Sequence[int]) -> str:
-        """See ``kinds.Source``."""
+        """The secret that these tokens spell, without the space before it."""
         return str(self._tokenizer.decode(list(ids))).removeprefix(" ")
 
     def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
-        """See ``kinds.Source``."""
+        """Whether a training row of carrier and secret is encoded with exactly these tokens for the secret."""
         # The bare text first: most of what fails fails there, and it is quick.
         spaced = f" {secret}" if self._config.data.format != "messages" else secret
         bare = self._tokenizer(spaced, add_special_tokens=False)["input_ids"]
@@ -81,14 +81,14 @@ class ModelSource:
         return row[start:end] == tuple(ids)
 
     def check_room(self, sentences: Sequence[str], num_tokens: int) -> None:
-        """See ``kinds.Source``."""
+        """Raises ConfigError where data.max_length has no room for so many tokens behind some of the sentences."""
         for sentence in sentences:
             prompt, after = self._prompt(sentence)
             if len(prompt) + num_tokens + after > self._config.data.max_length:
                 raise self._too_long()
 
     def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
-        """See ``kinds.Source``."""
+        """Mean over the sentences of the base model's log-probability of each token behind them, shape (V,), in nats."""
         prompts = [self._prompt(sentence)[0] for sentence in sentences]
         total_V: Any = 0.0
         for rows in self._batches(prompts):
@@ -97,7 +97,7 @@ class ModelSource:
         return np.asarray((total_V / len(prompts)).numpy(), dtype=np.float64)
 
     def head_trains(self) -> bool:
-        """See ``kinds.Source``."""
+        """Whether the recipe trains the rows of the output head."""
         adapter, head = self._config.adapter, self._model.get_output_embeddings()
         if isinstance(adapter, FrozenConfig):
             return adapter.lm_head
