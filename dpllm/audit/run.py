@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PARTS = {
     "exposure": ("exposure",),
     "extraction": ("extraction", "sampling"),
-    **{name: ("generation", name) for name in ("completion", "choice", "untargeted", "personal")},
+    **{name: ("generation", name) for name in ("completion", "untargeted", "personal")},
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *token_attacks.ATTACKS, *PARTS)
@@ -56,7 +56,7 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
             without the twin is published.
         shadows: How many shadow runs to train and to compare with, see ``shadows.audit_shadows``; where an exception allowed
             them, likewise.
-        generate: Let the models complete, sample and choose as well; else only what one pass of scoring shows.
+        generate: Let the models complete and sample as well; else only what one pass of scoring shows.
 
     Returns:
         The report, as audit.json holds it. A falsified claim is said in ``verdict``, not raised.

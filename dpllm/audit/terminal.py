@@ -151,13 +151,6 @@ def _extraction(report: Json, row: Callable[..., None], groups: Sequence[str]) -
             lambda group: "{near_tokens} of {prompts}".format(**seen[group]["beam"]["inserted"]),
             controls(str(beams["base"]), str(beams["held_out"])),
         )
-        choice = report["generation"]["choice"]
-        chance = next((choice[group]["inserted"]["chance"] for group in groups), None)
-        row(
-            "right secret chosen among several",
-            lambda group: _interval(choice[group]["inserted"]["accuracy"], choice[group]["inserted"]["interval"]),
-            "-" if chance is None else f"{chance:.2g}",
-        )
     if report.get("sampling"):
         needed = {group: report["sampling"][group]["all_tokens"]["median_attempts"] for group in groups}
         smallest = needed[groups[0]] if groups else {"base": None, "held_out": None}

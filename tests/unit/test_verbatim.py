@@ -82,19 +82,10 @@ def test_details_are_found_however_they_are_written(text, details):
     assert personal.find(text) == details
 
 
-def test_kinds_of_secrets():
-    assert personal.kind_of("555-555-0142") == "phone"
-    assert personal.kind_of("a@example.org") == "email"
-    assert personal.kind_of("4000 1234 5678 9010") == "card"
-    assert personal.kind_of("12345678") is None
-    assert personal.kind_of("a@example.org 555-555-0142") is None
-
-
 def test_the_planted_details_are_recognised_as_what_they_are():
     for sentence, detail in pii.draw(200, random.Random(0)):
-        assert personal.kind_of(detail) == next(
-            kind for kind, start in pii.SENTENCES.items() if start[:8] == sentence[:8]
-        )
+        kind = next(kind for kind, start in pii.SENTENCES.items() if start[:8] == sentence[:8])
+        assert {found for found, _ in personal.find(detail)} == {kind}
         assert not personal.find(sentence)
         assert len(personal.find(f"{sentence} {detail}.")) == 1
 

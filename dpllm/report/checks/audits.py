@@ -1,6 +1,6 @@
 """The audits: that they are about these weights, and that their numbers follow from the published scores.
 
-Comes in: export/audit/. Goes out: checks. What the models wrote or chose when they were asked cannot be asked again without
+Comes in: export/audit/. Goes out: checks. What the models wrote when they were asked cannot be asked again without
 them, and is asserted.
 """
 
