@@ -196,7 +196,7 @@ def score_sequences(
     with models.base() as base_model:
         base = score(base_model, sequences, masks, budget)
     columns = {"argmax": "is_argmax"} | {name: name for name in ("log_prob", "mean", "variance", "top_k_log_prob")}
-    values = {
+    values: dict[str, Any] = {
         f"{which}_{name}_N": np.concatenate([getattr(one, field) for one in scores])
         for which, scores in (("tuned", tuned), ("base", base))
         for name, field in columns.items()

@@ -92,7 +92,14 @@ class ModelSource:
         prompts = [self._prompt(sentence)[0] for sentence in sentences]
         total_V: Any = 0.0
         for rows in self._batches(prompts):
-            logits_BV = self._next(torch.tensor([prompts[row] for row in rows]))
+            ids_BT = torch.tensor([prompts[row] for row in rows], device=self._device)
+            with torch.inference_mode():
+                logits_BV = self._model(input_ids=ids_BT, use_cache=False).logits[:, -1].double().cpu()
+            if bool(logits_BV.isnan().any()):
+                raise ConfigError(
+                    f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
+                    "from it; use audit.canaries.kind digits, or model.dtype: float32."
+                )
             total_V = total_V + torch.log_softmax(logits_BV, dim=-1).sum(dim=0)
         return np.asarray((total_V / len(prompts)).numpy(), dtype=np.float64)
 
@@ -165,14 +172,3 @@ class ModelSource:
             size = max(1, _LOGITS_AT_ONCE // (length * max(1, len(self._tokenizer))))
             for start in range(0, len(rows), size):
                 yield rows[start : start + size]
-
-    def _next(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Float64 logits of the next token on the CPU."""
-        with torch.inference_mode():
-            logits_BV = self._model(input_ids=ids_BT.to(self._device), use_cache=False).logits[:, -1].double().cpu()
-        if bool(logits_BV.isnan().any()):
-            raise ConfigError(
-                f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn from "
-                "it; use audit.canaries.kind digits, or model.dtype: float32."
-            )
-        return logits_BV
