@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,15 @@ from dpllm.audit.planting import pii
 
 
 def naive_distance(first, second):
-    row = list(range(len(second) + 1))
-    for i, a in enumerate(first, 1):
-        above, row[0] = row[:], i
-        for j, b in enumerate(second, 1):
-            row[j] = min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (a != b))
-    return row[-1]
+    """By its recursion: what the last step can have been."""
+
+    @cache
+    def of(i, j):
+        if not i or not j:
+            return i + j
+        return min(of(i - 1, j) + 1, of(i, j - 1) + 1, of(i - 1, j - 1) + (first[i - 1] != second[j - 1]))
+
+    return of(len(first), len(second))
 
 
 texts = st.text(alphabet="abc", max_size=80)

@@ -145,9 +145,7 @@ def _weights(present_DW: sparse.csr_array, in_D: NDArray[np.bool_], out_D: NDArr
 
 def _area(in_P: Floats, out_N: Floats) -> tuple[float, float]:
     """AUC and its variance by DeLong."""
-    both = stats.rankdata(np.concatenate((in_P, out_N)))
-    beaten_P = (both[: len(in_P)] - stats.rankdata(in_P)) / len(out_N)
-    beating_N = 1 - (both[len(in_P) :] - stats.rankdata(out_N)) / len(in_P)
+    beaten_P, beating_N = attacks.placements(in_P, out_N)
     return float(beaten_P.mean()), float(beaten_P.var(ddof=1) / len(in_P) + beating_N.var(ddof=1) / len(out_N))
 
 
