@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dpllm import builtin
-from dpllm.audit.outside import outside
+from dpllm.audit import scores
 from dpllm.audit.outside.outside import (
     audit_outside_canaries,
     audit_outside_members,
@@ -362,7 +362,7 @@ def test_of_a_whole_text_every_token_counts_but_the_first_and_the_end(adapter, t
         seen.update(sequences=sequences, masks=masks, texts=texts)
         raise DpllmError("enough")
 
-    monkeypatch.setattr(outside, "score_sequences", score_sequences)
+    monkeypatch.setattr(scores, "score_sequences", score_sequences)
     made = [{"text": f"Anna has {n}", "inserted": n % 2 == 0} for n in range(60)]
     with pytest.raises(DpllmError, match="enough"):
         audit_outside_canaries(adapter, write_manifest(tmp_path / "m.jsonl", made))
