@@ -19,7 +19,6 @@ from dpllm.audit.outside.outside import (
     audit_outside_canaries,
     audit_outside_members,
     outside_claim,
-    unit_settings,
     write_outside,
 )
 from dpllm.audit.outside.outside_model import load_outside, positions
@@ -296,9 +295,8 @@ def test_a_column_may_say_whose_a_row_is(adapter, tmp_path):
         made = [{**row, "who": f"{name}{number // 2}"} for number, row in enumerate(rows(name, 120))]
         tiny.write_rows(tmp_path / f"{name}.jsonl", made)
     files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
-    found = audit_outside_members(adapter, *files, settings=unit_settings(files[0], "who", 64))
+    found = audit_outside_members(adapter, *files, unit="who")
     assert (found["members"], found["unit"]) == (60, "who")
-    assert unit_settings(files[0], "example").unit == "example"
 
 
 def test_rows_are_cut_where_the_model_ends(tmp_path):
@@ -308,7 +306,6 @@ def test_rows_are_cut_where_the_model_ends(tmp_path):
         tiny.write_rows(tmp_path / f"{side}.jsonl", [{"text": f"{side} {n} " * 120} for n in range(60)])
     files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
     assert audit_outside_members(path, *files)["members"] == 60
-    assert audit_outside_members(path, *files, settings=unit_settings(files[0], "example"))["members"] == 60
 
 
 def test_member_files_that_do_not_belong_together_are_refused(adapter, tmp_path):
