@@ -7,7 +7,7 @@ log-probabilities. Must never see data: the weights are the base model's, and ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +23,8 @@ from dpllm.config import FrozenConfig, RunConfig
 from dpllm.data import TokenSequence
 from dpllm.errors import ConfigError
 
-# A legend of shapes: B rows of a batch, V vocabulary, S sentences.
+# A legend of shapes: B rows of a batch, one of them, T tokens, V vocabulary.
 
-_LOGITS_AT_ONCE = 2**26
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
 """With which a token begins that stands behind a space, in byte-level and in SentencePiece vocabularies."""
@@ -43,7 +42,6 @@ class ModelSource:
             device: Where the base model is to run.
         """
         self._config, self._tokenizer, self._device = config, tokenizer, device
-        self._known: dict[str, tuple[tuple[int, ...], int]] = {}
 
     @cached_property
     def ordinary_ids(self) -> list[int]:
@@ -89,19 +87,18 @@ class ModelSource:
 
     def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
         """Mean over the sentences of the base model's log-probability of each token behind them, shape (V,), in nats."""
-        prompts = [self._prompt(sentence)[0] for sentence in sentences]
         total_V: Any = 0.0
-        for rows in self._batches(prompts):
-            ids_BT = torch.tensor([prompts[row] for row in rows], device=self._device)
+        for sentence in sentences:
+            ids_BT = torch.tensor([self._prompt(sentence)[0]], device=self._device)
             with torch.inference_mode():
-                logits_BV = self._model(input_ids=ids_BT, use_cache=False).logits[:, -1].double().cpu()
-            if bool(logits_BV.isnan().any()):
+                logits_V = self._model(input_ids=ids_BT, use_cache=False).logits[0, -1].double().cpu()
+            if bool(logits_V.isnan().any()):
                 raise ConfigError(
                     f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
                     "from it; use audit.canaries.kind digits, or model.dtype: float32."
                 )
-            total_V = total_V + torch.log_softmax(logits_BV, dim=-1).sum(dim=0)
-        return np.asarray((total_V / len(prompts)).numpy(), dtype=np.float64)
+            total_V = total_V + torch.log_softmax(logits_V, dim=-1)
+        return np.asarray((total_V / len(sentences)).numpy(), dtype=np.float64)
 
     def head_trains(self) -> bool:
         """Whether the recipe trains the rows of the output head."""
@@ -150,25 +147,13 @@ class ModelSource:
 
     def _prompt(self, sentence: str) -> tuple[tuple[int, ...], int]:
         """The tokens that stand before a secret, among them those of a chat template, and how many come after it."""
-        if sentence not in self._known:
-            sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
-            if not start:
-                raise self._too_long()
-            self._known[sentence] = tuple(sequence[:start]), len(sequence) - end
-        return self._known[sentence]
+        sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
+        if not start:
+            raise self._too_long()
+        return tuple(sequence[:start]), len(sequence) - end
 
     def _too_long(self) -> ConfigError:
         return ConfigError(
             f"data.max_length {self._config.data.max_length} is too short for some canaries, so their secrets would not be "
             "trained on as a whole; raise data.max_length, or lower audit.canaries.tokens."
         )
-
-    def _batches(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
-        """Rows of one length, so that nothing is padded."""
-        lengths: dict[int, list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            lengths.setdefault(len(prompt), []).append(row)
-        for length, rows in sorted(lengths.items()):
-            size = max(1, _LOGITS_AT_ONCE // (length * max(1, len(self._tokenizer))))
-            for start in range(0, len(rows), size):
-                yield rows[start : start + size]
