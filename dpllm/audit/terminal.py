@@ -199,7 +199,6 @@ def members_table(report: Json) -> Table:
     result.add_section()
     controls = report["controls"]
     controlled = {"base model": controls["base_model"], "words alone, no model": controls["blind"]}
-    controlled |= {f"length ({name})": seen for name, seen in controls["length"].items()}
     for name, seen in controlled.items():
         if seen:
             result.add_row(f"control: {name}", _interval(seen["auc"], seen["auc_interval"]), "", "")
