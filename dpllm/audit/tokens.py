@@ -105,6 +105,8 @@ def read_tokens(path: Path) -> TokenTable:
         values: dict[str, Any] = {name: read[name.removesuffix("_N")].to_numpy() for name in _COLUMNS}
         if "group" in read.column_names:
             first = read.select(["group", "inserted"]).filter(first_N)
+            if first["group"].null_count:
+                raise ValueError("a canary without a group")
             values["groups"] = tuple(first["group"].cast(pyarrow.int64()).to_pylist())
             values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
         return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)

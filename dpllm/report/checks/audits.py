@@ -204,6 +204,7 @@ def _rows(found: Published, table: tuple[CanaryScores, ...], tokens: TokenTable,
         )
     if set(tokens.canary_ids) != rows.keys():
         raise Wrong(f"tokens.parquet is about other canaries than scores.csv. {_AUDIT_AGAIN}")
+    # Of an audit before version 3, whose scores stand in a file of their own.
     starts = tokens.starts()
     sums = {
         "num_tokens": tokens.lengths(),
