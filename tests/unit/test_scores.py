@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -265,10 +266,10 @@ def test_the_tables_of_an_audit_come_back_exactly_and_hold_no_text(tokenizer, mo
     rows, tokens = score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate")
     write_tokens(tokens, tmp_path / "tokens.parquet")
     assert read_scores(tmp_path)[0] == rows
-    written = (tmp_path / "tokens.parquet").read_bytes()
-    for canary in (*plan.canaries, *plan.references):
-        assert canary.secret.encode() not in written
-        assert canary.carrier.encode() not in written
+    written = parquet.read_table(tmp_path / "tokens.parquet")
+    assert set(written["canary_id"].to_pylist()) == {row.canary_id for row in rows}
+    words = {field.name for field in written.schema if str(field.type) not in ("double", "int64", "bool")}
+    assert words == {"canary_id"}
 
 
 OLD = "canary_id,group,inserted,num_tokens,tuned_log_prob,base_log_prob,tuned_greedy,base_greedy"
