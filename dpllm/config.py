@@ -268,11 +268,10 @@ class TrainConfig(Section):
 class CanaryConfig(Section):
     """Random secrets behind carrier sentences, each inserted or not by its own fair coin."""
 
-    kind: Literal["digits", "random_tokens", "rare_tokens", "new_tokens", "synthetic", "pii"] = "digits"
-    """What the secrets are. digits: a number. random_tokens: any ordinary tokens. rare_tokens: tokens that the base model
-    expects least behind a carrier. new_tokens: one such token for each canary, where the output head trains (none is added
-    to the vocabulary). synthetic: text that the base model writes. pii: invented phone numbers, card numbers and e-mail
-    addresses of invented people."""
+    kind: Literal["digits", "random_tokens", "new_tokens", "pii"] = "digits"
+    """What the secrets are. digits: a number. random_tokens: any ordinary tokens. new_tokens: for each canary one token that
+    the base model hardly expects behind a carrier, where the output head trains (none is added to the vocabulary). pii:
+    invented phone numbers, card numbers and e-mail addresses of invented people."""
     groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
         default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
     )
@@ -280,11 +279,25 @@ class CanaryConfig(Section):
     digits: int = Field(default=8, ge=4, le=16)
     """With kind: digits: length of the secret; it is one of 10^digits."""
     tokens: int = Field(default=6, ge=1, le=32)
-    """With kind: random_tokens, rare_tokens or synthetic: length of the secret, in tokens of the base model."""
-    temperature: float = Field(default=1.0, ge=0.8, le=1.5)
-    """With kind: synthetic: of the sampling."""
+    """With kind: random_tokens: length of the secret, in tokens of the base model."""
+    temperature: float = 1.0
+    """Only 1.0 is possible; the key stands in the recipes of earlier runs, and so in their digests."""
     references: int = Field(default=1000, ge=100)
     """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number)."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _retired_kind(cls, value: Any) -> Any:
+        if value in ("rare_tokens", "synthetic"):
+            raise ValueError("is planted no more; use audit.canaries.kind: random_tokens, or digits")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _retired_temperature(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError("was for kind synthetic, which is planted no more; leave the key out")
+        return value
 
 
 class AuditConfig(Section):

@@ -14,27 +14,23 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from _machine import machine, versions
 
-from dpllm.audit import bounds, families, rates
+from dpllm.audit import bounds
 from dpllm.audit.attacks import auc
-from dpllm.privacy.accounting import dp_sgd_event
 
 NUM_CANARIES, ALPHA, DELTA = 1000, 0.05, 1e-5
 GUESSES, GUESSES_IN = (40, 120, 400), (30, 120)
 SHIFT = 0.9252  # the Gaussian mechanism with epsilon 4 at delta 1e-5
-EVENT = dp_sgd_event(0.01, 1.0, 1000)
 
 
 def forget() -> None:
     """Empties every table that the statistics keep."""
-    for module in (bounds, families):
-        for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
+    for value in vars(bounds).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 def timed(work: Callable[[np.random.Generator], Callable[[], object]], repeats: int, *, cold: bool) -> dict[str, float]:
@@ -56,33 +52,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=50)
     repeats = parser.parse_args().repeats
-    terms: dict[str, Any] = {"alpha": ALPHA, "guesses": GUESSES}
-    both: dict[str, Any] = {"delta": DELTA, "guesses_in": GUESSES_IN}
-    configured = {"trade_off": families.event_trade_off(EVENT, "zero_out"), "guesses_in": GUESSES_IN}
 
-    def run(rng: np.random.Generator) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def one_run(rng: np.random.Generator) -> Callable[[], object]:
         coins = rng.random(NUM_CANARIES) < 0.5
-        return coins * SHIFT + rng.normal(size=NUM_CANARIES), coins
-
-    def on_run(statistic: Callable[..., object], **more: Any) -> Callable[[np.random.Generator], Callable[[], object]]:
-        def draw(rng: np.random.Generator) -> Callable[[], object]:
-            scores, coins = run(rng)
-            return lambda: statistic(scores, coins, **terms, **more)
-
-        return draw
+        scores = coins * SHIFT + rng.normal(size=NUM_CANARIES)
+        return lambda: bounds.epsilon_lower_bound(
+            scores, coins, delta=DELTA, alpha=ALPHA, guesses=GUESSES, guesses_in=GUESSES_IN
+        )
 
     def area(rng: np.random.Generator) -> Callable[[], object]:
         scores = rng.normal(size=(2, 1000))
         return lambda: auc(scores[0] + SHIFT, scores[1])
 
-    one_run = on_run(bounds.epsilon_lower_bound, **both)
     cases = {
         "one-run bound, cold": (timed(one_run, repeats, cold=True), 10),
         "one-run bound, warm": (timed(one_run, repeats, cold=False), 10),
         "AUC with its interval, 2 x 1000": (timed(area, repeats, cold=True), 50),
-        "Clopper-Pearson, one run": (timed(on_run(rates.one_run_rates, delta=DELTA), repeats, cold=True), None),
-        "Gaussian family, one run": (timed(on_run(families.gaussian_bound, **both), repeats, cold=True), None),
-        "configured mechanism": (timed(on_run(families.mechanism_test, **configured), repeats, cold=True), None),
     }
     packages = ("dpllm", "numpy", "scipy", "dp-accounting")
     print(

@@ -75,7 +75,7 @@ ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio
 
 INTERVALS = 2
 """How intervals are made. 1 took the threshold of a rate for known, and an area's variance for the one in the sample: too
-narrow, and kept because audits that were published with it are computed again. ``schema_version`` of audit.json says which."""
+narrow, and kept because audits that were published with it (``schema_version`` 1 of audit.json) are computed again."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,7 @@ def auc(
     num_p, num_n = len(positive_P), len(negative_N)
     if not num_p or not num_n:
         return None
-    # Each positive's share of negatives below it, and each negative's share of positives above it.
-    both = stats.rankdata(np.concatenate((positive_P, negative_N)))
-    beaten_P = (both[:num_p] - stats.rankdata(positive_P)) / num_n
-    beating_N = 1 - (both[num_p:] - stats.rankdata(negative_N)) / num_p
+    beaten_P, beating_N = placements(positive_P, negative_N)
     value = float(beaten_P.mean())
     miss = 1 - confidence
     of_p = of_n = 0.0
@@ -186,6 +183,15 @@ def auc(
         least, most = _areas(value, num_p, num_n, normal)
         low, high = min(low, least), max(high, most)
     return Estimate(value, low, high)
+
+
+def placements(positive_P: Floats, negative_N: Floats) -> tuple[Floats, Floats]:
+    """Each positive's share of negatives below it, and each negative's share of positives above it; ties count half."""
+    num_p, num_n = len(positive_P), len(negative_N)
+    both = stats.rankdata(np.concatenate((positive_P, negative_N)))
+    beaten_P: Floats = (both[:num_p] - stats.rankdata(positive_P)) / num_n
+    beating_N: Floats = 1 - (both[num_p:] - stats.rankdata(negative_N)) / num_p
+    return beaten_P, beating_N
 
 
 def tpr_at_fpr(

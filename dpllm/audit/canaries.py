@@ -15,12 +15,15 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpllm.audit.planting import kinds
 from dpllm.config import CanaryConfig, DataConfig
 from dpllm.errors import ConfigError
 from dpllm.rundir import read_json, write_json
+
+if TYPE_CHECKING:
+    from dpllm.audit.planting.source import ModelSource  # which loads torch
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class CanaryPlan:
 
 
 def plan_canaries(
-    config: CanaryConfig, *, source: kinds.Source | None = None, generator: random.Random | None = None
+    config: CanaryConfig, *, source: ModelSource | None = None, generator: random.Random | None = None
 ) -> CanaryPlan:
     """Draws carriers, secrets and coins.
 

@@ -89,16 +89,6 @@ def attempts(log_p: ArrayLike, probability: float) -> Floats:
     return result
 
 
-def discoverable(log_p: ArrayLike, num_attempts: int, probability: float) -> Bools:
-    """Whether ``num_attempts`` samples hold the secret with at least the given probability; see ``attempts``.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-    result: Bools = attempts(log_p, probability) <= num_attempts
-    return result
-
-
 def summary(table: TokenTable, scores: Iterable[CanaryScores]) -> dict[str, Any]:
     """How much can be extracted, for each group of repetitions.
 

@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dpllm.audit import attacks
+from dpllm.audit.rates import upper_limit
 from dpllm.audit.table import CanaryScores, by_group
 
 # Okabe and Ito's palette: told apart with any kind of colour vision; line styles and markers say the same in grey.
@@ -184,16 +185,9 @@ def _extraction(figure: Figure, report: Mapping[str, Any]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=8, frameon=False)
 
 
-def _intervals(found: np.ndarray[Any, Any], total: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
+def _intervals(found: attacks.Floats, total: attacks.Floats) -> tuple[attacks.Floats, attacks.Floats]:
     """Clopper and Pearson's 95 % limits in per cent."""
-    from scipy import stats
-
-    low, high = [], []
-    for hits, size in zip(found, total, strict=True):
-        limits = stats.binomtest(int(hits), int(size)).proportion_ci(0.95, method="exact") if size else None
-        low.append(100 * limits.low if limits else math.nan)
-        high.append(100 * limits.high if limits else math.nan)
-    return low, high
+    return 100 * (1 - upper_limit(total - found, found, 0.025)), 100 * upper_limit(found, total - found, 0.025)
 
 
 def _times(group: int) -> str:

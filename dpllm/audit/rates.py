@@ -1,15 +1,11 @@
-"""Epsilon from error rates: what a true and a false positive rate prove, and when they prove nothing.
+"""Epsilon from error rates: what a true and a false positive rate prove where every trial is a training run of its own.
 
-Comes in: counts of right and wrong guesses, or scores. Goes out: a bound on epsilon with the word for what it is worth:
-exact where every trial is a training run of its own, heuristic where the trials are canaries of one run. Knows neither
-models nor texts.
+Comes in: counts of right and wrong guesses, or scores. Goes out: a bound on epsilon. Knows neither models nor texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,12 +13,7 @@ from scipy.special import betaincinv
 
 from dpllm.audit.bounds import checked
 
-Kind = Literal["exact", "heuristic"]
-
-ASSUMES: dict[Kind, str] = {
-    "exact": "each trial is a training run of its own, its threshold chosen without these trials",
-    "heuristic": "the canaries of one run answer as if each had a run of its own, which nobody has proved",
-}
+ASSUMES = "each trial is a training run of its own, its threshold chosen without these trials"
 
 
 @dataclass(frozen=True)
@@ -40,19 +31,15 @@ class RateBound:
     """What error rates say about epsilon."""
 
     value: float
-    """A lower bound on epsilon at ``delta`` if ``kind`` is exact; 0 where nothing is shown."""
-    kind: Kind
+    """A lower bound on epsilon at ``delta``; 0 where nothing is shown."""
     assumes: str
-    """What has to hold for ``value`` to be more than an estimate."""
+    """What has to hold for it."""
     alpha: float
     delta: float
-    thresholds: int
-    """How many thresholds were tried; alpha was divided by it."""
-    rates: Rates | None
-    """At the threshold that gave ``value``; None where there was none."""
-    fnr_upper: float | None
-    """Upper confidence limit of the false negative rate there."""
-    fpr_upper: float | None
+    rates: Rates
+    fnr_upper: float
+    """Upper confidence limit of the false negative rate."""
+    fpr_upper: float
 
 
 def rate_limits(rates: Rates, alpha: float) -> tuple[float, float]:
@@ -70,20 +57,18 @@ def rate_limits(rates: Rates, alpha: float) -> tuple[float, float]:
     return float(fnr), float(fpr)
 
 
-def epsilon_from_rates(rates: Rates, *, delta: float, alpha: float, independent_runs: bool) -> RateBound:
+def epsilon_from_rates(rates: Rates, *, delta: float, alpha: float) -> RateBound:
     """Epsilon from the error rates at one threshold, in both directions.
 
     Guarantee:
-        With ``independent_runs``: P[value > epsilon] <= alpha for every (epsilon, delta)-DP mechanism, if each count is
-        of independent training runs, members and others on neighbouring data, and the threshold was chosen without
-        them. Both directions rest on the same two limits, so looking at both costs nothing. Without: none; it is an
-        estimate with a margin.
+        P[value > epsilon] <= alpha for every (epsilon, delta)-DP mechanism, if each count is of independent training
+        runs, members and others on neighbouring data, and the threshold was chosen without them. Both directions rest
+        on the same two limits, so looking at both costs nothing.
 
     Args:
         rates: Counts at the threshold.
         delta: The claim's delta, in [0, 1].
         alpha: In (0, 1/2).
-        independent_runs: Whether every trial was a run of its own.
 
     References:
         Kairouz, Oh and Viswanath 2015 (the region of error rates that (epsilon, delta) allows); Jagielski, Ullman and
@@ -97,45 +82,9 @@ def epsilon_from_rates(rates: Rates, *, delta: float, alpha: float, independent_
     counts = (rates.true_positives, rates.false_negatives, rates.false_positives, rates.true_negatives)
     if min(counts) < 0:
         raise ValueError(f"a count of trials cannot be negative, got {counts}")
-    kind: Kind = "exact" if independent_runs else "heuristic"
     fnr, fpr = rate_limits(rates, alpha)
     value = float(_epsilon(np.array([fnr, fpr]), np.array([fpr, fnr]), delta).max())
-    return RateBound(value, kind, ASSUMES[kind], alpha, delta, 1, rates, fnr, fpr)
-
-
-def one_run_rates(
-    scores: ArrayLike, inserted: ArrayLike, *, delta: float, alpha: float, guesses: Sequence[int]
-) -> RateBound:
-    """A heuristic epsilon from the canaries of one run, at thresholds that are fixed ranks.
-
-    For each r of ``guesses`` the threshold lies once behind the r // 2 highest scores and once before the r // 2 lowest:
-    2 K thresholds, each at alpha / (2 K). Entries above m are dropped, as by ``epsilon_lower_bound``.
-
-    Args:
-        scores: Shape (M,); higher = more likely a member; finite. Equal scores are on the same side of a threshold.
-        inserted: Shape (M,), the coins.
-        delta: The claim's delta, in [0, 1].
-        alpha: In (0, 1/2).
-        guesses: The grid of r of the recipe.
-
-    Raises:
-        ValueError: Shapes differ, a score is not a finite number, or alpha or delta is out of range.
-    """
-    score_M, inserted_M = checked(scores, inserted)
-    order_M, num = np.sort(score_M), len(score_M)
-    tops = sorted({r // 2 for r in guesses if 2 <= r <= num})
-    # A score counts as in if it is above the threshold.
-    cuts = [order_M[num - top - 1] for top in tops if top < num] + [order_M[top - 1] for top in tops]
-    bounds = [
-        epsilon_from_rates(
-            count(score_M[inserted_M], score_M[~inserted_M], float(cut)),
-            delta=delta,
-            alpha=alpha / len(cuts),
-            independent_runs=False,
-        )
-        for cut in cuts
-    ]
-    return _best(bounds, "heuristic", alpha, delta)
+    return RateBound(value, ASSUMES, alpha, delta, rates, fnr, fpr)
 
 
 def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha: float) -> RateBound:
@@ -145,7 +94,7 @@ def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha
     counted at it.
 
     Guarantee:
-        That of ``epsilon_from_rates`` with independent runs, if all runs of a kind are alike and independent.
+        That of ``epsilon_from_rates``, if all runs of a kind are alike and independent.
 
     Args:
         positives: Shape (P,), from runs with the canary; higher = more likely a member; finite.
@@ -169,7 +118,7 @@ def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha
     fpr = upper_limit(len(tried_N) - below_N, below_N, alpha / 2)
     found = np.maximum(_epsilon(fnr, fpr, delta), _epsilon(fpr, fnr, delta))
     rates = count(positive_P[1::2], negative_N[1::2], float(cuts[found.argmax()]))
-    return epsilon_from_rates(rates, delta=delta, alpha=alpha, independent_runs=True)
+    return epsilon_from_rates(rates, delta=delta, alpha=alpha)
 
 
 def count(positives: ArrayLike, negatives: ArrayLike, threshold: float) -> Rates:
@@ -195,15 +144,6 @@ def upper_limit(events: ArrayLike, others: ArrayLike, alpha: float) -> NDArray[n
     known = np.asarray(others) > 0
     limit = betaincinv(np.asarray(events) + 1.0, np.where(known, others, 1.0), 1 - alpha)
     return np.where(known, limit, 1.0)
-
-
-def _best(bounds: Sequence[RateBound], kind: Kind, alpha: float, delta: float) -> RateBound:
-    if not bounds:
-        return RateBound(0.0, kind, ASSUMES[kind], alpha, delta, 0, None, None, None)
-    best = max(bounds, key=lambda bound: bound.value)
-    return RateBound(
-        best.value, kind, best.assumes, alpha, delta, len(bounds), best.rates, best.fnr_upper, best.fpr_upper
-    )
 
 
 def _epsilon(first: NDArray[np.float64], second: NDArray[np.float64], delta: float) -> NDArray[np.float64]:

@@ -1,6 +1,6 @@
 """One audit of one finished run.
 
-Comes in: a run directory. Goes out: audit.json, scores.csv, tokens.parquet and four pictures. A run with differential
+Comes in: a run directory. Goes out: audit.json, tokens.parquet and four pictures. A run with differential
 privacy publishes them: they are computed from its output, from texts drawn before it saw any data, and from their coins. A
 run without keeps them private. No canary's text is written outside private/; who knows the generator and the base model can
 search for the texts that give the published numbers.
@@ -24,7 +24,7 @@ from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.generate.generation import generate_attacks
 from dpllm.audit.scores import score_canaries
 from dpllm.audit.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, summarise
-from dpllm.audit.table import CanaryScores, write_table
+from dpllm.audit.table import CanaryScores
 from dpllm.audit.tokens import TokenTable, write_tokens
 from dpllm.audit.verdict import Claim
 from dpllm.audit.words import words_control
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from dpllm.model import ScoringModels
 
 PARTS = {
-    "exposure": ("exposure", "exposure_tail"),
+    "exposure": ("exposure",),
     "extraction": ("extraction", "sampling"),
-    **{name: ("generation", name) for name in ("completion", "choice", "untargeted", "personal")},
+    **{name: ("generation", name) for name in ("completion", "untargeted", "personal")},
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *token_attacks.ATTACKS, *PARTS)
@@ -56,7 +56,7 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
             without the twin is published.
         shadows: How many shadow runs to train and to compare with, see ``shadows.audit_shadows``; where an exception allowed
             them, likewise.
-        generate: Let the models complete, sample and choose as well; else only what one pass of scoring shows.
+        generate: Let the models complete and sample as well; else only what one pass of scoring shows.
 
     Returns:
         The report, as audit.json holds it. A falsified claim is said in ``verdict``, not raised.
@@ -92,7 +92,7 @@ def _write(run: RunDir, report: dict[str, Any], examined: _Examined) -> None:
     folder = run.audit_dir(report["published"])
     _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(examined.table, folder / "scores.csv")
+    (folder / "scores.csv").unlink(missing_ok=True)  # of an audit before version 3 of audit.json
     write_tokens(examined.tokens, folder / "tokens.parquet")
     figure.draw(examined.table, report, folder)
     write_json(folder / "audit.json", report)
@@ -172,7 +172,6 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
         claim,
         fixed={
             **config.audit.fixed(),
-            "log2_secrets": plan.log2_secrets,
             "promise": read_json(run.plan) if claim else None,
             "words": words_control(plan.canaries),
         },

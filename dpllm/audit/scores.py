@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from dpllm.audit.canaries import Canary, CanaryPlan
-from dpllm.audit.table import CanaryScores, read_table, write_table
+from dpllm.audit.table import CanaryScores, sum_up
 from dpllm.audit.tokens import TOP_K, TokenTable
 from dpllm.data import Format, TokenSequence, encode
 from dpllm.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from dpllm.model import ScoringModels
-
-__all__ = ["CanaryScores", "TokenScores", "encode_secret", "read_table", "score", "score_canaries", "write_table"]
 
 # A legend of shapes: B rows of a batch, T tokens, V vocabulary, N scored tokens of a batch, C those of one chunk.
 
@@ -149,14 +147,27 @@ def score_canaries(
     """
     everyone = (*plan.canaries, *plan.references)
     encoded = [encode_secret(canary, fmt, models.tokenizer, max_length, long_examples) for canary in everyone]
+    return score_encoded(models, everyone, encoded)
+
+
+def score_encoded(
+    models: ScoringModels, canaries: Sequence[Canary], encoded: Sequence[tuple[TokenSequence, Sequence[bool]]]
+) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    """The same of canaries that are encoded already, each with the tokens to score.
+
+    Raises:
+        ConfigError: Scores that are not finite.
+    """
     tokens = score_sequences(
         models,
-        [canary.canary_id for canary in everyone],
-        [canary.text for canary in everyone],
+        [canary.canary_id for canary in canaries],
+        [canary.text for canary in canaries],
         [sequence for sequence, _ in encoded],
         [mask for _, mask in encoded],
     )
-    return canary_rows(everyone, tokens), tokens
+    coins = tuple(canary.inserted if canary.group else None for canary in canaries)
+    tokens = replace(tokens, groups=tuple(canary.group for canary in canaries), coins=coins)
+    return sum_up(tokens), tokens
 
 
 def score_sequences(
@@ -185,7 +196,7 @@ def score_sequences(
     with models.base() as base_model:
         base = score(base_model, sequences, masks, budget)
     columns = {"argmax": "is_argmax"} | {name: name for name in ("log_prob", "mean", "variance", "top_k_log_prob")}
-    values = {
+    values: dict[str, Any] = {
         f"{which}_{name}_N": np.concatenate([getattr(one, field) for one in scores])
         for which, scores in (("tuned", tuned), ("base", base))
         for name, field in columns.items()
@@ -195,24 +206,6 @@ def score_sequences(
         zlib_bytes_S=np.array([len(zlib.compress(text.encode())) for text in texts]),
         sequence_N=np.repeat(np.arange(len(ids)), [len(one.log_prob) for one in tuned]),
         **values,
-    )
-
-
-def canary_rows(canaries: Sequence[Canary], tokens: TokenTable) -> tuple[CanaryScores, ...]:
-    """The score table that a token table sums up to, one row for each canary in the same order."""
-    starts = tokens.starts()
-    return tuple(
-        CanaryScores(
-            canary_id=canary.canary_id,
-            group=canary.group,
-            inserted=None if canary.group == 0 else canary.inserted,
-            num_tokens=int(length),
-            tuned_log_prob=float(tokens.tuned_log_prob_N[start : start + length].sum()),
-            base_log_prob=float(tokens.base_log_prob_N[start : start + length].sum()),
-            tuned_greedy=bool(tokens.tuned_argmax_N[start : start + length].all()),
-            base_greedy=bool(tokens.base_argmax_N[start : start + length].all()),
-        )
-        for canary, start, length in zip(canaries, starts, tokens.lengths(), strict=True)
     )
 
 

@@ -6,7 +6,6 @@ cannot show. Goes out: a JSON value with a verdict. Torch is not imported; no mo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dpllm.audit import attacks, exposure, extraction, token_attacks
+from dpllm.audit import attacks, extraction, token_attacks
 from dpllm.audit.bounds import OneRunBound, epsilon_lower_bound
-from dpllm.audit.families import TradeOff, event_trade_off, gaussian_bound, mechanism_test, noise_bound
-from dpllm.audit.rates import one_run_rates
+from dpllm.audit.families import event_trade_off
 from dpllm.audit.shadow import shadow_attacks
 from dpllm.audit.table import CanaryScores, by_group
 from dpllm.audit.tokens import TokenTable
@@ -27,6 +25,8 @@ from dpllm.privacy.limits import attacker_limits
 
 __all__ = ["CONFIDENCE", "PRIMARY_ATTACK", "Claim", "summarise"]
 
+SCHEMA_VERSION = 3
+"""Of audit.json. 1 had narrower intervals, see ``attacks.INTERVALS``; 1 and 2 held estimates that decided nothing."""
 CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
@@ -46,12 +46,11 @@ def summarise(
     guesses: Sequence[int],
     guesses_in: Sequence[int] = (),
     tokens: TokenTable | None = None,
-    log2_secrets: float | None = None,
     promise: Mapping[str, Any] | None = None,
     words: Mapping[str, Any] | None = None,
     twin: str | None = None,
     slope: float | None = None,
-    intervals: int = attacks.INTERVALS,
+    version: int = SCHEMA_VERSION,
 ) -> dict[str, Any]:
     """Everything that an audit concludes from its scores.
 
@@ -62,22 +61,21 @@ def summarise(
         guesses: Of the recipe.
         guesses_in: Of the recipe.
         tokens: The token table of the same canaries; None: only the attacks that need none.
-        log2_secrets: log2 of how many secrets there were to draw from, which no exposure exceeds; None: not known.
         promise: plan.json or privacy.json, whose event and neighbouring relation give the trade-off curve of the configured
             mechanism; None: it is not looked at.
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
         slope: Of ``attacks.slope``; None: fitted on the candidates of ``scores``.
-        intervals: See ``attacks.INTERVALS``.
+        version: Of audit.json: by which intervals an earlier one was made, see ``SCHEMA_VERSION``.
 
     Returns:
-        The fields schema_version (that of the intervals), claim, attacks, exposure, exposure_tail, extraction, sampling,
-        epsilon_lower_bound, repeated, estimates, attacker_limits, roc_limit, controls, verdict and verdict_reason. What
-        stands under ``estimates`` says itself what it assumes; it is no bound, and no verdict rests on it.
+        The fields schema_version, claim, attacks, exposure, extraction, sampling, epsilon_lower_bound, repeated,
+        attacker_limits, roc_limit, controls, verdict and verdict_reason.
 
     Raises:
         ConfigError: The table holds no references.
     """
+    intervals = 1 if version == 1 else attacks.INTERVALS
     groups = by_group(scores)
     references = groups.pop(0, [])
     if not references:
@@ -88,8 +86,7 @@ def summarise(
     delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
     if slope is None:
         slope = attacks.slope(row for rows in groups.values() for row in rows)
-    test = {"alpha": alpha, "guesses": guesses, "guesses_in": guesses_in}
-    bound = _bound(once, slope, delta=delta, **{**test, "alpha": level[1]})
+    bound = _bound(once, slope, delta=delta, alpha=level[1], guesses=guesses, guesses_in=guesses_in)
     tests = {}
     for group, own_level in level.items():
         if group > 1 and claim:
@@ -113,26 +110,24 @@ def summarise(
         trade_off = event_trade_off(promise["event"], promise["neighbouring_relation"])
     word, reason = judge(claim, bound, tests, len(attacks.members(once)), controls)
     return {
-        "schema_version": intervals,
+        "schema_version": version,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
         "exposure": {str(group): _exposure(rows, references) for group, rows in groups.items()},
-        "exposure_tail": exposure.summary(scores, log2_secrets=log2_secrets, claim=claim),
         "extraction": {str(group): attacks.extraction(rows) for group, rows in groups.items()},
         "sampling": extraction.summary(tokens, scores) if tokens is not None else None,
         "epsilon_lower_bound": {**_listed(bound), "method": METHOD, "slope": slope},
         "repeated": {
             str(group): {
-                "claim": _as_json(asdict(claim.of(group))) if claim else None,
+                "claim": asdict(claim.of(group)) if claim else None,
                 "attacks": {name: attacked[group][name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
                 "test": {**_listed(tests[group].bound), "refuted": tests[group].refuted} if group in tests else None,
             }
             for group in groups
             if group != smallest
         },
-        "estimates": _estimates(once, slope, promise, trade_off, **test, delta=delta),
         "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
-        "roc_limit": [[trade_off.smallest_fpr(tpr), tpr] for tpr in ROC_GRID] if trade_off else None,
+        "roc_limit": [[trade_off(tpr), tpr] for tpr in ROC_GRID] if trade_off else None,
         "controls": {
             "base_separates": controls.base_separates,
             "words": dict(words) if words else None,
@@ -151,28 +146,6 @@ def _bound(rows: Sequence[CanaryScores], slope: float, **settings: Any) -> OneRu
 
 def _listed(bound: OneRunBound) -> dict[str, Any]:
     return {**asdict(bound), "guesses": list(bound.guesses), "guesses_in": list(bound.guesses_in)}
-
-
-def _estimates(
-    once: Sequence[CanaryScores],
-    slope: float,
-    promise: Mapping[str, Any] | None,
-    trade_off: TradeOff | None,
-    *,
-    delta: float,
-    **test: Any,
-) -> dict[str, Any]:
-    if not once:
-        return {}
-    scores_M, coins_M = attacks.calibrated(once, slope), [bool(row.inserted) for row in once]
-    found: dict[str, Any] = {
-        "clopper_pearson": one_run_rates(scores_M, coins_M, delta=delta, alpha=test["alpha"], guesses=test["guesses"]),
-        "gaussian": gaussian_bound(scores_M, coins_M, delta=delta, **test),
-    }
-    if promise and trade_off:
-        found["configured_mechanism"] = mechanism_test(scores_M, coins_M, trade_off, **test)
-        found["noise"] = noise_bound(scores_M, coins_M, promise["event"], promise["neighbouring_relation"], **test)
-    return {name: _as_json(asdict(estimate)) for name, estimate in found.items()}
 
 
 def _controls(
@@ -282,12 +255,6 @@ def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) 
         "largest_possible": math.log2(len(references)),
         "p_value": attacks.rank_sum_p_value(attacks.loss(inside), attacks.loss([*outside, *references])),
     }
-
-
-def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """As it reads back: JSON has neither infinity nor tuples."""
-    finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-    return dict(json.loads(json.dumps(finite)))
 
 
 def _mean(values: np.ndarray[Any, Any]) -> float | None:

@@ -1,18 +1,17 @@
-"""The score table: everything the statistics of an audit are computed from, and no text.
+"""The score table: what two models say about each secret, and no text.
 
-Comes in: scores. Goes out: one CSV row for each candidate and reference, sorted, the same bytes for the same scores.
-Torch is not imported, so that anyone can recompute a published audit from the file.
+Comes in: a token table, or the folder of an audit. Goes out: one row for each candidate and reference. Torch is not
+imported, so that anyone can recompute a published audit from the files.
 """
 
 from __future__ import annotations
 
 import csv
-import io
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpllm.audit.tokens import TokenTable, read_tokens
 from dpllm.errors import ConfigError
 
 _COLUMNS = (
@@ -47,55 +46,60 @@ def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
     return groups
 
 
-def write_table(table: Iterable[CanaryScores], path: Path) -> None:
-    """Writes the table atomically, sorted by id; floats are written so that they read back exactly."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    for row in sorted(table, key=lambda row: row.canary_id):
-        coin = "" if row.inserted is None else int(row.inserted)
-        log_probs = (repr(float(row.tuned_log_prob)), repr(float(row.base_log_prob)))
-        flags = (int(row.tuned_greedy), int(row.base_greedy))
-        writer.writerow((row.canary_id, row.group, coin, row.num_tokens, *log_probs, *flags))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text.getvalue(), encoding="utf-8")
-    os.replace(temporary, path)
+def sum_up(tokens: TokenTable) -> tuple[CanaryScores, ...]:
+    """The score table that a token table of canaries adds up to, one row for each canary in the same order."""
+    rows = zip(tokens.canary_ids, tokens.groups, tokens.coins, tokens.starts(), tokens.lengths(), strict=True)
+    return tuple(
+        CanaryScores(
+            canary_id=canary_id,
+            group=group,
+            inserted=coin,
+            num_tokens=int(length),
+            tuned_log_prob=float(tokens.tuned_log_prob_N[start : start + length].sum()),
+            base_log_prob=float(tokens.base_log_prob_N[start : start + length].sum()),
+            tuned_greedy=bool(tokens.tuned_argmax_N[start : start + length].all()),
+            base_greedy=bool(tokens.base_argmax_N[start : start + length].all()),
+        )
+        for canary_id, group, coin, start, length in rows
+    )
 
 
-def read_table(path: Path) -> tuple[CanaryScores, ...]:
-    """Reads what ``write_table`` wrote.
+def read_scores(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    """The tables of an audit.
+
+    Args:
+        folder: With tokens.parquet; audits before version 3 of audit.json have groups and coins in a scores.csv beside it.
 
     Raises:
         ConfigError: Missing or damaged file.
     """
+    tokens, old = read_tokens(folder / "tokens.parquet"), folder / "scores.csv"
+    if old.exists():
+        return _read_csv(old), tokens
+    if len(tokens.groups) != len(tokens.canary_ids):
+        raise ConfigError(f"{folder}/tokens.parquet: says nothing of groups and coins. Run dpllm audit again.")
+    return sum_up(tokens), tokens
+
+
+def _read_csv(path: Path) -> tuple[CanaryScores, ...]:
     try:
         with open(path, encoding="utf-8", newline="") as file:
             header, *rows = csv.reader(file)
         if tuple(header) != _COLUMNS:
             raise ValueError("header")
-        return tuple(_parse(row) for row in rows)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such score table; run dpllm audit first.") from None
-    except (OSError, ValueError):
+        flags = {"0": False, "1": True}
+        return tuple(
+            CanaryScores(
+                canary_id=canary_id,
+                group=int(group),
+                inserted={"": None, **flags}[coin],
+                num_tokens=int(num_tokens),
+                tuned_log_prob=float(tuned),
+                base_log_prob=float(base),
+                tuned_greedy=flags[tuned_greedy],
+                base_greedy=flags[base_greedy],
+            )
+            for canary_id, group, coin, num_tokens, tuned, base, tuned_greedy, base_greedy in rows
+        )
+    except (OSError, ValueError, KeyError):
         raise ConfigError(f"{path}: is no score table; the file is damaged. Run dpllm audit again.") from None
-
-
-def _parse(row: Sequence[str]) -> CanaryScores:
-    canary_id, group, coin, num_tokens, tuned, base, tuned_greedy, base_greedy = row
-    return CanaryScores(
-        canary_id=canary_id,
-        group=int(group),
-        inserted=None if coin == "" else _flag(coin),
-        num_tokens=int(num_tokens),
-        tuned_log_prob=float(tuned),
-        base_log_prob=float(base),
-        tuned_greedy=_flag(tuned_greedy),
-        base_greedy=_flag(base_greedy),
-    )
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError("flag")
-    return text == "1"

@@ -85,10 +85,6 @@ def _controls(report: Json, groups: Sequence[str]) -> Table:
     shown = [f"{name} {value:.2f}" for name, value in others.items() if value is not None]
     if groups:
         result.add_row(f"other attacks, {_times(groups[0])} (AUC)", ", ".join(shown))
-    tested = report["estimates"].get("configured_mechanism")
-    if tested:
-        found = "refuted" if tested["refuted"] else "compatible"
-        result.add_row("test of the configured mechanism", f"{found}, p = {tested['p_value']:.2g} (decides nothing)")
     if report.get("shadows"):
         many = report["shadows"]["many_runs"]
         value = (
@@ -155,13 +151,6 @@ def _extraction(report: Json, row: Callable[..., None], groups: Sequence[str]) -
             lambda group: "{near_tokens} of {prompts}".format(**seen[group]["beam"]["inserted"]),
             controls(str(beams["base"]), str(beams["held_out"])),
         )
-        choice = report["generation"]["choice"]
-        chance = next((choice[group]["inserted"]["chance"] for group in groups), None)
-        row(
-            "right secret chosen among several",
-            lambda group: _interval(choice[group]["inserted"]["accuracy"], choice[group]["inserted"]["interval"]),
-            "-" if chance is None else f"{chance:.2g}",
-        )
     if report.get("sampling"):
         needed = {group: report["sampling"][group]["all_tokens"]["median_attempts"] for group in groups}
         smallest = needed[groups[0]] if groups else {"base": None, "held_out": None}
@@ -210,7 +199,6 @@ def members_table(report: Json) -> Table:
     result.add_section()
     controls = report["controls"]
     controlled = {"base model": controls["base_model"], "words alone, no model": controls["blind"]}
-    controlled |= {f"length ({name})": seen for name, seen in controls["length"].items()}
     for name, seen in controlled.items():
         if seen:
             result.add_row(f"control: {name}", _interval(seen["auc"], seen["auc_interval"]), "", "")

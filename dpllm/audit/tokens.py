@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,8 @@ class TokenTable:
         tuned_argmax_N: Whether greedy decoding would have chosen the token.
         tuned_top_k_log_prob_N: Its log-probability, in nats, where only the ``TOP_K`` likeliest tokens may be sampled, at
             temperature 1; -inf where it is none of them.
+        groups: Of canaries: how often each is repeated, 0 for a reference.
+        coins: Of canaries: what the coin said, None for a reference.
     """
 
     canary_ids: tuple[str, ...]
@@ -50,6 +53,8 @@ class TokenTable:
     base_variance_N: NDArray[np.float64]
     base_argmax_N: NDArray[np.bool_]
     base_top_k_log_prob_N: NDArray[np.float64]
+    groups: tuple[int, ...] = ()
+    coins: tuple[bool | None, ...] = ()
 
     def starts(self) -> NDArray[np.int64]:
         """Shape (S,): where each sequence begins."""
@@ -64,12 +69,14 @@ _COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.starts
 
 
 def write_tokens(table: TokenTable, path: Path) -> None:
-    """Writes the table atomically; floats read back exactly."""
+    """Writes the table of canaries atomically; floats read back exactly."""
     import pyarrow
     from pyarrow import parquet
 
     columns = {
         "canary_id": np.array(table.canary_ids, dtype=object)[table.sequence_N],
+        "group": np.array(table.groups, dtype=np.int64)[table.sequence_N],
+        "inserted": pyarrow.array(np.array(table.coins, dtype=object)[table.sequence_N], pyarrow.bool_()),
         "zlib_bytes": table.zlib_bytes_S[table.sequence_N],
         **{name.removesuffix("_N"): getattr(table, name) for name in _COLUMNS},
     }
@@ -95,7 +102,13 @@ def read_tokens(path: Path) -> TokenTable:
         ids = tuple(str(name) for name in names_N[first_N])
         if len(set(ids)) != len(ids):
             raise ValueError("a sequence in two parts")
-        values = {name: read[name.removesuffix("_N")].to_numpy() for name in _COLUMNS}
+        values: dict[str, Any] = {name: read[name.removesuffix("_N")].to_numpy() for name in _COLUMNS}
+        if "group" in read.column_names:
+            first = read.select(["group", "inserted"]).filter(first_N)
+            if first["group"].null_count:
+                raise ValueError("a canary without a group")
+            values["groups"] = tuple(first["group"].cast(pyarrow.int64()).to_pylist())
+            values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
         return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such token table; run dpllm audit first.") from None

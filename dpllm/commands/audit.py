@@ -174,10 +174,7 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
                 f"{path}: holds no run, so nobody knows what it was trained on. Type --members FILE --non-members FILE, or "
                 "--canaries FILE."
             )
-        settings = outside.unit_settings(known.members, unit) if known.unit else None
-        report = outside.audit_outside_members(
-            path, known.members, known.non_members, base=known.base, settings=settings
-        )
+        report = outside.audit_outside_members(path, known.members, known.non_members, base=known.base, unit=unit)
         table = terminal.members_table(report)
     _show(known, report, table)
     if known.output:

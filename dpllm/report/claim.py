@@ -366,7 +366,7 @@ def audit_part(audit: Json, terms: Json | None) -> Json:
 def _secrets(canaries: Json) -> str:
     """What the canaries of an audit hide, in words."""
     settings = canaries["settings"]
-    return {
+    return {  # rare_tokens and synthetic: of earlier audits
         "digits": f"random secrets of {settings.get('digits')} digits",
         "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
         "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",

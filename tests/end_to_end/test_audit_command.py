@@ -39,7 +39,7 @@ def refused(*arguments: object) -> str:
     return answer.err
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in ("completion", "choice", "personal")])
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in ("completion", "personal")])
 def test_every_attack_runs_alone(finished: Place, name: str) -> None:
     before = contents(finished.run)
     answer = done("audit", finished.run, "--attack", name, "--json")

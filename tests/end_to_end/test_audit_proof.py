@@ -65,7 +65,6 @@ def test_without_privacy_everything_is_found(plain: tuple[Place, Json]) -> None:
     found = report["generation"]["completion"]["16"]["greedy"]
     assert found["inserted"]["exact"] == found["inserted"]["prompts"] == count["inserted"]
     assert found["held_out"]["exact"] == found["base"]["exact"] == 0
-    assert report["generation"]["choice"]["1"]["inserted"]["interval"][0] > 0.5
 
 
 def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base: Path, seed: int, full: bool) -> None:

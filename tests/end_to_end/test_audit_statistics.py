@@ -19,8 +19,7 @@ from dpllm import checkpoint
 from dpllm.audit import canaries, figure, summary, terminal
 from dpllm.audit.run import audit
 from dpllm.audit.scores import encode_secret
-from dpllm.audit.table import read_table
-from dpllm.audit.tokens import read_tokens
+from dpllm.audit.table import read_scores
 from dpllm.config import DataConfig, RunConfig, dump_config
 from dpllm.errors import ConfigError
 from dpllm.rundir import RunDir, digest, read_json, write_json
@@ -140,10 +139,10 @@ def test_the_report_names_what_it_is_about(memorised):
 
 def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
     run, _, report = memorised
-    scores = read_table(run.export / "audit" / "scores.csv")
+    scores, tokens = read_scores(run.export / "audit")
     assert len(scores) == 280
     claim = summary.Claim(**report["claim"])
-    settings, tokens = run.load_config().audit, read_tokens(run.export / "audit" / "tokens.parquet")
+    settings = run.load_config().audit
     again = summary.summarise(
         scores,
         claim,
@@ -151,7 +150,6 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
         guesses=settings.guesses,
         guesses_in=settings.guesses_in,
         tokens=tokens,
-        log2_secrets=report["canaries"]["log2_secrets"],
         promise=json.loads(run.plan.read_text()),
         words=report["controls"]["words"],
     )
@@ -163,7 +161,7 @@ def test_no_canary_text_leaves_the_private_directory(memorised):
     published = b"".join(
         path.read_bytes() for path in run.root.rglob("*") if path.is_file() and run.private not in path.parents
     )
-    assert b"scores" in b"".join(str(path).encode() for path in run.export.rglob("*"))
+    assert (run.export / "audit" / "tokens.parquet").exists()
     for canary in (*plan.canaries, *plan.references):
         assert canary.secret.encode() not in published
         assert canary.carrier.encode() not in published
@@ -200,9 +198,7 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
     assert "seen to work nowhere" in report["verdict_reason"]
     assert report["epsilon_lower_bound"]["value"] < 1.0
     assert report["attacks"]["loss"]["auc"] == report["attacks"]["loss"]["base_control_auc"]
-    assert all(
-        math.isclose(row.tuned_log_prob, row.base_log_prob) for row in read_table(run.export / "audit" / "scores.csv")
-    )
+    assert all(math.isclose(row.tuned_log_prob, row.base_log_prob) for row in read_scores(run.export / "audit")[0])
 
 
 def test_a_run_without_privacy_keeps_its_audit_to_itself(base, tmp_path):
@@ -213,7 +209,6 @@ def test_a_run_without_privacy_keeps_its_audit_to_itself(base, tmp_path):
     assert not (run.export / "audit").exists()
     assert {path.name for path in (run.private / "audit").iterdir()} == {
         "audit.json",
-        "scores.csv",
         "tokens.parquet",
         *figure.FILES,
     }

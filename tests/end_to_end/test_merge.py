@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from dpllm import checkpoint, merge, model
 from dpllm.audit import canaries
 from dpllm.audit.scores import score_canaries
-from dpllm.audit.table import read_table
+from dpllm.audit.table import read_scores
 from dpllm.config import RunConfig
 from dpllm.errors import Refused
 from dpllm.report import section
@@ -94,7 +94,7 @@ def test_the_scores_of_the_audit_do_not_depend_on_merging(finished: Place, merge
     models = model.ScoringModels(both.tokenizer, alone, config.model, CPU)
     plan = canaries.load(RunDir(finished.run).canaries)
     found, _ = score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)
-    published = {row.canary_id: row for row in read_table(merged / "audit" / "scores.csv")}
+    published = {row.canary_id: row for row in read_scores(merged / "audit")[0]}
     assert len(published) == len(found)
     for row in found:
         assert row.tuned_log_prob == pytest.approx(published[row.canary_id].tuned_log_prob, abs=1e-3)

@@ -18,6 +18,7 @@ import yaml
 from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, make_place, rows
 
 from dpllm.audit import figure
+from dpllm.audit.table import read_scores
 from dpllm.errors import RoundsByCompany
 from dpllm.ledger import Ledger
 from dpllm.privacy import selfcheck
@@ -51,7 +52,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
     }
     weights = {"adapter_config.json", "adapter_model.safetensors"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    audit = {f"audit/{name}" for name in ("audit.json", "scores.csv", "tokens.parquet", *figure.FILES)}
+    audit = {f"audit/{name}" for name in ("audit.json", "tokens.parquet", *figure.FILES)}
     exported = {name.removeprefix("export/") for name in files if name.startswith("export/")}
     assert exported == weights | tokenizer | audit | {"README.md", "privacy.json", "privacy.svg"}
 
@@ -202,9 +203,9 @@ def test_the_audit_of_a_run_without_privacy_stays_private(finished: Place, basel
     assert not (baseline.run / "export" / "audit").exists()
     assert (baseline.run / "private" / "audit" / "audit.json").exists()
     assert not (finished.run / "private" / "audit").exists()
-    coins = [line.split(",")[2] for line in (finished.run / "export/audit/scores.csv").read_text().splitlines()[1:]]
-    assert set(coins) <= {"0", "1", ""}
-    assert coins.count("") == 100
+    coins = [row.inserted for row in read_scores(finished.run / "export" / "audit")[0]]
+    assert set(coins) <= {True, False, None}
+    assert coins.count(None) == 100
 
 
 def test_a_run_without_privacy_claims_none(baseline: Place) -> None:

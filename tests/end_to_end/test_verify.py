@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
 from dataclasses import replace
@@ -172,27 +171,30 @@ def test_text_that_hides_the_statement_is_seen(export: Path, text: str, where: s
     assert "what is seen first" in failing(export)
 
 
-@pytest.mark.parametrize("column", range(8))
-def test_every_changed_column_of_the_scores_is_seen(export: Path, column: int) -> None:
-    """Alone by its hash; and carried into the card, by what the tokens and audit.json say."""
-    path = export / "audit" / "scores.csv"
-    with open(path, encoding="utf-8", newline="") as file:
-        table = list(csv.reader(file))
-    forge = {
-        "canary_id": lambda text: text.replace("c", "d"),
-        "tuned_log_prob": lambda text: repr(float(text) * 1.0001),
-        "base_log_prob": lambda text: repr(float(text) * 1.0001),
-        "num_tokens": lambda text: str(int(text) + 1),
-        "group": lambda text: {"1": "4", "4": "1"}[text],
-    }.get(table[0][column], lambda text: {"0": "1", "1": "0"}[text])
-    for row in table[1:]:
-        if row[2]:
-            row[column] = forge(row[column])
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(table)
+FORGED = {
+    "canary_id": lambda name: name.replace("c", "d"),
+    "group": lambda group: {1: 4, 4: 1}[group],
+    "inserted": lambda coin: not coin,
+    "tuned_log_prob": lambda value: value * 1.0001,
+    "base_log_prob": lambda value: value * 1.0001,
+    "tuned_argmax": lambda chosen: not chosen,
+    "base_argmax": lambda chosen: not chosen,
+}
+
+
+@pytest.mark.parametrize("column", FORGED)
+def test_every_changed_column_of_the_scores_is_seen(export: Path, column: str) -> None:
+    """Alone by its hash; and carried into the card, by what audit.json says."""
+    from pyarrow import parquet
+
+    path = export / "audit" / "tokens.parquet"
+    table = parquet.read_table(path)
+    pairs = zip(table[column].to_pylist(), table["group"].to_pylist(), strict=True)
+    forged = [FORGED[column](value) if group else value for value, group in pairs]
+    parquet.write_table(table.set_column(table.column_names.index(column), column, [forged]), path)
     assert "files" in failing(export)
-    rehash(export, "audit/scores.csv")
-    assert failing(export) & {"audit", "audit: scores"}
+    rehash(export, "audit/tokens.parquet")
+    assert any(name.startswith("audit") for name in failing(export))
 
 
 def test_every_changed_number_of_the_audit_is_seen(export: Path) -> None:
@@ -221,13 +223,13 @@ def test_text_cannot_hide_in_the_tables_of_an_audit(export: Path) -> None:
         "audit.json": lambda: (audit / "audit.json").write_text(
             json.dumps({**json.loads(kept["audit.json"]), "note": "text of somebody"}), encoding="utf-8"
         ),
-        "scores.csv": lambda: (audit / "scores.csv").write_bytes(kept["scores.csv"].replace(b"c00001", b"somebody")),
+        "scores.csv": lambda: (audit / "scores.csv").write_text("somebody"),
     }
     for name, forge in forgeries.items():
         forge()
         rehash(export, f"audit/{name}")
         assert failing(export) & {"audit"}, name
-        (audit / name).write_bytes(kept[name])
+        (audit / name).write_bytes(kept.get(name, b""))
 
 
 def test_changed_weights_are_seen(run: Path) -> None:

@@ -73,7 +73,6 @@ def test_a_file_that_is_not_known_is_refused(run: Path, name: str, content: byte
         ("audit/bound.png", lambda _: pickle.dumps(["hello"], protocol=0)),
         ("audit/tokens.parquet", lambda old: ZIP + old),
         ("audit/tokens.parquet", lambda old: old + ZIP),
-        ("audit/scores.csv", lambda old: old + b"\xff"),
         ("tokenizer.json", lambda _: pickle.dumps(["hello"], protocol=0)),
         ("tokenizer.json", lambda old: old + b"{}"),
         ("chat_template.jinja", lambda _: pickle.dumps(["hello"], protocol=2)),
@@ -330,11 +329,7 @@ MALFORMED = [
 @pytest.mark.parametrize(
     ("name", "content"),
     [(name, content) for name in ("privacy.json", "README.md") for content in MALFORMED]
-    + [
-        (f"audit/{name}", content)
-        for name in ("audit.json", "scores.csv", "tokens.parquet")
-        for content in MALFORMED[:4]
-    ],
+    + [(f"audit/{name}", content) for name in ("audit.json", "tokens.parquet") for content in MALFORMED[:4]],
     ids=lambda value: repr(value[:16]),
 )
 def test_a_malformed_file_is_a_failed_check(export: Path, name: str, content: bytes) -> None:

@@ -47,10 +47,7 @@ def gaussian(coins: Bools, epsilon: float, delta: float, rng: np.random.Generato
 
 def sampled_gaussian(coins: Bools, epsilon: float, delta: float, rng: np.random.Generator) -> Floats:
     """DP-SGD with one coordinate for each canary; the score is the logarithm of the likelihood ratio of all steps."""
-    return sampled_gaussian_at(SAMPLED_NOISE[epsilon], coins, rng)
-
-
-def sampled_gaussian_at(noise_multiplier: float, coins: Bools, rng: np.random.Generator) -> Floats:
+    noise_multiplier = SAMPLED_NOISE[epsilon]
     shape = (NUM_STEPS, len(coins))
     joined = coins & (rng.random(shape) < SAMPLING_RATE)
     seen = joined + noise_multiplier * rng.standard_normal(shape)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.audit.rows.blind import FEWEST_TEXTS, blind, length_auc
+from dpllm.audit.rows.blind import FEWEST_TEXTS, blind
 
 SIGNIFICANCE = 1e-8
 WORDS = np.array([f"w{rank}" for rank in range(2000)])
@@ -111,10 +111,3 @@ def test_few_texts_give_no_answer():
 def test_the_same_texts_give_the_same_answer(seed):
     everything = texts(np.random.default_rng(seed), 120)
     assert blind(everything[:60], everything[60:]) == blind(everything[:60], everything[60:])
-
-
-def test_length_alone():
-    found = length_auc(["abcd" * 20] * 30, ["ab"] * 30)
-    assert found["characters"].value == 1.0
-    assert found["zlib_bytes"].value == 1.0
-    assert length_auc(["a"], [])["characters"] is None

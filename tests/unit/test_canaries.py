@@ -138,8 +138,8 @@ def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
     path = tmp_path / "canaries.json"
     save(plan_canaries(SMALL), path)
     plan = load(path)
-    # The last two keys are not read by this kind, so the texts do not follow from them.
-    for same in ({}, {"tokens": 9}, {"temperature": 1.2}):
+    # The last key is not read by this kind, so the texts do not follow from it.
+    for same in ({}, {"tokens": 9}):
         assert check_fits(plan, SMALL.model_copy(update=same), path) is plan
     for key, value in (("kind", "pii"), ("groups", {1: 30, 4: 6}), ("digits", 7), ("references", 101)):
         with pytest.raises(ConfigError, match=rf"audit\.canaries\.{key}.*canaries plan RECIPE --overwrite"):

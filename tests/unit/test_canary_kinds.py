@@ -23,12 +23,11 @@ from dpllm.audit.canaries import plan_canaries, redraw_coins, slots
 from dpllm.audit.planting import carriers, kinds, pii
 from dpllm.audit.planting.source import ModelSource
 from dpllm.audit.scores import encode_secret
-from dpllm.config import CanaryConfig, RunConfig
+from dpllm.config import CanaryConfig, RunConfig, dump_config, load_config
 from dpllm.data import encode_units
 from dpllm.errors import ConfigError
 
-KINDS = ("digits", "random_tokens", "rare_tokens", "new_tokens", "synthetic", "pii")
-MANY_TOKENS = ("random_tokens", "rare_tokens", "synthetic")
+KINDS = ("digits", "random_tokens", "new_tokens", "pii")
 HEAD = {"method": "lora", "modules_to_save": ["lm_head"]}
 
 
@@ -85,7 +84,7 @@ def test_every_secret_is_learned_whole_and_stands_nowhere_else(kind, fmt, tokeni
         ids = encoded(canary, tokenizer, fmt)
         assert tokenizer.decode(ids).strip() == canary.secret
         assert not special & set(ids)
-        if kind in MANY_TOKENS:
+        if kind == "random_tokens":
             assert len(ids) == 6
         if kind == "new_tokens":
             assert len(ids) == 1
@@ -99,15 +98,15 @@ def test_secrets_of_a_chat_are_learned_whole_too(tokenizer, monkeypatch):
         "{% if add_generation_prompt %}[assistant]{% endif %}",
     )
     own = ModelSource(recipe(format="messages"), tokenizer, torch.device("cpu"))
-    for kind in MANY_TOKENS:
-        plan = plan_canaries(config(kind), source=own, generator=random.Random(4))
-        assert {len(encoded(canary, tokenizer, "messages")) for canary in everyone(plan)} == {6}
+    plan = plan_canaries(config("random_tokens"), source=own, generator=random.Random(4))
+    assert {len(encoded(canary, tokenizer, "messages")) for canary in everyone(plan)} == {6}
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
-@given(st.sampled_from(MANY_TOKENS), st.integers(3, 12), st.integers(0, 2**32))
-def test_secrets_have_the_length_that_the_recipe_says(source, tokenizer, kind, tokens, entropy):
-    plan = plan_canaries(config(kind, once=5, tokens=tokens), source=source, generator=random.Random(entropy))
+@given(st.integers(3, 12), st.integers(0, 2**32))
+def test_secrets_have_the_length_that_the_recipe_says(source, tokenizer, tokens, entropy):
+    asked = config("random_tokens", once=5, tokens=tokens)
+    plan = plan_canaries(asked, source=source, generator=random.Random(entropy))
     assert {len(encoded(canary, tokenizer)) for canary in everyone(plan)} == {tokens}
     assert plan.settings["tokens"] == tokens
 
@@ -125,7 +124,7 @@ def test_a_plan_follows_from_its_entropy_and_from_nothing_else(kind, source):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tokenizer, seed):
-    """Kolmogorov-Smirnov on what a text shows, 6 kinds by 4 features by 2 questions: 48 tests."""
+    """Kolmogorov-Smirnov on what a text shows, 4 kinds by 4 features by 2 questions: 32 tests."""
     many = {"once": 60, "references": 100} if kind == "new_tokens" else {"once": 150, "references": 150, "tokens": 4}
     plan = plan_canaries(config(kind, **many), source=source, generator=random.Random(seed))
     features = [
@@ -140,8 +139,8 @@ def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tok
         place = {value: rank for rank, value in enumerate(sorted(set(values)))}
         ranks = np.array([place[value] for value in values])
         ours, theirs = ranks[: len(coins)], ranks[len(coins) :]
-        assert stats.ks_2samp(ours, theirs).pvalue > 1e-8 / 48
-        assert stats.ks_2samp(ours[coins], ours[~coins]).pvalue > 1e-8 / 48
+        assert stats.ks_2samp(ours, theirs).pvalue > 1e-8 / 32
+        assert stats.ks_2samp(ours[coins], ours[~coins]).pvalue > 1e-8 / 32
 
 
 def test_the_order_in_which_texts_are_found_says_nothing_of_who_gets_them(monkeypatch, seed):
@@ -187,22 +186,6 @@ def test_what_the_base_model_expects_is_what_one_pass_after_the_other_gives(sour
     np.testing.assert_allclose(source.expected(sentences), mean_log_probs(tokenizer, sentences), rtol=1e-4)
 
 
-def test_rare_tokens_are_the_eighth_that_the_base_model_expects_least(source, tokenizer):
-    asked = random.Random(0).sample(range(carriers.NUM_CARRIERS), kinds.SENTENCES_ASKED)
-    expected = mean_log_probs(tokenizer, [carriers.carrier(index) for index in asked])
-    plan = plan_canaries(config("rare_tokens", once=10), source=source, generator=random.Random(8))
-    secrets = [encoded(canary, tokenizer) for canary in everyone(plan)]
-    for pool, used in (
-        (source.first_ids, {s[0] for s in secrets}),
-        (source.ordinary_ids, {i for s in secrets for i in s[1:]}),
-    ):
-        limit = np.sort(expected[pool])[math.ceil(len(pool) / 8) - 1]
-        assert used <= set(pool)
-        assert expected[list(used)].max() <= limit + 1e-4
-    # Every canary draws from the one pool, whatever its carrier.
-    assert plan.log2_secrets == pytest.approx(math.log2(math.ceil(353 / 8)) + 5 * math.log2(math.ceil(859 / 8)))
-
-
 def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenizer):
     plan = plan_canaries(config("new_tokens", once=10), source=source, generator=random.Random(9))
     used = [encoded(canary, tokenizer)[0] for canary in everyone(plan)]
@@ -230,49 +213,8 @@ def test_new_tokens_need_an_output_head_that_trains(adapter, trains, tokenizer):
     weights = {id(parameter) for parameter in built.get_output_embeddings().parameters() if parameter.requires_grad}
     assert own.head_trains() == trains == bool(weights)
     if not trains:
-        with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: \[lm_head\].*rare_tokens"):
+        with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: \[lm_head\].*random_tokens"):
             plan_canaries(config("new_tokens", once=10), source=own)
-
-
-def test_synthetic_secrets_are_samples_of_the_base_model(source, tokenizer, seed):
-    """The first token, behind one carrier, at the exact probabilities of the tempered and restricted softmax."""
-    sentence = carriers.carrier(99)
-    temperature = 1.5
-    drawn = source.sample([sentence] * 1000, 1, temperature, random.Random(seed))
-    logits = torch.tensor(mean_log_probs(tokenizer, [sentence]))[source.first_ids]
-    probability = torch.softmax(logits / temperature, dim=-1).numpy()
-    place = {token: index for index, token in enumerate(source.first_ids)}
-    counts = np.bincount([place[ids[0]] for ids, _ in drawn], minlength=len(place))
-    common = probability * 1000 >= 5
-    seen = [*counts[common], counts[~common].sum()]
-    wanted = np.array([*probability[common], probability[~common].sum()])
-    assert stats.chisquare(seen, 1000 * wanted / wanted.sum()).pvalue > 1e-8
-    bits = [-math.log2(probability[place[ids[0]]]) for ids, _ in drawn]
-    np.testing.assert_allclose([cost for _, cost in drawn], bits, atol=1e-3)
-
-
-def test_what_a_synthetic_secret_costs_is_its_probability_token_by_token(source, tokenizer):
-    sentences = [carriers.carrier(index) for index in range(20)]
-    drawn = source.sample(sentences, 4, 1.2, random.Random(1))
-    net = model.load_base(recipe().model, torch.device("cpu")).eval()
-    for sentence, (ids, bits) in zip(sentences, drawn, strict=True):
-        prompt, cost = tokenizer(sentence)["input_ids"], 0.0
-        for place, token in enumerate(ids):
-            allowed = source.ordinary_ids if place else source.first_ids
-            with torch.inference_mode():
-                logits = net(torch.tensor([[*prompt, *ids[:place]]])).logits[0, -1].double()[allowed]
-            cost -= float((logits / 1.2).log_softmax(dim=-1)[allowed.index(token)]) / math.log(2)
-        assert bits == pytest.approx(cost, abs=1e-3)
-
-
-def test_log2_secrets_of_synthetic_text_grows_with_the_temperature(source):
-    bits = [
-        plan_canaries(
-            config("synthetic", once=10, tokens=3, temperature=t), source=source, generator=random.Random(2)
-        ).log2_secrets
-        for t in (0.8, 1.0, 1.5)
-    ]
-    assert 0 < bits[0] < bits[1] < bits[2] < 3 * math.log2(859)
 
 
 def test_personal_details_belong_to_nobody(seed):
@@ -301,6 +243,18 @@ def test_the_check_digit_is_that_of_real_cards():
     assert not any(pii.passes_luhn(f"7992739871{digit}") for digit in "012456789")
 
 
+@pytest.mark.parametrize("given", [{"kind": "rare_tokens"}, {"kind": "synthetic"}, {"temperature": 1.2}])
+def test_what_is_planted_no_more_is_answered_with_what_to_write_instead(given, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_config(recipe()))
+    overrides = {f"audit.canaries.{key}": value for key, value in given.items()}
+    with pytest.raises(
+        ConfigError, match=r"planted no more; (use audit\.canaries\.kind: random_tokens|leave the key out)"
+    ):
+        load_config(path, overrides)
+    assert load_config(path, {"audit.canaries.temperature": 1.0}).audit.canaries == CanaryConfig()  # of an earlier run
+
+
 def test_kinds_of_the_base_model_need_one():
     for kind in kinds.NEED_MODEL:
         with pytest.raises(ConfigError, match="no model was given"):
@@ -318,7 +272,6 @@ def test_kinds_of_the_base_model_need_one():
             r"raise audit\.canaries\.tokens",
         ),
         (CanaryConfig(kind="new_tokens", groups={1: 300}, references=100), "need a token each"),
-        (CanaryConfig(kind="synthetic", tokens=1, groups={1: 300}, references=100), r"or audit\.canaries\.temperature"),
         (CanaryConfig(kind="pii", groups={1: 500}, references=100), "lower audit.canaries.groups"),
         (CanaryConfig(groups={1: 9_000_000_000}), "distinct sentences"),
     ],
@@ -348,7 +301,7 @@ def test_room_for_a_secret_is_judged_as_training_would_cut_it(tokenizer):
 
 def test_what_is_not_read_back_is_refused_and_quotes_nothing(tokenizer, source, monkeypatch):
     short = ModelSource(recipe(max_length=28), tokenizer, torch.device("cpu"))
-    for kind in ("random_tokens", "rare_tokens", "new_tokens", "synthetic"):
+    for kind in ("random_tokens", "new_tokens"):
         with pytest.raises(ConfigError, match=r"raise data\.max_length") as caught:
             plan_canaries(config(kind), source=short, generator=random.Random(13))
         assert not any(word in str(caught.value) for word in ("store", "number for", "reads", "remains"))

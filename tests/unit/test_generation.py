@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from dpllm import builtin
 from dpllm.audit.canaries import Canary, plan_canaries
-from dpllm.audit.generate import choice, decoding, generation, untargeted
+from dpllm.audit.generate import decoding, generation, untargeted
 from dpllm.audit.generate.decoding import complete, sample
 from dpllm.audit.generate.generation import generate_attacks
 from dpllm.audit.scores import encode_secret, score
@@ -254,15 +254,12 @@ def test_the_log_probability_of_a_text_is_the_sum_over_its_tokens(base):
 # The whole.
 
 
-def case_of(one, references, tokenizer, choices):
-    def encoded(other):
-        return encode_secret(other, "text", tokenizer, MAX_LENGTH, "truncate")
-
-    return generation._case(one, generation._pools(references), encoded, tokenizer, choices, 0)
+def case_of(one, tokenizer):
+    return generation._case(one, "text", tokenizer, MAX_LENGTH, "truncate")
 
 
 def found_by(models, plan, **options):
-    settings = {"prompts": 200, "beams": 2, "samples": 6, "choices": 5, **options}
+    settings = {"prompts": 200, "beams": 2, "samples": 6, **options}
     return generate_attacks(models, plan, "text", MAX_LENGTH, "truncate", **settings)
 
 
@@ -281,11 +278,6 @@ def test_what_was_learned_by_heart_comes_out_and_the_controls_do_not(report, pla
         others = [learned["base"], learned["held_out"], *report["completion"]["1"][search].values()]
         assert [other["exact"] + other["near_tokens"] + other["near_characters"] for other in others] == [0] * 5
         assert max(other["mean_common_share"] for other in others) < 0.4
-    chosen = report["choice"]["16"]
-    assert chosen["inserted"]["accuracy"] == 1.0
-    assert chosen["inserted"]["interval"][0] > chosen["inserted"]["chance"] == 0.2
-    for control in (chosen["base"], chosen["held_out"], *report["choice"]["1"].values()):
-        assert control["interval"][0] <= 0.2 <= control["interval"][1]
     assert report["personal"] is None
 
 
@@ -306,17 +298,17 @@ def test_a_report_is_json_repeats_itself_and_holds_no_text(models, plan, report,
     for one in (*plan.canaries, *plan.references):
         assert one.secret not in written
         assert one.carrier not in written
-    case = case_of(plan.canaries[0], plan.references, tokenizer, 3)
+    case = case_of(plan.canaries[0], tokenizer)
     assert plan.canaries[0].secret not in repr(case)
 
 
 def test_coins_decide_who_is_counted_where_and_nothing_else(models, plan, tokenizer):
-    """With every coin turned round, each canary keeps its prompt, its choices and its answers."""
+    """With every coin turned round, each canary keeps its prompt and its answers."""
     turned = replace(plan, canaries=tuple(replace(one, inserted=not one.inserted) for one in plan.canaries))
     for one, other in zip(plan.canaries, turned.canaries, strict=True):
-        first, second = (case_of(c, plan.references, tokenizer, 5) for c in (one, other))
-        assert (first.prompt, first.target, first.choices) == (second.prompt, second.target, second.choices)
-    report = found_by(models, turned, prompts=3, samples=1, choices=2)
+        first, second = (case_of(c, tokenizer) for c in (one, other))
+        assert (first.prompt, first.target) == (second.prompt, second.target)
+    report = found_by(models, turned, prompts=3, samples=1)
     found = report["completion"]["16"]["greedy"]
     assert found["held_out"]["exact"] > 0
     assert found["inserted"]["exact"] == 0
@@ -327,11 +319,10 @@ def test_other_formats_and_tight_lengths_are_no_matter(models, plan, tokenizer):
         len(encode_secret(one, "prompt_completion", tokenizer, MAX_LENGTH, "refuse")[0].input_ids)
         for one in (*plan.canaries, *plan.references)
     )
-    options = {"prompts": 2, "beams": 2, "samples": 2, "choices": 3}
+    options = {"prompts": 2, "beams": 2, "samples": 2}
     report = generate_attacks(models, plan, "prompt_completion", fitting, "truncate", **options)
     assert report["settings"]["sample_tokens"] < fitting
     assert report["completion"]["1"]["greedy"]["inserted"]["prompts"] == 2
-    assert report["choice"]["16"]["held_out"]["asked"] <= 2
 
 
 def test_canaries_are_chosen_by_id(plan):
@@ -344,47 +335,12 @@ def test_canaries_are_chosen_by_id(plan):
 
 def test_a_secret_that_the_prompt_holds_is_left_out(tokenizer):
     repeated = Canary("c00000", 1, "The code 12345678 of the store is", "12345678", inserted=True)
-    case = case_of(repeated, [], tokenizer, 1)
+    case = case_of(repeated, tokenizer)
     found = generation._compare([case], [case.target], [0], tokenizer)
     assert (found["prompts"], found["in_prompt"], found["exact"]) == (0, 1, 0)
     plain = Canary("c00000", 1, "The code of the store is", "12345678", inserted=True)
-    case = case_of(plain, [], tokenizer, 1)
+    case = case_of(plain, tokenizer)
     assert generation._compare([case], [case.target], [0], tokenizer)["exact"] == 1
-
-
-def test_choices_are_scored_as_any_sequence_is(base, tokenizer, plan, monkeypatch):
-    """Whether their beginning is read once or not, in batches of any size, and with texts of unequal lengths."""
-    choices = [
-        [
-            encode_secret(replace(one, secret=secret), "text", tokenizer, MAX_LENGTH, "truncate")
-            for secret in (one.secret, "7", "31415926535", "quiet 12")
-        ]
-        for one in plan.canaries
-    ]
-    choices.insert(3, [])
-    truth = [
-        [score(base, [sequence], [mask], 64)[0].log_prob.sum() for sequence, mask in options] for options in choices
-    ]
-    for budget in (1, 500, 10**6):
-        for values, expected in zip(choice.log_prob(base, choices, budget), truth, strict=True):
-            assert values == pytest.approx(expected, abs=1e-3)
-    monkeypatch.setattr(choice, "_read_once", lambda *_: None)
-    for values, expected in zip(choice.log_prob(base, choices, 500), truth, strict=True):
-        assert values == pytest.approx(expected, abs=1e-3)
-
-
-def test_an_untrained_adapter_chooses_by_chance_and_a_tie_is_wrong(tokenizer):
-    assert choice.accuracy([np.zeros(5), np.array([1.0, 0.0, 1.0]), np.array([2.0, 1.0])])["right"] == 1
-    assert choice.accuracy([np.zeros(0)]) == {
-        "asked": 0,
-        "right": 0,
-        "accuracy": None,
-        "interval": None,
-        "chance": None,
-    }
-    rng = np.random.default_rng(0)
-    found = choice.accuracy(list(rng.normal(size=(400, 10))))
-    assert found["interval"][0] < found["chance"] < found["interval"][1]
 
 
 def test_personal_canaries_come_out_by_name(tokenizer):
@@ -412,14 +368,10 @@ def test_personal_canaries_come_out_by_name(tokenizer):
     assert sides["inserted"]["precision"] == sides["inserted"]["planted"] / sides["inserted"]["details"]
     assert (sides["base"]["own"], sides["base"]["planted"]) == (0, 0)
     assert sides["held_out"]["own"] == 0
-    # Decoys of a phone number are phone numbers; there are too few addresses to be choosy.
-    case = case_of(people[0], references, tokenizer, 5)
-    assert len(case.choices) == 5
 
 
 def test_a_group_without_inserted_canaries_is_reported_empty(models, plan):
     none_in = replace(plan, canaries=tuple(replace(one, inserted=False) for one in plan.canaries if one.group == 1))
-    report = found_by(models, none_in, prompts=2, samples=1, choices=2)
+    report = found_by(models, none_in, prompts=2, samples=1)
     assert report["completion"]["1"]["beam"]["inserted"]["prompts"] == 0
-    assert report["choice"]["1"]["inserted"]["accuracy"] is None
     json.dumps(report, allow_nan=False)

@@ -223,7 +223,6 @@ def test_independent_coins_carry_the_bound_with_and_without_references(reference
     exposure = report["exposure"]["1"]
     assert exposure["largest_possible"] == np.log2(references or len(outside))
     assert report["extraction"]["1"]["held_out"] == len(once) - len(inside)
-    assert report["exposure_tail"]["references"] == (references or len(outside))
 
 
 @pytest.mark.parametrize("draw", [1, 8])
@@ -250,7 +249,6 @@ def test_without_independent_coins_there_is_no_bound_and_no_verdict(references, 
     assert report["epsilon_lower_bound"]["value"] == 0
     assert report["epsilon_lower_bound"]["ceiling"] == 0
     assert report["epsilon_lower_bound"]["num_canaries"] == 0
-    assert report["estimates"] == {}
     assert {seen["test"] for seen in report["repeated"].values()} == {None}
     assert report["verdict"] == ("inconclusive" if claim else "no_claim")
     assert '{"coins": "independent"}' in report["verdict_reason"]

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dpllm import builtin
-from dpllm.audit.outside import outside
+from dpllm.audit import scores
 from dpllm.audit.outside.outside import (
     audit_outside_canaries,
     audit_outside_members,
     outside_claim,
-    unit_settings,
     write_outside,
 )
 from dpllm.audit.outside.outside_model import load_outside, positions
@@ -296,9 +295,8 @@ def test_a_column_may_say_whose_a_row_is(adapter, tmp_path):
         made = [{**row, "who": f"{name}{number // 2}"} for number, row in enumerate(rows(name, 120))]
         tiny.write_rows(tmp_path / f"{name}.jsonl", made)
     files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
-    found = audit_outside_members(adapter, *files, settings=unit_settings(files[0], "who", 64))
+    found = audit_outside_members(adapter, *files, unit="who")
     assert (found["members"], found["unit"]) == (60, "who")
-    assert unit_settings(files[0], "example").unit == "example"
 
 
 def test_rows_are_cut_where_the_model_ends(tmp_path):
@@ -308,7 +306,6 @@ def test_rows_are_cut_where_the_model_ends(tmp_path):
         tiny.write_rows(tmp_path / f"{side}.jsonl", [{"text": f"{side} {n} " * 120} for n in range(60)])
     files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
     assert audit_outside_members(path, *files)["members"] == 60
-    assert audit_outside_members(path, *files, settings=unit_settings(files[0], "example"))["members"] == 60
 
 
 def test_member_files_that_do_not_belong_together_are_refused(adapter, tmp_path):
@@ -362,7 +359,7 @@ def test_of_a_whole_text_every_token_counts_but_the_first_and_the_end(adapter, t
         seen.update(sequences=sequences, masks=masks, texts=texts)
         raise DpllmError("enough")
 
-    monkeypatch.setattr(outside, "score_sequences", score_sequences)
+    monkeypatch.setattr(scores, "score_sequences", score_sequences)
     made = [{"text": f"Anna has {n}", "inserted": n % 2 == 0} for n in range(60)]
     with pytest.raises(DpllmError, match="enough"):
         audit_outside_canaries(adapter, write_manifest(tmp_path / "m.jsonl", made))

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dpllm.audit import scores
 from dpllm.audit.canaries import Canary, plan_canaries
-from dpllm.audit.scores import encode_secret, read_table, score, score_canaries, write_table
-from dpllm.audit.table import CanaryScores
+from dpllm.audit.scores import encode_secret, score, score_canaries
+from dpllm.audit.table import CanaryScores, read_scores
+from dpllm.audit.tokens import write_tokens
 from dpllm.config import CanaryConfig
 from dpllm.data import TokenSequence, encode
 from dpllm.errors import ConfigError
@@ -260,47 +261,36 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         assert row.inserted == (None if canary.canary_id.startswith("r") else canary.inserted)
 
 
-ROWS = (
-    CanaryScores("c00001", 4, False, 3, -1.0000000000000002, -1e-17, False, True),
-    CanaryScores("c00000", 1, True, 4, -20.1, -30.7, True, False),
-    CanaryScores("r00000", 0, None, 5, -0.1, -33.0, False, False),
-)
-
-
-def test_a_table_comes_back_exactly_and_is_the_same_bytes_in_any_order(tmp_path):
-    write_table(ROWS, tmp_path / "a.csv")
-    write_table(reversed(ROWS), tmp_path / "b.csv")
-    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
-    assert read_table(tmp_path / "a.csv") == tuple(sorted(ROWS, key=lambda row: row.canary_id))
-
-
-def test_a_written_table_holds_no_text(tokenizer, model, tmp_path):
+def test_the_tables_of_an_audit_come_back_exactly_and_hold_no_text(tokenizer, model, tmp_path):
     plan = plan_canaries(CanaryConfig(groups={1: 10}, digits=8, references=100))
-    write_table(
-        score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate")[0], tmp_path / "scores.csv"
+    rows, tokens = score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate")
+    write_tokens(tokens, tmp_path / "tokens.parquet")
+    assert read_scores(tmp_path)[0] == rows
+    written = parquet.read_table(tmp_path / "tokens.parquet")
+    assert set(written["canary_id"].to_pylist()) == {row.canary_id for row in rows}
+    words = {field.name for field in written.schema if str(field.type) not in ("double", "int64", "bool")}
+    assert words == {"canary_id"}
+
+
+OLD = "canary_id,group,inserted,num_tokens,tuned_log_prob,base_log_prob,tuned_greedy,base_greedy"
+
+
+def test_the_score_table_of_an_earlier_audit_is_read(tokenizer, model, tmp_path):
+    plan = plan_canaries(CanaryConfig(groups={1: 2}, digits=8, references=100))
+    _, tokens = score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate")
+    write_tokens(tokens, tmp_path / "tokens.parquet")
+    lines = [OLD, "c00001,4,0,3,-1.0000000000000002,-1e-17,0,1", "r00000,0,,5,-0.1,-33.0,0,0"]
+    (tmp_path / "scores.csv").write_text("\n".join(lines))
+    assert read_scores(tmp_path)[0] == (
+        CanaryScores("c00001", 4, False, 3, -1.0000000000000002, -1e-17, False, True),
+        CanaryScores("r00000", 0, None, 5, -0.1, -33.0, False, False),
     )
-    written = (tmp_path / "scores.csv").read_text()
-    fields = {field for line in written.splitlines() for field in line.split(",")}
-    for canary in (*plan.canaries, *plan.references):
-        assert canary.secret not in fields
-        assert canary.carrier not in written
-
-
-@pytest.mark.parametrize("damage", ["", "x,y\n1,2\n", "HEADER\nc1,1,2,3,-1.0,-1.0,0,0\n", "HEADER\nc1,1,1,3,-1.0\n"])
-def test_a_damaged_table_is_refused(tmp_path, damage):
-    write_table(ROWS, tmp_path / "good.csv")
-    header = (tmp_path / "good.csv").read_text().splitlines()[0]
-    (tmp_path / "bad.csv").write_text(damage.replace("HEADER", header))
-    with pytest.raises(ConfigError, match="damaged"):
-        read_table(tmp_path / "bad.csv")
+    for damage in ("", "x,y\n1,2\n", f"{OLD}\nc1,1,2,3,-1.0,-1.0,0,0\n", f"{OLD}\nc1,1,1,3,-1.0\n"):
+        (tmp_path / "scores.csv").write_text(damage)
+        with pytest.raises(ConfigError, match="damaged"):
+            read_scores(tmp_path)
     with pytest.raises(ConfigError, match="run dpllm audit first"):
-        read_table(tmp_path / "none.csv")
-
-
-def test_a_score_is_not_lost_between_table_and_file(tmp_path):
-    rows = [replace(ROWS[1], canary_id=f"c{i:05d}", tuned_log_prob=-math.pi * 10**-i) for i in range(12)]
-    write_table(rows, tmp_path / "t.csv")
-    assert [row.tuned_log_prob for row in read_table(tmp_path / "t.csv")] == [row.tuned_log_prob for row in rows]
+        read_scores(tmp_path / "none")
 
 
 def test_scores_do_not_depend_on_merging_the_adapter():

@@ -32,6 +32,8 @@ def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> Toke
         rng.integers(20, 90, len(lengths)),
         np.repeat(np.arange(len(lengths)), lengths),
         **columns,
+        groups=tuple(index % 3 for index in range(len(lengths))),
+        coins=tuple(index % 2 == 0 if index % 3 else None for index in range(len(lengths))),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,15 @@ from dpllm.audit.planting import pii
 
 
 def naive_distance(first, second):
-    row = list(range(len(second) + 1))
-    for i, a in enumerate(first, 1):
-        above, row[0] = row[:], i
-        for j, b in enumerate(second, 1):
-            row[j] = min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (a != b))
-    return row[-1]
+    """By its recursion: what the last step can have been."""
+
+    @cache
+    def of(i, j):
+        if not i or not j:
+            return i + j
+        return min(of(i - 1, j) + 1, of(i, j - 1) + 1, of(i - 1, j - 1) + (first[i - 1] != second[j - 1]))
+
+    return of(len(first), len(second))
 
 
 texts = st.text(alphabet="abc", max_size=80)
@@ -82,19 +86,10 @@ def test_details_are_found_however_they_are_written(text, details):
     assert personal.find(text) == details
 
 
-def test_kinds_of_secrets():
-    assert personal.kind_of("555-555-0142") == "phone"
-    assert personal.kind_of("a@example.org") == "email"
-    assert personal.kind_of("4000 1234 5678 9010") == "card"
-    assert personal.kind_of("12345678") is None
-    assert personal.kind_of("a@example.org 555-555-0142") is None
-
-
 def test_the_planted_details_are_recognised_as_what_they_are():
     for sentence, detail in pii.draw(200, random.Random(0)):
-        assert personal.kind_of(detail) == next(
-            kind for kind, start in pii.SENTENCES.items() if start[:8] == sentence[:8]
-        )
+        kind = next(kind for kind, start in pii.SENTENCES.items() if start[:8] == sentence[:8])
+        assert {found for found, _ in personal.find(detail)} == {kind}
         assert not personal.find(sentence)
         assert len(personal.find(f"{sentence} {detail}.")) == 1
 

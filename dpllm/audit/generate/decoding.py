@@ -54,9 +54,8 @@ def sample(
     num_tokens: int,
     *,
     seed: int,
-    top_k: int = TOP_K,
 ) -> list[Tokens]:
-    """One random continuation of every prompt, at temperature 1 from the ``top_k`` likeliest tokens.
+    """One random continuation of every prompt, at temperature 1 from the ``TOP_K`` likeliest tokens.
 
     Args:
         model: As for ``complete``.
@@ -64,10 +63,9 @@ def sample(
         prompts_ids: As for ``complete``; a prompt may stand there several times.
         num_tokens: How many to write, >= 1; an end token ends nothing.
         seed: Decides, on one kind of device, everything that is random. The generators of the process are left alone.
-        top_k: 1 or more.
     """
     config = GenerationConfig(
-        **_common(tokenizer, num_tokens), do_sample=True, num_beams=1, temperature=1.0, top_p=1.0, top_k=top_k
+        **_common(tokenizer, num_tokens), do_sample=True, num_beams=1, temperature=1.0, top_p=1.0, top_k=TOP_K
     )
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""Attacks that let the model write, or ask it to choose: completion, choice of a secret, free text, personal details.
+"""Attacks that let the model write: completion, free text, personal details.
 
 Comes in: the tuned model, its base, and the canaries. Goes out: counts for each group of repetitions, every one beside
 its controls: the same canaries on the base model, and held-out canaries on the tuned one. No text leaves this module.
@@ -7,9 +7,8 @@ Which canaries are asked about follows from ids and from a public seed, never fr
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,23 +16,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dpllm.audit.canaries import Canary, CanaryPlan
-from dpllm.audit.generate import choice, personal, untargeted, verbatim
+from dpllm.audit.generate import personal, untargeted, verbatim
 from dpllm.audit.generate.decoding import Tokens, complete, sample, until_end
 from dpllm.audit.scores import encode_secret
 from dpllm.data import Format
-from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpllm.model import ScoringModels
 
-# A legend of shapes: M canaries that are asked about, K secrets to choose from.
-
 PERSONAL_SAMPLES = 4
 """Texts sampled behind each prompt that names a person, beside the greedy one."""
 _LOGITS_PER_BATCH = 2**28  # elements
-_TOKENS_PER_BATCH = (
-    2**12
-)  # a processor without an accelerator gets slower with larger batches, and the others no faster
+_TOKENS_PER_BATCH = 2**12  # a processor alone gets slower with larger batches, and accelerators no faster
 _ROOM = 8  # tokens behind the longest secret, so that a text may come to it late
 
 Floats = NDArray[np.float64]
@@ -48,8 +42,6 @@ class _Case:
     target: Tokens
     prompt_text: str
     target_text: str
-    choices: tuple[choice.Option, ...]
-    """Its own secret and others behind its carrier, encoded, with the tokens to score; empty: too few fit."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,8 +50,6 @@ class _Answers:
 
     completions: dict[str, list[Tokens]]
     """By kind of search, of each case."""
-    choice_log_prob: list[Floats]
-    """Of each case, log p of each choice; of the own secret first."""
     texts: list[Tokens]
     personal: list[list[str]]
     """Of each case; empty where canaries are no personal details."""
@@ -75,10 +65,9 @@ def generate_attacks(
     prompts: int = 200,
     beams: int = 8,
     samples: int = 200,
-    choices: int = 10,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Everything about the canaries that needs a model to write or to choose.
+    """Everything about the canaries that needs a model to write.
 
     Args:
         models: Tuned and base, in eval mode.
@@ -90,11 +79,10 @@ def generate_attacks(
             the smallest ids.
         beams: Of the beam search, >= 2.
         samples: Texts to sample without a prompt.
-        choices: K: the own secret and K - 1 of references.
-        seed: Of samples and of choices; public, and independent of the coins.
+        seed: Of samples; public, and independent of the coins.
 
     Returns:
-        Ready for JSON, counts only: ``settings``; ``completion``, ``choice`` and ``personal`` (None unless the canaries
+        Ready for JSON, counts only: ``settings``; ``completion`` and ``personal`` (None unless the canaries
         are personal details) for each group; ``untargeted`` for texts of the tuned and of the base model. Deterministic
         for one kind of device.
 
@@ -105,13 +93,9 @@ def generate_attacks(
     tokenizer = models.tokenizer
     budget = min(_TOKENS_PER_BATCH, _LOGITS_PER_BATCH // max(1, len(tokenizer)))
 
-    def encoded(canary: Canary) -> choice.Option:
-        return encode_secret(canary, fmt, tokenizer, max_length, long_examples)
-
     inside = _chosen(plan.canaries, prompts, inserted=True)
     outside = _chosen(plan.canaries, prompts, inserted=False)
-    pools = _pools(plan.references)
-    cases = [_case(canary, pools, encoded, tokenizer, choices, seed) for canary in (*inside, *outside)]
+    cases = [_case(canary, fmt, tokenizer, max_length, long_examples) for canary in (*inside, *outside)]
     begin = untargeted.start(fmt, tokenizer)
     longest = max((len(case.prompt) + len(case.target) for case in cases), default=0) + _ROOM
     num_tokens = max(1, min(longest, max_length - len(begin)))
@@ -121,7 +105,6 @@ def generate_attacks(
             completions={
                 name: _complete(model, tokenizer, completed, width) for name, width in (("greedy", 1), ("beam", beams))
             },
-            choice_log_prob=choice.log_prob(model, [case.choices for case in cases], budget),
             texts=untargeted.write(model, tokenizer, begin, samples, num_tokens, seed),
             personal=_personal_texts(model, tokenizer, completed, max_length, seed) if plan.kind == "pii" else [],
         )
@@ -134,7 +117,7 @@ def generate_attacks(
         base_gain = -untargeted.log_prob(base_model, begin, base.texts, budget)
     base_gain += untargeted.log_prob(models.tuned, begin, base.texts, budget)
 
-    completion, choices_made, details = {}, {}, {}
+    completion, details = {}, {}
     planted = [canary.secret for canary in plan.canaries if canary.inserted]
     for group in sorted({canary.group for canary in plan.canaries}):
         own = [index for index, case in enumerate(cases) if case.canary.group == group and case.canary.inserted]
@@ -149,7 +132,6 @@ def generate_attacks(
             }
             for name in ("greedy", "beam")
         }
-        choices_made[str(group)] = _choices(tuned, base, own, held_out)
         if plan.kind == "pii":
             details[str(group)] = {
                 side: asdict(
@@ -173,11 +155,9 @@ def generate_attacks(
             "beams": beams,
             "samples": samples,
             "sample_tokens": num_tokens,
-            "choices": choices,
             "seed": seed,
         },
         "completion": completion,
-        "choice": choices_made,
         "untargeted": {"tuned": texts(tuned, own_gain), "base": texts(base, base_gain)},
         "personal": details if plan.kind == "pii" else None,
     }
@@ -192,47 +172,11 @@ def _chosen(canaries: Sequence[Canary], most: int, *, inserted: bool) -> list[Ca
     return result
 
 
-def _pools(references: Sequence[Canary]) -> dict[personal.Kind | None, list[str]]:
-    """Secrets of references, in the order of their ids, by what kind of personal detail they are."""
-    pools: dict[personal.Kind | None, list[str]] = {}
-    for one in sorted(references, key=lambda one: one.canary_id):
-        pools.setdefault(personal.kind_of(one.secret), []).append(one.secret)
-    return pools
-
-
-def _case(
-    canary: Canary,
-    pools: dict[personal.Kind | None, list[str]],
-    encoded: Callable[[Canary], choice.Option],
-    tokenizer: Any,
-    choices: int,
-    seed: int,
-) -> _Case:
-    sequence, mask = encoded(canary)
-    ids = sequence.input_ids
+def _case(canary: Canary, fmt: Format, tokenizer: Any, max_length: int, long_examples: str) -> _Case:
+    sequence, mask = encode_secret(canary, fmt, tokenizer, max_length, long_examples)
     first = mask.index(True)
-    target = ids[first : first + sum(mask)]
-    # A phone number is told from an address by any model, so a secret stands among its like where there are enough.
-    pool = list(pools.get(personal.kind_of(canary.secret), []))
-    if len(pool) < choices - 1:
-        pool = [secret for own in pools.values() for secret in own]
-    random.Random(f"{seed}/{canary.canary_id}").shuffle(pool)
-    options = [(sequence, mask)]
-    for other in pool:
-        if len(options) == choices:
-            break
-        try:
-            options.append(encoded(replace(canary, secret=other)))
-        except ConfigError:
-            continue  # too long behind this carrier, so it could not have been trained on there
-    return _Case(
-        canary=canary,
-        prompt=ids[:first],
-        target=target,
-        prompt_text=tokenizer.decode(ids[:first]),
-        target_text=tokenizer.decode(target),
-        choices=tuple(options) if len(options) == choices else (),
-    )
+    prompt, target = sequence.input_ids[:first], sequence.input_ids[first : first + sum(mask)]
+    return _Case(canary, prompt, target, tokenizer.decode(prompt), tokenizer.decode(target))
 
 
 def _complete(model: nn.Module, tokenizer: Any, cases: Sequence[_Case], beams: int) -> list[Tokens]:
@@ -281,20 +225,4 @@ def _compare(
         "near_tokens": sum(match.near_tokens for match in matches),
         "near_characters": sum(match.near_characters for match in matches),
         "mean_common_share": float(np.mean([match.common_share for match in matches])) if matches else None,
-    }
-
-
-def _choices(tuned: _Answers, base: _Answers, own: Sequence[int], held_out: Sequence[int]) -> dict[str, Any]:
-    """Whether the own secret is the likeliest of K: by how much training raised it, and, as a control, by the base alone."""
-
-    def gain(index: int) -> Floats:
-        return tuned.choice_log_prob[index] - base.choice_log_prob[index]
-
-    def before(index: int) -> Floats:
-        return base.choice_log_prob[index]
-
-    return {
-        "inserted": choice.accuracy([gain(index) for index in own]),
-        "base": choice.accuracy([before(index) for index in own]),
-        "held_out": choice.accuracy([gain(index) for index in held_out]),
     }

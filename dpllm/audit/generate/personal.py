@@ -45,12 +45,6 @@ def find(text: str) -> frozenset[Detail]:
     return frozenset(details)
 
 
-def kind_of(secret: str) -> Kind | None:
-    """Which kind of detail a secret is; None: none of them, or several."""
-    kinds = {kind for kind, _ in find(secret)}
-    return kinds.pop() if len(kinds) == 1 else None
-
-
 def count(
     secrets: Sequence[str], prompts: Sequence[str], texts: Sequence[Iterable[str]], planted: Iterable[str]
 ) -> Found:

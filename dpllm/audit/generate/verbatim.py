@@ -29,30 +29,13 @@ class Match:
 
 
 def edit_distance(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Levenshtein's distance: the fewest insertions, deletions and substitutions that turn one into the other.
-
-    References:
-        Myers 1999, "A fast bit-vector algorithm for approximate string matching", with the boundary of Hyyro 2003 for
-        whole strings: a column of the table of distances is held in the bits of two integers.
-    """
-    if not first or not second:
-        return max(len(first), len(second))
-    places: dict[Hashable, int] = {}
-    for index, item in enumerate(first):
-        places[item] = places.get(item, 0) | 1 << index
-    every, last = (1 << len(first)) - 1, 1 << (len(first) - 1)
-    # Bit i: the distance rises (plus) or falls (minus) by one from row i to row i + 1 of the present column.
-    plus, minus, distance = every, 0, len(first)
-    for item in second:
-        equal = places.get(item, 0)
-        diagonal = (((equal & plus) + plus) ^ plus) | equal | minus
-        right_plus = minus | (~(diagonal | plus) & every)
-        right_minus = diagonal & plus
-        distance += bool(right_plus & last) - bool(right_minus & last)
-        right_plus = (right_plus << 1 | 1) & every
-        plus = (right_minus << 1 | ~(diagonal | right_plus)) & every
-        minus = diagonal & right_plus
-    return distance
+    """Levenshtein's distance: the fewest insertions, deletions and substitutions that turn one into the other."""
+    row = list(range(len(second) + 1))
+    for place, item in enumerate(first, start=1):
+        before, row = row, [place]
+        for column, other in enumerate(second, start=1):
+            row.append(min(before[column] + 1, row[-1] + 1, before[column - 1] + (item != other)))
+    return row[-1]
 
 
 def edit_share(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:

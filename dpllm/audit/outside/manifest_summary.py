@@ -30,7 +30,7 @@ _NOT_SEEN = (
     "The lower bound does not exceed the claimed epsilon, but the attack was seen to work nowhere, so finding nothing means "
     "nothing. Plant a group with 32 repetitions."
 )
-_RANKED = ("attacks", "exposure", "exposure_tail", "sampling")
+_RANKED = ("attacks", "exposure", "sampling")
 _NOT_TESTED = "none: the canaries were not planted by independent fair coins"
 
 
@@ -54,7 +54,6 @@ def summarise_manifest(
     chosen: dict[str, Any] = {
         **fixed,
         "tokens": tokens,
-        "log2_secrets": planned.log2_secrets,
         "words": words_control(planned.canaries),
     }
     report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
@@ -89,7 +88,6 @@ def _without_coins(report: dict[str, Any], fixed: dict[str, Any]) -> dict[str, A
     return {
         **report,
         "epsilon_lower_bound": {**asdict(nothing), "guesses": [], "guesses_in": [], "method": _NOT_TESTED},
-        "estimates": {},
         "repeated": {group: {**seen, "test": None} for group, seen in report["repeated"].items()},
         "verdict": "inconclusive" if report["claim"] else "no_claim",
         "verdict_reason": NO_COINS + (_SHIFT if shift else ""),

@@ -18,8 +18,8 @@ from dpllm.audit.canaries import count_groups
 from dpllm.audit.outside.manifest import Manifest, read_manifest
 from dpllm.audit.outside.manifest_summary import summarise_manifest
 from dpllm.audit.outside.outside_model import load_outside, positions
-from dpllm.audit.rows.members import LIMIT, audit_members
-from dpllm.audit.scores import canary_rows, encode_secret, score_sequences
+from dpllm.audit.rows.members import audit_members
+from dpllm.audit.scores import encode_secret, score_encoded
 from dpllm.audit.table import CanaryScores
 from dpllm.audit.tokens import TokenTable
 from dpllm.audit.verdict import Claim
@@ -75,14 +75,13 @@ def audit_outside_canaries(
     base: str | None = None,
     claim: Claim | None = None,
     fmt: Format = "text",
-    settings: AuditConfig | None = None,
-    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Looks for canaries in a model that was trained elsewhere.
 
     Guarantee:
-        A true claim is called falsified with probability at most ``settings.alpha``, if the manifest says the truth: fair,
-        independent coins, each canary trained as often as its group says. Without independent coins no bound is given.
+        A true claim is called falsified with probability at most the default of ``audit.alpha``, if the manifest says the
+        truth: fair, independent coins, each canary trained as often as its group says. Without independent coins no bound
+        is given.
 
     Args:
         path: PEFT adapter or model directory.
@@ -90,8 +89,6 @@ def audit_outside_canaries(
         base: Name or directory of the base model; None: what adapter_config.json names.
         claim: Of ``outside_claim``.
         fmt: How a canary read in training, where carrier and secret are known.
-        settings: alpha and the grids of guesses; to be fixed before anyone looks at the coins.
-        device: Where the models run.
 
     Returns:
         What ``dpllm.audit.summary.summarise`` returns, with model, canaries and assumed. Without independent coins the bound
@@ -100,14 +97,14 @@ def audit_outside_canaries(
     Raises:
         ConfigError: See ``load_outside`` and ``read_manifest``, a canary that the model cannot read as a whole, or
             scores that are not finite.
-
     """
     planned = read_manifest(manifest)
     if planned.whole_texts and fmt != "text":
         raise ConfigError(f"{manifest}: whole texts have no {fmt} form. Give carrier and secret, or the format text.")
-    models, described = load_outside(path, base, _device(device))
+    models, described = load_outside(path, base, _device())
     rows, tokens = _score(models, planned, fmt)
-    report = summarise_manifest(rows, tokens, planned, claim, settings or AuditConfig())
+    # Nobody fixed alpha and the numbers of guesses before the training; so nobody chooses them now.
+    report = summarise_manifest(rows, tokens, planned, claim, AuditConfig())
     return {
         **report,
         "model": {**described, "weights": checkpoint.weight_hashes(path)},
@@ -122,9 +119,7 @@ def audit_outside_members(
     non_members: str,
     *,
     base: str | None = None,
-    settings: DataConfig | None = None,
-    limit: int = LIMIT,
-    device: torch.device | None = None,
+    unit: str = "example",
 ) -> dict[str, Any]:
     """Membership inference on a model that was trained elsewhere; it says nothing about epsilon.
 
@@ -133,10 +128,8 @@ def audit_outside_members(
         members: File of rows that trained: jsonl, csv, parquet, or txt with one row a line; or a directory of datasets.
         non_members: The same of rows that did not.
         base: As for ``audit_outside_canaries``.
-        settings: How rows read: format, columns, unit, max_length, long_examples; its train and eval are not read. None: one
-            row is one unit, of which ``MAX_LENGTH`` tokens are scored. Never more than the model reads.
-        limit: Units of each side.
-        device: Where the models run.
+        unit: "example": a row is one unit. Otherwise a column: everything of one of its values is. Of a row ``MAX_LENGTH``
+            tokens are scored, and never more than the model reads.
 
     Returns:
         The fields of ``dpllm.audit.rows.members.MembersReport``, with model and assumed. Private.
@@ -144,11 +137,11 @@ def audit_outside_members(
     Raises:
         ConfigError: See ``load_outside`` and ``audit_members``, or files of different formats; or scores that are not finite.
         DataError: A file that cannot be read.
-
     """
-    models, described = load_outside(path, base, _device(device))
-    chosen = settings or unit_settings(members, "example")
-    chosen = chosen.model_copy(update={"max_length": min(chosen.max_length, positions(models.tuned) or MAX_LENGTH)})
+    models, described = load_outside(path, base, _device())
+    whole = None if unit == "example" else _ALL_ROWS
+    longest = min(MAX_LENGTH, positions(models.tuned) or MAX_LENGTH)
+    chosen = DataConfig(train=members, unit=unit, max_examples_per_unit=whole, max_length=longest)
     tables = [_load(source, chosen) for source in (members, non_members)]
     formats = [table.format for table in tables]
     if formats[0] != formats[1]:
@@ -157,19 +150,12 @@ def audit_outside_members(
             "both the same columns."
         )
     groups = [data.group_rows(table, chosen) for table in tables]
-    report = audit_members(models, groups[0], groups[1], formats[0], chosen, limit=limit, end_tokens=False)
+    report = audit_members(models, groups[0], groups[1], formats[0], chosen, end_tokens=False)
     return {
         **report.to_json(),
         "model": {**described, "weights": checkpoint.weight_hashes(path)},
         "assumed": list(ASSUMED_MEMBERS),
     }
-
-
-def unit_settings(members: str, unit: str, max_length: int = MAX_LENGTH) -> DataConfig:
-    """How member files read where everything of one value of a column is one unit."""
-    if unit == "example":
-        return DataConfig(train=members, max_length=max_length)
-    return DataConfig(train=members, unit=unit, max_examples_per_unit=_ALL_ROWS, max_length=max_length)
 
 
 def write_outside(report: dict[str, Any], folder: Path, path: Path) -> Path:
@@ -199,8 +185,8 @@ def write_outside(report: dict[str, Any], folder: Path, path: Path) -> Path:
     return target
 
 
-def _device(device: torch.device | None) -> torch.device:
-    return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _score(models: ScoringModels, planned: Manifest, fmt: Format) -> tuple[tuple[CanaryScores, ...], TokenTable]:
@@ -208,14 +194,7 @@ def _score(models: ScoringModels, planned: Manifest, fmt: Format) -> tuple[tuple
     longest = positions(models.tuned) or MAX_LENGTH
     encoder = _encode_text if planned.whole_texts else _encode_secret
     encoded = [encoder(canary, fmt, models.tokenizer, longest) for canary in everyone]
-    tokens = score_sequences(
-        models,
-        [canary.canary_id for canary in everyone],
-        [canary.text for canary in everyone],
-        [sequence for sequence, _ in encoded],
-        [mask for _, mask in encoded],
-    )
-    return canary_rows(everyone, tokens), tokens
+    return score_encoded(models, everyone, encoded)
 
 
 def _encode_secret(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[TokenSequence, tuple[bool, ...]]:

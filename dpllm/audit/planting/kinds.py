@@ -1,81 +1,39 @@
 """Kinds of secrets: how the text of canaries is drawn.
 
-Comes in: the canary section of the recipe, a source of random numbers, and for some kinds the base model behind a
-``Source``. Goes out: pairs of carrier and secret. Knows no coins, sees no data, and imports no torch.
+Comes in: the canary section of the recipe, a source of random numbers, and for some kinds the base model. Goes out: pairs
+of carrier and secret. Knows no coins, sees no data, and imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from dpllm.audit.planting import carriers, pii
 from dpllm.config import CanaryConfig
 from dpllm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from dpllm.audit.planting.source import ModelSource  # which loads torch
+
 KEYS: dict[str, tuple[str, ...]] = {
     "digits": ("digits",),
     "random_tokens": ("tokens",),
-    "rare_tokens": ("tokens",),
     "new_tokens": (),
-    "synthetic": ("tokens", "temperature"),
     "pii": (),
 }
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
-NEED_MODEL = frozenset({"random_tokens", "rare_tokens", "new_tokens", "synthetic"})
-"""Kinds that are made of the base model's tokens, and so need a ``Source``."""
+NEED_MODEL = frozenset({"random_tokens", "new_tokens"})
+"""Kinds that are made of the base model's tokens, and so need it."""
 RAREST = 1 / 8
-"""Share of the vocabulary that counts as rare."""
+"""Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
 SENTENCES_ASKED = 64
 """After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
 TRIES = 400
 """Draws for one secret before a kind is given up."""
-
-
-class Source(Protocol):
-    """The base model and its tokenizer, as far as kinds need them. No method sees training data."""
-
-    @property
-    def first_ids(self) -> Sequence[int]:
-        """Ordinary tokens with which a secret can begin: behind a space, where the format puts one."""
-        ...
-
-    @property
-    def ordinary_ids(self) -> Sequence[int]:
-        """Tokens that are printable text by themselves, none of them special or added, rising."""
-        ...
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The secret that these tokens spell, without the space before it."""
-        ...
-
-    def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
-        """Whether a training row of carrier and secret is encoded with exactly these tokens for the secret."""
-        ...
-
-    def check_room(self, sentences: Sequence[str], num_tokens: int) -> None:
-        """Raises ConfigError where data.max_length has no room for so many tokens behind some of the sentences."""
-        ...
-
-    def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
-        """Mean over the sentences of the base model's log-probability of each token behind them, shape (V,), in nats."""
-        ...
-
-    def sample(
-        self, sentences: Sequence[str], num_tokens: int, temperature: float, generator: random.Random
-    ) -> list[tuple[tuple[int, ...], float]]:
-        """For each sentence ordinary tokens that the base model continues it with, and -log2 of their probability."""
-        ...
-
-    def head_trains(self) -> bool:
-        """Whether the recipe trains the rows of the output head."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -112,15 +70,14 @@ def example(carrier: str, secret: str, fmt: str) -> dict[str, Any]:
     )
 
 
-def draw(config: CanaryConfig, total: int, generator: random.Random, source: Source | None = None) -> Drawn:
+def draw(config: CanaryConfig, total: int, generator: random.Random, source: ModelSource | None = None) -> Drawn:
     """Draws the texts of candidates and references together.
 
     ``log2_secrets`` of the result is log2 |R|, the size in bits of the space that a secret was drawn from:
 
     - digits: exact.
-    - random_tokens, rare_tokens: an upper bound, since tokens that their own text is not encoded as are not counted out.
+    - random_tokens: an upper bound, since tokens that their own text is not encoded as are not counted out.
     - new_tokens: exact; the pool of tokens from which one was given to each canary.
-    - synthetic: no space, but the mean of -log2 p of the secrets under the sampler, which estimates its entropy.
     - pii: exact for phone numbers, the smallest of its three spaces, and so no more than any canary's own.
 
     Args:
@@ -148,13 +105,7 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Sou
     source.check_room(sentences, 1 if config.kind == "new_tokens" else config.tokens)
     if config.kind == "new_tokens":
         return _new_tokens(sentences, generator, source)
-    if config.kind == "synthetic":
-        return _synthetic(config, sentences, generator, source)
-    first, later = list(source.first_ids), list(source.ordinary_ids)
-    if config.kind == "rare_tokens":
-        expected_V = _expected(source)
-        first, later = ([*_rarest(ids, expected_V)] for ids in (first, later))
-    return _tokens(config, sentences, generator, source, first, later)
+    return _random_tokens(config, sentences, generator, source)
 
 
 def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Random) -> Drawn:
@@ -168,40 +119,48 @@ def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Ra
     return Drawn(tuple(zip(sentences, secrets, strict=True)), config.digits * math.log2(10))
 
 
-def _tokens(
-    config: CanaryConfig,
-    sentences: Sequence[str],
-    generator: random.Random,
-    source: Source,
-    first: Sequence[int],
-    later: Sequence[int],
+def _random_tokens(
+    config: CanaryConfig, sentences: Sequence[str], generator: random.Random, source: ModelSource
 ) -> Drawn:
-    """Tokens drawn uniformly and independently, the first of its own pool."""
+    """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence."""
+    first, later, total = source.first_ids, source.ordinary_ids, len(sentences)
     if not first or not later:
         raise _unreadable(config.kind)
     log2_secrets = math.log2(len(first)) + (config.tokens - 1) * math.log2(len(later))
-    if log2_secrets < math.log2(len(sentences)):
-        raise _too_few(config, len(sentences), f"there are {2**log2_secrets:.0f} of {config.tokens} such tokens")
+    if log2_secrets < math.log2(total):
+        raise _too_few(total, f"there are {2**log2_secrets:.0f} of {config.tokens} such tokens")
+    everything, secrets = "\n".join(sentences), dict[str, str]()
+    open_sentences = sentences
+    for tries in range(TRIES):
+        left = []
+        for sentence in open_sentences:
+            ids = (generator.choice(first), *generator.choices(later, k=config.tokens - 1))
+            secret = source.text(ids)
+            usable = secret and secret == secret.strip() and secret not in secrets and secret not in everything
+            if usable and source.reads(sentence, secret, ids):
+                secrets[secret] = sentence
+            else:
+                left.append(sentence)
+        if not left:
+            return Drawn(tuple((sentence, secret) for secret, sentence in secrets.items()), log2_secrets)
+        if not secrets and tries * total >= TRIES:
+            raise _unreadable(config.kind)
+        open_sentences = left
+    raise _too_few(total, f"{len(secrets)} were found")
 
-    def propose(numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        for _ in numbers:
-            yield (generator.choice(first), *generator.choices(later, k=config.tokens - 1))
 
-    return Drawn(_accept(config, sentences, source, propose), log2_secrets)
-
-
-def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Source) -> Drawn:
+def _new_tokens(sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
     """One token for each canary, of those that the base model expects least."""
     if not source.head_trains():
         raise ConfigError(
             "audit.canaries.kind new_tokens needs an output head that trains: with a frozen head the row of a token that the "
             "model hardly knows never moves, so nothing could be remembered. Set adapter.modules_to_save: [lm_head] (or "
-            "adapter.lm_head: true with frozen layers), or use kind rare_tokens."
+            "adapter.lm_head: true with frozen layers), or use kind random_tokens."
         )
     everything, total = "\n".join(sentences), len(sentences)
     wanted = max(2 * total, int(RAREST * len(source.first_ids)))
     pool: dict[str, int] = {}
-    for token in _rarest(source.first_ids, _expected(source), 1.0):
+    for token in _least_expected(source):
         secret = source.text((token,))
         if secret not in everything and source.reads(sentences[0], secret, (token,)):
             pool.setdefault(secret, token)
@@ -211,7 +170,7 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Sour
         raise ConfigError(
             f"audit.canaries: {total} canaries and references of kind new_tokens need a token each, and {len(pool)} tokens of "
             "this vocabulary can stand alone behind a carrier; lower audit.canaries.groups and references, or use kind "
-            "rare_tokens."
+            "random_tokens."
         )
     chosen = generator.sample(sorted(pool), total)
     for sentence, secret in zip(sentences, chosen, strict=True):
@@ -220,60 +179,14 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Sour
     return Drawn(tuple(zip(sentences, chosen, strict=True)), math.log2(len(pool)))
 
 
-def _synthetic(config: CanaryConfig, sentences: Sequence[str], generator: random.Random, source: Source) -> Drawn:
-    """What the base model writes behind each carrier."""
-    bits: dict[tuple[int, tuple[int, ...]], float] = {}
+def _least_expected(source: ModelSource) -> list[int]:
+    """The tokens that may begin a secret, those first that the base model expects least behind a carrier.
 
-    def propose(numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        behind = [sentences[number] for number in numbers]
-        drawn = source.sample(behind, config.tokens, config.temperature, generator)
-        for number, (ids, cost) in zip(numbers, drawn, strict=True):
-            bits[number, ids] = cost
-            yield ids
-
-    accepted: dict[int, tuple[int, ...]] = {}
-    texts = _accept(config, sentences, source, propose, accepted)
-    return Drawn(texts, float(np.mean([bits[number, ids] for number, ids in accepted.items()])))
-
-
-def _accept(
-    config: CanaryConfig,
-    sentences: Sequence[str],
-    source: Source,
-    propose: Callable[[Sequence[int]], Iterator[tuple[int, ...]]],
-    accepted: dict[int, tuple[int, ...]] | None = None,
-) -> tuple[tuple[str, str], ...]:
-    """Draws again for every sentence whose secret would not be read back, is taken, or stands in some sentence."""
-    accepted = {} if accepted is None else accepted
-    everything = "\n".join(sentences)
-    secrets: dict[str, int] = {}
-    open_numbers: Sequence[int] = range(len(sentences))
-    for tries in range(TRIES):
-        for number, ids in zip(open_numbers, propose(open_numbers), strict=True):
-            secret = source.text(ids)
-            usable = secret and secret == secret.strip() and secret not in secrets and secret not in everything
-            if usable and source.reads(sentences[number], secret, ids):
-                secrets[secret], accepted[number] = number, ids
-        open_numbers = [number for number in open_numbers if number not in accepted]
-        if not open_numbers:
-            return tuple((sentences[number], secret) for secret, number in secrets.items())
-        if not accepted and tries * len(sentences) >= TRIES:
-            raise _unreadable(config.kind)
-    raise _too_few(config, len(sentences), f"{len(secrets)} were found")
-
-
-def _expected(source: Source) -> NDArray[np.float64]:
-    indices = random.Random(0).sample(range(carriers.NUM_CARRIERS), SENTENCES_ASKED)
-    return source.expected([carriers.carrier(index) for index in indices])
-
-
-def _rarest(ids: Sequence[int], expected_V: NDArray[np.float64], share: float = RAREST) -> list[int]:
-    """The given share of the tokens, those that the base model expects least behind a carrier, the rarest first.
-
-    The mean over carriers makes one pool for all canaries, so that their secrets stay exchangeable.
+    The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.
     """
-    order = sorted(ids, key=lambda token: (expected_V[token], token))
-    return order[: math.ceil(share * len(order))]
+    indices = random.Random(0).sample(range(carriers.NUM_CARRIERS), SENTENCES_ASKED)
+    expected_V = source.expected([carriers.carrier(index) for index in indices])
+    return sorted(source.first_ids, key=lambda token: (expected_V[token], token))
 
 
 def _carriers(total: int, generator: random.Random) -> Sequence[str]:
@@ -285,11 +198,10 @@ def _carriers(total: int, generator: random.Random) -> Sequence[str]:
     return [carriers.carrier(index) for index in generator.sample(range(carriers.NUM_CARRIERS), total)]
 
 
-def _too_few(config: CanaryConfig, total: int, found: str) -> ConfigError:
-    warmer = " or audit.canaries.temperature" if config.kind == "synthetic" else ""
+def _too_few(total: int, found: str) -> ConfigError:
     return ConfigError(
-        f"audit.canaries: {total} canaries and references of kind {config.kind} need as many distinct secrets, and {found}; "
-        f"raise audit.canaries.tokens{warmer}, or lower groups and references."
+        f"audit.canaries: {total} canaries and references of kind random_tokens need as many distinct secrets, and {found}; "
+        "raise audit.canaries.tokens, or lower groups and references."
     )
 
 

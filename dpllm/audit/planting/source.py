@@ -1,14 +1,13 @@
-"""The base model as a source of canaries: which tokens are text, what it expects, what it writes.
+"""The base model as a source of canaries: which tokens are text, and what it expects.
 
-Comes in: a recipe and its tokenizer; the model is loaded when it is first asked. Goes out: token ids, log-probabilities and
-samples. Must never see data: the weights are the base model's, and rows are made of carriers and secrets alone.
+Comes in: a recipe and its tokenizer; the model is loaded when it is first asked. Goes out: token ids and
+log-probabilities. Must never see data: the weights are the base model's, and rows are made of carriers and secrets alone.
 """
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,16 +23,15 @@ from dpllm.config import FrozenConfig, RunConfig
 from dpllm.data import TokenSequence
 from dpllm.errors import ConfigError
 
-# A legend of shapes: B rows of a batch, V vocabulary, S sentences.
+# A legend of shapes: B rows of a batch, one of them, T tokens, V vocabulary.
 
-_LOGITS_AT_ONCE = 2**26
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
 """With which a token begins that stands behind a space, in byte-level and in SentencePiece vocabularies."""
 
 
 class ModelSource:
-    """A ``kinds.Source`` of a recipe's base model."""
+    """A recipe's base model and its tokenizer, as far as kinds need them. No method sees training data."""
 
     def __init__(self, config: RunConfig, tokenizer: Any, device: torch.device) -> None:
         """Loads nothing yet.
@@ -44,11 +42,10 @@ class ModelSource:
             device: Where the base model is to run.
         """
         self._config, self._tokenizer, self._device = config, tokenizer, device
-        self._known: dict[str, tuple[tuple[int, ...], int]] = {}
 
     @cached_property
     def ordinary_ids(self) -> list[int]:
-        """See ``kinds.Source``."""
+        """Tokens that are printable text by themselves, none of them special or added, rising."""
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         pieces = self._tokenizer.convert_ids_to_tokens(list(range(len(self._tokenizer))))
         # The bytes of a SentencePiece vocabulary spell characters that have tokens of their own.
@@ -61,18 +58,18 @@ class ModelSource:
 
     @cached_property
     def first_ids(self) -> list[int]:
-        """See ``kinds.Source``."""
+        """Ordinary tokens with which a secret can begin: behind a space, where the format puts one."""
         spaced = self._config.data.format != "messages"
         pieces = self._tokenizer.convert_ids_to_tokens(self.ordinary_ids)
         pairs = zip(self.ordinary_ids, pieces, strict=True)
         return [token for token, piece in pairs if piece.startswith(_MARKS_OF_A_SPACE) == spaced]
 
     def text(self, ids: Sequence[int]) -> str:
-        """See ``kinds.Source``."""
+        """The secret that these tokens spell, without the space before it."""
         return str(self._tokenizer.decode(list(ids))).removeprefix(" ")
 
     def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
-        """See ``kinds.Source``."""
+        """Whether a training row of carrier and secret is encoded with exactly these tokens for the secret."""
         # The bare text first: most of what fails fails there, and it is quick.
         spaced = f" {secret}" if self._config.data.format != "messages" else secret
         bare = self._tokenizer(spaced, add_special_tokens=False)["input_ids"]
@@ -82,48 +79,29 @@ class ModelSource:
         return row[start:end] == tuple(ids)
 
     def check_room(self, sentences: Sequence[str], num_tokens: int) -> None:
-        """See ``kinds.Source``."""
+        """Raises ConfigError where data.max_length has no room for so many tokens behind some of the sentences."""
         for sentence in sentences:
             prompt, after = self._prompt(sentence)
             if len(prompt) + num_tokens + after > self._config.data.max_length:
                 raise self._too_long()
 
     def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
-        """See ``kinds.Source``."""
-        prompts = self._prompts(sentences)
+        """Mean over the sentences of the base model's log-probability of each token behind them, shape (V,), in nats."""
         total_V: Any = 0.0
-        for rows in self._batches(prompts):
-            logits_BV = self._next(torch.tensor([prompts[row] for row in rows]), None)[0]
-            total_V = total_V + torch.log_softmax(logits_BV, dim=-1).sum(dim=0)
-        return np.asarray((total_V / len(prompts)).numpy(), dtype=np.float64)
-
-    def sample(
-        self, sentences: Sequence[str], num_tokens: int, temperature: float, generator: random.Random
-    ) -> list[tuple[tuple[int, ...], float]]:
-        """See ``kinds.Source``."""
-        prompts = self._prompts(sentences)
-        results: list[tuple[tuple[int, ...], float]] = [((), 0.0)] * len(prompts)
-        first, later = torch.tensor(self.first_ids), torch.tensor(self.ordinary_ids)
-        for rows in self._batches(prompts):
-            ids_BT = torch.tensor([prompts[row] for row in rows])
-            drawn, bits_B, cache = [], torch.zeros(len(rows), dtype=torch.float64), None
-            for place in range(num_tokens):
-                logits_BV, cache = self._next(ids_BT if cache is None else ids_BT[:, -1:], cache)
-                allowed = later if place else first
-                probability_BV = torch.softmax(logits_BV[:, allowed] / temperature, dim=-1)
-                sums_BV = probability_BV.cumsum(dim=-1)
-                uniform_B = torch.tensor([generator.random() for _ in rows], dtype=torch.float64)
-                chosen_B = torch.searchsorted(sums_BV, (uniform_B * sums_BV[:, -1])[:, None], right=True)[:, 0]
-                chosen_B.clamp_(max=len(allowed) - 1)
-                bits_B -= probability_BV.gather(1, chosen_B[:, None])[:, 0].log2()
-                drawn.append(allowed[chosen_B])
-                ids_BT = torch.cat([ids_BT, drawn[-1][:, None]], dim=1)
-            for row, ids, bits in zip(rows, torch.stack(drawn, dim=1).tolist(), bits_B.tolist(), strict=True):
-                results[row] = tuple(ids), bits
-        return results
+        for sentence in sentences:
+            ids_BT = torch.tensor([self._prompt(sentence)[0]], device=self._device)
+            with torch.inference_mode():
+                logits_V = self._model(input_ids=ids_BT, use_cache=False).logits[0, -1].double().cpu()
+            if bool(logits_V.isnan().any()):
+                raise ConfigError(
+                    f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
+                    "from it; use audit.canaries.kind digits, or model.dtype: float32."
+                )
+            total_V = total_V + torch.log_softmax(logits_V, dim=-1)
+        return np.asarray((total_V / len(sentences)).numpy(), dtype=np.float64)
 
     def head_trains(self) -> bool:
-        """See ``kinds.Source``."""
+        """Whether the recipe trains the rows of the output head."""
         adapter, head = self._config.adapter, self._model.get_output_embeddings()
         if isinstance(adapter, FrozenConfig):
             return adapter.lm_head
@@ -167,43 +145,15 @@ class ModelSource:
             return None  # the row was cut, and the like of the secret stands in the carrier
         return sequence.input_ids, start, end
 
-    def _prompts(self, sentences: Sequence[str]) -> list[tuple[int, ...]]:
-        """The tokens that stand before each secret, among them those of a chat template."""
-        return [self._prompt(sentence)[0] for sentence in sentences]
-
     def _prompt(self, sentence: str) -> tuple[tuple[int, ...], int]:
-        """Those tokens, and how many come after the secret."""
-        if sentence not in self._known:
-            sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
-            if not start:
-                raise self._too_long()
-            self._known[sentence] = tuple(sequence[:start]), len(sequence) - end
-        return self._known[sentence]
+        """The tokens that stand before a secret, among them those of a chat template, and how many come after it."""
+        sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
+        if not start:
+            raise self._too_long()
+        return tuple(sequence[:start]), len(sequence) - end
 
     def _too_long(self) -> ConfigError:
         return ConfigError(
             f"data.max_length {self._config.data.max_length} is too short for some canaries, so their secrets would not be "
             "trained on as a whole; raise data.max_length, or lower audit.canaries.tokens."
         )
-
-    def _batches(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
-        """Rows of one length, so that nothing is padded."""
-        lengths: dict[int, list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            lengths.setdefault(len(prompt), []).append(row)
-        for length, rows in sorted(lengths.items()):
-            size = max(1, _LOGITS_AT_ONCE // (length * max(1, len(self._tokenizer))))
-            for start in range(0, len(rows), size):
-                yield rows[start : start + size]
-
-    def _next(self, ids_BT: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        """Float64 logits of the next token on the CPU, and what the model remembers."""
-        with torch.inference_mode():
-            out = self._model(input_ids=ids_BT.to(self._device), past_key_values=cache, use_cache=True)
-        logits_BV = out.logits[:, -1].double().cpu()
-        if bool(logits_BV.isnan().any()):
-            raise ConfigError(
-                f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn from "
-                "it; use audit.canaries.kind digits, or model.dtype: float32."
-            )
-        return logits_BV, out.past_key_values

@@ -41,14 +41,10 @@ class BlindControl:
     """Of the first side above the second, each text scored by a classifier that was trained without its fold."""
     low: float
     high: float
-    confidence: float
-    """Of the two-sided interval ``low`` to ``high``."""
-    num_in: int
-    num_out: int
 
     @property
     def succeeds(self) -> bool:
-        """The interval lies above 1/2; by chance at most (1 - confidence) / 2 of the time."""
+        """The interval lies above 1/2; by chance at most (1 - confidence) / 2 of the time, see ``blind``."""
         return self.low > 0.5
 
 
@@ -89,24 +85,7 @@ def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float =
         variances.append(variance)
     value, variance = float(np.mean(areas)), _INFLATION * float(np.sum(variances)) / FOLDS**2
     low, high = _interval(value, variance, min(len(texts_in), len(texts_out)), 1 - confidence)
-    return BlindControl(value, low, high, confidence, len(texts_in), len(texts_out))
-
-
-def length_auc(
-    texts_in: Sequence[str], texts_out: Sequence[str], confidence: float = 0.95
-) -> dict[str, attacks.Estimate | None]:
-    """How well length alone separates: number of characters, and of bytes once compressed. Longer counts as "in".
-
-    Args:
-        texts_in: Shape (P,).
-        texts_out: Shape (N,).
-        confidence: Of the intervals.
-    """
-    measures = {"characters": len, "zlib_bytes": zlib_bytes}
-    return {
-        name: attacks.auc([measure(t) for t in texts_in], [measure(t) for t in texts_out], confidence)
-        for name, measure in measures.items()
-    }
+    return BlindControl(value, low, high)
 
 
 def zlib_bytes(text: str) -> int:
@@ -145,9 +124,7 @@ def _weights(present_DW: sparse.csr_array, in_D: NDArray[np.bool_], out_D: NDArr
 
 def _area(in_P: Floats, out_N: Floats) -> tuple[float, float]:
     """AUC and its variance by DeLong."""
-    both = stats.rankdata(np.concatenate((in_P, out_N)))
-    beaten_P = (both[: len(in_P)] - stats.rankdata(in_P)) / len(out_N)
-    beating_N = 1 - (both[len(in_P) :] - stats.rankdata(out_N)) / len(in_P)
+    beaten_P, beating_N = attacks.placements(in_P, out_N)
     return float(beaten_P.mean()), float(beaten_P.var(ddof=1) / len(in_P) + beating_N.var(ddof=1) / len(out_N))
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dpllm import data
 from dpllm.audit import attacks, token_attacks
-from dpllm.audit.rows.blind import BlindControl, blind, length_auc, zlib_bytes
+from dpllm.audit.rows.blind import BlindControl, blind, zlib_bytes
 from dpllm.audit.rows.overlap import Rows, check_overlap
 from dpllm.audit.summary import CONFIDENCE, separation
 from dpllm.audit.tokens import TokenTable
@@ -81,7 +81,7 @@ def audit_members(
     limit: int = LIMIT,
     end_tokens: bool = True,
 ) -> MembersReport:
-    """Scores rows that trained and rows that did not, beside three controls that have not seen the tuned model.
+    """Scores rows that trained and rows that did not, beside two controls that have not seen the tuned model.
 
     One privacy unit is one observation: all its tokens together, whatever number of rows and sequences they stand in.
 
@@ -141,7 +141,6 @@ def audit_members(
         controls={
             "base_model": _area("auc", base),
             "blind": None if words is None else {"auc": words.auc, "auc_interval": [words.low, words.high]},
-            "length": {name: _area("auc", area) for name, area in length_auc(texts_in, texts_out, CONFIDENCE).items()},
         },
         overlap=overlap,
     )

@@ -161,7 +161,7 @@ def one_canary_bound(
     bound = many_runs(score_R[coin_R], score_R[~coin_R], delta=delta, alpha=alpha)
     # Of each kind the first, third, fifth ... chose the threshold.
     perfect = Rates(having // 2, 0, 0, lacking // 2)
-    ceiling = epsilon_from_rates(perfect, delta=delta, alpha=alpha, independent_runs=True).value
+    ceiling = epsilon_from_rates(perfect, delta=delta, alpha=alpha).value
     assumes = (
         "target and shadows are independent runs of one mechanism: same recipe and Plan, coins, sample and noise drawn anew; "
         f"{bound.assumes}; the number of shadows was not chosen by what they showed"

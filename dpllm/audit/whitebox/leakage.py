@@ -21,12 +21,11 @@ from scipy import special
 from torch import Tensor, nn
 
 from dpllm.audit.whitebox import span
+from dpllm.audit.whitebox.replay import Watched, plain_gradient
 from dpllm.config import CanaryConfig, LoraConfig, RunConfig
 from dpllm.data import TokenSequence, Unit
 from dpllm.errors import ConfigError
 from dpllm.privacy import limits
-from dpllm.privacy.engine import Engine
-from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import key_bits, os_entropy
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PhysicalBatch, collate
@@ -35,6 +34,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PRIORS = (1e-6, 1e-4, 1e-2)
+CANDIDATES = 2000
+"""Tokens of the vocabulary that are ranked beside those of the batch."""
+STEP = 1e-2
+NUM_TEXTS = 8
+"""Artificial sentences in the batch of a recipe's audit."""
 STATEMENT = (
     "This adversary sees the gradient of a step: a server in federated training, or anyone with whom gradients are shared. "
     "It does not matter for an adapter that is trained in one place and released: nobody sees gradients there, and the "
@@ -124,15 +128,13 @@ def gradient_leakage(
     sequences: Sequence[TokenSequence],
     *,
     grad_sample_mode: str = "auto",
-    candidates: int = 2000,
-    step: float = 1e-2,
     entropy: int | Sequence[int] | None = None,
 ) -> LeakageReport:
     """Attacks the gradient of one batch of sequences, each of them a unit, alone in its logical batch.
 
     The span check of DAGER on LoRA: dA = sum over tokens of (B^T delta) x^T, so its rows lie in the span of the inputs x,
     and in the first block x depends on nothing but the token (and its position). The adapters that read the same x are
-    taken together. Where B is zero it is first moved as one step of Adam would, by ``step`` in every entry; the model is
+    taken together. Where B is zero it is first moved as one step of Adam would, by ``STEP`` in every entry; the model is
     put back afterwards.
 
     Args:
@@ -140,8 +142,6 @@ def gradient_leakage(
         plan: The clipping function, C and sigma.
         sequences: At least one, each with a target.
         grad_sample_mode: How the engine computes.
-        candidates: Tokens of the vocabulary to rank beside those of the batch.
-        step: > 0.
         entropy: Seeds noise and the choice of candidates, for tests; None: the operating system.
 
     Raises:
@@ -162,14 +162,22 @@ def gradient_leakage(
     layers = span.first_adapters(net, batch)
     generator = np.random.default_rng(entropy)
     with _restored(trained):
-        first_norm = _leave_zero(net, trained, layers, batch, step)
-        raw_P = _flat(_plain_gradient(net, trained, batch))
-        clipped_P, noised_P = _through_engine(net, plan, batch, grad_sample_mode, generator, entropy is None)
-        noise_norm = plan.max_grad_norm * _gradient_sigma(plan) * math.sqrt(len(raw_P))
+        first_norm = _leave_zero(net, trained, layers, batch)
+        raw_P = _flat(plain_gradient(net, list(trained.values()), batch))
+        key = os_entropy() if entropy is None else int.from_bytes(generator.bytes(key_bits(False) // 8), "little")
+        watched = Watched(net, plan, key, grad_sample_mode=grad_sample_mode, max_length=batch.input_ids_RT.shape[1])
+        try:
+            sum_P, released_P, _ = watched.step([batch])
+        finally:
+            watched.engine.close()
+        clipped_P = sum_P[: len(released_P)].cpu()
+        noised_P = released_P.cpu() * plan.schedule.expected_batch_size
+        sigma = plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier
+        noise_norm = plan.max_grad_norm * sigma * math.sqrt(len(raw_P))
         raw, clipped, noised = (_rows(vector, trained, layers) for vector in (raw_P, clipped_P, noised_P))
         positional = span.positional(net, layers[0], batch)
         members, count = span.tokens_of(units, positional)
-        tokens = span.choose_candidates(members, span.vocabulary_of(net), candidates, generator)
+        tokens = span.choose_candidates(members, span.vocabulary_of(net), CANDIDATES, generator)
         scores = span.span_scores(
             net, layers[0], tokens, batch.input_ids_RT.shape[1] if positional else 1, (raw, clipped, noised)
         )
@@ -190,13 +198,12 @@ def gradient_leakage(
     )
 
 
-def audit_leakage(config: RunConfig, plan: Plan | None = None, num_texts: int = 8) -> LeakageReport:
+def audit_leakage(config: RunConfig, plan: Plan | None = None) -> LeakageReport:
     """Attacks one gradient of a recipe's model, on artificial sentences: no private text is read.
 
     Args:
         config: With LoRA and ``privacy.enabled``.
         plan: The promise of a run; None: the one that the recipe makes.
-        num_texts: Sentences in the batch, each a unit, >= 1.
 
     Raises:
         ConfigError: The recipe makes no promise or has no LoRA; and see ``gradient_leakage``.
@@ -211,11 +218,9 @@ def audit_leakage(config: RunConfig, plan: Plan | None = None, num_texts: int = 
             "the attack compares a clipped and noised gradient of LoRA with the raw one, and this recipe has no such "
             "gradient. Audit a recipe with adapter.method: lora and privacy.enabled: true."
         )
-    if num_texts < 1:
-        raise ConfigError(f"{num_texts} texts: there is no gradient of nothing. Use 1 text at least.")
     plan = plan or mechanism.recipe_plan(config)
     tokenizer = model.load_tokenizer(config.model)
-    drawn = canaries.plan_canaries(CanaryConfig(groups={1: num_texts}, references=100))
+    drawn = canaries.plan_canaries(CanaryConfig(groups={1: NUM_TEXTS}, references=100))
     rows = [data.encode(one.example("text"), "text", tokenizer, config.data.max_length, "truncate")
             for one in drawn.canaries]  # fmt: skip
     net = model.build(config, torch.device("cpu")).train()
@@ -262,66 +267,24 @@ def table(report: LeakageReport) -> Table:
     return result
 
 
-def _plain_gradient(net: nn.Module, trained: dict[str, nn.Parameter], batch: PhysicalBatch) -> list[Tensor]:
-    logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
-    loss_R = sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
-    found = torch.autograd.grad(loss_R.sum(), list(trained.values()), allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(trained.values(), found, strict=True)]
-
-
 def _flat(gradients: Sequence[Tensor]) -> Tensor:
     return torch.cat([gradient.detach().flatten() for gradient in gradients]).double().cpu()
 
 
 def _leave_zero(
-    net: nn.Module, trained: dict[str, nn.Parameter], layers: list[str], batch: PhysicalBatch, step: float
+    net: nn.Module, trained: dict[str, nn.Parameter], layers: list[str], batch: PhysicalBatch
 ) -> float | None:
     """Where B is zero, the norm of dA there; then B is moved against the sign of its gradient, as Adam's first step."""
     second = {name: p for name, p in trained.items() if ".lora_B." in f".{name}"}
     if any(bool(p.detach().any()) for p in second.values()):
         return None
-    gradients = _plain_gradient(net, trained, batch)
+    gradients = plain_gradient(net, list(trained.values()), batch)
     norm = float(_rows(_flat(gradients), trained, layers).norm())
     with torch.no_grad():
         for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
             if name in second:
-                parameter.sub_(step * gradient.sign())
+                parameter.sub_(STEP * gradient.sign())
     return norm
-
-
-def _through_engine(
-    net: nn.Module, plan: Plan, batch: PhysicalBatch, mode: str, generator: np.random.Generator, fresh: bool
-) -> tuple[Tensor, Tensor]:
-    """The clipped sum, and what a step releases times the divisor; the weights stay."""
-    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.0)
-    key = os_entropy() if fresh else int.from_bytes(generator.bytes(key_bits(False) // 8), "little")
-    engine = Engine(
-        net,
-        optimizer,
-        plan.schedule,
-        plan,
-        grad_sample_mode=mode,
-        noise_entropy=key,
-        device=trained[0].device,
-        max_length=batch.input_ids_RT.shape[1],
-    )
-    seen: list[Tensor] = []
-    handle = optimizer.register_step_pre_hook(
-        lambda *_: seen.append(_flat([p.grad for p in engine.parameters.values() if p.grad is not None]))
-    )
-    try:
-        clipped_P = engine.clipped_sum([batch])[0].double().cpu()
-        engine.step([batch])
-    finally:
-        handle.remove()
-        engine.close()
-    noised_P = seen[0] * plan.schedule.expected_batch_size
-    return clipped_P[: len(noised_P)], noised_P
-
-
-def _gradient_sigma(plan: Plan) -> float:
-    return plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier
 
 
 def _rows(vector_P: Tensor, trained: dict[str, nn.Parameter], layers: list[str]) -> Tensor:

@@ -10,6 +10,7 @@ Shape suffix: P trainable coordinates.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from dpllm import model
 from dpllm.config import FrozenConfig, LoraConfig, RunConfig
 from dpllm.data import TokenSequence, Unit
 from dpllm.privacy.engine import Engine
+from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import key_bits
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
@@ -81,7 +83,8 @@ def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Ge
     batches = [_units(1 if pair == 0 else int(generator.integers(3, 8)), generator, several) for pair in range(pairs)]
     promise = replace(plan, max_grad_norm=_median_norm(net, batches[-1]))
     key = int.from_bytes(generator.bytes(key_bits(config.privacy.secure_noise) // 8), "little")
-    one, other = (_Replayed(config, promise, copy.deepcopy(net), key) for _ in range(2))
+    how: dict[str, Any] = {name: getattr(config.privacy, name) for name in ("grad_sample_mode", "secure_noise")}
+    one, other = (Watched(copy.deepcopy(net), promise, key, **how) for _ in range(2))
     try:
         return tuple(_pair(one, other, units, int(generator.integers(len(units))), promise) for units in batches)
     finally:
@@ -89,10 +92,20 @@ def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Ge
         other.engine.close()
 
 
-class _Replayed:
+class Watched:
     """An engine whose releases are read at the optimizer's door; the weights stay."""
 
-    def __init__(self, config: RunConfig, plan: Plan, net: nn.Module, key: int) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        plan: Plan,
+        key: int,
+        *,
+        grad_sample_mode: str,
+        secure_noise: bool = False,
+        max_length: int = MAX_LENGTH,
+    ) -> None:
+        """Arguments as of ``Engine``; ``key`` is the entropy of the noise."""
         trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.0)
         self.engine = Engine(
@@ -100,10 +113,11 @@ class _Replayed:
             optimizer,
             plan.schedule,
             plan,
-            grad_sample_mode=config.privacy.grad_sample_mode,
+            grad_sample_mode=grad_sample_mode,
             noise_entropy=key,
-            secure_noise=config.privacy.secure_noise,
-            device=CPU,
+            secure_noise=secure_noise,
+            device=trained[0].device,
+            max_length=max_length,
         )
         self._released: list[Tensor] = []
         optimizer.register_step_pre_hook(self._read)
@@ -119,7 +133,7 @@ class _Replayed:
         return sum_P, self._released[0], self.engine.released().get("unclipped_fraction")
 
 
-def _pair(one: _Replayed, other: _Replayed, units: list[Unit], left_out: int, plan: Plan) -> Pair:
+def _pair(one: Watched, other: Watched, units: list[Unit], left_out: int, plan: Plan) -> Pair:
     norm, divisor = one.engine.max_grad_norm, plan.schedule.expected_batch_size
     slots: list[Unit | None] = list(units)
     drawn = range(len(slots))
@@ -154,13 +168,16 @@ def _median_norm(net: nn.Module, units: list[Unit]) -> float:
     norms = []
     for unit in units:
         batch = collate([unit], pad_id=0)
-        logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
-        log_probs = torch.log_softmax(logits[:, :-1], dim=-1)
-        nll = -log_probs.gather(2, batch.input_ids_RT[:, 1:, None])[..., 0]
-        loss = (torch.where(batch.loss_mask_RT[:, 1:], nll, 0.0).sum(dim=1) / batch.denominator_R).sum()
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        norms.append(float(torch.stack([g.norm() for g in gradients if g is not None]).norm()))
+        norms.append(float(torch.stack([g.norm() for g in plain_gradient(net, trained, batch)]).norm()))
     return float(np.median(norms))
+
+
+def plain_gradient(net: nn.Module, trained: Sequence[nn.Parameter], batch: PhysicalBatch) -> list[Tensor]:
+    """The gradient of the summed losses of a batch, by plain autograd."""
+    logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
+    loss_R = sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
+    found = torch.autograd.grad(loss_R.sum(), trained, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
 
 
 def _model(config: RunConfig, generator: np.random.Generator) -> nn.Module:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from torch import Tensor, nn
 
+from dpllm.audit.attacks import placements
 from dpllm.data import Unit
 from dpllm.errors import ConfigError
 from dpllm.privacy.sampling import PhysicalBatch
@@ -155,8 +155,6 @@ def span_scores(
 
 def ranked(score_K: Floats, member_K: NDArray[np.bool_]) -> tuple[float, float]:
     """Rank AUC with ties counted half, and the share of members among as many highest scores (ties at random)."""
-    rank_K = stats.rankdata(score_K)
-    inside, outside = int(member_K.sum()), int((~member_K).sum())
-    auc = (float(rank_K[member_K].sum()) - inside * (inside + 1) / 2) / (inside * outside)
+    beaten_P, _ = placements(score_K[member_K], score_K[~member_K])
     order = np.lexsort((np.random.default_rng(0).permutation(len(score_K)), -score_K))
-    return auc, float(member_K[order[:inside]].mean())
+    return float(beaten_P.mean()), float(member_K[order[: len(beaten_P)]].mean())

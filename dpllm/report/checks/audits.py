@@ -1,6 +1,6 @@
 """The audits: that they are about these weights, and that their numbers follow from the published scores.
 
-Comes in: export/audit/. Goes out: checks. What the models wrote or chose when they were asked cannot be asked again without
+Comes in: export/audit/. Goes out: checks. What the models wrote when they were asked cannot be asked again without
 them, and is asserted.
 """
 
@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from dpllm.audit.attacks import INTERVALS
 from dpllm.audit.bounds import epsilon_from_guesses, one_run_ceiling
-from dpllm.audit.summary import Claim, summarise
-from dpllm.audit.table import CanaryScores, by_group, read_table
-from dpllm.audit.tokens import TokenTable, read_tokens
+from dpllm.audit.summary import SCHEMA_VERSION, Claim, summarise
+from dpllm.audit.table import CanaryScores, by_group, read_scores
+from dpllm.audit.tokens import TokenTable
 from dpllm.audit.whitebox import mechanism
 from dpllm.errors import DpllmError
 from dpllm.privacy import events
@@ -46,6 +45,8 @@ from dpllm.report.checks.values import (
 MOST_ROWS, MOST_TOKENS, MOST_TABLE = 200_000, 10_000_000, 2**24
 BESIDE = {"audits_run", "canaries", "generation", "published", "settings", "shadows", "weights"}
 """What audit.json holds beside its statistics."""
+EARLIER, RETIRED = (1, 2), {"estimates", "exposure_tail"}
+"""Versions of audit.json that held these beside its statistics; nothing rested on them, and they are computed no more."""
 _ID = re.compile(r"[cr]\d{5,9}")
 _AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the whole
@@ -67,7 +68,7 @@ def check(found: Published) -> Iterator[Check]:
     table, tokens = _tables(folder)
     yield _rows(found, table, tokens, report)
     yield _statistics(found, report, table, tokens)
-    left = [name for name in ("generation", "shadows") if report.get(name)]
+    left = [name for name in ("estimates", "exposure_tail", "generation", "shadows") if report.get(name)]
     if (report.get("controls") or {}).get("words"):
         left.append("the control by words")
     if (report.get("controls") or {}).get("twin"):
@@ -122,16 +123,19 @@ def _in_block(found: Published, part: Json, report: Json) -> Check:
 
 
 def _tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    read_bytes(folder / "scores.csv", MOST_TABLE)
-    read_bytes(folder / "tokens.parquet")
+    files = [folder / "tokens.parquet"]
+    read_bytes(files[0])
+    if (old := folder / "scores.csv").exists():  # of an audit before version 3
+        read_bytes(old, MOST_TABLE)
+        files.append(old)
     try:
-        _only_numbers(folder / "tokens.parquet")
-        return _read_tables(str(folder), *(_seen(folder / name) for name in ("scores.csv", "tokens.parquet")))
+        _only_numbers(files[0], coins=len(files) == 1)
+        return _read_tables(str(folder), *map(_seen, files))
     except DpllmError as error:
         raise Wrong(str(error).replace(f"{folder}/", "")) from None
 
 
-def _only_numbers(path: Path) -> None:
+def _only_numbers(path: Path, *, coins: bool) -> None:
     """The columns of a token table and nothing else, before any of it is unpacked."""
     from pyarrow import ArrowException, parquet
 
@@ -139,7 +143,10 @@ def _only_numbers(path: Path) -> None:
         described = parquet.read_metadata(path)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is no parquet file. {_AUDIT_AGAIN}") from None
-    wanted = {"canary_id", "zlib_bytes"} | {field.name.removesuffix("_N") for field in fields(TokenTable)[3:]}
+    wanted = {"canary_id", "zlib_bytes"} | ({"group", "inserted"} if coins else set())
+    wanted |= {
+        field.name.removesuffix("_N") for field in fields(TokenTable) if field.name.startswith(("tuned", "base"))
+    }
     if set(described.schema.names) != wanted or (described.metadata or {}).keys() - {b"ARROW:schema"}:
         raise Wrong(f"{path.name} holds other columns than a token table, which could be text. {_AUDIT_AGAIN}")
     fields_of = described.schema.to_arrow_schema()
@@ -161,10 +168,10 @@ def _seen(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _read_tables(folder: str, *seen: tuple[int, int]) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    table = read_table(Path(folder) / "scores.csv")
+    table, tokens = read_scores(Path(folder))
     if len(table) > MOST_ROWS:
-        raise Wrong(f"scores.csv has {len(table):,} rows, more than any audit of dpllm. {_AUDIT_AGAIN}")
-    return table, read_tokens(Path(folder) / "tokens.parquet")
+        raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {_AUDIT_AGAIN}")
+    return table, tokens
 
 
 def _rows(found: Published, table: tuple[CanaryScores, ...], tokens: TokenTable, report: Json) -> Check:
@@ -172,11 +179,11 @@ def _rows(found: Published, table: tuple[CanaryScores, ...], tokens: TokenTable,
     rows = {row.canary_id: row for row in table}
     values = [value for row in table for value in (row.tuned_log_prob, row.base_log_prob)]
     if not all(_ID.fullmatch(row.canary_id) for row in table):
-        raise Wrong(f"scores.csv names a canary in another way than dpllm does, which could be text. {_AUDIT_AGAIN}")
+        raise Wrong(f"its table names a canary in another way than dpllm does, which could be text. {_AUDIT_AGAIN}")
     if len(rows) != len(table) or not all(math.isfinite(value) and value <= 0 for value in values):
-        raise Wrong(f"scores.csv names a canary twice, or holds a score that is no log-probability. {_AUDIT_AGAIN}")
+        raise Wrong(f"its table names a canary twice, or holds a score that is no log-probability. {_AUDIT_AGAIN}")
     if any((row.inserted is None) != (row.group == 0) or row.group < 0 for row in table):
-        raise Wrong(f"scores.csv has a coin of a reference, or a candidate without one. {_AUDIT_AGAIN}")
+        raise Wrong(f"its table has a coin of a reference, or a candidate without one. {_AUDIT_AGAIN}")
     groups = by_group(table)
     references = len(groups.pop(0, []))
     counted = {
@@ -187,16 +194,17 @@ def _rows(found: Published, table: tuple[CanaryScores, ...], tokens: TokenTable,
     planned = {str(group): number for group, number in canaries["settings"]["groups"].items()}
     sizes = {group: counts["candidates"] for group, counts in counted.items()}
     if (canaries["groups"], canaries["references"]) != (counted, references) or planned != sizes:
-        raise Wrong(f"scores.csv holds other canaries than audit.json counts. {_AUDIT_AGAIN}")
+        raise Wrong(f"its table holds other canaries than audit.json counts. {_AUDIT_AGAIN}")
     sampling = (found.terms or {})["sampling"]
     row_by_row = (found.terms or {})["unit"] == "example" or sampling["of"] == "example"
     slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())
     if sampling["canary_slots"] != slots:
         raise Wrong(
-            f"the canaries of scores.csv hold {slots} slots of N, and canary_slots is another number. {_AUDIT_AGAIN}"
+            f"the canaries that were scored hold {slots} slots of N, and canary_slots is another number. {_AUDIT_AGAIN}"
         )
     if set(tokens.canary_ids) != rows.keys():
         raise Wrong(f"tokens.parquet is about other canaries than scores.csv. {_AUDIT_AGAIN}")
+    # Of an audit before version 3, whose scores stand in a file of their own.
     starts = tokens.starts()
     sums = {
         "num_tokens": tokens.lengths(),
@@ -218,7 +226,7 @@ def _statistics(found: Published, report: Json, table: tuple[CanaryScores, ...],
     terms = found.terms or {}
     costs.bounded(costs.text(terms["event"]))
     promise = {name: terms[name] for name in ("event", "neighbouring_relation", "limits") if name in terms}
-    canaries, controls = report["canaries"], report["controls"]
+    canaries, controls, version = report["canaries"], report["controls"], report.get("schema_version")
     if canaries["kind"] == "digits" and not close(
         canaries["log2_secrets"], canaries["settings"]["digits"] * math.log2(10), 1e-9
     ):
@@ -227,15 +235,15 @@ def _statistics(found: Published, report: Json, table: tuple[CanaryScores, ...],
         "claim": report["claim"],
         "settings": report["settings"],
         "promise": promise,
-        "log2_secrets": canaries["log2_secrets"],
         "words": controls["words"],
         "twin": controls["twin"],
-        # The version is compared too: one that is not known is not that of the newest intervals.
-        "intervals": 1 if report.get("schema_version") == 1 else INTERVALS,
+        # The version is compared too: one that is not known is not the newest.
+        "version": version if version in EARLIER else SCHEMA_VERSION,
     }
     fresh = _summary(table, _Hashed(tokens), costs.text(fixed))
     stated = {name: report.get(name) for name in fresh}
-    wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - BESIDE)
+    beside = BESIDE | (RETIRED if version in EARLIER else set())
+    wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - beside)
     if wrong:
         raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
     bound = fresh["epsilon_lower_bound"]

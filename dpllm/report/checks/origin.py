@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpllm.audit import canaries
-from dpllm.audit.table import read_table
+from dpllm.audit.table import read_scores
 from dpllm.audit.words import words_control
 from dpllm.errors import DpllmError
 from dpllm.report import claim
@@ -98,11 +98,11 @@ def _coins(found: Published, run: RunDir) -> Check:
     if plan.commitment != found.block["audit"]["commitment"]:
         raise Wrong(f"the card commits to other canaries than private/canaries.json holds. {_AGAIN}")
     coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
-    table = read_table(found.directory / "audit" / "scores.csv")
+    table, _ = read_scores(found.directory / "audit")
     scored = {row.canary_id: (row.group, row.inserted) for row in table if row.group}
     references = {row.canary_id for row in table if not row.group}
     if scored != coins or references != {reference.canary_id for reference in plan.references}:
-        raise Wrong("scores.csv has other coins or canaries than were committed to before training. Audit again.")
+        raise Wrong("the audit has other coins or canaries than were committed to before training. Audit again.")
     stated = read_object(found.directory / "audit" / "audit.json")["controls"]["words"]
     if any(differences(stated, words_control(plan.canaries))):
         raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")
