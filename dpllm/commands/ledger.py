@@ -172,7 +172,6 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
             )
     sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
     budget = budgets.set_budget(book, known.dataset, known.wanted, records=records)
-    protect.remember_ledger(book)
     print(f"{known.dataset}: {budgets.describe(budget)}, in {book.location}")
     if budget.gate == "adaptive":
         _print_filter(book, known.dataset)
