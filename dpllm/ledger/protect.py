@@ -56,8 +56,8 @@ def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custod
 
     Raises:
         Refused: Training without differential privacy on data that are not declared public, or that have a budget, and
-            no exception of its owner; records that are another dataset of the ledger, or repeated more often than before;
-            evaluation data declared public that are not.
+            no exception of its owner; records that are another dataset of the ledger; evaluation data declared public that
+            are not.
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger.
     """
     records = fingerprint(table.rows, FIELDS[table.format], book.records.key()) if book else None
@@ -73,8 +73,6 @@ def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custod
         account = book.records.charged_to(name, parent)
         budgeted, excepted = book.budget(account) is not None, book.excepted(account)
         exceptions = book.exceptions(account)
-        if budgeted and config.data.unit == "example":
-            _refuse_repetitions(book, account, records)
     if not config.privacy.enabled and not excepted:
         _refuse_without_privacy(config, name, budgeted)
     if config.data.eval is not None and config.data.eval_public:
@@ -114,17 +112,6 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
             f"whoever answers for the data record an exception: dpllm ledger except {name} --by NAME --reason WHY.",
             dataset=name,
             reason="no_privacy",
-        )
-
-
-def _refuse_repetitions(book: Ledger, account: str, records: Fingerprint) -> None:
-    """Whoever repeats the rows of a budgeted dataset multiplies what each of its people gives, at the price of one row."""
-    if book.records.repeated(account, records) >= LEAST_SHARE:
-        raise Refused(
-            f"data.train shares records with dataset {account!r} that occur more often here than in the data its budget is "
-            "about: each row would be protected as before, and whoever stands behind it less. Remove the repetitions.",
-            dataset=account,
-            reason="repeated",
         )
 
 

@@ -5,9 +5,11 @@ Comes in: fingerprints. Goes out: names of datasets. Must not see text.
 
 from __future__ import annotations
 
+import secrets
+
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.chain import Chain
-from dpllm.ledger.fingerprint import Fingerprint, new_nonce, share_in_common, share_repeated
+from dpllm.ledger.fingerprint import Fingerprint, share_in_common
 
 # Entries of an account of its own: a dataset with one of them derives from none.
 OWN = ("budget", "seal", "gate", "reserve", "reconcile", "import")
@@ -85,13 +87,6 @@ class Records:
                 shares[name] = max(share, shares.get(name, 0.0))
         return shares
 
-    def repeated(self, account: str, records: Fingerprint) -> float:
-        """Of the account's records that are here too, the share that occurs more often than in any of its datasets."""
-        rows = self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)")
-        with self._chain.moment():
-            known = [bytes(hashes) for name, hashes in rows if self.account_name(name) == account]
-        return share_repeated(records.hashes, known)
-
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
         """Why these records may not be charged to ``dataset``; None if they may.
 
@@ -144,7 +139,7 @@ class Records:
             raise clash
         if self.known_as(records) is not None:
             return
-        nonce = new_nonce()
+        nonce = secrets.token_hex(16)
         commitment = self._commitment(records, nonce)
         content = {"records": records.num_records, "commitment": commitment, "derived_from": derived_from}
         seq = self._chain.append("data", dataset, content)

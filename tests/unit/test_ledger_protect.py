@@ -86,18 +86,6 @@ def test_an_exception_of_somebody_else_before_the_budget_is_void(tmp_path: Path)
         assert "mallory" in deviation
 
 
-@pytest.mark.parametrize("rows", [TEXTS * 10, [*TEXTS, TEXTS[0]]], ids=["all", "one of forty"])
-def test_rows_may_not_be_repeated_on_a_budget(tmp_path: Path, rows: list[str]) -> None:
-    with with_budget(tmp_path / "ledger.sqlite", recipe(tmp_path)) as book:
-        with pytest.raises(Refused, match="occur more often") as refused:
-            ask(recipe(tmp_path, rows, "more.jsonl", privacy={"dataset": "notes"}), book)
-        assert refused.value.reason == "repeated"
-        grown = [*TEXTS, "another record", "another record"]
-        assert ask(recipe(tmp_path, grown, "grown.jsonl", privacy={"dataset": "notes"}), book).dataset == "notes"
-        unit = {"unit": "text", "max_examples_per_unit": 20}  # a person's rows are clipped together
-        assert ask(recipe(tmp_path, TEXTS * 10, privacy={"dataset": "notes"}, data=unit), book).dataset == "notes"
-
-
 @pytest.mark.parametrize("budgeted", [True, False])
 def test_evaluation_data_that_are_private_are_not_public(tmp_path: Path, budgeted: bool) -> None:
     config = recipe(tmp_path)
@@ -144,7 +132,6 @@ def test_a_refusal_does_not_tell_how_much_is_shared(tmp_path: Path, common: int)
     evaluation = {"eval": str(tiny.write_rows(tmp_path / "eval.jsonl", [{"text": text} for text in guesses]))}
     asked = {
         "overlap": recipe(tmp_path, guesses, "guesses.jsonl"),
-        "repeated": recipe(tmp_path, [*TEXTS, *TEXTS[:common]], "more.jsonl", privacy={"dataset": "notes"}),
         "public_evaluation": recipe(tmp_path, data={**evaluation, "eval_public": True}),
     }
     with with_budget(tmp_path / "ledger.sqlite", asked["public_evaluation"]) as book:
