@@ -21,7 +21,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 
-from dpllm import checkpoint, data, fitting, ledger, lineage, model, ranks, telemetry, tokens
+from dpllm import checkpoint, data, fitting, ledger, lineage, model, ranks, tokens
 from dpllm.audit import canaries
 from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.planting.source import ModelSource
@@ -105,7 +105,6 @@ def prepare(
         if book is not None:
             if isinstance(error, Refused) and error.reason:
                 book.count_refusal(error.dataset, error.reason)
-                telemetry.publish_ledger(config.telemetry, book, error.dataset)
             book.close()
         raise
 

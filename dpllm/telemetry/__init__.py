@@ -7,6 +7,6 @@ format, and calls of trackers. Must not know a row, a canary or a gradient; un-n
 
 from dpllm.telemetry.live import Telemetry
 from dpllm.telemetry.spent import EpsilonSpent
-from dpllm.telemetry.textfile import publish_audit, publish_ledger
+from dpllm.telemetry.textfile import publish_audit
 
-__all__ = ["EpsilonSpent", "Telemetry", "publish_audit", "publish_ledger"]
+__all__ = ["EpsilonSpent", "Telemetry", "publish_audit"]

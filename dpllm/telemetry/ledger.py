@@ -61,41 +61,31 @@ def label(dataset: str) -> str:
     return short if short == dataset else f"{short}-{hashlib.sha256(dataset.encode()).hexdigest()[:8]}"
 
 
-def of_dataset(book: Ledger, dataset: str, remaining: float | None = None) -> DatasetValues:
+def of_dataset(book: Ledger, dataset: str) -> DatasetValues:
     """Reads one account.
 
     Args:
         book: The ledger.
         dataset: Name of the account.
-        remaining: What is left of its budget, where that is known already; composing it can take seconds.
 
     Raises:
         Refused: The chain is not readable.
         ConfigError: The ledger cannot be read.
     """
     budget = book.budget(dataset)
-    if budget is not None and remaining is None:
-        remaining = left(book, dataset)
+    try:
+        remaining = book.remaining(dataset)
+    except Refused:  # no accountant knows everything that was entered, and the gate admits nothing more
+        remaining = 0.0
     runs = book.runs(dataset)
     states = Counter(run.state for run in runs)
     return DatasetValues(
         label(dataset),
         budget.epsilon if budget else None,
-        remaining if budget else None,
+        remaining,
         {state: states[state] for state in get_args(State)},
         {(run.reservation.entry, run.state): run.heartbeat for run in runs if run.state in OPEN},
     )
-
-
-def left(book: Ledger, dataset: str) -> float | None:
-    """What is left of a budget; None where none was set.
-
-    Where no accountant knows everything that was entered, its gate admits nothing more, so nothing is left.
-    """
-    try:
-        return book.remaining(dataset)
-    except Refused:
-        return 0.0
 
 
 def of_ledger(book: Ledger) -> LedgerValues:
@@ -107,12 +97,8 @@ def of_ledger(book: Ledger) -> LedgerValues:
     return LedgerValues(entries, not book.verify(), dict(refused))
 
 
-def read(book: Ledger, dataset: str | None = None) -> tuple[LedgerValues, list[DatasetValues]]:
-    """Reads everything, or of the accounts only one.
-
-    Args:
-        book: The ledger.
-        dataset: Name of an account; one that does not exist is left out. None: all.
+def read(book: Ledger) -> tuple[LedgerValues, list[DatasetValues]]:
+    """Reads everything.
 
     Returns:
         What belongs to no dataset, and the accounts; none where the chain is broken, as nothing else is known then.
@@ -121,7 +107,7 @@ def read(book: Ledger, dataset: str | None = None) -> tuple[LedgerValues, list[D
         ConfigError: The ledger cannot be read.
     """
     ledger = of_ledger(book)
-    names = [name for name in book.datasets() if dataset in (None, name)] if ledger.chain_valid else []
+    names = book.datasets() if ledger.chain_valid else []
     return ledger, [of_dataset(book, name) for name in names]
 
 

@@ -13,27 +13,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from prometheus_client.core import Metric
-
 from dpllm.config import RunConfig
-from dpllm.errors import DpllmError, Refused
+from dpllm.errors import DpllmError
 from dpllm.report import words
 from dpllm.rundir import RunDir
 from dpllm.telemetry import textfile, trackers
 from dpllm.telemetry.endpoint import Endpoint
-from dpllm.telemetry.ledger import dataset_families, label, ledger_families, left, of_dataset, of_ledger
+from dpllm.telemetry.ledger import label
 from dpllm.telemetry.metrics import RunValues, run_families
 from dpllm.telemetry.record import clip_fraction, model_label, of_record, promises, unnoised
 from dpllm.telemetry.trackers import Trackers
 
 if TYPE_CHECKING:
-    from dpllm.ledger import Ledger
-    from dpllm.prepare import Prepared  # which publishes refusals through this package
+    from dpllm.prepare import Prepared
 
 INTERVAL_SECONDS = 5.0
-"""At most so often is the ledger read and a file written: a node exporter reads every 15 seconds or so."""
-VERIFY_SECONDS = 60.0
-"""At least so often is the ledger's chain verified."""
+"""At most so often is a file written: a node exporter reads every 15 seconds or so."""
 
 
 class Telemetry:
@@ -61,13 +56,7 @@ class Telemetry:
         self._endpoint: Endpoint | None = None
         self._trackers: Trackers | None = None
         self._values: RunValues | None = None
-        self._book: Ledger | None = None
-        self._account: str | None = None
-        self._beside: tuple[Metric, ...] = ()
-        self._seen: object = None
-        self._remaining: float | None = None
-        self._valid = True
-        self._due, self._verify_due, self._told = 0.0, 0.0, False
+        self._due, self._told = 0.0, False
         self._on = main and bool(settings.textfile or settings.port or settings.trackers)
         if not self._on:
             return
@@ -95,7 +84,6 @@ class Telemetry:
         """
         if not self._on:
             return
-        self._book = p.ledger
         promised = p.plan if promises(p.config, p.lineage) else None
         self._values = RunValues(
             model=model_label(p.run),
@@ -111,8 +99,8 @@ class Telemetry:
             noise_multiplier=p.plan.noise_multiplier if p.plan else None,
         )
         if p.ledger and p.claims:
-            self._account = p.ledger.reservation(p.claims[0][0]).dataset
-            self._values = replace(self._values, dataset=label(self._account))
+            account = p.ledger.reservation(p.claims[0][0]).dataset
+            self._values = replace(self._values, dataset=label(account))
         if self._config.telemetry.trackers:
             names, where = self._config.telemetry.trackers, p.run.private / "trackers"
             self._trackers = Trackers(names, self._values.model, where, _about(p, self._values))
@@ -170,51 +158,19 @@ class Telemetry:
         self._show()
 
     def _show(self) -> None:
-        """Reads the ledger once more, and shows everything."""
+        """Shows everything."""
         assert self._values is not None
         self._due = time.monotonic() + INTERVAL_SECONDS
         if not (self._directory or self._endpoint):
             return
-        families, account = run_families(self._values), []
-        try:
-            account = self._read_ledger()
-        except DpllmError as error:
-            self._tell(error)
+        families = run_families(self._values)
         if self._endpoint:
-            self._endpoint.show((*families, *account, *self._beside))
+            self._endpoint.show(families)
         try:
             if self._directory:
                 textfile.write(textfile.run_file(self._directory, self._values.model), families)
-                if account:
-                    textfile.write(textfile.dataset_file(self._directory, self._values.dataset), account)
-                if self._beside:
-                    textfile.write(self._directory / textfile.LEDGER, self._beside)
         except OSError as error:
             self._tell(error)
-
-    def _read_ledger(self) -> list[Metric]:
-        """The families of this run's account, and beside them those of the ledger.
-
-        The chain is verified, and what is left composed, when the ledger has grown or a minute has passed.
-        """
-        if self._book is None or self._account is None:
-            return []
-        try:
-            return self._read_account(self._book, self._account)
-        except Refused:  # the chain is broken
-            self._beside = tuple(ledger_families(of_ledger(self._book)))
-            return []
-
-    def _read_account(self, book: Ledger, dataset: str) -> list[Metric]:
-        now, grown = time.monotonic(), (book.head(), book.refusals())
-        if grown != self._seen or now >= self._verify_due:
-            ledger = of_ledger(book)
-            self._beside = tuple(ledger_families(ledger))
-            self._valid, self._verify_due = ledger.chain_valid, now + VERIFY_SECONDS
-            if self._valid and grown != self._seen:
-                self._remaining = left(book, dataset)
-            self._seen = grown
-        return dataset_families(of_dataset(book, dataset, self._remaining)) if self._valid else []
 
     def _tell(self, error: Exception) -> None:
         if not self._told:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
-from dpllm.config import RunConfig, TelemetryConfig
+from dpllm.config import RunConfig
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.ledger import Ledger
 from dpllm.rundir import RunDir
@@ -83,19 +83,18 @@ def write(path: Path, families: Iterable[Metric]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_ledger(directory: Path, book: Ledger, dataset: str | None = None) -> None:
+def write_ledger(directory: Path, book: Ledger) -> None:
     """Writes the ledger's file, and those of its datasets.
 
     Args:
         directory: That of the collector.
         book: An open ledger.
-        dataset: The only one to write; None: all. One without an account is left out.
 
     Raises:
         OSError: The disk refuses.
         DpllmError: The ledger cannot be read.
     """
-    ledger, accounts = read(book, dataset)
+    ledger, accounts = read(book)
     write(directory / LEDGER, ledger_families(ledger))
     for account in accounts:
         write(dataset_file(directory, account.dataset), dataset_families(account))
@@ -109,22 +108,6 @@ def ledger_text(book: Ledger) -> str:
     """
     ledger, accounts = read(book)
     return exposition([*ledger_families(ledger), *dataset_families(*accounts)]).decode("utf-8")
-
-
-def publish_ledger(settings: TelemetryConfig, book: Ledger, dataset: str) -> None:
-    """After a refusal: the ledger's file, and that of the dataset. A failure is told, and ends nothing.
-
-    Args:
-        settings: Of the recipe; without a directory nothing is written.
-        book: The ledger that counted the refusal.
-        dataset: That was refused; one without an account is left out.
-    """
-    if not settings.textfile:
-        return
-    try:
-        write_ledger(Path(settings.textfile), book, dataset)
-    except (OSError, DpllmError) as error:
-        tell(error)
 
 
 def publish_audit(run: RunDir, config: RunConfig) -> None:
