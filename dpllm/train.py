@@ -24,7 +24,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dpllm import checkpoint, environment, evaluate, fitting, ranks, sharding, tokens
+from dpllm import checkpoint, environment, evaluate, fitting, lineage, ranks, sharding, tokens
 from dpllm.config import RunConfig, TrainConfig
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.fate import Watch, one_fate
@@ -131,7 +131,7 @@ def _run(
     main, step, summary, epsilon_after = state.is_main_process, p.first_step, Summary(), EpsilonSpent(p.plan)
     if main:  # what run.json says if the process is killed
         write_record(p, None, "interrupted", started, summary, "its process was killed; the ledger holds its steps")
-        telemetry.begin(p, epsilon_after(step))
+        telemetry.begin(step, epsilon_after(step), base_holds=lineage.why_not(p.lineage) is None)
     try:
         summary.before, summary.accuracy_before = _evaluate(p, state)
         telemetry.evaluated(step, summary.before, summary.accuracy_before)

@@ -354,13 +354,17 @@ def _export(book: Ledger, known: argparse.Namespace) -> int:
 
 
 def _metrics(book: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.telemetry import textfile
+    from dpllm.telemetry import metrics
 
+    families, names = metrics.ledger_families(book)
     if known.textfile is None:
-        print(textfile.ledger_text(book), end="")
+        print(metrics.exposition([*families, *metrics.dataset_families(book, names)]).decode(), end="")
         return 0
+    folder = Path(known.textfile)
     try:
-        textfile.write_ledger(Path(known.textfile), book)
+        metrics.write(folder / metrics.LEDGER, families)
+        for name in names:
+            metrics.write(metrics.dataset_file(folder, name), metrics.dataset_families(book, [name]))
     except OSError as error:
         raise ConfigError(
             f"--textfile {known.textfile}: cannot be written to ({error.strerror}), so there would be no metrics. Type the "

@@ -20,11 +20,12 @@ from metrics_text import Series, free_port, promtool_is_silent, scrape, series, 
 from running import SENTINEL, STEPS, Place, done, dpllm_, make_place, python, rows
 
 from dpllm import evaluate
+from dpllm.audit.summary import PRIMARY_ATTACK
 from dpllm.config import load_config
+from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics, Engine
 from dpllm.rundir import RunDir
-from dpllm.telemetry import publish_audit, textfile
-from dpllm.telemetry.record import of_record
+from dpllm.telemetry import metrics, publish_audit
 
 # Far from what noise makes of a share or of C, so that a released value is never taken for one of them.
 LOSS, UNITS, CLIPPED, HELD_OUT, ACCURACY = 765.4321, 1009, 31079, 654.321, 17.654321
@@ -181,7 +182,8 @@ def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, ope
             "privacy": config.privacy.model_copy(update={"insecure_seed": 3}),
         }
     )
-    assert of_record(RunDir(opened.place.run), unprotected).accuracy_delta is None
+    promised = guards.deviations(unprotected)[0] is None
+    assert metrics.of_record(RunDir(opened.place.run), unprotected, promised=promised).accuracy_delta is None
     assert watched.place.json("run.json")["metrics"]["public"] == {}
     private = json.loads((watched.place.run / "private" / "summary.json").read_text())
     assert private["eval_accuracy_before"] == ACCURACY
@@ -209,8 +211,8 @@ def audited(place: Place, tmp_path: Path) -> Series:
     """What the collector reads after an audit of a run, whose own textfile lay elsewhere."""
     run = RunDir(place.run)
     config = load_config(run.config, {"telemetry.textfile": str(tmp_path)})
-    publish_audit(run, config)
-    text = textfile.run_file(tmp_path, run.root.name).read_text("utf-8")
+    publish_audit(run, config, PRIMARY_ATTACK)
+    text = metrics.run_file(tmp_path, run.root.name).read_text("utf-8")
     promtool_is_silent(text.encode())
     return series(text)
 
@@ -238,7 +240,7 @@ def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatc
     from dpllm.audit import run as audits
 
     called = []
-    monkeypatch.setattr(audits, "publish_audit", lambda run, config: called.append(run.root.name))
+    monkeypatch.setattr(audits, "publish_audit", lambda run, config, attack: called.append(run.root.name))
     shutil.copytree(finished.root, tmp_path / "copy")
     audits.audit(RunDir(tmp_path / "copy" / "run"), generate=False)
     assert called == ["run"]
@@ -316,6 +318,7 @@ def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(place: Plac
 KILLED = """
 import os, signal, sys
 from dpllm.cli import main
+from dpllm.privacy import guards
 from dpllm.privacy.engine import Engine
 from dpllm.telemetry import live
 live.INTERVAL_SECONDS = 0.0

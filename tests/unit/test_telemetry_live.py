@@ -18,9 +18,9 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
 from dpllm.privacy.plan import make_plan
 from dpllm.rundir import RunDir, write_json
-from dpllm.telemetry import Telemetry, live, publish_audit, textfile
-from dpllm.telemetry.ledger import label, of_dataset
-from dpllm.telemetry.trackers import Trackers
+from dpllm.telemetry import Telemetry, live, metrics, publish_audit
+from dpllm.telemetry.live import Trackers
+from dpllm.telemetry.metrics import dataset_families, exposition, label
 
 
 def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
@@ -112,20 +112,26 @@ def test_wandb_is_told_to_send_nothing_by_itself(stub: type[Stub]) -> None:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """What telemetry reads of a prepared run, with a reservation in a ledger."""
+def prepared(tmp_path: Path) -> SimpleNamespace:
+    """A run that is about to begin, with the record that it would leave if its process were killed."""
     (tmp_path / "collector").mkdir()
     config = settings_of(tmp_path, textfile=str(tmp_path / "collector"), trackers=["wandb"])
     plan = make_plan(config, 500)
     run = RunDir(tmp_path / "run")
     run.make()
-    with Ledger(tmp_path / "ledger.sqlite") as book:
-        terms = {"unit": plan.unit, "relation": plan.neighbouring_relation, "num_steps": plan.schedule.num_steps}
-        claim = book.reserve("notes", event=plan.event, delta=plan.delta, run="run-1", **terms)
-        yield SimpleNamespace(
-            config=config, run=run, plan=plan, schedule=plan.schedule, ledger=book, first_step=0, lineage=None,
-            claims=((claim.entry, claim.num_steps),),
-        )  # fmt: skip
+    write_json(run.plan, plan.to_json())
+    record = {
+        "status": "interrupted",
+        "guarantee": {"holds": False, "reason": "its process was killed"},
+        "epsilon_spent": plan.epsilon,
+        "ledger": {"dataset": "notes", "entry": "0f0f"},
+        "model": {"name_or_path": "model"},
+        "steps_taken": None,
+        "steps_planned": plan.schedule.num_steps,
+        "metrics": {"public": {}, "released": {}},
+    }
+    write_json(run.run, record)
+    return SimpleNamespace(config=config, run=run)
 
 
 def shown(p: SimpleNamespace) -> Series:
@@ -143,17 +149,18 @@ def a_step(telemetry: Telemetry, number: int, **changes: Any) -> None:
 
 
 def test_a_run_that_is_killed_leaves_its_last_file(prepared: SimpleNamespace, stub: type[Stub]) -> None:
-    entry = prepared.claims[0][0]
     telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
-    model, names = (("model", "run"),), (("dataset", "notes"), ("run_id", entry))
+    telemetry.begin(0, 0.0, base_holds=True)
+    model, names = (("model", "run"),), (("dataset", "notes"), ("run_id", "0f0f"))
     assert shown(prepared)["dp_training_state", (("model", "run"), ("state", "running"))] == 1
     telemetry._due = 0.0
     a_step(telemetry, 1)
     found = shown(prepared)  # and no more calls: it was killed
     assert found["dp_training_step", model] == 1
     assert found["dp_training_epsilon_consumed", tuple(sorted({*model, *names}))] == 0.5
-    assert not [name for name, _ in found if "ledger" in name or "reservation" in name]  # dpllm ledger metrics has those
+    assert not [
+        name for name, _ in found if "ledger" in name or "reservation" in name
+    ]  # dpllm ledger metrics has those
     assert not [name for name, _ in found if "private" in name or "clip" in name]
 
 
@@ -163,7 +170,7 @@ def test_files_are_written_every_few_seconds_at_most(
     clock = [100.0]
     monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
     telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
+    telemetry.begin(0, 0.0, base_holds=True)
     seen = []
     for number in range(1, 101):  # ten seconds of steps
         clock[0] += 0.1
@@ -179,19 +186,20 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(textfile, "write", full)
+    monkeypatch.setattr(metrics, "write", full)
     with Telemetry(prepared.config, prepared.run) as telemetry:
-        telemetry.begin(prepared, 0.0)
+        telemetry.begin(0, 0.0, base_holds=True)
         for number in (1, 2):
             telemetry._due = 0.0
             a_step(telemetry, number)
-        telemetry.end()  # run.json is not there either
+        prepared.run.run.unlink()
+        telemetry.end()
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 
 def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stub: type[Stub], tmp_path: Path) -> None:
     with Telemetry(prepared.config, prepared.run) as telemetry:
-        telemetry.begin(prepared, 0.0)
+        telemetry.begin(0, 0.0, base_holds=True)
         a_step(telemetry, 1)
         telemetry.evaluated(1, 3.25, 0.5)  # of private data
     calls = stub.made[0].calls
@@ -203,7 +211,7 @@ def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stu
 
 def test_only_the_main_process_shows_anything(prepared: SimpleNamespace, stub: type[Stub]) -> None:
     with Telemetry(prepared.config, prepared.run, main=False) as telemetry:
-        telemetry.begin(prepared, 0.0)
+        telemetry.begin(0, 0.0, base_holds=True)
         a_step(telemetry, 1)
         telemetry.end()
     assert shown(prepared) == {}
@@ -216,13 +224,23 @@ def test_a_run_without_a_guarantee_states_no_epsilon(
 ) -> None:
     prepared.config = prepared.config.model_copy(update={"privacy": prepared.config.privacy.model_copy(update=broken)})
     telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
+    telemetry.begin(0, 0.0, base_holds=True)
     telemetry._due = 0.0
     telemetry.step(1, 0.5, 1e-3, {"unclipped_fraction": 0.25}, {"step": 1, "loss": 1.0, "units": 8, "clipped": 6})
     hidden = {"dp_stated_epsilon", "dp_training_epsilon_consumed", "dp_gradient_clip_fraction"}
     assert not {name for name, _ in shown(prepared)} & hidden
     assert stub.made[0].calls[-1] == ("log", 1, {"learning_rate": 1e-3})
     assert "dp_noise_multiplier" in {name for name, _ in shown(prepared)}
+
+
+def test_a_run_on_a_base_that_leaves_no_guarantee_states_no_epsilon(
+    prepared: SimpleNamespace, stub: type[Stub]
+) -> None:
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(0, 0.0, base_holds=False)
+    a_step(telemetry, 1)
+    assert not {name for name, _ in shown(prepared)} & {"dp_stated_epsilon", "dp_training_epsilon_consumed"}
+    assert stub.made[0].calls[-1] == ("log", 1, {"learning_rate": 1e-3})
 
 
 @pytest.mark.parametrize(("insecure", "public", "told"), [(None, False, True), (3, False, False), (3, True, True)])
@@ -235,7 +253,7 @@ def test_evaluations_tell_of_private_data_only_through_weights_with_a_guarantee(
     privacy = config.privacy.model_copy(update={"insecure_seed": insecure})
     prepared.config = config.model_copy(update={"data": data, "privacy": privacy})
     telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
+    telemetry.begin(0, 0.0, base_holds=True)
     telemetry.evaluated(1, 2.5, 0.25)
     assert (("log", 1, {"eval_loss": 2.5, "eval_accuracy": 0.25}) in stub.made[0].calls) == told
 
@@ -257,10 +275,11 @@ def test_remaining_is_nothing_where_no_accountant_knows_the_total(
     with Ledger(prepared.run.root / "other.sqlite") as book:
         budgets.set_budget(book, "notes", budget(8.0))
         monkeypatch.setattr(Ledger, "remaining", unknown)
-        assert of_dataset(book, "notes").remaining == 0.0
+        found = series(exposition(dataset_families(book, ["notes"])))
+        assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == 0.0
 
 
 def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stub], capsys: Any) -> None:
     write_json(prepared.run.run, {"status": "completed"})
-    publish_audit(prepared.run, prepared.config)
+    publish_audit(prepared.run, prepared.config, "calibrated")
     assert "metrics could not be written" in capsys.readouterr().err
