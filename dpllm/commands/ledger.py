@@ -156,7 +156,7 @@ def _wanted(known: argparse.Namespace) -> Budget:
 
 
 def _init(book: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger import budgets, protect
+    from dpllm.ledger import budgets, gates, protect
     from dpllm.privacy.plan import auto_delta, check_delta
 
     sources = [known.data] if known.data else [*(known.runs or [])]
@@ -173,8 +173,13 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
     sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
     budget = budgets.set_budget(book, known.dataset, known.wanted, records=records)
     print(f"{known.dataset}: {budgets.describe(budget)}, in {book.location}")
-    if budget.gate == "adaptive":
-        _print_filter(book, known.dataset)
+    account = book.account(known.dataset)
+    if left := gates.filter_left(account):
+        print(
+            f"The filter adds up Renyi divergences at order {left.order:g} and admits runs while they come to at most "
+            f"{gates.filter_allowance(budget):.4f}"
+            + (f", of which {left.allowance:.4f} is left." if account.runs or account.imports else ".")
+        )
     if sealed:
         return _seal_runs(book, known, sealed)
     if budget.gate == "planned":
@@ -371,20 +376,6 @@ def _metrics(book: Ledger, known: argparse.Namespace) -> int:
             "directory that the node exporter reads."
         ) from None
     return 0
-
-
-def _print_filter(book: Ledger, dataset: str) -> None:
-    from dpllm.ledger import gates
-
-    account = book.account(dataset)
-    budget, left = account.budget, gates.filter_left(account)
-    if budget is None or left is None:
-        return
-    whole = gates.filter_allowance(budget)
-    print(
-        f"The filter adds up Renyi divergences at order {left.order:g} and admits runs while they come to at most {whole:.4f}"
-        + (f", of which {left.allowance:.4f} is left." if account.runs or account.imports else ".")
-    )
 
 
 def _reference(text: str, unit: str, largest_delta: float) -> Event:

@@ -44,27 +44,26 @@ class Records:
             Refused: It has an account of its own, or derives from something else.
         """
         with self._chain.moment():
-            return self._charged_to(dataset, derived_from)
-
-    def _charged_to(self, dataset: str, derived_from: str | None) -> str:
-        name = self.account_name(dataset)
-        if derived_from is None:
-            return name
-        if not self._chain.knows(derived_from):
-            raise ConfigError(
-                f"privacy.derived_from: the ledger knows no dataset {derived_from!r}. dpllm ledger show lists its names."
-            )
-        parent = self.account_name(derived_from)
-        if dataset in (derived_from, parent):
-            raise ConfigError(f"privacy.derived_from: dataset {dataset!r} would derive from itself. Remove the key.")
-        if name not in (dataset, parent) or (name == dataset and self._chain.of(dataset, *OWN, "data")):
-            raise Refused(
-                f"dataset {dataset!r} stands in the ledger already, charged to {name!r}, so it cannot be charged to "
-                f"{parent!r}. Give the derived data a new privacy.dataset.",
-                dataset=dataset,
-                reason="derived",
-            )
-        return parent
+            name = self.account_name(dataset)
+            if derived_from is None:
+                return name
+            if not self._chain.knows(derived_from):
+                raise ConfigError(
+                    f"privacy.derived_from: the ledger knows no dataset {derived_from!r}. dpllm ledger show lists its names."
+                )
+            parent = self.account_name(derived_from)
+            if dataset in (derived_from, parent):
+                raise ConfigError(
+                    f"privacy.derived_from: dataset {dataset!r} would derive from itself. Remove the key."
+                )
+            if name not in (dataset, parent) or (name == dataset and self._chain.of(dataset, *OWN, "data")):
+                raise Refused(
+                    f"dataset {dataset!r} stands in the ledger already, charged to {name!r}, so it cannot be charged to "
+                    f"{parent!r}. Give the derived data a new privacy.dataset.",
+                    dataset=dataset,
+                    reason="derived",
+                )
+            return parent
 
     def known_as(self, records: Fingerprint) -> str | None:
         """Under which name these very records are known."""
