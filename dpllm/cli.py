@@ -37,12 +37,17 @@ RETIRED = {
     "plan --figure": "plan prints and draws nothing; --sweep with --json has every figure of the table",
     "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
+    "ledger open": "the rule of a budget stays; for an adaptive one, dpllm ledger init --gate adaptive before the first run",
+    "ledger plot": "it decided nothing; dpllm ledger show says what is left, and dpllm ledger metrics lets Prometheus draw it",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if mend := RETIRED.get(" ".join(arguments[:2])):  # an action that the parser does not know
+        print(f"dpllm {arguments[0]}: {arguments[1]} is retired: {mend}.", file=sys.stderr)
+        return 2
     parser = _parser()
     arguments, overrides = _split(arguments)
     known, unknown = parser.parse_known_args(arguments)

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 
-from dpllm import checkpoint, data, environment, fitting, ledger, model, ranks, sharding, telemetry, tokens
+from dpllm import checkpoint, data, environment, fitting, ledger, model, ranks, sharding, tokens
 from dpllm.audit import canaries
 from dpllm.audit.canaries import CanaryPlan
 from dpllm.audit.planting.source import ModelSource
@@ -265,7 +265,6 @@ def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
             return
         with book:
             book.count_refusal(error.dataset, error.reason)
-            telemetry.publish_ledger(config.telemetry, book, error.dataset)
 
 
 def _plan_json(decision: Decision, planted: CanaryPlan | None) -> dict[str, Any] | None:

@@ -82,7 +82,8 @@ class Recorder:
     def __enter__(self) -> Self:
         if self._main:
             self._write(None, "interrupted", "its process was killed; the ledger holds its steps")
-            self._telemetry.begin(self._p, self._epsilon_after(self._step))
+            base_holds = lineage.why_not(self._p.decision.lineage) is None
+            self._telemetry.begin(self._step, self._epsilon_after(self._step), base_holds=base_holds)
         self._progress.start()
         return self
 

@@ -84,7 +84,7 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
     _write(run, report, examined)
     if config.privacy.enabled and not report["published"]:  # the same without what tells of other runs
         _write(run, {**_report(examined, None), "audits_run": report["audits_run"], "published": True}, examined)
-    publish_audit(run, config)
+    publish_audit(run, config, PRIMARY_ATTACK)
     return report
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 ACTIONS = {
     "init": "set a dataset's budget, once",
     "seal": "fix the list of runs of a planned budget, before the first of them",
-    "open": "turn what is left of a planned budget into an adaptive one",
     "except": "permit training without differential privacy on a dataset; every later card says so",
     "show": "what every dataset has spent, and which figure gates",
     "history": "every entry of the chain",
@@ -28,7 +27,6 @@ ACTIONS = {
     "import": "enter what was spent on a dataset elsewhere",
     "export": "write the chain as JSON, without fingerprints",
     "metrics": "what a monitoring system watches, as Prometheus metrics",
-    "plot": "draw the burn-down of each dataset",
 }
 
 
@@ -40,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
         action.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
         made[name] = action
-    for name in ("init", "seal", "open", "except", "import"):
+    for name in ("init", "seal", "except", "import"):
         made[name].add_argument("dataset", help="name of the dataset")
-    for name in ("show", "history", "plot"):
+    for name in ("show", "history"):
         made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
-    for name in ("init", "seal", "open", "except", "reconcile", "import"):
+    for name in ("init", "seal", "except", "reconcile", "import"):
         made[name].add_argument("--by", help="who answers for it (default: this user)")
         made[name].add_argument("--reason", required=True, help="why")
     init = made["init"]
@@ -64,9 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument("--import-delta", type=float, default=0.0, help="adaptive: part of delta for imported runs")
     init.add_argument("--runs", nargs="+", metavar="RECIPE", help="planned: seal these recipes as the list")
     init.add_argument("--data", help="the data file, so that copies under other names are recognised from now on")
-    made["open"].add_argument(
-        "--forfeit", action="store_true", help="also where sealed runs that have not run are given up"
-    )
     made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help="recipes, one for each run")
     made["verify"].add_argument(
         "--head", help="HASH:COUNT, a head that was copied elsewhere, or the path of a run.json"
@@ -86,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of the node exporter's textfile collector (default: standard output)",
     )
-    made["plot"].add_argument("--output", default="ledger.png", help="picture (default: ledger.png)")
 
 
 def _add_terms(parser: argparse.ArgumentParser, default: bool = True) -> None:
@@ -162,7 +156,7 @@ def _wanted(known: argparse.Namespace) -> Budget:
 
 
 def _init(book: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger import budgets, protect
+    from dpllm.ledger import budgets, gates, protect
     from dpllm.privacy.plan import auto_delta, check_delta
 
     sources = [known.data] if known.data else [*(known.runs or [])]
@@ -178,10 +172,14 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
             )
     sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
     budget = budgets.set_budget(book, known.dataset, known.wanted, records=records)
-    protect.remember_ledger(book)
     print(f"{known.dataset}: {budgets.describe(budget)}, in {book.location}")
-    if budget.gate == "adaptive":
-        _print_filter(book, known.dataset)
+    account = book.account(known.dataset)
+    if left := gates.filter_left(account):
+        print(
+            f"The filter adds up Renyi divergences at order {left.order:g} and admits runs while they come to at most "
+            f"{gates.filter_allowance(budget):.4f}"
+            + (f", of which {left.allowance:.4f} is left." if account.runs or account.imports else ".")
+        )
     if sealed:
         return _seal_runs(book, known, sealed)
     if budget.gate == "planned":
@@ -204,15 +202,6 @@ def _seal_runs(book: Ledger, known: argparse.Namespace, runs: list[Any]) -> int:
     budget = book.budget(known.dataset)
     limit = f"{budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
     print(f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}")
-    return 0
-
-
-def _open(book: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger import budgets
-
-    budget = budgets.open_adaptive(book, known.dataset, known.by, known.reason, forfeit=known.forfeit)
-    print(f"{known.dataset}: {budgets.describe(budget)}")
-    _print_filter(book, known.dataset)
     return 0
 
 
@@ -370,44 +359,23 @@ def _export(book: Ledger, known: argparse.Namespace) -> int:
 
 
 def _metrics(book: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.telemetry import textfile
+    from dpllm.telemetry import metrics
 
+    families, names = metrics.ledger_families(book)
     if known.textfile is None:
-        print(textfile.ledger_text(book), end="")
+        print(metrics.exposition([*families, *metrics.dataset_families(book, names)]).decode(), end="")
         return 0
+    folder = Path(known.textfile)
     try:
-        textfile.write_ledger(Path(known.textfile), book)
+        metrics.write(folder / metrics.LEDGER, families)
+        for name in names:
+            metrics.write(metrics.dataset_file(folder, name), metrics.dataset_families(book, [name]))
     except OSError as error:
         raise ConfigError(
             f"--textfile {known.textfile}: cannot be written to ({error.strerror}), so there would be no metrics. Type the "
             "directory that the node exporter reads."
         ) from None
     return 0
-
-
-def _plot(book: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger.figure import burn_down
-
-    print(burn_down(book, _names(book, known.dataset), Path(known.output)))
-    return 0
-
-
-def _print_filter(book: Ledger, dataset: str) -> None:
-    from dpllm.ledger import gates
-
-    account = book.account(dataset)
-    budget, left = account.budget, gates.filter_left(account)
-    if budget is None or left is None:
-        return
-    whole = gates.filter_allowance(budget)
-    print(
-        f"The filter adds up Renyi divergences at order {left.order:g} and admits runs while they come to at most {whole:.4f}"
-        + (f", of which {left.allowance:.4f} is left." if account.runs or account.imports else ".")
-    )
-    if budget.late:
-        print(
-            "The order was chosen after results were known, so it is one of eight fixed ones with an eighth of delta each."
-        )
 
 
 def _reference(text: str, unit: str, largest_delta: float) -> Event:

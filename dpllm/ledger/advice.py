@@ -6,6 +6,7 @@ Comes in: an event, and whether another would fit. Goes out: a sentence. Knows n
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 from dpllm.ledger.values import ONE_RELEASE
@@ -42,13 +43,10 @@ def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "
 
 
 def _most_steps(event: Event, count: int, fits: Callable[[Event, float], bool]) -> int:
-    low, high = 0, count
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits({**event, "count": middle}, COARSE_INTERVAL) else (low, middle)
-    while low + 1 < count and fits({**event, "count": low + 1}, accounting.FINE_INTERVAL):
-        low += 1
-    return low
+    steps = bisect_left(range(1, count), True, key=lambda n: not fits({**event, "count": n}, COARSE_INTERVAL))
+    while steps + 1 < count and fits({**event, "count": steps + 1}, accounting.FINE_INTERVAL):
+        steps += 1
+    return steps
 
 
 def _least_factor(event: Event, fits: Callable[[Event, float], bool]) -> float | None:

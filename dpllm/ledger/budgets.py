@@ -22,11 +22,11 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
     Args:
         book: The ledger.
         dataset: Name of the data in this ledger.
-        budget: As wanted; ``order`` is kept where nothing of the dataset has been released yet.
+        budget: As wanted; its ``order`` is kept where nothing of the dataset has been released yet.
         records: What the name stands for, so that the budget protects copies from now on.
 
     Returns:
-        The budget as entered: ``late`` and ``order`` are chosen here where runs or imports came first.
+        The budget as entered; where runs or imports came first, its order follows from epsilon and delta.
 
     Raises:
         ConfigError: A value is out of range.
@@ -44,17 +44,17 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
                 dataset=dataset,
                 reason="derived",
             )
-        present = book.budget(dataset)
+        used = book.account(dataset)
+        present = used.budget
         if present is not None:
             # What init chooses by itself does not make the same wish another budget.
             asked = replace(wanted, by=present.by, reason=present.reason, order=present.order, late=present.late)
-            if present.late and asked.import_delta <= present.import_delta:
+            if (used.runs or used.imports) and asked.import_delta <= present.import_delta:
                 asked = replace(asked, import_delta=present.import_delta)
             if asked == present:
                 if records is not None:
                     book.records.register(dataset, records, None)
                 return present
-            used = book.account(dataset)
             if wanted.by != present.by or used.runs or used.imports or used.sealed is not None:
                 raise Refused(
                     f"dataset {dataset!r} has a budget already: {describe(present)}. Only "
@@ -65,8 +65,7 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
                 )
         if present is None:
             book.same_unit(dataset, wanted.unit, wanted.relation)
-        account = replace(book.account(dataset), budget=wanted)
-        if account.runs or account.imports:
+        if used.runs or used.imports:
             if wanted.gate == "planned":
                 raise Refused(
                     f"dataset {dataset!r} has runs already, and a run planned after seeing their results needs another "
@@ -74,7 +73,7 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
                     dataset=dataset,
                     reason="late",
                 )
-            imported = gates.delta_imported(account)
+            imported = gates.delta_imported(used)
             if not imported < wanted.delta:
                 raise Refused(
                     f"dataset {dataset!r}: imported runs spent a delta of {imported:g}, and {wanted.delta:g} for everything "
@@ -82,8 +81,8 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
                     dataset=dataset,
                     reason="over_budget",
                 )
-            wanted = replace(wanted, late=True, import_delta=max(wanted.import_delta, imported))
-            wanted = replace(wanted, order=gates.late_order(account, wanted))
+            wanted = replace(wanted, import_delta=max(wanted.import_delta, imported))
+            wanted = replace(wanted, order=gates.order_after_results(wanted))
         if wanted.gate == "adaptive" and wanted.order is None:
             raise ConfigError("an adaptive budget needs the order of its filter, chosen from a declared reference run.")
         book.chain.append("budget", dataset, asdict(wanted))
@@ -136,47 +135,6 @@ def _why_unsealable(account: Account) -> str:
     if account.budget.gate != "planned":
         return "has an adaptive budget, which needs no list"
     return "has its list already" if account.sealed is not None else "has runs already, which are its list"
-
-
-def open_adaptive(book: Ledger, dataset: str, by: str, reason: str, *, forfeit: bool = False) -> Budget:
-    """Turns a planned budget into an adaptive one for what is left; what was sealed and has not run, cannot any more.
-
-    Args:
-        book: The ledger.
-        dataset: Name of the data in this ledger.
-        by: Who opens it.
-        reason: Why.
-        forfeit: Also where sealed runs that have not run lose their place in the list.
-
-    Raises:
-        Refused: No planned budget, or nothing is left by the rule of the filter.
-        ConfigError: Nobody is named.
-    """
-    check_person("a planned budget is opened", by, reason)
-    book.refuse_if_tampered()
-    with book.chain.writing():
-        account = book.account(dataset)
-        budget, name = account.budget, account.dataset
-        if budget is None or budget.gate != "planned":
-            raise Refused(f"dataset {name!r} has no planned budget that could be opened.", dataset=name, reason="gate")
-        if (waiting := gates.pending(account)) and not forfeit:
-            raise Refused(
-                f"dataset {name!r}: {len(waiting)} sealed runs have not run and would lose their place: "
-                f"{'; '.join(gates.described(run) for run in waiting)}. Type --forfeit if they will not run.",
-                dataset=name,
-                reason="sealed",
-            )
-        found = gates.opened(account, budget)
-        if found is None:
-            raise Refused(
-                f"dataset {name!r}: the rule of an adaptive budget finds nothing left of epsilon {budget.epsilon:g} after "
-                "its runs, although PLD may. Use other data.",
-                dataset=name,
-                reason="over_budget",
-            )
-        content = {**asdict(found[0]), "opened_by": by, "why": reason}
-        book.chain.append("gate", name, content)
-    return found[0]
 
 
 def import_run(

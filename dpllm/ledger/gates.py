@@ -21,7 +21,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from dpllm.ledger.advice import noise_multiplier, what_fits
@@ -30,15 +29,14 @@ from dpllm.ledger.values import Account, Budget, Sealed
 from dpllm.privacy import accounting, events, renyi
 from dpllm.privacy.accounting import Event, compose
 
-# For an order that is chosen when results are known: each has an equal part of delta, so that whichever is chosen, the
-# guarantee holds (the runs of the world split by the order that is chosen in them, and the parts of delta add up).
-LATE_ORDERS = (1.5, 2.0, 3.2, 5.0, 8.0, 16.0, 32.0, 64.0)
+# Earlier versions chose an order among eight once results were known. Each has an equal part of delta, so that whichever
+# was chosen, the guarantee holds (the runs of the world split by the order that is chosen in them).
+LATE_ORDERS = 8
 
 
 def conversion_delta(budget: Budget) -> float:
     """The delta at which the filter's divergence becomes an epsilon."""
-    parts = len(LATE_ORDERS) if budget.late else 1
-    return (budget.delta - budget.import_delta) / parts
+    return (budget.delta - budget.import_delta) / (LATE_ORDERS if budget.late else 1)
 
 
 def filter_allowance(budget: Budget) -> float:
@@ -107,33 +105,13 @@ def filter_epsilon(account: Account, event: Event | None = None) -> float | None
     return renyi.to_epsilon(rho, conversion_delta(budget), budget.order)
 
 
-def late_order(account: Account, budget: Budget) -> float:
-    """Of the fixed orders, the one that leaves the largest share of its allowance; none leaves any: the smallest loss.
+def order_after_results(budget: Budget) -> float:
+    """The filter's order where results are known already, by which a reference run could have been chosen.
 
-    Where nothing is spent, the one with the largest allowance for its order: a Gaussian costs in proportion to it.
+    It follows from epsilon and delta alone: about where the conversion's price is half of epsilon.
     """
-    delta = conversion_delta(budget)
-
-    def share(order: float) -> float:
-        allowance = renyi.allowance(budget.epsilon, delta, order)
-        spent = filter_spent(account, order)
-        if spent == 0:
-            return allowance / order
-        return 1 - spent / allowance if allowance > 0 else -math.inf
-
-    return max(LATE_ORDERS, key=share)
-
-
-def opened(account: Account, budget: Budget) -> tuple[Budget, float] | None:
-    """A planned budget as an adaptive one for the rest, and the Renyi divergence left; None if nothing is."""
-    imported = max(budget.import_delta, delta_imported(account))
-    if not imported < budget.delta:
-        return None
-    late = bool(account.runs or account.imports)
-    wanted = replace(budget, gate="adaptive", late=late, import_delta=imported)
-    wanted = replace(wanted, order=late_order(account, wanted))
-    left = filter_left(replace(account, budget=wanted))
-    return (wanted, left.allowance) if left is not None and left.allowance > 0 else None
+    wanted = 1 + 2 * math.log(1 / conversion_delta(budget)) / budget.epsilon
+    return min(renyi.ORDERS, key=lambda order: abs(order - wanted))
 
 
 def refusal(account: Account, event: Event, num_steps: int, *, extends: bool = False) -> str | None:
@@ -146,7 +124,7 @@ def refusal(account: Account, event: Event, num_steps: int, *, extends: bool = F
     if extends:
         return (
             f"dataset {account.dataset!r} has a planned budget, whose runs were sealed: lost steps cannot be made up. "
-            "Resume without them, or open an adaptive budget for the rest: dpllm ledger open."
+            "Resume without them."
         )
     if account.sealed is None and not account.runs:
         return over_plan(account, budget, [Sealed(event, num_steps)])
@@ -157,7 +135,7 @@ def refusal(account: Account, event: Event, num_steps: int, *, extends: bool = F
     what = "is spent" if used >= sealed else "does not hold this run"
     return (
         f"dataset {account.dataset!r} has a planned budget, and its list of {sealed} sealed runs ({used} "
-        f"reserved) {what}: a run chosen after seeing results needs another rule than PLD. {_way_on(account, budget)}"
+        f"reserved) {what}: a run chosen after seeing results needs another rule than PLD. {_way_on(account)}"
     )
 
 
@@ -177,7 +155,7 @@ def group_refusal(account: Account, runs: Sequence[Sealed]) -> str | None:
         return (
             f"dataset {account.dataset!r} has a planned budget, whose list was sealed without (or without so many of) "
             f"{len(missing)} of these {len(runs)} runs: {'; '.join(strangers)}. A run chosen after seeing results needs another "
-            f"rule than PLD. {_way_on(account, budget)}"
+            f"rule than PLD. {_way_on(account)}"
         )
     return over_plan(account, budget, account.sealed or ()) if account.imports else None
 
@@ -295,24 +273,14 @@ def _over_filter(account: Account, budget: Budget, event: Event) -> str | None:
     )
 
 
-def _way_on(account: Account, budget: Budget) -> str:
-    """What is sealed and has not run, or how to open an adaptive budget for the rest, if there is a rest."""
+def _way_on(account: Account) -> str:
+    """What is sealed and has not run, or what to do where nothing is left."""
     if waiting := pending(account):
         return (
             f"Of the list, {len(waiting)} have not run: {'; '.join(described(run) for run in waiting)}. A run must have the "
             "noise, the sampling rate and the steps of one of them."
         )
-    rest = opened(account, budget)
-    if rest is None:
-        stopped = [run.reservation.entry for run in account.runs if run.state not in ("completed", "reconciled")]
-        if stopped:
-            return (
-                "No adaptive budget can be opened for a rest as long as all of each run is held. If a run will not go on, close "
-                f"it first: dpllm ledger reconcile {stopped[0]} --by NAME --reason WHY."
-            )
-        return "No adaptive budget can be opened for a rest: its rule finds none. Use other data."
-    wanted, left = rest
     return (
-        f"To open an adaptive budget for the rest: dpllm ledger open {account.dataset} --by NAME --reason WHY "
-        f"(order {wanted.order:g}; {left:.4f} of Renyi divergence would be left)."
+        "Use other data, with a longer list, or with an adaptive budget that is set before the first run: dpllm ledger init NAME "
+        "--gate adaptive."
     )

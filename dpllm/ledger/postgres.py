@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -123,21 +123,16 @@ class Postgres:
         except self._errors as error:
             raise self.unusable(_first_line(error)) from error
 
-    @contextmanager
-    def write(self) -> Iterator[None]:
+    def write(self) -> AbstractContextManager[None]:
         """A transaction in which nobody else writes; others may read."""
-        yield from self._work("BEGIN ISOLATION LEVEL READ COMMITTED", "LOCK TABLE entries IN EXCLUSIVE MODE")
+        return self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", "LOCK TABLE entries IN EXCLUSIVE MODE")
 
-    @contextmanager
-    def read(self) -> Iterator[None]:
+    def read(self) -> AbstractContextManager[None]:
         """A transaction that sees one moment."""
-        yield from self._work("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        return self._transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
     @contextmanager
     def _transaction(self, *begin: str) -> Iterator[None]:
-        yield from self._work(*begin)
-
-    def _work(self, *begin: str) -> Iterator[None]:
         try:
             for statement in begin:
                 self.rows(statement)

@@ -7,7 +7,6 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -16,10 +15,9 @@ from dpllm import data
 from dpllm.config import DataConfig, RunConfig, load_config
 from dpllm.data import FIELDS, Table
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger.book import Ledger, open_ledger
+from dpllm.ledger.book import Ledger
 from dpllm.ledger.fingerprint import Fingerprint, fingerprint, share_in_common
 from dpllm.ledger.records import LEAST_SHARE
-from dpllm.ledger.store import default_path
 from dpllm.privacy.renyi import Fit
 
 
@@ -58,8 +56,8 @@ def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custod
 
     Raises:
         Refused: Training without differential privacy on data that are not declared public, or that have a budget, and
-            no exception of its owner; records that are another dataset of the ledger, or repeated more often than before;
-            evaluation data declared public that are not; a budget in another ledger, or in one that cannot be asked.
+            no exception of its owner; records that are another dataset of the ledger; evaluation data declared public that
+            are not.
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger.
     """
     records = fingerprint(table.rows, FIELDS[table.format], book.records.key()) if book else None
@@ -75,21 +73,10 @@ def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custod
         account = book.records.charged_to(name, parent)
         budgeted, excepted = book.budget(account) is not None, book.excepted(account)
         exceptions = book.exceptions(account)
-        if budgeted and config.data.unit == "example":
-            _refuse_repetitions(book, account, records)
     if not config.privacy.enabled and not excepted:
         _refuse_without_privacy(config, name, budgeted)
-    evaluation = _public_evaluation(config)
-    if evaluation and not config.data.public:
-        own, other = (fingerprint(part.rows, FIELDS[part.format], b"compared here") for part in (evaluation, table))
-        _refuse_evaluation("data.train, which is not", share_in_common(own.hashes, other.hashes))
-    if evaluation and book:
-        _refuse_budgeted_evaluation(evaluation, book)
-    for elsewhere in _other_ledgers(book):
-        with elsewhere:
-            _refuse_outside(config, table, elsewhere)
-            if evaluation:
-                _refuse_budgeted_evaluation(evaluation, elsewhere)
+    if config.data.eval is not None and config.data.eval_public:
+        _check_public_evaluation(config, config.data.eval, table, book)
     return Custody(name, parent, records, tuple(exceptions))
 
 
@@ -128,61 +115,28 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
         )
 
 
-def _refuse_repetitions(book: Ledger, account: str, records: Fingerprint) -> None:
-    """Whoever repeats the rows of a budgeted dataset multiplies what each of its people gives, at the price of one row."""
-    if book.records.repeated(account, records) >= LEAST_SHARE:
-        raise Refused(
-            f"data.train shares records with dataset {account!r} that occur more often here than in the data its budget is "
-            "about: each row would be protected as before, and whoever stands behind it less. Remove the repetitions.",
-            dataset=account,
-            reason="repeated",
-        )
-
-
-def _public_evaluation(config: RunConfig) -> Table | None:
-    """Evaluation data whose exact losses would be published."""
-    if config.data.eval is None or not config.data.eval_public:
-        return None
+def _check_public_evaluation(config: RunConfig, source: str, table: Table, book: Ledger | None) -> None:
+    """Refuses evaluation data that are private after all: their exact losses would be published."""
     with tempfile.TemporaryDirectory() as cache:
-        return data.load_table(config.data.eval, config.data, config.data.eval_split, Path(cache))
-
-
-def _refuse_budgeted_evaluation(evaluation: Table, book: Ledger) -> None:
-    name, share = _budgeted_in(evaluation, book)
-    _refuse_evaluation(f"dataset {name!r}, which has a privacy budget", share)
-
-
-def _refuse_evaluation(whose: str, share: float) -> None:
-    if share >= LEAST_SHARE:
+        held_out = data.load_table(source, config.data, config.data.eval_split, Path(cache))
+    key = book.records.key() if book else b"compared here"
+    records = fingerprint(held_out.rows, FIELDS[held_out.format], key)
+    whose = None
+    if not config.data.public:
+        own = fingerprint(table.rows, FIELDS[table.format], key)
+        if share_in_common(records.hashes, own.hashes) >= LEAST_SHARE:
+            whose = "data.train, which is not"
+    if book:
+        for name, share in book.records.overlaps(records).items():
+            account = book.records.account_name(name)
+            if share >= LEAST_SHARE and book.budget(account) is not None:
+                whose = f"dataset {account!r}, which has a privacy budget"
+    if whose:
         raise Refused(
             f"data.eval is declared public and shares records with {whose}: exact losses on them would "
             "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
             reason="public_evaluation",
         )
-
-
-def _refuse_outside(config: RunConfig, table: Table, elsewhere: Ledger) -> None:
-    other, share = _budgeted_in(table, elsewhere)
-    if other is None or share < LEAST_SHARE:
-        return
-    if not config.privacy.enabled and elsewhere.excepted(other):
-        return
-    raise Refused(
-        f"data.train has records of dataset {other!r}, whose budget lies in another ledger, {elsewhere.location}: outside it "
-        f"nothing may be trained on them. Set privacy.ledger: {elsewhere.location}.",
-        dataset=other,
-        reason="outside_ledger",
-    )
-
-
-def _budgeted_in(table: Table, book: Ledger) -> tuple[str | None, float]:
-    """The account with a budget that shares most records with these rows, and the share."""
-    records = fingerprint(table.rows, FIELDS[table.format], book.records.key())
-    for name, share in sorted(book.records.overlaps(records).items(), key=lambda item: -item[1]):
-        account = book.records.account_name(name)
-        if book.budget(account) is not None:
-            return account, share
-    return None, 0.0
 
 
 def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
@@ -199,7 +153,6 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
     Raises:
         ConfigError: Neither can be read.
         DataError: A row that names no unit.
-        Refused: They have a budget in another ledger already.
     """
     recipe = Path(source).suffix in (".yaml", ".yml")
     wanted = load_config(source).data if recipe else DataConfig(train=source)
@@ -211,70 +164,4 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
         )
     by_unit = wanted.model_copy(update={"unit": unit, "max_examples_per_unit": 1})
     units = len(data.group_rows(table, by_unit))
-    for elsewhere in _other_ledgers(book):
-        with elsewhere:
-            other, share = _budgeted_in(table, elsewhere)
-            if other is not None and share >= LEAST_SHARE:
-                raise Refused(
-                    f"{wanted.train} has records of dataset {other!r}, whose budget lies in another ledger, "
-                    f"{elsewhere.location}: two budgets for the same people would be none. Keep to that one.",
-                    dataset=other,
-                    reason="outside_ledger",
-                )
     return fingerprint(table.rows, FIELDS[table.format], book.records.key()), units
-
-
-def remember_ledger(book: Ledger) -> None:
-    """Notes that this ledger holds a budget, so that runs that name another one are checked against it too."""
-    location = book.location if "://" in book.location else str(Path(book.location).resolve())
-    if location not in _registered():
-        path = _registry()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:  # one short line is appended whole, whoever else appends
-            file.write(location + "\n")
-
-
-def _registry() -> Path:
-    return default_path().parent / "ledgers.txt"
-
-
-def _registered() -> list[str]:
-    """Where this user set budgets.
-
-    Raises:
-        Refused: The list cannot be read, so that nobody knows what has a budget.
-    """
-    try:
-        return [line for line in _registry().read_text(encoding="utf-8").splitlines() if line]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError):
-        raise Refused(
-            f"{_registry()}, the list of ledgers with budgets of this user, cannot be read, so whether data.train has a budget "
-            "in one of them cannot be told. Restore it, one location a line.",
-            reason="unreachable_ledger",
-        ) from None
-
-
-def _other_ledgers(book: Ledger | None) -> Iterator[Ledger]:
-    """Ledgers in which this user set budgets, and the default one; a file that is gone is left out.
-
-    Raises:
-        Refused: One of them cannot be opened, so that it cannot be asked.
-    """
-    mine = book.records.key() if book else None
-    for location in dict.fromkeys([str(default_path().resolve()), *_registered()]):
-        try:
-            other = open_ledger(location, create=False)
-        except ConfigError as error:
-            raise Refused(
-                f"a ledger with budgets of this user cannot be asked whether data.train is budgeted there: {error} If it is gone "
-                f"for good, remove its line from {_registry()}.",
-                reason="unreachable_ledger",
-            ) from None
-        if other is None:
-            continue
-        if other.records.key() == mine:  # the same one, whatever the path or URL
-            other.close()
-        else:
-            yield other

@@ -5,9 +5,11 @@ Comes in: fingerprints. Goes out: names of datasets. Must not see text.
 
 from __future__ import annotations
 
+import secrets
+
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.chain import Chain
-from dpllm.ledger.fingerprint import Fingerprint, new_nonce, share_in_common, share_repeated
+from dpllm.ledger.fingerprint import Fingerprint, share_in_common
 
 # Entries of an account of its own: a dataset with one of them derives from none.
 OWN = ("budget", "seal", "gate", "reserve", "reconcile", "import")
@@ -42,27 +44,26 @@ class Records:
             Refused: It has an account of its own, or derives from something else.
         """
         with self._chain.moment():
-            return self._charged_to(dataset, derived_from)
-
-    def _charged_to(self, dataset: str, derived_from: str | None) -> str:
-        name = self.account_name(dataset)
-        if derived_from is None:
-            return name
-        if not self._chain.knows(derived_from):
-            raise ConfigError(
-                f"privacy.derived_from: the ledger knows no dataset {derived_from!r}. dpllm ledger show lists its names."
-            )
-        parent = self.account_name(derived_from)
-        if dataset in (derived_from, parent):
-            raise ConfigError(f"privacy.derived_from: dataset {dataset!r} would derive from itself. Remove the key.")
-        if name not in (dataset, parent) or (name == dataset and self._chain.of(dataset, *OWN, "data")):
-            raise Refused(
-                f"dataset {dataset!r} stands in the ledger already, charged to {name!r}, so it cannot be charged to "
-                f"{parent!r}. Give the derived data a new privacy.dataset.",
-                dataset=dataset,
-                reason="derived",
-            )
-        return parent
+            name = self.account_name(dataset)
+            if derived_from is None:
+                return name
+            if not self._chain.knows(derived_from):
+                raise ConfigError(
+                    f"privacy.derived_from: the ledger knows no dataset {derived_from!r}. dpllm ledger show lists its names."
+                )
+            parent = self.account_name(derived_from)
+            if dataset in (derived_from, parent):
+                raise ConfigError(
+                    f"privacy.derived_from: dataset {dataset!r} would derive from itself. Remove the key."
+                )
+            if name not in (dataset, parent) or (name == dataset and self._chain.of(dataset, *OWN, "data")):
+                raise Refused(
+                    f"dataset {dataset!r} stands in the ledger already, charged to {name!r}, so it cannot be charged to "
+                    f"{parent!r}. Give the derived data a new privacy.dataset.",
+                    dataset=dataset,
+                    reason="derived",
+                )
+            return parent
 
     def known_as(self, records: Fingerprint) -> str | None:
         """Under which name these very records are known."""
@@ -84,13 +85,6 @@ class Records:
             if share > 0:
                 shares[name] = max(share, shares.get(name, 0.0))
         return shares
-
-    def repeated(self, account: str, records: Fingerprint) -> float:
-        """Of the account's records that are here too, the share that occurs more often than in any of its datasets."""
-        rows = self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)")
-        with self._chain.moment():
-            known = [bytes(hashes) for name, hashes in rows if self.account_name(name) == account]
-        return share_repeated(records.hashes, known)
 
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
         """Why these records may not be charged to ``dataset``; None if they may.
@@ -144,7 +138,7 @@ class Records:
             raise clash
         if self.known_as(records) is not None:
             return
-        nonce = new_nonce()
+        nonce = secrets.token_hex(16)
         commitment = self._commitment(records, nonce)
         content = {"records": records.num_records, "commitment": commitment, "derived_from": derived_from}
         seq = self._chain.append("data", dataset, content)

@@ -11,7 +11,7 @@ import secrets
 import sqlite3
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,10 +60,10 @@ class Store(Protocol):
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Runs one statement."""
 
-    def write(self) -> Any:
+    def write(self) -> AbstractContextManager[None]:
         """A transaction in which nobody else writes; on disk when it ends, undone if it fails."""
 
-    def read(self) -> Any:
+    def read(self) -> AbstractContextManager[None]:
         """A transaction that sees one moment."""
 
     def missing_guards(self) -> list[str]:
@@ -177,16 +177,15 @@ class SQLite:
         except sqlite3.DatabaseError as error:
             raise self.unusable(error) from error
 
-    @contextmanager
-    def write(self) -> Iterator[None]:
+    def write(self) -> AbstractContextManager[None]:
         """A transaction in which nobody else writes."""
-        yield from self._transaction("BEGIN IMMEDIATE")
+        return self._transaction("BEGIN IMMEDIATE")
+
+    def read(self) -> AbstractContextManager[None]:
+        """A transaction that sees one moment."""
+        return self._transaction("BEGIN")
 
     @contextmanager
-    def read(self) -> Iterator[None]:
-        """A transaction that sees one moment."""
-        yield from self._transaction("BEGIN")
-
     def _transaction(self, begin: str) -> Iterator[None]:
         self.rows(begin)
         try:

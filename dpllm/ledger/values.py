@@ -31,8 +31,8 @@ class Budget:
         relation: The neighbouring relation.
         gate: planned (a list of runs sealed before the first) or adaptive (a Renyi filter).
         order: Of the filter; None under planned.
-        late: The order was chosen when results of this dataset were known already, from a fixed set of orders, each of
-            which has an equal part of delta.
+        late: By an earlier version: the order was chosen when results of this dataset were known already, from eight fixed
+            ones, each of which has an equal part of delta.
         import_delta: Part of delta that is set aside for imported runs; adaptive only.
         by: Who set it.
         reason: Why.

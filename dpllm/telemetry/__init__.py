@@ -5,8 +5,6 @@ format, and calls of trackers. Must not know a row, a canary or a gradient; un-n
 ``telemetry.private_metrics`` asks for them, and nowhere else. A failure here never ends a training run.
 """
 
-from dpllm.telemetry.live import Telemetry
-from dpllm.telemetry.spent import EpsilonSpent
-from dpllm.telemetry.textfile import publish_audit, publish_ledger
+from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit
 
-__all__ = ["EpsilonSpent", "Telemetry", "publish_audit", "publish_ledger"]
+__all__ = ["EpsilonSpent", "Telemetry", "publish_audit"]

@@ -1,39 +1,36 @@
-"""What a run shows while it goes on.
+"""What a run shows while it goes on, through a file, a port and experiment trackers; and epsilon meanwhile.
 
-Comes in: a run that was prepared, its steps, its evaluations. Goes out: files, an endpoint's page, calls of trackers. Only
-the main process of a run shows anything.
+Comes in: the record of a run that begins, its steps, its evaluations. Goes out: a ``.prom`` file, an endpoint's page on the
+loopback interface, calls of trackers. Only the main process of a run shows anything, and no failure here ends a run.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from prometheus_client.core import Metric
+from prometheus_client import start_http_server
 
 from dpllm.config import RunConfig
-from dpllm.errors import DpllmError, Refused
-from dpllm.report import words
-from dpllm.rundir import RunDir
-from dpllm.telemetry import textfile, trackers
-from dpllm.telemetry.endpoint import Endpoint
-from dpllm.telemetry.ledger import dataset_families, label, ledger_families, left, of_dataset, of_ledger
-from dpllm.telemetry.metrics import RunValues, run_families
-from dpllm.telemetry.record import clip_fraction, model_label, of_record, promises, unnoised
-from dpllm.telemetry.trackers import Trackers
-
-if TYPE_CHECKING:
-    from dpllm.ledger import Ledger
-    from dpllm.prepare import Prepared  # which publishes refusals through this package
+from dpllm.errors import ConfigError, DpllmError
+from dpllm.privacy import accounting, guards
+from dpllm.privacy.plan import Plan
+from dpllm.rundir import RunDir, read_json
+from dpllm.telemetry import metrics
+from dpllm.telemetry.metrics import INTERVAL, Families, RunValues
 
 INTERVAL_SECONDS = 5.0
-"""At most so often is the ledger read and a file written: a node exporter reads every 15 seconds or so."""
-VERIFY_SECONDS = 60.0
-"""At least so often is the ledger's chain verified."""
+"""At most so often is a file written: a node exporter reads every 15 seconds or so."""
+LOOPBACK = "127.0.0.1"
+PROJECT = "dpllm"
+Value = bool | int | float | str
 
 
 class Telemetry:
@@ -58,22 +55,30 @@ class Telemetry:
         settings = config.telemetry
         self._config, self._run = config, run
         self._directory: Path | None = None
-        self._endpoint: Endpoint | None = None
+        self._server: Any = None
         self._trackers: Trackers | None = None
         self._values: RunValues | None = None
-        self._book: Ledger | None = None
-        self._account: str | None = None
-        self._beside: tuple[Metric, ...] = ()
-        self._seen: object = None
-        self._remaining: float | None = None
-        self._valid = True
-        self._due, self._verify_due, self._told = 0.0, 0.0, False
+        self._promised = False
+        self._shown = Families()
+        self._due, self._told = 0.0, False
         self._on = main and bool(settings.textfile or settings.port or settings.trackers)
         if not self._on:
             return
-        trackers.check(settings.trackers)
-        self._directory = textfile.check(settings.textfile, run) if settings.textfile else None
-        self._endpoint = Endpoint(settings.port) if settings.port else None
+        for name in settings.trackers:
+            if importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"telemetry.trackers: the package {name} is not installed, so the run would leave no trace there. Type: "
+                    f"pip install {name}; or take {name} off the list."
+                )
+        self._directory = _checked(settings.textfile, run) if settings.textfile else None
+        if settings.port:
+            try:
+                self._server, _ = start_http_server(settings.port, addr=LOOPBACK, registry=self._shown.registry())
+            except OSError as error:
+                raise ConfigError(
+                    f"telemetry.port {settings.port}: cannot be listened on ({error.strerror}), so Prometheus would scrape "
+                    "something else or nothing. Set another port, or null."
+                ) from None
 
     def __enter__(self) -> Self:
         return self
@@ -83,39 +88,31 @@ class Telemetry:
     ) -> None:
         if self._trackers:
             self._trackers.finish()
-        if self._endpoint:
-            self._endpoint.close()
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()
 
-    def begin(self, p: Prepared, epsilon: float | None) -> None:
-        """Shows a run that is about to take its first step.
+    def begin(self, step: int, epsilon: float | None, *, base_holds: bool) -> None:
+        """Shows a run whose record stands, and which is about to take its first step.
 
         Args:
-            p: The prepared run.
-            epsilon: Upper bound on what earlier steps of it spent.
+            step: Logical batches executed before.
+            epsilon: Upper bound on what they spent.
+            base_holds: Whether the models before this one leave it a guarantee.
         """
         if not self._on:
             return
-        self._book = p.payment.ledger
-        promised = p.plan if promises(p.config, p.decision.lineage) else None
-        self._values = RunValues(
-            model=model_label(p.run),
-            base_model=words.public_name(p.config.model.name_or_path),
-            dataset=words.public_name(p.config.data.train),
-            run_id=p.payment.entry or "",
-            state="running",
-            step=p.first_step,
-            steps_planned=p.schedule.num_steps,
-            epsilon_consumed=epsilon if promised else None,
-            stated_epsilon=promised.epsilon if promised else None,
-            delta=promised.delta if promised else None,
-            noise_multiplier=p.plan.noise_multiplier if p.plan else None,
-        )
-        if p.payment.ledger and p.payment.entry:
-            self._account = p.payment.ledger.reservation(p.payment.entry).dataset
-            self._values = replace(self._values, dataset=label(self._account))
-        if self._config.telemetry.trackers:
-            names, where = self._config.telemetry.trackers, p.run.private / "trackers"
-            self._trackers = Trackers(names, self._values.model, where, _about(p, self._values))
+        self._promised = base_holds and guards.deviations(self._config)[0] is None
+        try:
+            values = metrics.of_record(self._run, self._config, promised=self._promised)
+            self._values = replace(
+                values, state="running", step=step, epsilon_consumed=epsilon if self._promised else None
+            )
+            if self._config.telemetry.trackers:
+                names, where = self._config.telemetry.trackers, self._run.private / "trackers"
+                self._trackers = Trackers(names, values.model, where, _about(self._config, self._run, values))
+        except DpllmError as error:
+            self._tell(error)
         self._show()
 
     def step(
@@ -132,18 +129,16 @@ class Telemetry:
         """
         if self._values is None:
             return
-        if self._values.stated_epsilon is None:  # nothing was released with noise that protects anybody
+        if not self._promised:  # nothing was released with noise that protects anybody
             epsilon, released = None, {}
-        values = replace(self._values, step=step, epsilon_consumed=epsilon, clip_fraction=clip_fraction(released))
-        shown: dict[str, float | None] = {
-            "epsilon_consumed": values.epsilon_consumed,
-            "learning_rate": rate,
-            **released,
-        }
+        values = replace(
+            self._values, step=step, epsilon_consumed=epsilon, clip_fraction=metrics.clip_fraction(released)
+        )
+        shown: dict[str, float | None] = {"epsilon_consumed": epsilon, "learning_rate": rate, **released}
         if self._config.telemetry.private_metrics:
-            seen = unnoised(private, clips=values.noise_multiplier is not None)
-            values = replace(values, private=seen)
-            shown |= {"private_loss": seen.loss, "private_clip_fraction": seen.clip_fraction}
+            seen = metrics.unnoised(private, clips=values.noise_multiplier is not None)
+            values = replace(values, **seen)
+            shown |= seen
         self._values = values
         if self._trackers:
             self._trackers.log(shown, step)
@@ -152,103 +147,195 @@ class Telemetry:
 
     def evaluated(self, step: int, loss: float | None, accuracy: float | None) -> None:
         """Hands an evaluation to the trackers, if its data are public and the weights released, or private metrics allowed."""
-        promised = self._values is not None and self._values.stated_epsilon is not None
-        released = self._config.data.eval_public and (promised or self._config.data.public)
+        released = self._config.data.eval_public and (self._promised or self._config.data.public)
         if self._trackers and (released or self._config.telemetry.private_metrics):
             self._trackers.log({"eval_loss": loss, "eval_accuracy": accuracy}, step)
 
     def end(self) -> None:
-        """Shows what run.json says of the end; the files keep it."""
+        """Shows what run.json says of the end; the file keeps it."""
         if self._values is None:
             return
         try:
-            last, self._values = self._values, of_record(self._run, self._config)
-            if self._values.step == last.step:  # not read again, and rounded in the same way
-                self._values = replace(self._values, epsilon_consumed=last.epsilon_consumed)
+            last = self._values
+            self._values = metrics.of_record(self._run, self._config, promised=self._promised)
+            # Not computed again, which would round it in another way.
+            self._values = replace(self._values, epsilon_consumed=last.epsilon_consumed)
         except DpllmError as error:
             self._tell(error)
         self._show()
 
     def _show(self) -> None:
-        """Reads the ledger once more, and shows everything."""
-        assert self._values is not None
-        self._due = time.monotonic() + INTERVAL_SECONDS
-        if not (self._directory or self._endpoint):
+        if self._values is None:
             return
-        families, account = run_families(self._values), []
-        try:
-            account = self._read_ledger()
-        except DpllmError as error:
-            self._tell(error)
-        if self._endpoint:
-            self._endpoint.show((*families, *account, *self._beside))
+        self._due = time.monotonic() + INTERVAL_SECONDS
+        self._shown.now = tuple(metrics.run_families(self._values))
         try:
             if self._directory:
-                textfile.write(textfile.run_file(self._directory, self._values.model), families)
-                if account:
-                    textfile.write(textfile.dataset_file(self._directory, self._values.dataset), account)
-                if self._beside:
-                    textfile.write(self._directory / textfile.LEDGER, self._beside)
+                metrics.write(metrics.run_file(self._directory, self._values.model), self._shown.now)
         except OSError as error:
             self._tell(error)
 
-    def _read_ledger(self) -> list[Metric]:
-        """The families of this run's account, and beside them those of the ledger.
-
-        The chain is verified, and what is left composed, when the ledger has grown or a minute has passed.
-        """
-        if self._book is None or self._account is None:
-            return []
-        try:
-            return self._read_account(self._book, self._account)
-        except Refused:  # the chain is broken
-            self._beside = tuple(ledger_families(of_ledger(self._book)))
-            return []
-
-    def _read_account(self, book: Ledger, dataset: str) -> list[Metric]:
-        now, grown = time.monotonic(), (book.head(), book.refusals())
-        if grown != self._seen or now >= self._verify_due:
-            ledger = of_ledger(book)
-            self._beside = tuple(ledger_families(ledger))
-            self._valid, self._verify_due = ledger.chain_valid, now + VERIFY_SECONDS
-            if self._valid and grown != self._seen:
-                self._remaining = left(book, dataset)
-            self._seen = grown
-        return dataset_families(of_dataset(book, dataset, self._remaining)) if self._valid else []
-
     def _tell(self, error: Exception) -> None:
         if not self._told:
-            textfile.tell(error)
+            _tell(error)
         self._told = True
 
 
-def _about(p: Prepared, values: RunValues) -> dict[str, trackers.Value | None]:
+def _checked(directory: str, run: RunDir) -> Path:
+    """Where metrics can be written, as the recipe says.
+
+    Raises:
+        ConfigError: No directory, not writable, or a part of the run directory that a new run replaces.
+    """
+    path = Path(directory)
+    if any(path.resolve().is_relative_to(part.resolve()) for part in (run.private, run.export)):
+        raise ConfigError(
+            f"telemetry.textfile {directory} lies in a part of the run directory that a new run replaces, or that is published. "
+            "Set it to the directory that the node exporter reads."
+        )
+    if not path.is_dir():
+        raise ConfigError(
+            f"telemetry.textfile {directory}: no such directory, so nobody would read the metrics. Make it, or set it to "
+            "the directory that the node exporter reads."
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"telemetry.textfile {directory}: cannot be written to, so there would be no metrics. Ask for write access, or set "
+            "another directory."
+        )
+    return path
+
+
+def _about(config: RunConfig, run: RunDir, values: RunValues) -> dict[str, Value | None]:
     """A run in public values, for the trackers' configuration."""
-    config, plan = p.config, p.plan
-    about: dict[str, trackers.Value | None] = {
-        "model": values.model,
-        "base_model": values.base_model,
-        "dataset": values.dataset,
-        "run_id": values.run_id,
+    train = ("optimizer", "learning_rate", "lr_scheduler", "warmup", "weight_decay")
+    promise = ("unit", "neighbouring_relation", "clipping", "max_grad_norm", "sampling_rate")
+    plan = read_json(run.plan) if values.noise_multiplier is not None else {}
+    return {
+        **{name: getattr(values, name) for name in ("model", "base_model", "dataset", "run_id")},
         "adapter": config.adapter.method,
-        "optimizer": config.train.optimizer,
-        "learning_rate": config.train.learning_rate,
-        "lr_scheduler": config.train.lr_scheduler,
-        "warmup": config.train.warmup,
-        "weight_decay": config.train.weight_decay,
+        **{name: getattr(config.train, name) for name in train},
         "max_length": config.data.max_length,
-        "num_steps": p.schedule.num_steps,
-        "expected_batch_size": p.schedule.expected_batch_size,
+        "num_steps": values.steps_planned,
+        "expected_batch_size": config.train.batch_size,
         "stated_epsilon": values.stated_epsilon,
         "stated_delta": values.delta,
         "noise_multiplier": values.noise_multiplier,
+        **{name: plan.get(name) for name in promise},
     }
-    if plan:
-        about |= {
-            "unit": plan.unit,
-            "neighbouring_relation": plan.neighbouring_relation,
-            "clipping": plan.clipping,
-            "max_grad_norm": plan.max_grad_norm,
-            "sampling_rate": plan.schedule.sampling_rate,
+
+
+def publish_audit(run: RunDir, config: RunConfig, primary_attack: str) -> None:
+    """After an audit: the run's file, with what the audit published. A failure is told, and ends nothing.
+
+    Args:
+        run: An audited run. An audit that stayed in private/ is left out.
+        config: Its recipe; without a directory nothing is written.
+        primary_attack: The attack that is shown.
+    """
+    if not config.telemetry.textfile:
+        return
+    try:
+        values = metrics.of_record(run, config, primary_attack=primary_attack)
+        metrics.write(metrics.run_file(Path(config.telemetry.textfile), values.model), metrics.run_families(values))
+    except (OSError, DpllmError) as error:
+        _tell(error)
+
+
+def _tell(error: Exception) -> None:
+    """One line on standard error."""
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    print(f"dpllm: metrics could not be written ({why or type(error).__name__}); all else goes on.", file=sys.stderr)
+
+
+class Trackers:
+    """The trackers of one run, through accelerate. They take nothing along by themselves, as far as they can be told.
+
+    What may leave is decided by the caller. One that fails gets nothing more.
+    """
+
+    def __init__(self, names: Sequence[str], model: str, directory: Path, about: Mapping[str, Value | None]) -> None:
+        """Starts them.
+
+        Args:
+            names: As ``telemetry.trackers`` has them.
+            model: Name of the run.
+            directory: Where a tracker that keeps files keeps them; private, because it may hold what is not released.
+            about: Public values that describe the run, without paths.
+        """
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        # wandb would send the command line, paths, the state of git, standard output and the load; mlflow the program's path.
+        off = dict.fromkeys(("disable_git", "disable_code", "x_disable_meta", "x_disable_stats"), True)
+        options: dict[str, dict[str, Any]] = {
+            "wandb": {"name": model, "settings": {"console": "off", **off}},
+            "mlflow": {"run_name": model, "tags": {"mlflow.source.name": PROJECT}},
+            "trackio": {"name": model},
         }
-    return about
+        self._started: dict[str, Any] = {}
+        described = {key: value for key, value in about.items() if value is not None}
+        for name in names:
+            try:
+                kind = LOGGER_TYPE_TO_CLASS[name]
+                where = (str(directory),) if kind.requires_logging_directory else ()
+                tracker = kind(PROJECT, *where, **options.get(name, {}))
+                tracker.start()
+                self._started[name] = tracker
+                tracker.store_init_configuration(described)
+            except (Exception, SystemExit) as error:  # a tracker raises what it likes
+                self._drop(name, error)
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        """Hands over what is known of a step; None is left out."""
+        known = {name: value for name, value in values.items() if value is not None}
+        if known:
+            self._each("log", known, step=step)
+
+    def finish(self) -> None:
+        """Ends them."""
+        self._each("finish")
+        self._started.clear()
+
+    def _each(self, method: str, *arguments: Any, **options: Any) -> None:
+        for name, tracker in tuple(self._started.items()):
+            try:
+                getattr(tracker, method)(*arguments, **options)
+            except (Exception, SystemExit) as error:
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: BaseException) -> None:
+        self._started.pop(name, None)
+        print(f"dpllm: the tracker {name} failed ({type(error).__name__}) and gets nothing more.", file=sys.stderr)
+
+
+class EpsilonSpent:
+    """An upper bound on the epsilon of the steps so far, which costs next to nothing.
+
+    Guarantee:
+        At least the epsilon of the steps executed, and at most the Plan's. It is computed at fifths of the run, each when
+        its first step is done, and so rises in five stairs.
+    """
+
+    def __init__(self, plan: Plan | None) -> None:
+        """``plan`` is None for a run without differential privacy, which has no epsilon."""
+        self._plan, self._known = plan, (0, 0.0)
+
+    def __call__(self, step: int) -> float | None:
+        """The bound after ``step`` steps, counted from 1; 0 before the first."""
+        if self._plan is None:
+            return None
+        schedule = self._plan.schedule
+        if step > self._known[0]:
+            fifth = -(-schedule.num_steps // 5)
+            grid = min(schedule.num_steps, -(-step // fifth) * fifth)
+            event, relation = self._plan.event_after(grid), self._plan.neighbouring_relation
+            value = accounting.epsilon(event, self._plan.delta, relation, interval=INTERVAL)
+            self._known = (grid, min(value, self._plan.epsilon))
+        return self._known[1]
+
+    def words(self, step: int) -> str:
+        """The same for a progress bar."""
+        value = self(step)
+        if self._plan is None or value is None:
+            return "training, no differential privacy"
+        return f"training, epsilon spent <= {value:.2f} of {self._plan.epsilon:.2f}"

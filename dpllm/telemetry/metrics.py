@@ -1,71 +1,67 @@
-"""One run as Prometheus metrics: their names, labels and meaning.
+"""Runs and ledgers as Prometheus metrics: their names, labels and meaning, and the files that hold them.
 
-Comes in: ``RunValues``. Goes out: metric families. Whatever a metric can show of a run is a field of that value, so this
-file is the list of what leaves. Must not open any file.
+Comes in: the record of a run, or an open ledger. Goes out: metric families, text, ``.prom`` files. Whatever a metric can show
+of a run is a field of ``RunValues``, so this file is the list of what leaves. Of private/ it reads one line of metrics.jsonl,
+and that only where the recipe allows private metrics.
+
+The node exporter's textfile collector refuses everything where one series stands in two files, so each file holds what no other
+does: one for each model's run, one for each dataset, one for the ledger.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-State = Literal["running", "completed", "interrupted"]
-STATES: tuple[State, ...] = ("running", "completed", "interrupted")
+from dpllm.config import RunConfig
+from dpllm.errors import ConfigError, Refused
+from dpllm.ledger import Ledger
+from dpllm.ledger.values import State
+from dpllm.privacy import accounting
+from dpllm.report.words import public_name, without_paths
+from dpllm.rundir import RunDir, read_json
 
+STATES = ("running", "completed", "interrupted")
+OPEN = ("reserved", "running")
+"""States of a reservation that is not finished: one that waits for its first step, one whose process charges steps."""
+LEDGER = "dpllm-ledger.prom"
+INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
 
-@dataclass(frozen=True)
-class AuditValues:
-    """What an audit published; see the fields of audit.json."""
-
-    auc: float | None
-    auc_lower: float | None
-    auc_upper: float | None
-    auc_allowed: float | None
-    epsilon_lower_bound: float | None
-
-
-@dataclass(frozen=True)
-class PrivateValues:
-    """Un-noised figures of the last step, outside any guarantee: loss in nats per token, share of clipped gradients."""
-
-    loss: float | None
-    clip_fraction: float | None
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RunValues:
-    """What metrics know of a run: public and released values only, but for the last field.
+    """What metrics know of a run: public and released values only, but for the last two. ``GAUGES`` says what they mean.
 
     Attributes:
         model: Name of what is being trained: the run directory's last part.
         base_model: Public name of the base model.
         dataset: The account in the ledger that is charged, or the public name of the training data.
         run_id: The reservation in the ledger; empty for a run without differential privacy.
-        state: As run.json has it.
-        step: Logical batches executed.
-        steps_planned: Logical batches planned.
-        epsilon_consumed: Upper bound for the steps executed; None without differential privacy.
-        stated_epsilon: Of the whole Plan.
-        delta: Of the whole Plan.
-        noise_multiplier: Of the Plan.
+        state: One of ``STATES``.
         clip_fraction: The noised, accounted share of clipped gradients in the last step, in [0, 1]; None unless clipping
             adapts.
-        accuracy_delta: Next-token accuracy after training less before, on a public evaluation set.
-        audit: What the last published audit found.
-        private: None, unless the recipe sets ``telemetry.private_metrics``.
+        private_loss: Un-noised, outside any guarantee: None, unless the recipe sets ``telemetry.private_metrics``.
+        private_clip_fraction: The same.
     """
 
     model: str
     base_model: str
     dataset: str
     run_id: str
-    state: State
+    state: str
     step: int
     steps_planned: int
     epsilon_consumed: float | None = None
@@ -74,125 +70,269 @@ class RunValues:
     noise_multiplier: float | None = None
     clip_fraction: float | None = None
     accuracy_delta: float | None = None
-    audit: AuditValues | None = None
-    private: PrivateValues | None = None
+    auc: float | None = None
+    auc_lower: float | None = None
+    auc_upper: float | None = None
+    auc_allowed: float | None = None
+    epsilon_lower_bound: float | None = None
+    private_loss: float | None = None
+    private_clip_fraction: float | None = None
 
 
-@dataclass(frozen=True)
-class _Gauge:
-    name: str
-    labels: tuple[str, ...]
-    meaning: str
-    value: Callable[[RunValues], float | None]
-
-
-def _audited(field: str) -> Callable[[RunValues], float | None]:
-    def value(run: RunValues) -> float | None:
-        found: float | None = getattr(run.audit, field) if run.audit else None
-        return found
-
-    return value
-
-
-def _clipped(run: RunValues) -> float | None:
-    if run.clip_fraction is None and run.private:
-        return run.private.clip_fraction
-    return run.clip_fraction
-
-
-MODEL = ("model",)
-RUN = ("model", "dataset", "run_id")
-GAUGES = (
-    _Gauge(
-        "dp_training_epsilon_consumed",
-        RUN,
-        "Upper bound on the epsilon of the steps executed so far.",
-        lambda run: run.epsilon_consumed,
-    ),
-    _Gauge("dp_stated_epsilon", MODEL, "Epsilon of the whole Plan, which the card states.", lambda r: r.stated_epsilon),
-    _Gauge("dp_stated_delta", MODEL, "Delta at which that epsilon is stated.", lambda run: run.delta),
-    _Gauge(
-        "dp_noise_multiplier",
-        MODEL,
-        "Standard deviation of the noise over the clipping norm.",
-        lambda run: run.noise_multiplier,
-    ),
-    _Gauge(
+# Field of RunValues -> name and meaning of its metric: the list of what leaves.
+GAUGES = {
+    "epsilon_consumed": ("dp_training_epsilon_consumed", "Upper bound on the epsilon of the steps executed so far."),
+    "stated_epsilon": ("dp_stated_epsilon", "Epsilon of the whole Plan, which the card states."),
+    "delta": ("dp_stated_delta", "Delta at which that epsilon is stated."),
+    "noise_multiplier": ("dp_noise_multiplier", "Standard deviation of the noise over the clipping norm."),
+    "clip_fraction": (
         "dp_gradient_clip_fraction",
-        MODEL,
         "Share of gradients longer than the clipping norm in the last step: noised and accounted, with adaptive clipping; "
         "without noise only where the recipe allows private metrics.",
-        _clipped,
     ),
-    _Gauge("dp_training_step", MODEL, "Logical batches executed.", lambda run: run.step),
-    _Gauge("dp_training_steps_planned", MODEL, "Logical batches planned.", lambda run: run.steps_planned),
-    _Gauge(
+    "step": ("dp_training_step", "Logical batches executed."),
+    "steps_planned": ("dp_training_steps_planned", "Logical batches planned."),
+    "accuracy_delta": (
         "dp_training_accuracy_delta",
-        MODEL,
         "Next-token accuracy after training less before, on an evaluation set declared public.",
-        lambda run: run.accuracy_delta,
     ),
-    _Gauge(
+    "auc": (
         "dp_membership_inference_auc",
-        MODEL,
         "Area under the ROC curve of the audit's primary attack on planted canaries.",
-        _audited("auc"),
     ),
-    _Gauge(
-        "dp_membership_inference_auc_lower",
-        MODEL,
-        "Lower end of that area's 95 % confidence interval.",
-        _audited("auc_lower"),
-    ),
-    _Gauge(
-        "dp_membership_inference_auc_upper",
-        MODEL,
-        "Upper end of that area's 95 % confidence interval.",
-        _audited("auc_upper"),
-    ),
-    _Gauge(
+    "auc_lower": ("dp_membership_inference_auc_lower", "Lower end of that area's 95 % confidence interval."),
+    "auc_upper": ("dp_membership_inference_auc_upper", "Upper end of that area's 95 % confidence interval."),
+    "auc_allowed": (
         "dp_membership_inference_auc_allowed",
-        MODEL,
         "The largest area that the stated guarantee allows any attack.",
-        _audited("auc_allowed"),
     ),
-    _Gauge(
+    "epsilon_lower_bound": (
         "dp_audit_epsilon_lower_bound",
-        MODEL,
         "Epsilon that the audit shows to be exceeded or met, with the confidence that the recipe fixed.",
-        _audited("epsilon_lower_bound"),
     ),
-    _Gauge(
+    "private_loss": (
         "dp_training_private_loss",
-        MODEL,
         "Training loss of the last step without noise, in nats per token; outside the guarantee.",
-        lambda run: run.private.loss if run.private else None,
     ),
-)
+}
 
 
 def run_families(run: RunValues) -> list[Metric]:
     """The metrics of a run; one that has no value is left out."""
-    known = {"model": run.model, "dataset": run.dataset, "run_id": run.run_id}
+    if run.clip_fraction is None:
+        run = replace(run, clip_fraction=run.private_clip_fraction)
+    names = {"model": run.model, "dataset": run.dataset, "run_id": run.run_id}
     info = GaugeMetricFamily(
-        "dp_training_info",
-        "Always 1; its labels join a run's names.",
-        labels=("model", "base_model", "dataset", "run_id"),
+        "dp_training_info", "Always 1; its labels join a run's names.", labels=(*names, "base_model")
     )
-    info.add_metric((run.model, run.base_model, run.dataset, run.run_id), 1)
+    info.add_metric((*names.values(), run.base_model), 1)
     state = GaugeMetricFamily(
         "dp_training_state", "1 for the state that the run is in, 0 for the others.", labels=("model", "state")
     )
     for name in STATES:
         state.add_metric((run.model, name), float(name == run.state))
     families: list[Metric] = [info, state]
-    for gauge in GAUGES:
-        value = gauge.value(run)
+    for field, (metric, meaning) in GAUGES.items():
+        value = getattr(run, field)
         if value is not None and math.isfinite(value):
-            family = GaugeMetricFamily(gauge.name, gauge.meaning, labels=gauge.labels)
-            family.add_metric([known[label] for label in gauge.labels], value)
+            labels = tuple(names) if field == "epsilon_consumed" else ("model",)
+            family = GaugeMetricFamily(metric, meaning, labels=labels)
+            family.add_metric([names[label] for label in labels], value)
             families.append(family)
     return families
+
+
+# --- from the record of a run ----------------------------------------------------------------------------------------
+
+
+def model_label(run: RunDir) -> str:
+    """The name of what is trained: the last part of the run directory."""
+    return run.root.resolve().name
+
+
+def of_record(
+    run: RunDir, config: RunConfig, *, promised: bool | None = None, primary_attack: str | None = None
+) -> RunValues:
+    """The metrics of a run by its record.
+
+    Args:
+        run: Holds run.json, and plan.json if it was private.
+        config: Its recipe.
+        promised: Whether it states an epsilon at all; None: what run.json says, once it has ended.
+        primary_attack: The attack of the published audit that is shown; None: no audit is.
+
+    Raises:
+        ConfigError: A file is missing or damaged.
+    """
+    try:
+        return _of_record(run, config, read_json(run.run), promised, primary_attack)
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"{run.run}: does not say what a run's record says, so there is nothing to show; the file is damaged."
+        ) from None
+
+
+def _of_record(
+    run: RunDir, config: RunConfig, record: Json, promised: bool | None, primary_attack: str | None
+) -> RunValues:
+    plan = read_json(run.plan) if record.get("epsilon_spent") is not None else None
+    promised = plan is not None and (record["guarantee"]["holds"] if promised is None else promised)
+    ledger, public = record.get("ledger"), record["metrics"]["public"]
+    before, after = public.get("eval_accuracy_before"), public.get("eval_accuracy_after")
+    measured = before is not None and after is not None and (promised or config.data.public)
+    values = RunValues(
+        model=model_label(run),
+        base_model=record["model"]["name_or_path"],
+        dataset=label(ledger["dataset"]) if ledger else public_name(config.data.train),
+        run_id=ledger["entry"] if ledger else "",
+        state=record["status"] if record["status"] in STATES else "interrupted",
+        step=record["steps_taken"] or 0,
+        steps_planned=record["steps_planned"],
+        noise_multiplier=plan["noise_multiplier"] if plan else None,
+        accuracy_delta=after - before if measured else None,
+        **(_audited(run, primary_attack) if primary_attack else {}),
+        **(_last_step(run, clips=plan is not None) if config.telemetry.private_metrics else {}),
+    )
+    if plan is None or not promised:
+        return values
+    return replace(
+        values,
+        epsilon_consumed=_consumed(plan, record),
+        stated_epsilon=plan["epsilon"],
+        delta=plan["delta"],
+        clip_fraction=clip_fraction(record["metrics"]["released"]),
+    )
+
+
+def clip_fraction(released: Mapping[str, Any]) -> float | None:
+    """The noised share of clipped gradients, moved into [0, 1], which reads nothing but what was released."""
+    unclipped = released.get("unclipped_fraction")
+    return None if unclipped is None else min(1.0, max(0.0, 1.0 - unclipped))
+
+
+def unnoised(step: Mapping[str, Any], *, clips: bool) -> Json:
+    """Loss and share of clipped gradients of one line of metrics.jsonl: private.
+
+    Args:
+        step: Such a line.
+        clips: Whether the run clips gradients at all.
+    """
+    share = step["clipped"] / step["units"] if clips and step["units"] else None
+    return {"private_loss": step["loss"], "private_clip_fraction": share}
+
+
+def _consumed(plan: Json, record: Json) -> float:
+    """The epsilon of the steps that were executed; of a run whose process was killed, all of it."""
+    steps, whole = record["steps_taken"], float(plan["epsilon"])
+    if steps is None or record["status"] == "completed" or plan["event"].get("type") != "self_composed":
+        return whole
+    event = {**plan["event"], "count": min(steps, plan["event"]["count"])}
+    return min(whole, accounting.epsilon(event, plan["delta"], plan["neighbouring_relation"], interval=INTERVAL))
+
+
+def _audited(run: RunDir, primary_attack: str) -> Json:
+    """The audit in export/, if it is there; one in private/ is not for metrics."""
+    path = run.export / "audit" / "audit.json"
+    if not path.exists():
+        return {}
+    report = read_json(path)
+    attack = report["attacks"].get(primary_attack) or {}
+    lower, upper = attack.get("auc_interval") or (None, None)
+    return {
+        "auc": attack.get("auc"),
+        "auc_lower": lower,
+        "auc_upper": upper,
+        "auc_allowed": (attack.get("limits") or {}).get("auc"),
+        "epsilon_lower_bound": report["epsilon_lower_bound"]["value"],
+    }
+
+
+def _last_step(run: RunDir, *, clips: bool) -> Json:
+    """The un-noised figures of the last step."""
+    lines = run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []
+    steps = [line for line in map(json.loads, lines) if "units" in line]
+    return unnoised(steps[-1], clips=clips) if steps else {}
+
+
+# --- a ledger --------------------------------------------------------------------------------------------------------
+
+
+def label(dataset: str) -> str:
+    """A dataset's name as metrics show it: of an absolute path the last part, with a hash that tells it from others."""
+    short = str(without_paths(dataset))
+    return short if short == dataset else f"{short}-{_short_hash(dataset)}"
+
+
+def ledger_families(book: Ledger) -> tuple[list[Metric], list[str]]:
+    """What belongs to no dataset: the chain, which is verified, and refusals by their reason.
+
+    Returns:
+        The metrics, and the accounts of which more is known: none where the chain is broken.
+
+    Raises:
+        ConfigError: The ledger cannot be read.
+    """
+    refused: Counter[str] = Counter()
+    for (_, reason), number in book.refusals().items():
+        refused[reason] += number
+    counter = CounterMetricFamily("dp_ledger_refused", "Runs that were refused, by reason.", labels=("reason",))
+    for reason, number in sorted(refused.items()):
+        counter.add_metric((reason,), number)
+    sound, entries = not book.verify(), book.head()["count"]
+    families: list[Metric] = [
+        GaugeMetricFamily("dp_ledger_entries", "Links of the ledger's hash chain.", value=entries),
+        GaugeMetricFamily(
+            "dp_ledger_chain_valid", "1 while the chain holds, 0 once it contradicts itself.", value=sound
+        ),
+    ]
+    return families + ([counter] if refused else []), book.datasets() if sound else []
+
+
+def dataset_families(book: Ledger, names: Iterable[str]) -> list[Metric]:
+    """Budget, reservations and signs of life of some accounts.
+
+    Raises:
+        Refused: The chain is broken.
+        ConfigError: The ledger cannot be read.
+    """
+    budget = GaugeMetricFamily(
+        "dp_training_budget", "Epsilon that all runs on the dataset together may spend.", labels=("dataset",)
+    )
+    remaining = GaugeMetricFamily(
+        "dp_training_budget_remaining",
+        "Budget less what is reserved, by the figure that decides whether a run fits.",
+        labels=("dataset",),
+    )
+    reservations = GaugeMetricFamily(
+        "dp_ledger_reservations", "Reservations in each state.", labels=("dataset", "state")
+    )
+    heartbeat = GaugeMetricFamily(
+        "dp_reservation_heartbeat_timestamp_seconds",
+        "When a reservation that is not finished was made, or last charged a step, in seconds since the epoch.",
+        labels=("dataset", "run_id", "state"),
+    )
+    for name in names:
+        known, shown, runs = book.budget(name), label(name), book.runs(name)
+        if known is not None:
+            budget.add_metric((shown,), known.epsilon)
+            remaining.add_metric((shown,), _remaining(book, name))
+        states = Counter(run.state for run in runs)
+        for state in get_args(State):
+            reservations.add_metric((shown, state), states[state])
+        for run in runs:
+            if run.state in OPEN:
+                heartbeat.add_metric((shown, run.reservation.entry, run.state), run.heartbeat)
+    return [family for family in (budget, remaining, reservations, heartbeat) if family.samples]
+
+
+def _remaining(book: Ledger, dataset: str) -> float:
+    try:
+        return book.remaining(dataset) or 0.0
+    except Refused:  # no accountant knows everything that was entered, and the gate admits nothing more
+        return 0.0
+
+
+# --- text and files --------------------------------------------------------------------------------------------------
 
 
 class Families(Collector):
@@ -206,9 +346,42 @@ class Families(Collector):
         """What prometheus-client asks for."""
         return self.now
 
+    def registry(self) -> CollectorRegistry:
+        """A registry of nothing else."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return registry
+
 
 def exposition(families: Iterable[Metric]) -> bytes:
     """Families as text in Prometheus' exposition format."""
-    registry = CollectorRegistry()
-    registry.register(Families(families))
-    return generate_latest(registry)
+    return generate_latest(Families(families).registry())
+
+
+def write(path: Path, families: Iterable[Metric]) -> None:
+    """Replaces a file as a whole, readable by everyone: the collector runs as another user.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    write_to_textfile(str(path), Families(families).registry())
+    path.chmod(0o644)
+
+
+def run_file(directory: Path, model: str) -> Path:
+    """The file of a run; runs of one name share it, because their series do."""
+    return directory / f"dpllm-run-{_slug(model)}.prom"
+
+
+def dataset_file(directory: Path, dataset: str) -> Path:
+    """The file of a dataset's account."""
+    return directory / f"dpllm-dataset-{_slug(label(dataset))}.prom"
+
+
+def _slug(name: str) -> str:
+    """A name as a part of a file name, different for different names."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}-{_short_hash(name)}"
+
+
+def _short_hash(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:8]

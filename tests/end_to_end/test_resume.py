@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import tiny
 from running import Place, contents, done, dpllm_, make_place, python, rows
 from safetensors.torch import load_file
 
-from dpllm.ledger import Budget, Ledger, budgets, gates
+from dpllm.ledger import Budget, Ledger
 from dpllm.privacy import renyi
 from dpllm.privacy.engine import Engine
 from dpllm.rundir import RunDir
@@ -401,8 +401,9 @@ def test_lost_steps_that_the_budget_does_not_hold_are_refused(killed: tuple[Plac
         claim = book.runs("notes")[0].reservation
         spent = renyi.rdp(book.run(claim.entry).event, 2.0)
         wanted = Budget(1.0, claim.delta, claim.unit, claim.relation, "adaptive", 2.0, by="x", reason="y")
-        budget = replace(wanted, epsilon=renyi.to_epsilon(spent, claim.delta / len(gates.LATE_ORDERS), 2.0) + 1e-9)
-        budgets.set_budget(book, "notes", budget)
+        budget = replace(wanted, epsilon=renyi.to_epsilon(spent, claim.delta, 2.0) + 1e-9)
+        with book.chain.writing():  # as if it had been set before the run
+            book.chain.append("budget", "notes", asdict(budget))
     answer = dpllm_("train", place.recipe, "--resume", "--make-up-lost-steps")
     assert answer.code == 3
     assert "dataset 'notes'" in answer.err

@@ -235,10 +235,7 @@ def test_a_shadow_has_no_shadows(shadowed: tuple[Place, dict[str, object]]) -> N
         shadows.may_train(shadow, shadow.load_config())
 
 
-def test_public_data_with_a_budget_have_none_either(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data_home"))  # a budget here must not protect other tests' data
+def test_public_data_with_a_budget_have_none_either(place: Place) -> None:
     place.write(QUICK)
     done("train", place.recipe)
     run = RunDir(place.run)

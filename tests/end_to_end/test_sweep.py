@@ -163,22 +163,12 @@ def test_a_public_report_of_public_data(swept: tuple[Place, Answer]) -> None:
 # --- refused before anything is trained ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_registry(tmp_path: Path, data_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Budgets set here must not bind the ledgers of other tests; what was calibrated is known to all."""
-    (tmp_path / "own" / "dpllm").mkdir(parents=True)
-    (data_home / "dpllm" / "calibration").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "own" / "dpllm" / "calibration").symlink_to(data_home / "dpllm" / "calibration")
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "own"))
-
-
 def untouched(place: Place) -> bool:
     left = [path for path in (place.root / "sweep").rglob("*") if path.is_file()]
     with Ledger(place.ledger) as book:
         return not left and all(book.account(name).runs == () for name in ("notes", *book.datasets()))
 
 
-@pytest.mark.usefixtures("own_registry")
 def test_a_budget_for_one_of_two_refuses_the_sweep(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "dpllm.ledger.gates.what_fits", lambda *_: "Less would fit."
@@ -195,7 +185,6 @@ def test_a_budget_for_one_of_two_refuses_the_sweep(tmp_path: Path, base: Path, m
         assert book.refusals() == {("notes", "over_budget"): 1}
 
 
-@pytest.mark.usefixtures("own_registry")
 def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +210,6 @@ def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("own_registry")
 def test_runs_under_an_adaptive_budget_train_with_the_noise_that_was_reserved(tmp_path: Path, base: Path) -> None:
     place = make(tmp_path / "place", base)
     who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
@@ -313,7 +301,6 @@ def test_several_processes_do_not_each_sweep(tmp_path: Path, base: Path, monkeyp
 # --- interrupted -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("own_registry")
 def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

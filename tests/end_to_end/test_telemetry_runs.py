@@ -20,11 +20,12 @@ from metrics_text import Series, free_port, promtool_is_silent, scrape, series, 
 from running import SENTINEL, STEPS, Place, done, dpllm_, make_place, python, rows
 
 from dpllm import evaluate
+from dpllm.audit.summary import PRIMARY_ATTACK
 from dpllm.config import load_config
+from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics, Engine
 from dpllm.rundir import RunDir
-from dpllm.telemetry import publish_audit, textfile
-from dpllm.telemetry.record import of_record
+from dpllm.telemetry import metrics, publish_audit
 
 # Far from what noise makes of a share or of C, so that a released value is never taken for one of them.
 LOSS, UNITS, CLIPPED, HELD_OUT, ACCURACY = 765.4321, 1009, 31079, 654.321, 17.654321
@@ -39,10 +40,6 @@ PUBLIC = {
     "dp_stated_epsilon",
     "dp_stated_delta",
     "dp_noise_multiplier",
-    "dp_ledger_entries",
-    "dp_ledger_chain_valid",
-    "dp_ledger_reservations",
-    "dp_reservation_heartbeat_timestamp_seconds",
 }
 RELEASED = {"dp_gradient_clip_fraction"}
 TAGS = {"epsilon_consumed", "learning_rate", "unclipped_fraction", "max_grad_norm"}
@@ -108,15 +105,12 @@ def test_a_run_is_shown_from_its_start_to_its_end(watched: Watched) -> None:
     spent = [value(found, "dp_training_epsilon_consumed") for found in before]
     assert spent == sorted(spent)
     assert all(found["dp_training_state", (("model", "run"), ("state", "running"))] == 1 for found in before)
-    assert value(before[-1], "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600
     last = {key: number for text in watched.files().values() for key, number in series(text).items()}
     plan = watched.place.json("plan.json")
     assert last["dp_training_state", (("model", "run"), ("state", "completed"))] == 1
     assert value(last, "dp_training_epsilon_consumed") == value(last, "dp_stated_epsilon") == plan["epsilon"]
     assert value(last, "dp_noise_multiplier") == plan["noise_multiplier"]
     assert value(last, "dp_training_step") == STEPS
-    assert last["dp_ledger_reservations", (("dataset", "notes"), ("state", "completed"))] == 1
-    assert "dp_reservation_heartbeat_timestamp_seconds" not in {name for name, _ in last}
     with pytest.raises(urllib.error.URLError):
         scrape(watched.port)
 
@@ -131,11 +125,11 @@ def test_promtool_finds_nothing_to_complain_about(watched: Watched, opened: Watc
 
 def test_nothing_unnoised_is_shown(watched: Watched) -> None:
     run_id = watched.place.json("run.json")["ledger"]["entry"]
-    known = {"run", "tiny-base", "notes", run_id, "running", "completed", "interrupted", "reserved", "refused"}
+    known = {"run", "tiny-base", "notes", run_id, "running", "completed", "interrupted"}
     for text in (*watched.scraped, *watched.files().values()):
         found = series(text)
         assert {name for name, _ in found} <= PUBLIC | RELEASED
-        assert {label for _, pairs in found for _, label in pairs} <= known | {"reconciled"}
+        assert {label for _, pairs in found for _, label in pairs} <= known
         for (name, _), number in found.items():
             assert not any(math.isclose(number, secret, rel_tol=1e-3) for secret in SECRETS), name
         assert not any(word in text for word in ("Sigrid", "4711", SENTINEL, str(watched.place.root)))
@@ -188,7 +182,8 @@ def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, ope
             "privacy": config.privacy.model_copy(update={"insecure_seed": 3}),
         }
     )
-    assert of_record(RunDir(opened.place.run), unprotected).accuracy_delta is None
+    promised = guards.deviations(unprotected)[0] is None
+    assert metrics.of_record(RunDir(opened.place.run), unprotected, promised=promised).accuracy_delta is None
     assert watched.place.json("run.json")["metrics"]["public"] == {}
     private = json.loads((watched.place.run / "private" / "summary.json").read_text())
     assert private["eval_accuracy_before"] == ACCURACY
@@ -216,8 +211,8 @@ def audited(place: Place, tmp_path: Path) -> Series:
     """What the collector reads after an audit of a run, whose own textfile lay elsewhere."""
     run = RunDir(place.run)
     config = load_config(run.config, {"telemetry.textfile": str(tmp_path)})
-    publish_audit(run, config)
-    text = textfile.run_file(tmp_path, run.root.name).read_text("utf-8")
+    publish_audit(run, config, PRIMARY_ATTACK)
+    text = metrics.run_file(tmp_path, run.root.name).read_text("utf-8")
     promtool_is_silent(text.encode())
     return series(text)
 
@@ -245,7 +240,7 @@ def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatc
     from dpllm.audit import run as audits
 
     called = []
-    monkeypatch.setattr(audits, "publish_audit", lambda run, config: called.append(run.root.name))
+    monkeypatch.setattr(audits, "publish_audit", lambda run, config, attack: called.append(run.root.name))
     shutil.copytree(finished.root, tmp_path / "copy")
     audits.audit(RunDir(tmp_path / "copy" / "run"), generate=False)
     assert called == ["run"]
@@ -286,12 +281,11 @@ def test_what_cannot_be_watched_is_refused_before_anything_is_reserved(
 
 
 def test_a_refused_run_is_counted(place: Place) -> None:
-    (place.root / "collector").mkdir()
-    place.write({"telemetry.textfile": str(place.root / "collector"), "privacy.epsilon": 8.0})
+    place.write({"privacy.epsilon": 8.0})
     terms = ("--epsilon", "0.5", "--delta", "1e-3", "--by", "alice", "--reason", "a test")
     done("ledger", "init", "notes", *terms, "--ledger", place.ledger)
     assert dpllm_("train", place.recipe).code == 3
-    found = series("".join(path.read_text() for path in (place.root / "collector").iterdir()))
+    found = series(done("ledger", "metrics", "--ledger", place.ledger).out)
     assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
     assert found["dp_training_budget", (("dataset", "notes"),)] == 0.5
 
@@ -308,7 +302,7 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "step", fails)
 
 
-def test_a_run_that_fails_says_so_and_its_heartbeat_stays(place: Place, crash: None) -> None:
+def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(place: Place, crash: None) -> None:
     (place.root / "collector").mkdir()
     place.write({"telemetry.textfile": str(place.root / "collector")})
     with pytest.raises(RuntimeError, match="the device is gone"):
@@ -317,12 +311,14 @@ def test_a_run_that_fails_says_so_and_its_heartbeat_stays(place: Place, crash: N
     assert found["dp_training_state", (("model", "run"), ("state", "interrupted"))] == 1
     assert value(found, "dp_training_step") == 2
     assert 0 < value(found, "dp_training_epsilon_consumed") < value(found, "dp_stated_epsilon")
-    assert value(found, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600
+    printed = series(done("ledger", "metrics", "--ledger", place.ledger).out)
+    assert value(printed, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600
 
 
 KILLED = """
 import os, signal, sys
 from dpllm.cli import main
+from dpllm.privacy import guards
 from dpllm.privacy.engine import Engine
 from dpllm.telemetry import live
 live.INTERVAL_SECONDS = 0.0
@@ -344,6 +340,5 @@ def test_a_run_that_is_killed_leaves_its_last_file(place: Place) -> None:
     found = series("".join(path.read_text() for path in (place.root / "collector").glob("*.prom")))
     assert found["dp_training_state", (("model", "run"), ("state", "running"))] == 1
     assert value(found, "dp_training_step") == 2
-    assert "dp_reservation_heartbeat_timestamp_seconds" in {name for name, _ in found}
     printed = series(done("ledger", "metrics", "--ledger", place.ledger).out)
     assert value(printed, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600

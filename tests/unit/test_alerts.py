@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ledger_stores import budget, reserve
 
-from dpllm.telemetry.ledger import DatasetValues, LedgerValues, dataset_families, ledger_families
-from dpllm.telemetry.metrics import GAUGES
+from dpllm.ledger import Ledger, budgets
+from dpllm.telemetry.metrics import GAUGES, dataset_families, ledger_families
 
 OPS = Path(__file__).parents[2] / "ops" / "prometheus"
 RULES = yaml.safe_load((OPS / "alerts.yml").read_text("utf-8"))["groups"][0]["rules"]
@@ -72,10 +73,13 @@ def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
     assert fires == quiet == {rule["alert"] for rule in RULES}
 
 
-def test_alerts_are_about_metrics_that_exist() -> None:
-    account = DatasetValues("notes", 8.0, 2.0, {"running": 1}, {("a", "running"): 0.0})
-    families = [*dataset_families(account), *ledger_families(LedgerValues(1, True, {"over_budget": 1}))]
-    known = {sample.name for family in families for sample in family.samples} | {gauge.name for gauge in GAUGES}
+def test_alerts_are_about_metrics_that_exist(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
+        budgets.set_budget(book, "notes", budget(8.0))
+        reserve(book)
+        families, names = ledger_families(book)
+        families += dataset_families(book, names)
+    known = {sample.name for family in families for sample in family.samples} | {name for name, _ in GAUGES.values()}
     for rule in RULES:
         named = set(re.findall(r"\bdp_\w+", rule["expr"] + " " + rule["annotations"]["description"]))
         assert named, rule["alert"]

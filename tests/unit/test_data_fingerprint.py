@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.ledger.fingerprint import HASH_BYTES, Fingerprint, _pieces, _words, fingerprint
+from dpllm.ledger.fingerprint import HASH_BYTES, Fingerprint, _texts, _words, fingerprint
 
 Rows = Sequence[Mapping[str, Any]]
 KEY = b"k" * 32
@@ -21,17 +21,9 @@ def in_memory(rows: Rows, fields: Sequence[str]) -> Fingerprint:
     def hashed(texts: Sequence[str]) -> list[bytes]:
         return sorted(hashlib.blake2b(text.encode(), key=KEY, digest_size=32).digest() for text in texts)
 
-    split = [_pieces(row, fields) for row in rows]
-    whole_texts = [_words(" ".join(text for _, text in pieces)) for pieces in split]
-    records = hashed(whole_texts)
-    parts = list(records)
-    for name in {name for pieces in split for name, _ in pieces}:
-        columns = [_words(" ".join(text for other, text in pieces if other == name)) for pieces in split]
-        texts = [text for text, record in zip(columns, whole_texts, strict=True) if text not in ("", record)]
-        if len(set(texts)) * 2 > len(rows):
-            parts += hashed(texts)
+    records = hashed([_words(" ".join(_texts(row, fields))) for row in rows])
     digest = hashlib.blake2b(b"".join(records), key=KEY, digest_size=32).hexdigest()
-    return Fingerprint(digest, b"".join(sorted(part[:HASH_BYTES] for part in parts)), len(records))
+    return Fingerprint(digest, b"".join(sorted({record[:HASH_BYTES] for record in records})), len(records))
 
 
 TEXT = st.sampled_from(["", " ", "a", "a ", "b  b", "c", "d", "e\u0301", "\u00e9", "label"])
@@ -49,7 +41,7 @@ def test_a_known_dataset_keeps_its_fingerprint() -> None:
     rows = [{"prompt": f"question {number}", "completion": f"answer {number % 3}"} for number in range(20)]
     found = fingerprint(rows, ["prompt", "completion"], KEY)
     assert found.digest == "9c8548944177e2b83d77c1d61d25d146eb12beb1e7a03f676c6e565c02efc6f5"
-    assert hashlib.blake2b(found.hashes, digest_size=8).hexdigest() == "3ea605fe6c006672"
+    assert hashlib.blake2b(found.hashes, digest_size=8).hexdigest() == "4687fbd448c176f2"
 
 
 def test_rows_are_read_once() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, reserve
+from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, opened, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, LedgerContradiction, Refused
 from dpllm.ledger import Budget, Ledger, budgets, gates
@@ -189,20 +189,10 @@ def test_a_late_budget_sets_aside_what_was_imported(ledger: Ledger):
     with pytest.raises(Refused, match="leaves no room"):
         budgets.set_budget(ledger, "notes", adaptive(8.0, delta=1e-6))
     found = budgets.set_budget(ledger, "notes", adaptive(8.0))
-    assert (found.late, found.import_delta) == (True, 1e-6)
-    assert gates.conversion_delta(found) == (DELTA - 1e-6) / 8
+    assert found.import_delta == 1e-6
+    assert gates.conversion_delta(found) == DELTA - 1e-6
     reserve(ledger)
     assert budgets.set_budget(ledger, "notes", adaptive(8.0)) == found
-
-
-def test_opening_sets_aside_what_was_imported_or_cannot(ledger: Ledger):
-    for dataset, delta in (("notes", 1e-6), ("gone", 1e-5)):
-        budgets.set_budget(ledger, dataset, budget(8.0))
-        event = {**ELSEWHERE, "delta": delta}
-        budgets.import_run(ledger, dataset, event=event, run="x", **TERMS, **WHO)
-    assert budgets.open_adaptive(ledger, "notes", "alice", "why").import_delta == 1e-6
-    with pytest.raises(Refused, match="finds nothing left"):
-        budgets.open_adaptive(ledger, "gone", "alice", "why")
 
 
 def test_what_no_renyi_divergence_bounds_leaves_a_late_budget_nothing(ledger: Ledger):
@@ -234,9 +224,9 @@ def test_an_exception_from_before_the_budget_is_remembered_and_permits_nothing(l
     assert len(ledger.exceptions("notes")) == 1  # what was trained meanwhile is in every card
 
 
-def test_whoever_opens_a_budget_does_not_become_its_owner(ledger: Ledger):
+def test_whoever_opened_a_budget_did_not_become_its_owner(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(8.0))
-    budgets.open_adaptive(ledger, "notes", "bob", "more runs")
+    opened(ledger)
     with pytest.raises(Refused, match="who alone"):
         budgets.except_from_privacy(ledger, "notes", "bob", "mine now")
 
@@ -251,10 +241,9 @@ def test_what_is_entered_for_a_derived_dataset_is_entered_for_its_parent(ledger:
     with pytest.raises(Refused, match="derives from 'notes'"):
         budgets.set_budget(ledger, "sub", budget(8.0))
     budgets.import_run(ledger, "sub", event=EVENT, run="x", **TERMS, **WHO)
-    budgets.open_adaptive(ledger, "sub", "alice", "why", forfeit=True)
     with pytest.raises(Refused, match="who alone"):
         budgets.except_from_privacy(ledger, "sub", "bob", "x")
-    assert ledger.budget("notes").gate == ledger.budget("sub").gate == "adaptive"
+    assert ledger.budget("notes") == ledger.budget("sub")
     assert ledger.datasets() == ["notes"]
     assert ledger.spent("sub") == ledger.spent("notes") == epsilon_of_two()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from ledger_stores import EVENT, TERMS, Place, budget, reserve
+from ledger_stores import EVENT, TERMS, Place, budget, opened, reserve
 
 from dpllm.cli import main
 from dpllm.errors import Refused
@@ -56,7 +56,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_way_of_a_planned_budget(say, place: Place, tmp_path: Path):
+def test_the_way_of_a_planned_budget(say, place: Place):
     code, out = say("init", "notes", *BUDGET)
     assert code == 0
     assert "epsilon 8 at delta 1e-05 per patient under zero_out, planned, set by alice (study 7)" in out
@@ -70,41 +70,33 @@ def test_the_way_of_a_planned_budget(say, place: Place, tmp_path: Path):
     assert "Sealed list: 1 runs, of which 1 reserved" in out
     assert say("init", "notes", *BUDGET)[0] == 0  # the same again
     assert say("init", "notes", *BUDGET, "--epsilon", "9")[0] == 3
-    code, out = say("open", "notes", *WHO)
-    assert code == 0
-    assert "adaptive at order" in out
-    assert "an eighth of delta each" in out
+    with place.open() as ledger:
+        opened(ledger)  # by an earlier version
     code, out = say("reconcile", entry[:8], *WHO)
     assert (code, "given back" in out) == (0, True)
     assert say("reconcile", entry, *WHO)[0] == 3
     _, out = say("show")
     assert "is shown for comparison" in out
+    assert "Opened for what was left by bob: one more idea" in out
     assert "Refused: notes: budget_set 1" in out
     code, out = say("history", "notes")
     assert [word for word in ("budget", "seal", "reserve", "gate", "reconcile") if word not in out] == []
     assert "by bob: because" in out
-    code, out = say("plot", "--output", tmp_path / "new" / "burn $ down.png")
-    assert code == 0
-    assert (tmp_path / "new" / "burn $ down.png").read_bytes().startswith(b"\x89PNG")
+    assert "by bob: one more idea" in out
 
 
-def test_what_is_sealed_and_waits_is_shown_and_is_not_given_up_by_mistake(say, place: Place):
+def test_what_is_sealed_and_waits_is_shown(say, place: Place):
     say("init", "notes", *BUDGET)
     with place.open() as ledger:
         budgets.seal(ledger, "notes", [Sealed(EVENT, 4), Sealed(dp_sgd_event(0.5, 30.0, 3), 3)], "alice", "two")
         reserve(ledger, run="first-run")
         together = gates.list_epsilon(ledger.account("notes"), ledger.budget("notes"))
-        with pytest.raises(Refused, match=r"1 have not run: q 0\.5, sigma 30, 3 steps") as refused:
+        with pytest.raises(Refused, match=r"1 have not run: q 0\.5, sigma 30, 3 steps"):
             reserve(ledger, event=dp_sgd_event(0.5, 29.0, 3), num_steps=3)
-    assert "ledger open" not in str(refused.value)
     _, out = say("show")
     assert (
         f"2 runs, of which 1 reserved; together with what was imported epsilon {together:.3f}. This figure gates" in out
     )
-    code, out = say("open", "notes", *WHO)
-    assert (code, "--forfeit" in out) == (3, True)
-    assert say("open", "notes", "--forfeit", *WHO)[0] == 0
-    assert "Opened for what was left by bob: because" in say("show")[1]
     assert say("reconcile", "first-run", *WHO)[0] == 0  # by the name of the run
 
 
@@ -216,9 +208,7 @@ def test_an_edit_is_exit_code_4_for_verify_and_3_for_everything_else(say, place:
     assert (code, "entry 1 was changed" in out) == (4, True)
     for words in (
         ["show"],
-        ["plot"],
         ["init", "more", *BUDGET],
-        ["open", "notes", *WHO],
         ["except", "notes", *WHO],
         ["import", "notes", "--epsilon", "1", *WHO],
         ["reconcile", "a", *WHO],
@@ -232,29 +222,27 @@ def test_an_edit_is_exit_code_4_for_verify_and_3_for_everything_else(say, place:
 HOSTILE = "[/b] $x_{ [red]*?"
 
 
-def test_names_are_shown_as_they_are(say, place: Place, tmp_path: Path):
+def test_names_are_shown_as_they_are(say, place: Place):
     with place.open() as ledger:
         budgets.set_budget(ledger, HOSTILE, budget(8.0))
         reserve(ledger, HOSTILE, run="run [/x] \x1b[2J\n$y^{ \udcff")
         budgets.except_from_privacy(ledger, HOSTILE, "alice", "[/i] \x07")
         budgets.import_run(ledger, "more [bold]", event=EVENT, run="[/]", by="[/]", reason="[/]", **TERMS)
         reserve(ledger, "more [bold]")
-    for words in (["show"], ["history"], ["show", HOSTILE], ["plot", "--output", tmp_path / "x.png"]):
+    for words in (["show"], ["history"], ["show", HOSTILE]):
         code, out = say(*words)
         assert code == 0
         assert "\x1b" not in out
         assert "\x07" not in out
-        if words[0] != "plot":
-            assert HOSTILE in out
+        assert HOSTILE in out
 
 
 BAD = {
     "no such ledger": (["show"], 2, "no ledger there yet"),
     "no such dataset": (["show", "nobody"], 2, "knows no dataset"),
     "no such history": (["history", "nobody"], 2, "knows no dataset"),
-    "nothing to plot": (["plot"], 2, "nothing burnt"),
-    "plot of no kind": (["plot", "known", "--output", "x.docx"], 2, "--output"),
-    "plot nowhere": (["plot", "known", "--output", "/proc/no/where.png"], 2, "--output"),
+    "open": (["open", "known", *WHO], 2, "--gate adaptive"),
+    "plot": (["plot", "known", "--output", "x.png"], 2, "dpllm ledger show"),
     "export nowhere": (["export", "--output", "/proc/no/where.json"], 2, "--output"),
     "epsilon nan": (["init", "n", *BUDGET, "--epsilon", "nan"], 2, "bounds nothing"),
     "epsilon 0": (["init", "n", *BUDGET, "--epsilon", "0"], 2, "bounds nothing"),
@@ -278,7 +266,6 @@ BAD = {
     "empty unit": (["init", "n", *BUDGET, "--unit", ""], 2, "unit"),
     "nobody": (["init", "n", *BUDGET, "--by", " "], 2, "named person"),
     "no reason": (["except", "n", "--by", "a", "--reason", ""], 2, "named person"),
-    "nothing to open": (["open", "known", *WHO], 3, "no planned budget"),
     "nothing to seal": (["seal", "known", "absent.yaml", *WHO], 2, "absent.yaml"),
     "no such entry": (["reconcile", "nothing", *WHO], 2, "no reservation"),
     "import of nothing": (["import", "known", *WHO], 2, "what was spent"),
@@ -312,8 +299,7 @@ def test_bad_input_is_one_line_and_an_exit_code(name, tmp_path: Path, monkeypatc
     Path("odd.json").write_text('{"type": "free", "ledger": 3}')
     if name not in ("no such ledger",):
         with Ledger(tmp_path / "ledger.sqlite") as ledger:
-            if name != "nothing to plot":
-                reserve(ledger, "known")
+            reserve(ledger, "known")
     if "--ledger" not in words:
         words = [*words, "--ledger", "ledger.sqlite"]
     assert main(["ledger", *words]) == wanted

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, reserve
+from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, opened, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, budgets, gates
@@ -33,7 +33,7 @@ def test_the_first_run_seals_a_list_of_one(ledger: Ledger):
     for again in ({}, {"event": dp_sgd_event(1.0, 400.0, 1), "num_steps": 1}):
         with pytest.raises(BudgetExceeded, match="list of 1 sealed runs") as refusal:
             reserve(ledger, **again)
-        assert "dpllm ledger open notes --by NAME --reason WHY" in str(refusal.value)
+        assert "Use other data" in str(refusal.value)
     assert ledger.budget("notes").gate == "planned"  # never relabelled silently
     assert len(ledger.runs("notes")) == 1
 
@@ -131,25 +131,16 @@ def test_the_largest_number_of_steps_is_found_to_the_last_one(ledger: Ledger):
         reserve(ledger, event=RUN, num_steps=150)
 
 
-def test_opening_charges_what_ran_at_a_late_order_and_an_eighth_of_delta(ledger: Ledger):
+def test_a_budget_that_an_earlier_version_opened_keeps_its_filter_and_its_eighth_of_delta(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(8.0))
     budgets.seal(ledger, "notes", [Sealed(RUN, 150)] * 3, "alice", "three")
     reserve(ledger, event=RUN, num_steps=150)
-    with pytest.raises(Refused, match=r"2 sealed runs have not run .* --forfeit"):
-        budgets.open_adaptive(ledger, "notes", "bob", "one more idea")
-    found = budgets.open_adaptive(ledger, "notes", "bob", "one more idea", forfeit=True)
+    found = opened(ledger)
     assert found == ledger.budget("notes")
-    assert (found.gate, found.late, found.by) == ("adaptive", True, "alice")  # whoever opens does not become the owner
-    assert found.order in gates.LATE_ORDERS
+    assert (found.gate, found.by) == ("adaptive", "alice")  # whoever opened did not become the owner
     assert gates.conversion_delta(found) == DELTA / 8
-    left = renyi.allowance(8.0, DELTA / 8, found.order) - renyi.rdp(RUN, found.order)
-    assert ledger.fit("notes") == renyi.Fit(found.order, left)
-    best = max(
-        1 - renyi.rdp(RUN, order) / renyi.allowance(8.0, DELTA / 8, order)
-        for order in gates.LATE_ORDERS
-        if renyi.allowance(8.0, DELTA / 8, order) > 0
-    )
-    assert left / renyi.allowance(8.0, DELTA / 8, found.order) == pytest.approx(best)
+    left = renyi.allowance(8.0, DELTA / 8, 3.2) - renyi.rdp(RUN, 3.2)
+    assert ledger.fit("notes") == renyi.Fit(3.2, left)
     admitted = 0
     while True:
         try:
@@ -157,53 +148,16 @@ def test_opening_charges_what_ran_at_a_late_order_and_an_eighth_of_delta(ledger:
             admitted += 1
         except BudgetExceeded:
             break
-    assert admitted == math.floor(left / renyi.rdp(RUN, found.order)) >= 1
-    with pytest.raises(Refused, match="no planned budget"):
-        budgets.open_adaptive(ledger, "notes", "bob", "again")
+    assert admitted == math.floor(left / renyi.rdp(RUN, 3.2)) >= 1
     with pytest.raises(Refused, match="no list can be sealed"):
         budgets.seal(ledger, "notes", LIST, "bob", "again")
 
 
-def test_a_run_that_never_took_a_step_does_not_choose_the_order(ledger: Ledger):
-    """Where nothing is spent all orders leave the whole of their allowance; the best for a Gaussian is taken."""
-    for name in ("crashed", "fresh"):
-        budgets.set_budget(ledger, name, budget(8.0, delta=1e-3))
-    claim = reserve(ledger, "crashed", event=RUN, num_steps=150, delta=1e-3)
-    ledger.reconcile(claim.entry, "alice", "it died before its first step")
-    orders = [budgets.open_adaptive(ledger, name, "alice", "why").order for name in ("crashed", "fresh")]
-    assert orders[0] == orders[1]
-
-
-def test_a_run_that_is_held_is_closed_before_opening(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(epsilon(RUN, DELTA, "zero_out")))
-    claim = reserve(ledger, event=RUN, num_steps=150)
-    with pytest.raises(BudgetExceeded, match=f"dpllm ledger reconcile {claim.entry}"):
-        reserve(ledger)
-
-
-def test_a_budget_that_is_spent_by_the_filters_rule_cannot_be_opened(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(epsilon(RUN, DELTA, "zero_out")))
-    reserve(ledger, event=RUN, num_steps=150)
-    with pytest.raises(Refused, match="finds nothing left"):
-        budgets.open_adaptive(ledger, "notes", "bob", "one more")
-    with pytest.raises(BudgetExceeded, match="No adaptive budget can be opened"):
-        reserve(ledger)
-    with pytest.raises(ConfigError):
-        budgets.open_adaptive(ledger, "notes", "bob", "")
-
-
 @settings(derandomize=True, deadline=None, max_examples=30)
-@given(value=st.floats(3.0, 60.0), delta=st.sampled_from([1e-5, 1e-8]))
-def test_an_untouched_budget_is_opened_at_an_order_of_use(value, delta):
-    account = Account("notes", Budget(value, delta, "patient", "zero_out"), None, (), ())
-    found = gates.opened(account, account.budget)
-    if found is None:
-        assert all(renyi.allowance(value, delta, order) <= 0 for order in gates.LATE_ORDERS)
-        return
-    opened, left = found
-    assert not opened.late
-    assert left == renyi.allowance(value, delta, opened.order) > 0
-    assert left / opened.order == max(renyi.allowance(value, delta, o) / o for o in gates.LATE_ORDERS)
+@given(value=st.floats(0.5, 60.0), delta=st.sampled_from([1e-5, 1e-8]))
+def test_an_order_that_no_result_can_choose_leaves_much_of_the_budget(value, delta):
+    wanted = Budget(value, delta, "patient", "zero_out", "adaptive")
+    assert renyi.allowance(value, delta, gates.order_after_results(wanted)) > 0.4 * value
 
 
 # --- adaptive ----------------------------------------------------------------------------------------------------------
@@ -332,11 +286,11 @@ def _held(run: Run) -> Run:
     return Run(run.reservation, run.event, run.steps, "interrupted", 0.0)
 
 
-def test_a_planned_run_that_is_reconciled_after_opening_gives_back_under_the_filter(ledger: Ledger):
+def test_a_planned_run_that_is_reconciled_under_a_filter_gives_back(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(8.0))
     claim = reserve(ledger, event=RUN, num_steps=150)
     ledger.charge(claim.entry, 1)
-    found = budgets.open_adaptive(ledger, "notes", "alice", "the run died")
+    found = opened(ledger)
     ledger.reconcile(claim.entry, "alice", "the run died")
     spent = gates.filter_spent(ledger.account("notes"), found.order)
     assert spent == pytest.approx(renyi.rdp(dp_sgd_event(0.02, 0.8, 1), found.order))
@@ -351,12 +305,15 @@ def test_delta_hidden_in_a_runs_event_is_not_free(ledger: Ledger):
     assert gates.filter_epsilon(ledger.account("notes"), hidden) == math.inf
 
 
-def test_a_late_budget_is_adaptive_and_says_so(ledger: Ledger):
+def test_a_budget_that_comes_after_runs_is_adaptive_at_an_order_of_its_own(ledger: Ledger):
     reserve(ledger, event=RUN, num_steps=150)
     with pytest.raises(Refused, match="Type --gate adaptive"):
         budgets.set_budget(ledger, "notes", budget(8.0))
     found = budgets.set_budget(ledger, "notes", adaptive(8.0, 3.7))
-    assert found.late
-    assert found.order in gates.LATE_ORDERS  # not the one that was asked for, when results were known
+    assert (
+        found.order == gates.order_after_results(budget(8.0)) != 3.7
+    )  # not what was asked for when results were known
     assert found == ledger.budget("notes")
-    assert budgets.set_budget(ledger, "notes", adaptive(8.0, 3.7)) == found
+    assert budgets.set_budget(ledger, "notes", adaptive(8.0, 5.1)) == found
+    left = renyi.allowance(8.0, DELTA, found.order) - renyi.rdp(RUN, found.order)
+    assert ledger.fit("notes") == renyi.Fit(found.order, left)

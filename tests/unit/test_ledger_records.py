@@ -11,7 +11,7 @@ from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, outputs,
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
 from dpllm.ledger.exchange import to_export
-from dpllm.ledger.fingerprint import HASH_BYTES, fingerprint, share_in_common, share_repeated
+from dpllm.ledger.fingerprint import HASH_BYTES, fingerprint, share_in_common
 
 KEY = b"k" * 32
 ROWS = [{"text": f"patient {n} was seen on ward {n % 7}"} for n in range(200)]
@@ -53,49 +53,6 @@ def test_repetitions_count_in_the_digest_and_not_in_the_overlap():
     assert one.digest != two.digest
     assert share_in_common(one.hashes, two.hashes) == 1.0
     assert (one.num_records, two.num_records) == (200, 201)
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(counts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=20))
-def test_what_is_repeated_more_often_than_it_was_is_counted(counts):
-    def of_counts(side):
-        rows = [{"text": f"record {n}"} for n, pair in enumerate(counts) for _ in range(pair[side])]
-        return fingerprint([*rows, {"text": "one that both have"}], ["text"], KEY).hashes
-
-    common = 1 + sum(before > 0 and now > 0 for before, now in counts)
-    more = sum(now > before > 0 for before, now in counts)
-    assert share_repeated(of_counts(1), [of_counts(0)]) == more / common
-    assert share_repeated(of_counts(1), [of_counts(0), of_counts(1)]) == 0.0
-    assert share_repeated(of_counts(1), []) == 0.0
-
-
-PAIRS = [{"prompt": f"What of patient {n}?", "completion": f"seen on ward {n} by doctor {n % 7}"} for n in range(50)]
-
-
-@pytest.mark.parametrize(
-    "copy",
-    [
-        [{"text": row["completion"]} for row in PAIRS],
-        [{"text": row["prompt"]} for row in PAIRS],
-        [{"prompt": "Write a note:", "completion": row["completion"]} for row in PAIRS],
-        [{"messages": [{"role": "user", "content": "Write"}, {"role": "assistant", "content": row["completion"]}]}
-         for row in PAIRS],
-    ],
-    ids=["completions", "prompts", "another prompt", "as answers"],
-)  # fmt: skip
-def test_a_column_is_known_as_a_dataset_of_its_own(copy):
-    fields = [name for name in ("text", "prompt", "completion", "messages") if name in copy[0]]
-    known = fingerprint(PAIRS, ["prompt", "completion"], KEY)
-    assert share_in_common(known.hashes, fingerprint(copy, fields, KEY).hashes) > 0.4
-    assert share_in_common(fingerprint(copy, fields, KEY).hashes, known.hashes) > 0.4
-
-
-def test_a_label_or_an_instruction_that_rows_share_is_no_record():
-    def labelled(start):
-        rows = [{"prompt": f"Case {n}: which ward?", "completion": f"ward {n % 3}"} for n in range(start, start + 30)]
-        return fingerprint(rows, ["prompt", "completion"], KEY).hashes
-
-    assert share_in_common(labelled(0), labelled(100)) == 0.0
 
 
 def test_a_renamed_copy_is_the_same_dataset(ledger: Ledger):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import stat
@@ -28,10 +27,9 @@ from dpllm.ledger import Ledger, budgets
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import make_plan
 from dpllm.rundir import RunDir
-from dpllm.telemetry import EpsilonSpent, Telemetry, publish_audit, publish_ledger, textfile
-from dpllm.telemetry.endpoint import LOOPBACK, Endpoint
-from dpllm.telemetry.ledger import OPEN, dataset_families, ledger_families, of_dataset, of_ledger
-from dpllm.telemetry.metrics import AuditValues, PrivateValues, RunValues, exposition, run_families
+from dpllm.telemetry import EpsilonSpent, Telemetry, metrics, publish_audit
+from dpllm.telemetry.live import LOOPBACK
+from dpllm.telemetry.metrics import RunValues, dataset_families, exposition, ledger_families, run_families
 
 VALUES = RunValues(
     model="notes-lora",
@@ -47,8 +45,18 @@ VALUES = RunValues(
     noise_multiplier=0.8,
     clip_fraction=0.4,
     accuracy_delta=0.02,
-    audit=AuditValues(0.53, 0.49, 0.57, 0.95, 0.2),
+    auc=0.53,
+    auc_lower=0.49,
+    auc_upper=0.57,
+    auc_allowed=0.95,
+    epsilon_lower_bound=0.2,
 )
+
+
+def of_ledger(book: Ledger) -> Series:
+    """Everything that is shown of a ledger."""
+    families, names = ledger_families(book)
+    return series(exposition([*families, *dataset_families(book, names)]))
 
 
 def labels(text: bytes | str) -> dict[str, set[str]]:
@@ -63,8 +71,8 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
         budgets.set_budget(book, "notes", budget(8.0))
         reserve(book)
         book.count_refusal("notes", "over_budget")
-        families = [*run_families(VALUES), *ledger_families(of_ledger(book))]
-        text = exposition([*families, *dataset_families(of_dataset(book, "notes"))])
+        families, names = ledger_families(book)
+        text = exposition([*run_families(VALUES), *families, *dataset_families(book, names)])
     model, dataset = {"model"}, {"dataset"}
     wanted = {
         "dp_training_epsilon_consumed": {"model", "dataset", "run_id"},
@@ -94,19 +102,19 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
 def test_what_metrics_can_show_of_a_run_is_this_list() -> None:
     """A new field is a new way out: think of what it is computed from, then add it here."""
     public = {"model", "base_model", "dataset", "run_id", "state", "step", "steps_planned", "epsilon_consumed"}
-    public |= {"stated_epsilon", "delta", "noise_multiplier", "audit", "accuracy_delta"}
-    assert {field.name for field in fields(RunValues)} == public | {"clip_fraction"} | {"private"}
-    assert {field.name for field in fields(PrivateValues)} == {"loss", "clip_fraction"}
+    public |= {"stated_epsilon", "delta", "noise_multiplier", "accuracy_delta"}
+    audited = {"auc", "auc_lower", "auc_upper", "auc_allowed", "epsilon_lower_bound"}
+    private = {"private_loss", "private_clip_fraction"}
+    assert {field.name for field in fields(RunValues)} == public | audited | {"clip_fraction"} | private
 
 
 def test_a_share_without_noise_is_shown_only_where_there_is_none_with() -> None:
     key = ("dp_gradient_clip_fraction", (("model", "notes-lora"),))
-    noisy = series(exposition(run_families(replace(VALUES, private=PrivateValues(2.5, 0.9)))))
+    private = {"private_loss": 2.5, "private_clip_fraction": 0.9}
+    noisy = series(exposition(run_families(replace(VALUES, **private))))
     assert noisy[key] == 0.4
     assert noisy["dp_training_private_loss", (("model", "notes-lora"),)] == 2.5
-    assert (
-        series(exposition(run_families(replace(VALUES, clip_fraction=None, private=PrivateValues(2, 0.9)))))[key] == 0.9
-    )
+    assert series(exposition(run_families(replace(VALUES, clip_fraction=None, **private))))[key] == 0.9
     quiet = series(exposition(run_families(replace(VALUES, clip_fraction=None))))
     assert not {name for name, _ in quiet} & {"dp_gradient_clip_fraction", "dp_training_private_loss"}
 
@@ -114,7 +122,7 @@ def test_a_share_without_noise_is_shown_only_where_there_is_none_with() -> None:
 @given(st.floats(), st.floats())
 @settings(derandomize=True, max_examples=40, deadline=None)
 def test_what_is_no_number_is_left_out(epsilon: float, auc: float) -> None:
-    changed = replace(VALUES, epsilon_consumed=epsilon, audit=AuditValues(auc, None, None, None, None))
+    changed = replace(VALUES, epsilon_consumed=epsilon, auc=auc, epsilon_lower_bound=None)
     found = {name: value for (name, _), value in series(exposition(run_families(changed))).items()}
     assert found.get("dp_training_epsilon_consumed") == (epsilon if math.isfinite(epsilon) else None)
     assert found.get("dp_membership_inference_auc") == (auc if math.isfinite(auc) else None)
@@ -159,7 +167,7 @@ def test_the_ledger_in_both_stores(ledger: Ledger) -> None:
     ledger.count_refusal("notes", "over_budget")
     ledger.count_refusal("letters", "over_budget")
     ledger.count_refusal("", "tampered")
-    found = series(exposition([*ledger_families(of_ledger(ledger)), *dataset_families(of_dataset(ledger, "notes"))]))
+    found = of_ledger(ledger)
     assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 2
     assert found["dp_ledger_refused_total", (("reason", "tampered"),)] == 1
     assert found["dp_ledger_entries", ()] == len(ledger.history())
@@ -171,19 +179,25 @@ def test_the_ledger_in_both_stores(ledger: Ledger) -> None:
     assert abs(found["dp_reservation_heartbeat_timestamp_seconds", beat] - time.time()) < 60
 
 
+def beating(book: Ledger) -> set[tuple[str, str]]:
+    """Reservations that show signs of life, and their states."""
+    beats = [dict(pairs) for name, pairs in of_ledger(book) if name == "dp_reservation_heartbeat_timestamp_seconds"]
+    return {(pairs["run_id"], pairs["state"]) for pairs in beats}
+
+
 @pytest.mark.parametrize("status", ["completed", "interrupted"])
 def test_a_finished_reservation_has_no_heartbeat(tmp_path: Path, status: Any) -> None:
     with Ledger(tmp_path / "ledger.sqlite") as book:
         entry = reserve(book).entry
-        assert set(of_dataset(book, "notes").heartbeats) == {(entry, "reserved")}
+        assert beating(book) == {(entry, "reserved")}
         book.charge(entry, 1)
-        assert set(of_dataset(book, "notes").heartbeats) == {(entry, "running")}
+        assert beating(book) == {(entry, "running")}
         book.finish(entry, status)
-        account = of_dataset(book, "notes")
-        assert account.heartbeats == {}
-        assert account.reservations[status] == 1
-        assert (account.budget, account.remaining) == (None, None)
-        assert not set(OPEN) & {state for state, number in account.reservations.items() if number}
+        assert beating(book) == set()
+        found = of_ledger(book)
+        states = {pairs[1][1] for (name, pairs), value in found.items() if name == "dp_ledger_reservations" and value}
+        assert states == {status}
+        assert not [name for name, _ in found if name.startswith("dp_training_budget")]
 
 
 def test_a_broken_chain_shows_and_nothing_else_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,8 +259,8 @@ def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
 def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        path = textfile.run_file(tmp_path, "notes-lora")
-        textfile.write(path, run_families(VALUES))
+        path = metrics.run_file(tmp_path, "notes-lora")
+        metrics.write(path, run_families(VALUES))
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
@@ -256,28 +270,28 @@ def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> No
 
 
 def test_a_disk_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = textfile.run_file(tmp_path, "notes-lora")
-    textfile.write(path, run_families(VALUES))
+    path = metrics.run_file(tmp_path, "notes-lora")
+    metrics.write(path, run_families(VALUES))
     before = path.read_bytes()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "rename", full)
     with pytest.raises(OSError, match="No space"):
-        textfile.write(path, run_families(replace(VALUES, step=4)))
+        metrics.write(path, run_families(replace(VALUES, step=4)))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: before}
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_two_names_have_two_files(one: str, other: str) -> None:
-    paths = [textfile.run_file(Path(), name) for name in (one, other)]
+    paths = [metrics.run_file(Path(), name) for name in (one, other)]
     assert (paths[0] == paths[1]) == (one == other)
     for path in paths:
         assert path.parent == Path()
         assert len(path.name.encode()) < 200
-        assert path.name != textfile.LEDGER
+        assert path.name != metrics.LEDGER
 
 
 @pytest.mark.parametrize("where", ["nowhere", "run/export", "run/private/metrics", "file"])
@@ -290,13 +304,10 @@ def test_a_directory_that_nobody_reads_is_refused_before_anything_is_reserved(tm
 
 def test_a_failure_to_publish_is_told_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = settings_of(tmp_path, textfile=str(tmp_path / "gone"))
-    publish_audit(RunDir(tmp_path / "run"), config)
-    with Ledger(tmp_path / "ledger.sqlite") as book:
-        publish_ledger(config.telemetry, book, "notes")
-    err = capsys.readouterr().err
-    assert err.count("metrics could not be written") == 2
+    publish_audit(RunDir(tmp_path / "run"), config, "calibrated")
+    assert capsys.readouterr().err.count("metrics could not be written") == 1
     quiet = settings_of(tmp_path)
-    publish_audit(RunDir(tmp_path / "run"), quiet)
+    publish_audit(RunDir(tmp_path / "run"), quiet, "calibrated")
     assert capsys.readouterr().err == ""
 
 
@@ -305,10 +316,10 @@ def test_a_failure_to_publish_is_told_and_ends_nothing(tmp_path: Path, capsys: p
 
 def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
     port = free_port()
-    with contextlib.closing(Endpoint(port)) as endpoint:
-        assert endpoint._server.server_address[0] == LOOPBACK == "127.0.0.1"
+    with Telemetry(settings_of(tmp_path, port=port), RunDir(tmp_path / "run")) as telemetry:
+        assert telemetry._server.server_address[0] == LOOPBACK == "127.0.0.1"
         assert series(scrape(port)) == {}
-        endpoint.show(run_families(VALUES))
+        telemetry._shown.now = tuple(run_families(VALUES))
         assert series(scrape(port)) == series(exposition(run_families(VALUES)))
         with pytest.raises(ConfigError, match=rf"telemetry\.port {port}: cannot be listened on"):
             Telemetry(settings_of(tmp_path, port=port), RunDir(tmp_path / "run"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from accelerate import tracking
-from ledger_stores import Place, budget
+from ledger_stores import budget
 from metrics_text import Series, series
 from tiny_models import recipe
 
@@ -19,9 +18,9 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
 from dpllm.privacy.plan import make_plan
 from dpllm.rundir import RunDir, write_json
-from dpllm.telemetry import Telemetry, live, publish_audit, publish_ledger, textfile
-from dpllm.telemetry.ledger import label, of_dataset
-from dpllm.telemetry.trackers import Trackers
+from dpllm.telemetry import Telemetry, live, metrics, publish_audit
+from dpllm.telemetry.live import Trackers
+from dpllm.telemetry.metrics import dataset_families, exposition, label
 
 
 def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
@@ -113,20 +112,26 @@ def test_wandb_is_told_to_send_nothing_by_itself(stub: type[Stub]) -> None:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """What telemetry reads of a prepared run, with a reservation in a ledger."""
+def prepared(tmp_path: Path) -> SimpleNamespace:
+    """A run that is about to begin, with the record that it would leave if its process were killed."""
     (tmp_path / "collector").mkdir()
     config = settings_of(tmp_path, textfile=str(tmp_path / "collector"), trackers=["wandb"])
     plan = make_plan(config, 500)
     run = RunDir(tmp_path / "run")
     run.make()
-    with Ledger(tmp_path / "ledger.sqlite") as book:
-        terms = {"unit": plan.unit, "relation": plan.neighbouring_relation, "num_steps": plan.schedule.num_steps}
-        claim = book.reserve("notes", event=plan.event, delta=plan.delta, run="run-1", **terms)
-        yield SimpleNamespace(
-            config=config, run=run, plan=plan, schedule=plan.schedule, ledger=book, first_step=0, lineage=None,
-            claims=((claim.entry, claim.num_steps),),
-        )  # fmt: skip
+    write_json(run.plan, plan.to_json())
+    record = {
+        "status": "interrupted",
+        "guarantee": {"holds": False, "reason": "its process was killed"},
+        "epsilon_spent": plan.epsilon,
+        "ledger": {"dataset": "notes", "entry": "0f0f"},
+        "model": {"name_or_path": "model"},
+        "steps_taken": None,
+        "steps_planned": plan.schedule.num_steps,
+        "metrics": {"public": {}, "released": {}},
+    }
+    write_json(run.run, record)
+    return SimpleNamespace(config=config, run=run)
 
 
 def shown(p: SimpleNamespace) -> Series:
@@ -144,18 +149,18 @@ def a_step(telemetry: Telemetry, number: int, **changes: Any) -> None:
 
 
 def test_a_run_that_is_killed_leaves_its_last_file(prepared: SimpleNamespace, stub: type[Stub]) -> None:
-    entry = prepared.claims[0][0]
     telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
-    model, beat = (("model", "run"),), (("dataset", "notes"), ("run_id", entry))
+    telemetry.begin(0, 0.0, base_holds=True)
+    model, names = (("model", "run"),), (("dataset", "notes"), ("run_id", "0f0f"))
     assert shown(prepared)["dp_training_state", (("model", "run"), ("state", "running"))] == 1
-    prepared.ledger.charge(entry, 1)
     telemetry._due = 0.0
     a_step(telemetry, 1)
     found = shown(prepared)  # and no more calls: it was killed
     assert found["dp_training_step", model] == 1
-    assert found["dp_training_epsilon_consumed", tuple(sorted({*model, *beat}))] == 0.5
-    assert found["dp_reservation_heartbeat_timestamp_seconds", (*beat, ("state", "running"))] > time.time() - 60
+    assert found["dp_training_epsilon_consumed", tuple(sorted({*model, *names}))] == 0.5
+    assert not [
+        name for name, _ in found if "ledger" in name or "reservation" in name
+    ]  # dpllm ledger metrics has those
     assert not [name for name, _ in found if "private" in name or "clip" in name]
 
 
@@ -165,7 +170,7 @@ def test_files_are_written_every_few_seconds_at_most(
     clock = [100.0]
     monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
     telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
+    telemetry.begin(0, 0.0, base_holds=True)
     seen = []
     for number in range(1, 101):  # ten seconds of steps
         clock[0] += 0.1
@@ -181,29 +186,20 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(textfile, "write", full)
+    monkeypatch.setattr(metrics, "write", full)
     with Telemetry(prepared.config, prepared.run) as telemetry:
-        telemetry.begin(prepared, 0.0)
+        telemetry.begin(0, 0.0, base_holds=True)
         for number in (1, 2):
             telemetry._due = 0.0
             a_step(telemetry, number)
-        telemetry.end()  # run.json is not there either
+        prepared.run.run.unlink()
+        telemetry.end()
     assert capsys.readouterr().err.count("No space left on device") == 1
-
-
-def test_a_ledger_that_breaks_meanwhile_shows(prepared: SimpleNamespace, stub: type[Stub]) -> None:
-    telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
-    assert shown(prepared)["dp_ledger_chain_valid", ()] == 1
-    Place(prepared.ledger.location).edit("UPDATE entries SET dataset = 'others' WHERE seq = 1")
-    telemetry._due = telemetry._verify_due = 0.0
-    a_step(telemetry, 1)
-    assert shown(prepared)["dp_ledger_chain_valid", ()] == 0
 
 
 def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stub: type[Stub], tmp_path: Path) -> None:
     with Telemetry(prepared.config, prepared.run) as telemetry:
-        telemetry.begin(prepared, 0.0)
+        telemetry.begin(0, 0.0, base_holds=True)
         a_step(telemetry, 1)
         telemetry.evaluated(1, 3.25, 0.5)  # of private data
     calls = stub.made[0].calls
@@ -215,7 +211,7 @@ def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stu
 
 def test_only_the_main_process_shows_anything(prepared: SimpleNamespace, stub: type[Stub]) -> None:
     with Telemetry(prepared.config, prepared.run, main=False) as telemetry:
-        telemetry.begin(prepared, 0.0)
+        telemetry.begin(0, 0.0, base_holds=True)
         a_step(telemetry, 1)
         telemetry.end()
     assert shown(prepared) == {}
@@ -226,13 +222,23 @@ def test_a_run_without_a_guarantee_states_no_epsilon(prepared: SimpleNamespace, 
     privacy = prepared.config.privacy.model_copy(update={"insecure_seed": 3})
     prepared.config = prepared.config.model_copy(update={"privacy": privacy})
     telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
+    telemetry.begin(0, 0.0, base_holds=True)
     telemetry._due = 0.0
     telemetry.step(1, 0.5, 1e-3, {"unclipped_fraction": 0.25}, {"step": 1, "loss": 1.0, "units": 8, "clipped": 6})
     hidden = {"dp_stated_epsilon", "dp_training_epsilon_consumed", "dp_gradient_clip_fraction"}
     assert not {name for name, _ in shown(prepared)} & hidden
     assert stub.made[0].calls[-1] == ("log", 1, {"learning_rate": 1e-3})
     assert "dp_noise_multiplier" in {name for name, _ in shown(prepared)}
+
+
+def test_a_run_on_a_base_that_leaves_no_guarantee_states_no_epsilon(
+    prepared: SimpleNamespace, stub: type[Stub]
+) -> None:
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(0, 0.0, base_holds=False)
+    a_step(telemetry, 1)
+    assert not {name for name, _ in shown(prepared)} & {"dp_stated_epsilon", "dp_training_epsilon_consumed"}
+    assert stub.made[0].calls[-1] == ("log", 1, {"learning_rate": 1e-3})
 
 
 @pytest.mark.parametrize(("insecure", "public", "told"), [(None, False, True), (3, False, False), (3, True, True)])
@@ -245,7 +251,7 @@ def test_evaluations_tell_of_private_data_only_through_weights_with_a_guarantee(
     privacy = config.privacy.model_copy(update={"insecure_seed": insecure})
     prepared.config = config.model_copy(update={"data": data, "privacy": privacy})
     telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(prepared, 0.0)
+    telemetry.begin(0, 0.0, base_holds=True)
     telemetry.evaluated(1, 2.5, 0.25)
     assert (("log", 1, {"eval_loss": 2.5, "eval_accuracy": 0.25}) in stub.made[0].calls) == told
 
@@ -258,14 +264,6 @@ def test_datasets_of_two_places_are_two_series() -> None:
     assert label("notes") == "notes"
 
 
-def test_a_refusal_is_counted_where_the_collector_looks(prepared: SimpleNamespace) -> None:
-    prepared.ledger.count_refusal("notes", "over_budget")
-    publish_ledger(prepared.config.telemetry, prepared.ledger, "notes")
-    found = shown(prepared)
-    assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
-    assert ("dp_ledger_reservations", (("dataset", "notes"), ("state", "reserved"))) in found
-
-
 def test_remaining_is_nothing_where_no_accountant_knows_the_total(
     prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,10 +273,11 @@ def test_remaining_is_nothing_where_no_accountant_knows_the_total(
     with Ledger(prepared.run.root / "other.sqlite") as book:
         budgets.set_budget(book, "notes", budget(8.0))
         monkeypatch.setattr(Ledger, "remaining", unknown)
-        assert of_dataset(book, "notes").remaining == 0.0
+        found = series(exposition(dataset_families(book, ["notes"])))
+        assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == 0.0
 
 
 def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stub], capsys: Any) -> None:
     write_json(prepared.run.run, {"status": "completed"})
-    publish_audit(prepared.run, prepared.config)
+    publish_audit(prepared.run, prepared.config, "calibrated")
     assert "metrics could not be written" in capsys.readouterr().err
