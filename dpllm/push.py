@@ -6,6 +6,7 @@ upload anything outside export/, nor contact anybody before every refusal is beh
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import warnings
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.artifacts import BLOCK, CARD, UNHASHED, sha256
 from dpllm.errors import ConfigError, Refused
+from dpllm.report.checks import leaks
 from dpllm.report.checks.files import regular_files
 from dpllm.report.checks.values import Wrong
 from dpllm.report.verify import verify
@@ -45,16 +47,23 @@ class Push:
         files: All of export/.
         stale: Files of the repository that a former push left and that are removed with this one.
         url: Of the commit; None for a dry run.
+        unsearched: What could not be searched for private text, in sentences.
     """
 
     repository: str
     files: tuple[Upload, ...]
     stale: tuple[str, ...] = ()
     url: str | None = None
+    unsearched: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As ``dpllm push --json`` prints it."""
-        return {**asdict(self), "files": [asdict(file) for file in self.files], "stale": list(self.stale)}
+        return {
+            **asdict(self),
+            "files": [asdict(file) for file in self.files],
+            "stale": list(self.stale),
+            "unsearched": list(self.unsearched),
+        }
 
 
 def push(
@@ -79,8 +88,8 @@ def push(
         ledger: Where the ledger lies now, if not where the recipe says.
 
     Raises:
-        Refused: There is no card, a check fails, the run is not in its ledger, it gives no guarantee, or the repository
-            holds other files or is public.
+        Refused: There is no card, a check fails, private text stands in a file, the run is not in its ledger, it gives no
+            guarantee, or the repository holds other files or is public.
         ConfigError: No such run, or no such name.
         DpllmError: The Hub could not be reached, or refused.
     """
@@ -88,9 +97,10 @@ def push(
         raise ConfigError(f"{repository}: is no name that the Hub allows. Type OWNER/NAME, such as alice/notes-dp.")
     block = _statement(run, ledger, without_guarantee)
     files = _files(run, block)
+    unsearched = _search(run, files)
     if dry_run:
-        return Push(repository, files)
-    return _upload(run, repository, files, private=private, replace=replace)
+        return Push(repository, files, unsearched=unsearched)
+    return dataclasses.replace(_upload(run, repository, files, private=private, replace=replace), unsearched=unsearched)
 
 
 def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> dict[str, Any]:
@@ -150,6 +160,22 @@ def _files(run: RunDir, block: dict[str, Any]) -> tuple[Upload, ...]:
             f"{run.export}: {[*strange, *changed][0]} changed while it was looked at. Type the command again."
         )
     return tuple(Upload(name, (run.export / name).stat().st_size, hashes[name]) for name in names)
+
+
+def _search(run: RunDir, files: tuple[Upload, ...]) -> tuple[str, ...]:
+    """What could not be searched for private text.
+
+    Raises:
+        Refused: Text of a canary or of the training data stands in a file.
+    """
+    try:
+        checks = list(leaks.search(run, [file.path for file in files]))
+    except Wrong as error:
+        raise Refused(f"{run.export}: {error}") from None
+    for check in checks:
+        if check.status == "failed":
+            raise Refused(f"{run.export}: {check.name}: {check.detail}")
+    return tuple(f"{check.name}: {check.detail}" for check in checks if check.status == "asserted")
 
 
 def _upload(run: RunDir, repository: str, files: tuple[Upload, ...], *, private: bool, replace: bool) -> Push:

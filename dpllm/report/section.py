@@ -24,10 +24,6 @@ Json = dict[str, Any]
 
 TEMPLATES = Path(__file__).parent / "templates"
 PARTS = ("banner", "privacy")
-TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
-"""What begins HTML, an address aside: a tag or comment that is left open swallows what follows."""
-_FENCE = re.compile(r"(\s*)(```|~~~)")
-"""What opens a block of code, which swallows what follows as well."""
 
 
 def render(block: Json) -> dict[str, str]:
@@ -76,15 +72,6 @@ def marked(name: str, text: str) -> str:
     """A part of a card between its markers."""
     start, end = _markers(name)
     return f"{start}\n{text}\n{end}"
-
-
-def inert(text: str) -> str:
-    """Markdown in which no HTML and no block of code begins, so that nothing behind it can be hidden by it."""
-    lines = (
-        _FENCE.sub(r"\1\\\2", line, count=1) if _FENCE.match(line) else line
-        for line in _unix(text).splitlines(keepends=True)
-    )
-    return TAG.sub("&lt;", "".join(lines))
 
 
 def parts(markdown: str) -> dict[str, str]:

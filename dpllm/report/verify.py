@@ -19,7 +19,7 @@ from pathlib import Path
 from dpllm.artifacts import BLOCK, CARD
 from dpllm.errors import ConfigError
 from dpllm.report import sign
-from dpllm.report.checks import audits, books, files, kin, leaks, origin, page, promise
+from dpllm.report.checks import audits, books, files, kin, origin, page, promise
 from dpllm.report.checks.reading import read_object, read_text
 from dpllm.report.checks.values import Check, Published, Verification, Wrong, failed, tried, verified
 from dpllm.rundir import RunDir
@@ -39,7 +39,6 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("lineage", kin.check),
     ("ledger", books.check),
     ("run", origin.check),
-    ("private text", leaks.check),
 )
 _MOST_CARD, _MOST_BLOCK = 2**22, 2**19
 

@@ -40,7 +40,6 @@ def test_an_honest_run_verifies(run: Path) -> None:
         "ledger",
         "ledger: entry",
         "run",
-        "training text",
     }
     asserted = {check.name for check in found.checks if check.status == "asserted"}
     assert {"training", "signature", "audit: what needs the models", "text of the author"} <= asserted
@@ -150,26 +149,6 @@ def test_edits_outside_the_marked_parts_are_free(run: Path) -> None:
     assert not verify(run).failed
     page_.write_text(page_.read_text("utf-8").replace("\n", "\r\n"), encoding="utf-8", newline="")
     assert "front matter" not in failing(run)
-
-
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ("<!-- \n", "before the banner"),
-        ("epsilon is 0.1\n", "before the banner"),
-        ("\n<details>\n", "between"),
-        ("\n```\n", "between"),
-        ("\n```<details>`\n", "between"),
-        ("\n`` ` <!-- ` ``\n", "between"),
-        ("\n<div style='display: none'>\n", "between"),
-    ],
-)
-def test_text_that_hides_the_statement_is_seen(export: Path, text: str, where: str) -> None:
-    page_ = export / "README.md"
-    card = page_.read_text("utf-8")
-    at = card.index("<!-- dpllm:banner -->" if where == "before the banner" else "<!-- dpllm:privacy -->")
-    page_.write_text(card[:at] + text + card[at:], encoding="utf-8")
-    assert "what is seen first" in failing(export)
 
 
 @pytest.mark.parametrize("column", range(8))

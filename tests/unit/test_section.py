@@ -19,7 +19,6 @@ from test_card_states import lineage, parent
 from dpllm.errors import ConfigError
 from dpllm.report import section
 from dpllm.report.card import render_card
-from dpllm.report.checks import page
 
 MECHANISM = {"verdict": "consistent", "reason": "No test failed.", "steps": 300}
 
@@ -130,18 +129,6 @@ def test_a_marker_in_a_text_of_the_recipe_is_refused(where: str, named: str) -> 
     for marker in ("<!-- dpllm:privacy -->", "<!-- /dpllm:banner -->"):
         with pytest.raises(ConfigError, match=f"card.{named}"):
             render_card(config(card={where: f"see {marker} below"}), plan(), record(), None)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["<details>", "<!-- ", "<!-- dpllm:privacy -->", "```\n<b>", "  ~~~text", "x ```<details>`", "`<eos>`", "a\r```", "<?php"],
-)  # fmt: skip
-def test_title_and_description_hide_nothing(text: str) -> None:
-    written, block = render_card(config(card={"title": text, "description": text}), plan(), record(), None)
-    assert section.parts(written) == section.render(block)
-    assert page._visible(written).status == "asserted"
-    plain = "It learnt *notes*, 1 < 2; see <https://a.b> and `code`."
-    assert f"\n{plain}\n" in render_card(config(card={"description": plain}), plan(), record(), None)[0]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
