@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.artifacts import BLOCK, CARD, UNHASHED, sha256
 from dpllm.errors import ConfigError, Refused
+from dpllm.report import privacy_record
 from dpllm.report.checks import leaks
 from dpllm.report.checks.files import regular_files
 from dpllm.report.checks.values import Wrong
+from dpllm.report.fields import Composed
+from dpllm.report.privacy_record import PrivacyRecord
 from dpllm.report.verify import verify
 from dpllm.rundir import RunDir, read_json
 
@@ -95,16 +98,16 @@ def push(
     """
     if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ConfigError(f"{repository}: is no name that the Hub allows. Type OWNER/NAME, such as alice/notes-dp.")
-    block = _statement(run, ledger, without_guarantee)
-    files = _files(run, block)
+    statement = _statement(run, ledger, without_guarantee)
+    files = _files(run, statement.files)
     unsearched = _search(run, files)
     if dry_run:
         return Push(repository, files, unsearched=unsearched)
     return dataclasses.replace(_upload(run, repository, files, private=private, replace=replace), unsearched=unsearched)
 
 
-def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> dict[str, Any]:
-    """The privacy block, once every refusal is behind it."""
+def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
+    """The privacy statement, once every refusal is behind it."""
     config = run.load_config()
     for name in (CARD, BLOCK):
         if not (run.export / name).is_file():
@@ -120,20 +123,19 @@ def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> dict
             f"{run.root}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
             f"{wrong[0].detail}"
         )
-    block = read_json(run.export / BLOCK)
-    if "attempted" in block or block["guarantee"]:
-        _registered(run, block, {check.name for check in found.checks if check.status == "verified"})
-    if not block["guarantee"] and not config.data.public and not without_guarantee:
+    statement = privacy_record.read(read_json(run.export / BLOCK))
+    if statement.terms is not None:
+        _registered(run, statement.composed, {check.name for check in found.checks if check.status == "verified"})
+    if not statement.guarantee and not config.data.public and not without_guarantee:
         raise Refused(
-            f"{run.root}: gives no differential privacy guarantee ({block['reason']}), so that the model may reveal its training "
-            "text to whoever downloads it, and that cannot be taken back. Declare data.public: true and train again if everybody "
-            "may read that text, or insist with --without-guarantee."
+            f"{run.root}: gives no differential privacy guarantee ({statement.reason}), so that the model may reveal its "
+            "training text to whoever downloads it, and that cannot be taken back. Declare data.public: true and train again if "
+            "everybody may read that text, or insist with --without-guarantee."
         )
-    return block
+    return statement
 
 
-def _registered(run: RunDir, block: dict[str, Any], verified: set[str]) -> None:
-    composed = block.get("composed")
+def _registered(run: RunDir, composed: Composed | None, verified: set[str]) -> None:
     if composed is None:
         raise Refused(
             f"{run.root}: is in no ledger, so nobody could add it to other runs on the same data. Train it with a ledger, "
@@ -141,19 +143,18 @@ def _registered(run: RunDir, block: dict[str, Any], verified: set[str]) -> None:
         )
     if not {"ledger", "ledger: entry"} <= verified:
         raise Refused(
-            f"{run.root}: says that it is entry {composed['entry']} of a ledger that is not at hand, so the total on its card "
+            f"{run.root}: says that it is entry {composed.entry} of a ledger that is not at hand, so the total on its card "
             "cannot be checked. Type --ledger FILE, or an export of it."
         )
 
 
-def _files(run: RunDir, block: dict[str, Any]) -> tuple[Upload, ...]:
+def _files(run: RunDir, listed: dict[str, str]) -> tuple[Upload, ...]:
     """Everything in export/, with the hashes that were verified."""
     try:
         names, strange = regular_files(run.export, strict=True)
     except Wrong as error:
         raise Refused(f"{run.export}: {error}") from None
     hashes = {name: sha256(run.export / name, follow=False) for name in names}
-    listed = block["files"]
     changed = [name for name, digest in hashes.items() if name not in UNHASHED and listed.get(name) != digest]
     if strange or changed:
         raise Refused(

@@ -22,8 +22,9 @@ from dpllm.artifacts import BLOCK, CARD, SIGNATURE, UNHASHED
 from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
-from dpllm.report import fields, person, section, words
-from dpllm.report.claim import Json, privacy_block
+from dpllm.report import person, section, words
+from dpllm.report.claim import Json, statement_of
+from dpllm.report.privacy_record import PrivacyRecord
 from dpllm.rundir import RunDir, read_json, write_json
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
@@ -118,30 +119,29 @@ def render_card(
         ConfigError: The audit belongs to other weights or canaries, the Plan and the record disagree, or the block does not
             keep to its schema.
     """
-    block = privacy_block(config, plan, record, audit, mechanism, files)
-    return compose(config, record, block), block
+    statement = statement_of(config, plan, record, audit, mechanism, files)
+    return compose(config, record, statement), statement.to_json()
 
 
-def compose(config: RunConfig, record: Json, block: Json) -> str:
-    """A card around a privacy block.
+def compose(config: RunConfig, record: Json, statement: PrivacyRecord) -> str:
+    """A card around a privacy statement.
 
     Args:
         config: The resolved recipe.
         record: ``run.json``.
-        block: The privacy block; with ``merged_from`` the card is that of a whole model.
+        statement: With ``merged_from`` the card is that of a whole model.
 
     Returns:
         Markdown with YAML front matter.
 
     Raises:
-        ConfigError: The block does not keep to its schema, or a text of the recipe holds one of the card's markers.
+        ConfigError: A text of the recipe holds one of the card's markers.
     """
-    fields.check(block)
-    parts = section.render(block)
+    parts, block = section.render(statement), statement.to_json()
     record = words.without_paths(record)
-    front = ModelCardData(**_front_matter(config, record, block), privacy=block).to_yaml()
+    front = ModelCardData(**_front_matter(config, record, statement), privacy=block).to_yaml()
     marked = {name: section.marked(name, part) for name, part in parts.items()}
-    body = section.template("card.md.j2").render(**marked, **_context(config, record, block))
+    body = section.template("card.md.j2").render(**marked, **_context(config, record, statement))
     text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
         whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == block
@@ -189,8 +189,8 @@ def _drawing(
     config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None
 ) -> str | None:
     """The figure, which shows nothing that depends on the files; None without a guarantee."""
-    block = privacy_block(config, plan, record, audit, mechanism, {})
-    return person.figure(block) if block["guarantee"] else None
+    statement = statement_of(config, plan, record, audit, mechanism, {})
+    return person.figure(statement.terms) if statement.guarantee else None
 
 
 def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> None:
@@ -213,8 +213,8 @@ def _write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _front_matter(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
-    holds, whole = block["guarantee"], bool(block.get("merged_from"))
+def _front_matter(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
+    holds, whole = statement.guarantee, statement.merged_from is not None
     lora = isinstance(config.adapter, LoraConfig)
     # A search for models with differential privacy must not find those that have none.
     own = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
@@ -240,7 +240,7 @@ def _hub_dataset(config: RunConfig) -> bool:
     return config.data.public and "/" in config.data.train and words.is_hub_id(config.data.train)
 
 
-def _context(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
+def _context(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
     """What stands outside the marked parts: title, use, and the recipe as a table."""
     metrics = record["metrics"]
     name = config.model.name_or_path
@@ -252,11 +252,11 @@ def _context(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
         "title": " ".join((config.card.title or words.last_part(config.output_dir)).split()),
         "description": config.card.description or "",
         "lora": lora,
-        "adapter": lora and not block.get("merged_from"),
+        "adapter": lora and statement.merged_from is None,
         "base_model": _base_model(config, record),
         "base_name": name if is_builtin(name) else words.last_part(name),
         "evaluation": metrics["public"] if config.data.eval_public else {},
-        "released": metrics["released"] if block["guarantee"] else {},
+        "released": metrics["released"] if statement.guarantee else {},
         "settings": _settings(config, record),
     }
 

@@ -1,8 +1,8 @@
 """The parts of a card that are a function of its privacy block: the banner, and everything about privacy and audit.
 
-Comes in: a privacy block, or the Markdown of a card. Goes out: the text between the markers, written or read back. Must not
+Comes in: a privacy statement, or the Markdown of a card. Goes out: the text between the markers, written or read back. Must not
 read any file but its template, nor know the recipe, the record or the audit: whoever has ``privacy.json`` can render the
-same text, and jinja2 is all that it takes.
+same text, and jinja2 and pydantic are all that it takes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, TemplateError
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
 from dpllm.report import person, words
+from dpllm.report.privacy_record import AttackLimits, PrivacyRecord
 
 Json = dict[str, Any]
 
@@ -26,38 +27,41 @@ TEMPLATES = Path(__file__).parent / "templates"
 PARTS = ("banner", "privacy")
 
 
-def render(block: Json) -> dict[str, str]:
+def render(record: PrivacyRecord) -> dict[str, str]:
     """The marked parts of a card.
 
     Args:
-        block: The privacy block, as ``privacy.json`` holds it.
+        record: The privacy statement, as ``privacy_record.read`` makes it of what ``privacy.json`` holds.
 
     Returns:
-        "banner" and "privacy": Markdown, as it stands between the markers. Equal blocks give equal text, however their keys
-        are ordered, and any two that differ give different text: the last line holds ``digest``.
+        "banner" and "privacy": Markdown, as it stands between the markers. Equal statements give equal text, however their
+        keys are ordered, and any two that differ give different text: the last line holds ``digest``.
 
     Raises:
-        ConfigError: The block is not one that the schema allows, or a text in it holds a marker.
+        ConfigError: A number cannot be put into words, or a text holds a marker.
     """
-    holds = block.get("guarantee")
     try:
-        terms = block if holds else block.get("attempted")
+        terms = record.terms
         context = {
             "w": words,
-            "b": block,
+            "b": record,
             "t": terms,
-            "holds": holds,
-            "limits": attacker_limits(terms["epsilon"], terms["delta"]) if holds and terms else None,
+            "holds": record.guarantee,
+            "limits": AttackLimits.pick(dict(attacker_limits(terms.epsilon, terms.delta))) if terms else None,
             "figure": person,
-            "digest": digest(block),
+            "digest": digest(record.to_json()),
         }
         found = {name: _tidy(template(f"{name}.md.j2").render(context)) for name in PARTS}
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a block of a stranger makes a template do
+    except (
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        TemplateError,
+    ) as error:  # such as groups of two audits
         raise ConfigError(
-            f"the privacy block cannot be put into words ({type(error).__name__}), so no card can be made of it. Check it "
-            "against dpllm/report/schema/privacy.schema.json."
+            f"the privacy statement cannot be put into words ({type(error).__name__}), so no card can be made of it. Restore "
+            "privacy.json, or write the card again: dpllm card RUN."
         ) from None
     for name, text in found.items():
         if any(marker in text for part in PARTS for marker in _markers(part)):

@@ -86,12 +86,8 @@ def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str
 
 
 def _hashes(found: Published, names: list[str]) -> Check:
-    stated = found.block.get("files")
-    if not isinstance(stated, dict) or not all(isinstance(value, str) for value in stated.values()):
-        raise Wrong(
-            "privacy.json lists no files, so nothing ties it to these weights. Write the card again: dpllm card RUN."
-        )
     found.hashes.update({name: sha256(found.directory / name, follow=False) for name in names if name not in UNHASHED})
+    stated = found.record.files
     changed = sorted(name for name in stated if name in found.hashes and stated[name] != found.hashes[name])
     missing = sorted(stated.keys() - found.hashes.keys())
     extra = sorted(found.hashes.keys() - stated.keys())
@@ -104,7 +100,7 @@ def _hashes(found: Published, names: list[str]) -> Check:
     released = "adapter weights" if "adapter_model.safetensors" in found.hashes else "model weights"
     if not weights:
         problems.append("there are no weights")
-    elif not found.block.get("merged_from") and found.block.get("released") != released:
+    elif not found.record.merged_from and found.record.released != released:
         problems.append(f"what is released are {released}")
     if problems:
         return failed(

@@ -11,7 +11,7 @@ from typing import Any
 
 import dpllm
 from dpllm.errors import ConfigError
-from dpllm.report import fields, person, section
+from dpllm.report import person, privacy_record, section
 from dpllm.report.checks.reading import read_front_matter, read_text
 from dpllm.report.checks.values import Check, Published, Wrong, asserted, failed, plain, verified
 
@@ -32,28 +32,22 @@ ASSERTED = {
     "words": ("not_covered tuning contact", "text that nobody can compute"),
 }
 """Name of a line -> fields of a block that nobody can compute from what is published, and what they say."""
-_MOST_PROBLEMS = 3
 
 
 def schema(found: Published) -> Iterator[Check]:
     """privacy.json against the schema that the package ships."""
-    problems = []
-    for error in fields.validator().iter_errors(found.block):
-        where = ".".join(str(part) for part in error.absolute_path) or "privacy.json"
-        # A message may quote a whole value, so that it is the rule that is named.
-        problems.append(f"{where} ({error.validator})")
-        if len(problems) == _MOST_PROBLEMS:
-            break
-    if problems:
-        yield failed("schema", f"privacy.json does not follow its schema: {', '.join(problems)}. {_AGAIN}")
-    else:
-        yield verified("schema", f"privacy.json follows schema version {found.block.get('schema_version')}.")
+    try:
+        record = privacy_record.read(found.block)
+    except privacy_record.NotAStatement as error:
+        raise Wrong(f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
+    yield verified("schema", f"privacy.json follows schema version {record.schema_version}.")
 
 
 def said(found: Published) -> Iterator[Check]:
     """The fields that are the author's word."""
     for name, (listed_fields, what) in ASSERTED.items():
-        there = [field for field in listed_fields.split() if _stated(found.block | (found.terms or {}), field)]
+        stated = found.block | found.block.get("attempted", {})
+        there = [field for field in listed_fields.split() if _stated(stated, field)]
         if there:
             yield asserted(name, f"{', '.join(there)}: {what}.")
 
@@ -82,7 +76,7 @@ def front_matter(found: Published) -> Iterator[Check]:
 def marked(found: Published) -> Iterator[Check]:
     """The banner and the privacy part against what the block renders to, byte for byte."""
     try:
-        parts, expected = section.parts(found.card), section.render(found.block)
+        parts, expected = section.parts(found.card), section.render(found.record)
     except ConfigError as error:
         raise Wrong(str(error)) from None
     for name in expected:
@@ -101,19 +95,18 @@ def marked(found: Published) -> Iterator[Check]:
 def figure(found: Published) -> Iterator[Check]:
     """The picture of what a tester can do against what the block draws."""
     there = person.FILE in found.hashes
-    if not found.guarantee:
+    if not found.record.guarantee:
         if there:
             raise Wrong(f"{person.FILE} shows a guarantee, and there is none. {_AGAIN}")
         return
-    if not there or read_text(found.directory / person.FILE) != person.figure(found.block):
+    if not there or read_text(found.directory / person.FILE) != person.figure(found.record.terms):
         raise Wrong(f"{person.FILE} is not the figure that privacy.json draws. {_version(found)}")
     yield verified("figure", f"{person.FILE} is what privacy.json draws, byte for byte.")
 
 
 def _version(found: Published) -> str:
     """What to do about a page that is not as this version writes it."""
-    software = found.block.get("software")
-    wrote = software.get("dpllm") if isinstance(software, dict) else None
+    wrote = found.record.software.get("dpllm")
     if wrote == dpllm.__version__:
         return _AGAIN
     return f"The card names dpllm {wrote}, and this is {dpllm.__version__}, which words it anew: verify it with that version."

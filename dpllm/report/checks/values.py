@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from dpllm.errors import DpllmError
+from dpllm.report import privacy_record
+from dpllm.report.fields import Terms
 from dpllm.rundir import RunDir
 
 Json = dict[str, Any]
@@ -63,7 +66,7 @@ class Published:
 
     Attributes:
         directory: export/.
-        block: privacy.json.
+        block: privacy.json, whatever it holds.
         card: README.md.
         run: The run directory that export/ lies in; None where only the export is at hand.
         ledger: Where to look for the ledger; None: where the run says.
@@ -79,16 +82,27 @@ class Published:
     signers: Path | None = None
     hashes: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def guarantee(self) -> bool:
-        """Whether the block promises anything."""
-        return self.block.get("guarantee") is True
+    @cached_property
+    def record(self) -> privacy_record.PrivacyRecord:
+        """What privacy.json states.
+
+        Raises:
+            Wrong: It does not keep to its schema.
+        """
+        try:
+            return privacy_record.read(self.block)
+        except privacy_record.NotAStatement:
+            raise Wrong("privacy.json does not follow its schema, so this could not be checked.") from None
 
     @property
-    def terms(self) -> Json | None:
+    def guarantee(self) -> bool:
+        """Whether anything is promised."""
+        return self.record.guarantee
+
+    @property
+    def terms(self) -> Terms | None:
         """The numbers of the promise, or of what was attempted; None for a run without differential privacy."""
-        found = self.block if self.guarantee else self.block.get("attempted")
-        return found if isinstance(found, dict) else None
+        return self.record.terms
 
 
 def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
