@@ -46,9 +46,8 @@ def write_card(run: RunDir) -> Path:
         ConfigError: A file is missing or damaged, the run was refused, export/ does not hold what the run wrote, or the audit
             belongs to other weights.
     """
-    config = run.load_config()
-    record, plan, audit, mechanism = _values(run.root, run.export, config)
-    drawing = _drawing(config, plan, record, audit, mechanism)
+    config, record, statement = _read(run)
+    drawing = person.figure(statement.terms) if statement.guarantee else None
     figure = run.export / person.FILE
     if drawing is None:
         figure.unlink(missing_ok=True)
@@ -56,7 +55,8 @@ def write_card(run: RunDir) -> Path:
         _write(figure, drawing)
     files = hashes(run.export)
     _check_artifacts(run, record, files)
-    text, block = render_card(config, plan, record, audit, mechanism, files=files)
+    statement = statement.model_copy(update={"files": files})
+    text, block = compose(config, record, statement), statement.to_json()
     before = run.export / BLOCK
     if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != dump_block(block):
         (run.export / SIGNATURE).unlink(missing_ok=True)
@@ -81,46 +81,14 @@ def rerender(directory: Path) -> dict[str, str]:
         ConfigError: See ``write_card``.
     """
     run = RunDir(directory)
-    config = run.load_config()
-    record, plan, audit, mechanism = _values(run.root, run.export, config)
-    drawing = _drawing(config, plan, record, audit, mechanism)
+    config, record, statement = _read(run)
     audits = {name: digest for name, digest in hashes(run.export).items() if name.startswith("audit/")}
-    files = {**record["artifacts"], **audits}
-    if drawing is not None:
-        files[person.FILE] = hashlib.sha256(drawing.encode()).hexdigest()
-    text, block = render_card(config, plan, record, audit, mechanism, files=files)
-    return {CARD: text, BLOCK: dump_block(block), **({} if drawing is None else {person.FILE: drawing})}
-
-
-def render_card(
-    config: RunConfig,
-    plan: Json | None,
-    record: Json,
-    audit: Json | None,
-    mechanism: Json | None = None,
-    *,
-    files: Mapping[str, str] | None = None,
-) -> tuple[str, Json]:
-    """The card and its privacy block.
-
-    Args:
-        config: The resolved recipe.
-        plan: ``plan.json``; None for a run without differential privacy.
-        record: ``run.json``.
-        audit: ``audit.json``, of a run with differential privacy only; None where there is none.
-        mechanism: ``mechanism.json``, of the engine that trained; None where it was not audited.
-        files: Path in export/ -> SHA-256 of all that is published beside the card; None: those of the record.
-
-    Returns:
-        Markdown with YAML front matter, and the ``privacy`` entry of that front matter. Equal arguments give equal
-        text.
-
-    Raises:
-        ConfigError: The audit belongs to other weights or canaries, the Plan and the record disagree, or the block does not
-            keep to its schema.
-    """
-    statement = statement_of(config, plan, record, audit, mechanism, files)
-    return compose(config, record, statement), statement.to_json()
+    files, made = {**record["artifacts"], **audits}, {}
+    if statement.guarantee:
+        made[person.FILE] = person.figure(statement.terms)
+        files[person.FILE] = hashlib.sha256(made[person.FILE].encode()).hexdigest()
+    statement = statement.model_copy(update={"files": dict(sorted(files.items()))})
+    return {CARD: compose(config, record, statement), BLOCK: dump_block(statement.to_json()), **made}
 
 
 def compose(config: RunConfig, record: Json, statement: PrivacyRecord) -> str:
@@ -165,10 +133,9 @@ def dump_block(block: Json) -> str:
     return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def _values(root: Path, export: Path, config: RunConfig) -> tuple[Json, Json | None, Json | None, Json | None]:
-    """Record, Plan and audits of a run; the last three only with differential privacy."""
-    run = RunDir(root)
-    record = read_json(run.run)
+def _read(run: RunDir) -> tuple[RunConfig, Json, PrivacyRecord]:
+    """Recipe and record of a run, and its statement, which names no files yet."""
+    config, record = run.load_config(), read_json(run.run)
     if record["status"] == "refused":
         raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
     if not record["artifacts"]:
@@ -177,20 +144,12 @@ def _values(root: Path, export: Path, config: RunConfig) -> tuple[Json, Json | N
             "RECIPE --resume, or train again."
         )
     if not config.privacy.enabled:
-        return record, None, None, None
-    folder = export / "audit"
+        return config, record, statement_of(config, None, record, None, None, {})
+    folder = run.export / "audit"
     audit, mechanism = (
         read_json(path) if path.exists() else None for path in (folder / "audit.json", folder / "mechanism.json")
     )
-    return record, read_json(run.plan), audit, mechanism
-
-
-def _drawing(
-    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None
-) -> str | None:
-    """The figure, which shows nothing that depends on the files; None without a guarantee."""
-    statement = statement_of(config, plan, record, audit, mechanism, {})
-    return person.figure(statement.terms) if statement.guarantee else None
+    return config, record, statement_of(config, read_json(run.plan), record, audit, mechanism, {})
 
 
 def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> None:

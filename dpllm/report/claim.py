@@ -18,7 +18,7 @@ from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
-from dpllm.report import person, privacy_record, recipe, uncovered, words
+from dpllm.report import person, privacy_record, recipe, words
 from dpllm.report.fields import DEFINITION, Composed, Sampling, Terms
 from dpllm.report.privacy_record import Audit, PrivacyRecord
 from dpllm.rundir import digest
@@ -79,7 +79,7 @@ def statement_of(
         "composed": _composed(record),
         "lineage": record.get("lineage"),
         "base_model": {"name": base, "revision": model["commit"], "covered": False},
-        "not_covered": uncovered.not_covered(config, plan, record)
+        "not_covered": _not_covered(config, plan, record)
         if reason is None
         else ["everything: this run gives no guarantee"],
         "deviations": record["deviations"],
@@ -276,6 +276,41 @@ def _composed(record: Json) -> Json | None:
         head=ledger["head"]["hash"],
         group=ledger.get("group"),
     ).to_json()
+
+
+def _not_covered(config: RunConfig, plan: Json | None, record: Json) -> list[str]:
+    """Every use of data that the guarantee is not about, each named."""
+    data, tuning = config.data, config.card.tuning
+    evaluation = "evaluation data: this run had none"
+    if data.eval is not None:
+        declared = "declared public" if data.eval_public else "not declared public; no figure from them is published"
+        evaluation = f"evaluation data ({declared}) and every figure computed from them"
+    logs = "un-noised figures of the training, such as logs and telemetry, kept by whoever trained the model"
+    if config.telemetry.private_metrics and not data.public:
+        logs += "; here they also went to metrics and trackers"
+    lines = [
+        "the data on which the base model was trained, and any text that they share with the data of this run",
+        "the tokenizer, which came with the base model and was not made from the data of this run",
+        "the format of prompts, the chat template, and the filters and clean-up of the data before this run, where somebody "
+        "chose them by looking at the data",
+        "facts that many units share; k units together have k times the epsilon and a larger delta",
+        "what can be learnt about a person from other sources, or from what all people of the data have in common",
+        evaluation,
+        "the choice of hyper-parameters and of this run among others, where un-noised figures guided it"
+        + ("; what is stated about it stands in the table above" if tuning else ""),
+        logs,
+        "text given to the model when it is used",
+        "who could read the data, the logs and the checkpoints on the machines that trained the model",
+        "side channels such as time and memory, and that a generator has finitely many states"
+        if record.get("lattice")  # runs of before noise was added on a lattice
+        else "the difference between floating-point arithmetic and real numbers (in bf16 or fp16 one unit can move the "
+        "rounding of the others' gradients), and side channels such as time and memory",
+    ]
+    if plan is not None and plan["neighbouring_relation"] == "zero_out":
+        lines.append("the number of units, which is published")
+    if record["status"] == "interrupted":
+        lines.append("the decision when to stop the run, which may rest on un-noised figures")
+    return lines
 
 
 def audit_part(audit: Json, terms: Terms | None) -> Audit:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+
+from dpllm.errors import ConfigError
 
 Json = dict[str, Any]
 
+_MOST_PROBLEMS, _LONGEST = 20, 100
 DEFINITION = "(epsilon, delta)-differential privacy"
 
 
@@ -37,6 +40,38 @@ ByCopies = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], _Value]
 """By how often each canary was planted."""
 
 
+class NotAStatement(ConfigError):
+    """A value that is no privacy statement.
+
+    Attributes:
+        problems: What in it the schema does not allow, one line each.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        """Names the first few."""
+        self.problems = problems
+        super().__init__(
+            f"the privacy statement does not keep to its schema ({'; '.join(problems[:3])}), so no reader could rely on its "
+            "fields. The run directory is damaged, or of another version of dpllm: train again."
+        )
+
+    @classmethod
+    def of(cls, error: ValidationError, *, tag: bool = False) -> Self:
+        """Where values are wrong, and why; none is quoted.
+
+        Args:
+            error: What pydantic says.
+            tag: Whether its places begin with the kind of statement.
+        """
+        lines = []
+        for one in error.errors(include_url=False)[:_MOST_PROBLEMS]:
+            place = ".".join(str(part) for part in one["loc"][tag:]) or "the block"
+            if one["type"].startswith("union_tag"):
+                place = "guarantee"
+            lines.append(f"{place[:_LONGEST]}: {one['msg'][:_LONGEST]}")
+        return cls(lines)
+
+
 class Record(BaseModel):
     """A part of the statement: immutable, closed to other fields, and no value of another type is taken for one."""
 
@@ -51,10 +86,16 @@ class Record(BaseModel):
         Args:
             source: Holds them, and others that are left out.
             given: Fields that stand elsewhere or are worded otherwise: JSON values, or parts.
+
+        Raises:
+            NotAStatement: One of them is missing, or holds what no statement may say.
         """
         names = {field.alias or name for name, field in cls.model_fields.items()}
         mine = {name: value for name, value in {**source, **given}.items() if name in names}
-        return cls.model_validate_json(json.dumps(mine, default=Record.to_json))
+        try:
+            return cls.model_validate_json(json.dumps(mine, default=Record.to_json))
+        except ValidationError as error:
+            raise NotAStatement.of(error) from None
 
     def to_json(self) -> Json:
         """What was given, in the order of the fields; what was left out stays out."""

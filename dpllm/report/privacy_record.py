@@ -7,11 +7,10 @@ there. Must not know how a statement is made, worded or checked.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from dpllm.errors import ConfigError
 from dpllm.report.fields import (
     AtLeast1,
     BaseModelName,
@@ -22,6 +21,7 @@ from dpllm.report.fields import (
     Json,
     Lineage,
     MergedFrom,
+    NotAStatement,
     Number,
     Record,
     Sha256,
@@ -33,7 +33,6 @@ from dpllm.report.fields import (
 
 SCHEMA_VERSION = 2
 _FIRST = ("schema_version", "guarantee", "reason", "attempted")
-_MOST_PROBLEMS, _LONGEST = 20, 100
 
 
 class Bound(Record):
@@ -289,22 +288,6 @@ PrivacyRecord = Guaranteed | NotGuaranteed
 _READER: TypeAdapter[PrivacyRecord] = TypeAdapter(Annotated[PrivacyRecord, Field(discriminator="guarantee")])
 
 
-class NotAStatement(ConfigError):
-    """A value that is no privacy statement.
-
-    Attributes:
-        problems: What in it the schema does not allow, one line each.
-    """
-
-    def __init__(self, problems: list[str]) -> None:
-        """Names the first few."""
-        self.problems = problems
-        super().__init__(
-            f"the privacy statement does not keep to its schema ({'; '.join(problems[:3])}), so no reader could rely on its "
-            "fields. The run directory is damaged, or of another version of dpllm: train again."
-        )
-
-
 def schema() -> Json:
     """The JSON Schema (draft 2020-12) of a privacy statement."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_READER.json_schema()}
@@ -323,17 +306,9 @@ def read(block: object) -> PrivacyRecord:
         text = json.dumps(block, allow_nan=False, sort_keys=True)
         record = _READER.validate_json(text)
     except ValidationError as error:
-        raise NotAStatement([_line(one) for one in error.errors(include_url=False)[:_MOST_PROBLEMS]]) from None
+        raise NotAStatement.of(error, tag=True) from None
     except (TypeError, ValueError, RecursionError):
         raise NotAStatement(["the block: holds what JSON has no word for"]) from None
     if json.dumps(record.to_json(), sort_keys=True) != text:  # pydantic takes 1 for true where only true is allowed
         raise NotAStatement(["the block: holds a number in place of true, false or a whole number"])
     return record
-
-
-def _line(error: Any) -> str:
-    """Where a value is wrong, and why; no value is quoted."""
-    if error["type"].startswith("union_tag"):
-        return "guarantee: is neither true nor false"
-    place = ".".join(str(part) for part in error["loc"][1:]) or "the block"
-    return f"{place[:_LONGEST]}: {error['msg'][:_LONGEST]}"

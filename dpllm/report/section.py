@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ Json = dict[str, Any]
 
 TEMPLATES = Path(__file__).parent / "templates"
 PARTS = ("banner", "privacy")
+MOST_MATTER = 2**19
+"""Letters of a front matter; YAML takes ten seconds for a million."""
+MOST_LEVELS = 60
 
 
 def render(record: PrivacyRecord) -> dict[str, str]:
@@ -103,26 +107,58 @@ def parts(markdown: str) -> dict[str, str]:
     return found
 
 
+@lru_cache(maxsize=4)
 def front_matter(markdown: str) -> Json:
-    """The YAML between the first two rules of a card.
+    """The YAML between the first two rules of a card, which may be a stranger's; not to be changed.
 
     Raises:
-        ConfigError: There is none, or it is no mapping.
+        ConfigError: There is none, or it is no mapping; a key stands twice; or it uses anchors or is nested without end, so that
+            a short text stands for a value of any size.
     """
     import yaml
 
-    text = _unix(markdown).removeprefix("\ufeff")
-    matter = re.match(r"---\n(.*?\n)---[ \t]*(?:\n|$)", text, re.DOTALL)
+    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
+    matter = re.match(r"---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", text, re.DOTALL)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    value = None
     try:
-        value = yaml.safe_load(matter[1]) if matter else None
+        # Readers differ over whether a carriage return alone ends a line.
+        if matter and "\r" not in text and len(matter[1]) <= MOST_MATTER:
+            _refuse_tricks(yaml.parse(matter[1], Loader=loader))
+            _unique_keys(yaml.compose(matter[1], Loader=loader))
+            value = yaml.load(matter[1], Loader=loader)
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         value = None
     if not isinstance(value, dict):
         raise ConfigError(
-            "the card has no front matter that reads as YAML, so nothing that it states can be found. Write it again: "
-            "dpllm card RUN."
+            "README.md has no front matter of YAML with each key once and no anchors, so nothing that it states can be found. "
+            "Take the file from where the model was published, or write it again: dpllm card RUN."
         )
     return value
+
+
+def _refuse_tricks(events: Iterable[Any]) -> None:
+    import yaml
+
+    depth = 0
+    for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or depth > MOST_LEVELS:
+            raise ValueError("anchors, or nested without end")
+
+
+def _unique_keys(node: Any) -> None:
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value if isinstance(key, yaml.ScalarNode) else "?" for key, _ in node.value]
+        if len(set(keys)) != len(keys) or "<<" in keys:
+            raise ValueError("a key stands twice")
+        for _, value in node.value:
+            _unique_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _unique_keys(value)
 
 
 def digest(block: Json) -> str:

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 import pytest
-from cards import Json, audit, baseline, baseline_record, body, broken, config, first_line, plan, record
+from cards import Json, audit, baseline, baseline_record, body, broken, config, first_line, plan, record, render_card
 
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
 from dpllm.report import privacy_record, section
-from dpllm.report.card import compose, render_card
+from dpllm.report.card import compose
 
 CLAIM = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
 NONE = "> **No differential privacy guarantee: "

@@ -7,13 +7,12 @@ import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
-from cards import config, plan, record
+from cards import config, plan, record, render_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.privacy.limits import attacker_limits_of
 from dpllm.report import person
-from dpllm.report.card import render_card
 from dpllm.report.fields import MechanismLimits, Terms
 
 EVENT = {

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import Json, audit, config, plan, record
+from cards import Json, audit, config, plan, record, render_card
 from jsonschema import Draft202012Validator
 from test_card_states import STATES
 
 from dpllm.errors import ConfigError
 from dpllm.report import privacy_record, section
-from dpllm.report.card import dump_block, render_card
-from dpllm.report.privacy_record import NotAStatement
+from dpllm.report.card import dump_block
+from dpllm.report.fields import NotAStatement
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "model-card.md"

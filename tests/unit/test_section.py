@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from cards import Json, audit, broken, config, plan, record
+from cards import Json, audit, broken, config, plan, record, render_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_card_states import lineage, parent
 
 from dpllm.errors import ConfigError
 from dpllm.report import privacy_record, section
-from dpllm.report.card import render_card
 
 
 def rendered(block: Json) -> dict[str, str]:

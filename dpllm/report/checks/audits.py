@@ -276,7 +276,7 @@ def check_mechanism(found: Published) -> Iterator[Check]:
             )
         yield asserted(name, "none is published.")
         return
-    report, terms = read_object(path), found.terms
+    report, terms = read_object(path), found.record.terms
     again = "Audit the engine again: dpllm audit RUN --mechanism, then dpllm card RUN."
     if terms is None or {key: report.get(key) for key in ("verdict", "reason", "steps")} != part.to_json():
         raise Wrong(f"mechanism_audit of privacy.json is not what mechanism.json says. {again}")
@@ -325,7 +325,7 @@ def check_mechanism(found: Published) -> Iterator[Check]:
     )
     if list(mechanism.verdict(seen)) != [report["verdict"], report["reason"]]:
         raise Wrong(f"the verdict of mechanism.json is not that of its own figures. {again}")
-    if found.guarantee and report["verdict"] == "falsified":
+    if found.record.guarantee and report["verdict"] == "falsified":
         yield failed(
             name, "it falsified the mechanism, and the card states a guarantee. There is none: do not rely on it."
         )

@@ -47,7 +47,7 @@ class _Chain:
 
 def check(found: Published) -> Iterator[Check]:
     """What the card says of the budget."""
-    composed, terms = found.record.composed, found.terms
+    composed, terms = found.record.composed, found.record.terms
     if composed is None:
         if found.ledger is not None and terms is not None:
             raise Wrong("a ledger was given, and the card names no entry in any. Ask its author which run this is.")

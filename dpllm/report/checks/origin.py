@@ -45,7 +45,7 @@ def check(found: Published) -> Iterator[Check]:
     yield tried("run", _block, found, run, record)
     if found.record.audit is not None:
         yield tried("audit: canaries", _coins, found, run, found.record.audit)
-    elif found.terms is not None and (made := _audits_made(run)):
+    elif found.record.terms is not None and (made := _audits_made(run)):
         yield failed(
             "audit: canaries",
             f"{made} audits of this run were made, and the card shows none, so that a verdict could be hidden. Audit again, then "

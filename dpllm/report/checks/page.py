@@ -12,8 +12,9 @@ from typing import Any
 import dpllm
 from dpllm.errors import ConfigError
 from dpllm.report import person, privacy_record, section
-from dpllm.report.checks.reading import read_front_matter, read_text
+from dpllm.report.checks.reading import read_text
 from dpllm.report.checks.values import Check, Published, Wrong, asserted, failed, plain, verified
+from dpllm.report.fields import NotAStatement
 
 _AGAIN = "Write the card again: dpllm card RUN."
 ASSERTED = {
@@ -38,15 +39,16 @@ def schema(found: Published) -> Iterator[Check]:
     """privacy.json against the schema that the package ships."""
     try:
         record = privacy_record.read(found.block)
-    except privacy_record.NotAStatement as error:
+    except NotAStatement as error:
         raise Wrong(f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
     yield verified("schema", f"privacy.json follows schema version {record.schema_version}.")
 
 
 def said(found: Published) -> Iterator[Check]:
     """The fields that are the author's word."""
+    stated = found.record.to_json()
+    stated |= stated.get("attempted") or {}
     for name, (listed_fields, what) in ASSERTED.items():
-        stated = found.block | found.block.get("attempted", {})
         there = [field for field in listed_fields.split() if _stated(stated, field)]
         if there:
             yield asserted(name, f"{', '.join(there)}: {what}.")
@@ -59,13 +61,13 @@ def _stated(block: Any, field: str) -> bool:
 
 def front_matter(found: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json."""
-    stated = read_front_matter(found.card)
+    stated = section.front_matter(found.card)
     if _text(stated.get("privacy")) != _text(found.block):
         raise Wrong(f"the front matter of README.md and privacy.json state different things. {_AGAIN}")
     yield verified("front matter", "the privacy entry of README.md is privacy.json.")
     tags = stated.get("tags") or []
     claims = isinstance(tags, list) and any(tag in ("differential-privacy", "dp-sgd") for tag in tags)
-    if claims and not found.guarantee:
+    if claims and not found.record.guarantee:
         yield failed(
             "tags",
             "the tags say differential privacy, and the block says that there is no guarantee: who searches the Hub would find "

@@ -1,15 +1,18 @@
-"""The promise: epsilon and every number beside it, computed again from the stored event.
+"""The promise: epsilon and every number beside it, computed again from the stored event, also of the models before this one.
 
-Comes in: the terms of a privacy statement. Goes out: checks. That this event is what ran is asserted.
+Comes in: the terms and the lineage of a privacy statement. Goes out: checks. That this event is what ran is asserted, and so is
+that the base model said what lineage has of it: its own card is verified by itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import cast, get_args
 
 from dpllm.privacy import accounting, events
 from dpllm.privacy.lattice import noise_scale
+from dpllm.privacy.privacy_loss import Relation
 from dpllm.report import claim
 from dpllm.report.checks import costs
 from dpllm.report.checks.values import (
@@ -26,7 +29,7 @@ from dpllm.report.checks.values import (
     tried,
     verified,
 )
-from dpllm.report.fields import DEFINITION, Terms
+from dpllm.report.fields import DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.report.privacy_record import PrivacyRecord
 
 ACCOUNTANT = "dp-accounting PLD"
@@ -37,6 +40,8 @@ OTHER_RDP = 1e-2
 COARSE = 2e-2
 """How far PLD on a coarser grid may lie above."""
 OF_THE_EVENT = ("accountants", "limits", "curve", "trade_off")
+MOST_PARENTS = 10
+_WRITE_AGAIN = "Write the card again: dpllm card RUN."
 _AGAIN = "Restore privacy.json from where the model was published, or write the card again: dpllm card RUN."
 
 
@@ -222,3 +227,70 @@ def _by(terms: Terms) -> str:
     """Which other version of the accountant computed the statement; empty where it is this one."""
     stated, here = terms.accountant.version, accounting.versions()["version"]
     return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"
+
+
+def check_lineage(found: Published) -> Iterator[Check]:
+    """Each ancestor's epsilon against its event, and the composition of those on the same data."""
+    lineage = found.record.lineage
+    if lineage is None:
+        yield asserted(
+            "lineage", "none is stated: the base model, as far as the author says, has no privacy statement of its own."
+        )
+        return
+    parents = [lineage.base, *lineage.ancestors]
+    if len(parents) > MOST_PARENTS:
+        raise Wrong(f"{len(parents)} models before this one are named, more than {MOST_PARENTS}. {_WRITE_AGAIN}")
+    charged = found.record.composed and found.record.composed.dataset
+    if charged != lineage.dataset and charged in [parent.dataset for parent in parents if parent.dataset]:
+        raise Wrong(
+            f"a model before it learnt the very dataset that this run was charged to, and lineage denies it. {_WRITE_AGAIN}"
+        )
+    for parent in parents:
+        _check_parent(parent)
+    mine = [parent for parent in parents if parent.dataset is not None and parent.dataset == lineage.dataset]
+    if lineage.same_dataset != bool(mine):
+        raise Wrong(f"same_dataset contradicts the datasets that are named. {_WRITE_AGAIN}")
+    if found.record.guarantee and any(not parent.guarantee for parent in mine):
+        raise Wrong(
+            "a guarantee is stated, and a model before it learnt the same dataset without one. Do not rely on it."
+        )
+    if lineage.composed is not None:
+        yield _total(found.record.terms, lineage.composed, mine)
+        return
+    if mine and found.record.guarantee and not lineage.reason:
+        raise Wrong(f"the models before it learnt the same dataset, and no total is stated. {_WRITE_AGAIN}")
+    yield asserted("lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason}).")
+
+
+def _check_parent(parent: Ancestor) -> None:
+    """Its epsilon against its event.
+
+    Raises:
+        Wrong: It states less than the event costs, or numbers without a guarantee.
+    """
+    if not parent.guarantee:
+        if parent.event is not None or parent.epsilon is not None:
+            raise Wrong(f"{parent.name} has numbers and no guarantee. {_WRITE_AGAIN}")
+        return
+    relation = parent.neighbouring_relation
+    if parent.epsilon is None or parent.delta is None or parent.event is None or relation not in get_args(Relation):
+        raise Wrong(f"{parent.name} has a guarantee and no numbers. {_WRITE_AGAIN}")
+    least, coarse = costs.pld(costs.text(parent.event), parent.delta, cast(Relation, relation))
+    if not math.isfinite(least) or parent.epsilon < least * (1 - (2e-2 if coarse else 1e-3)):
+        raise Wrong(
+            f"{parent.name} is said to have epsilon {parent.epsilon:g}, and its event costs {least:.6g}. {_WRITE_AGAIN}"
+        )
+
+
+def _total(terms: Terms | None, composed: ComposedLineage, mine: list[Ancestor]) -> Check:
+    if terms is None or not mine:
+        raise Wrong(f"a total is stated, and nothing is there to add. {_WRITE_AGAIN}")
+    events.normal_form(terms.event)
+    own = (terms.unit, terms.neighbouring_relation)
+    if any((parent.unit, parent.neighbouring_relation) != own for parent in mine):
+        raise Wrong(f"a total is stated over runs that protect other units, or by another relation. {_WRITE_AGAIN}")
+    all_of = [terms.event, *(parent.event for parent in mine)]
+    total = costs.together(costs.text(all_of), composed.delta, terms.neighbouring_relation)
+    if composed.delta != terms.delta or not close(composed.epsilon, total, rounding(terms)):
+        raise Wrong(f"all of them together cost {total:.6g}, and {composed.epsilon:g} is stated. {_WRITE_AGAIN}")
+    return verified("lineage", f"with {len(mine)} models before it on the same dataset, epsilon is {total:.6g}.")

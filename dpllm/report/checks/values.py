@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dpllm.errors import DpllmError
 from dpllm.report import privacy_record
-from dpllm.report.fields import Terms
+from dpllm.report.fields import NotAStatement
 from dpllm.rundir import RunDir
 
 Json = dict[str, Any]
@@ -70,7 +70,6 @@ class Published:
         card: README.md.
         run: The run directory that export/ lies in; None where only the export is at hand.
         ledger: Where to look for the ledger; None: where the run says.
-        signers: A file of allowed signers, as ssh-keygen(1) describes it.
         hashes: SHA-256 of each regular file, filled by the check of the files.
     """
 
@@ -79,7 +78,6 @@ class Published:
     card: str
     run: RunDir | None = None
     ledger: str | None = None
-    signers: Path | None = None
     hashes: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -91,18 +89,8 @@ class Published:
         """
         try:
             return privacy_record.read(self.block)
-        except privacy_record.NotAStatement:
+        except NotAStatement:
             raise Wrong("privacy.json does not follow its schema, so this could not be checked.") from None
-
-    @property
-    def guarantee(self) -> bool:
-        """Whether anything is promised."""
-        return self.record.guarantee
-
-    @property
-    def terms(self) -> Terms | None:
-        """The numbers of the promise, or of what was attempted; None for a run without differential privacy."""
-        return self.record.terms
 
 
 def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
