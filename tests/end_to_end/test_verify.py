@@ -235,7 +235,7 @@ RECOMPUTED = {
     "without amplification": ["without_amplification"],
     "other accountants": ["accountants/pld", "accountants/rdp"],
     "cross-check": ["cross_check/epsilon", "cross_check/name", "cross_check=null"],
-    "limits of attackers": ["limits/auc", "limits/gdp_mu", "curve/0/1", "curve/4/0", "trade_off/3/1"],
+    "limits of attackers": ["limits/auc=0.9", "limits/gdp_mu", "curve/0/1", "curve/4/0", "trade_off/3/1"],
     "files": ['released="model weights"', "files/tokenizer.json"],
     "schema": [
         *("definition", "holds_for", "trust_model", "mechanism", "sampling/scheme", "sampling/implemented_as_accounted"),
