@@ -56,13 +56,8 @@ def render(record: PrivacyRecord) -> dict[str, str]:
             "digest": digest(record.to_json()),
         }
         found = {name: _tidy(template(f"{name}.md.j2").render(context)) for name in PARTS}
-    except (
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        ValueError,
-        TemplateError,
-    ) as error:  # such as groups of two audits
+    # A stranger's statement may keep to the schema and have exposure of one group and extraction of another.
+    except (ArithmeticError, LookupError, TypeError, ValueError, TemplateError) as error:
         raise ConfigError(
             f"the privacy statement cannot be put into words ({type(error).__name__}), so no card can be made of it. Restore "
             "privacy.json, or write the card again: dpllm card RUN."
