@@ -18,7 +18,9 @@ from dpllm.builtin import is_builtin
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.privacy import accounting
-from dpllm.report import fields, words
+from dpllm.report import privacy_record, words
+from dpllm.report.fields import Terms
+from dpllm.report.privacy_record import PrivacyRecord
 from dpllm.rundir import digest
 
 Json = dict[str, Any]
@@ -70,21 +72,21 @@ def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
         if not (path / BLOCK).exists():
             _refuse_a_card_alone(path)
             return None
-        block = _read(path / BLOCK)
+        record = _read(path / BLOCK)
         found = {str(file.relative_to(path).as_posix()): file for file in path.rglob("*") if file.is_file()}
-        wrong = _changed(block["files"], found)
+        wrong = _changed(record.files, found)
     else:
         where = _hub_file(name, BLOCK, config.model.revision, fetch)
         if where is None:
             return None
-        block = _read(where)
-        if _is_adapter(block["files"]):
+        record = _read(where)
+        if _is_adapter(record.files):
             raise ConfigError(_no_adapters(name))
-        weights = [file for file in block["files"] if file.endswith(WEIGHTS)]
+        weights = [file for file in record.files if file.endswith(WEIGHTS)]
         # What transformers loads first may be a file that the block does not speak of.
         asked = dict.fromkeys([*weights, "model.safetensors"])
         found = {f: at for f in asked if (at := _hub_file(name, f, config.model.revision, fetch))}
-        wrong = _changed({file: block["files"][file] for file in weights if fetch or file in found}, found)
+        wrong = _changed({file: record.files[file] for file in weights if fetch or file in found}, found)
     if wrong:
         raise Refused(
             f"{wrong[0]} of the base model {words.last_part(name)} is not the file that its privacy.json describes"
@@ -92,7 +94,7 @@ def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
             "that dpllm verify passes; if it was changed on purpose, remove privacy.json and the card, which no longer speak "
             "of it."
         )
-    return _base(_public_name(path) if path.is_dir() else words.public_name(name), block)
+    return _base(_public_name(path) if path.is_dir() else words.public_name(name), record)
 
 
 def _public_name(path: Path) -> str:
@@ -118,7 +120,7 @@ def _no_adapters(name: str) -> str:
     )
 
 
-def _is_adapter(files: Json) -> bool:
+def _is_adapter(files: dict[str, str]) -> bool:
     return "adapter_config.json" in files and "config.json" not in files
 
 
@@ -141,28 +143,27 @@ def _refuse_a_card_alone(path: Path) -> None:
         )
 
 
-def _read(path: Path) -> Json:
+def _read(path: Path) -> PrivacyRecord:
     try:
         if path.stat().st_size > LARGEST_BLOCK:
             raise ValueError
-        block = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-        fields.check(block)
-        for file in block["files"]:
+        record = privacy_record.read(json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant))
+        for file in record.files:
             if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
                 raise ValueError
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, DpllmError):
+    except (OSError, ValueError, RecursionError, DpllmError):
         raise Refused(
             f"{path}: is no privacy block that this version of dpllm can read, so what the base model promises is unknown, and "
             "with it what a run on it would. Take a copy that dpllm verify passes, or write its card again with dpllm card."
         ) from None
-    return dict(block)
+    return record
 
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _changed(files: Json, found: dict[str, Path]) -> list[str]:
+def _changed(files: dict[str, str], found: dict[str, Path]) -> list[str]:
     """Names of files that are missing or another; and of weights that the block does not speak of."""
     changed = [name for name, sha in files.items() if name not in found or _sha256(found[name]) != sha]
     return changed + [name for name in sorted(found) if name.endswith(WEIGHTS) and name not in files]
@@ -191,36 +192,40 @@ def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path |
         return None
 
 
-def _base(name: str, block: Json) -> Base:
-    holds = bool(block["guarantee"])
-    terms = {key: block[key] if holds else None for key in TERMS}
-    if holds:
-        _refuse_if_it_states_too_little(name, terms)
-    account = block.get("composed") or {}
-    before = block.get("lineage") or {}
+def _base(name: str, record: PrivacyRecord) -> Base:
+    promised: Json = dict.fromkeys(TERMS)
+    if record.guarantee:
+        _refuse_if_it_states_too_little(name, record.terms)
+        promised = {key: getattr(record, key) for key in TERMS}
+    account, before = record.composed, record.lineage
     # A model that was trained without privacy has no entry. Its lineage knows the name where its base had one, and of public
     # data the block's own name is the one that the ledger would give them.
-    dataset = account.get("dataset") or before.get("dataset") or block.get("dataset")
+    dataset = (account.dataset if account else None) or (before.dataset if before else None) or record.dataset
     statement = {
         "name": name,
-        "guarantee": holds,
-        **terms,
+        "guarantee": record.guarantee,
+        **promised,
         "dataset": dataset,
-        "entry": account.get("entry"),
-        "head": account.get("head"),
-        "files_digest": digest(block["files"]),
+        "entry": account.entry if account else None,
+        "head": account.head if account else None,
+        "files_digest": digest(record.files),
     }
-    ancestors = (before["base"], *before["ancestors"]) if before else ()
-    return Base(statement, ancestors, account.get("budget") is not None, not account.get("made_up_by"))
+    ancestors = () if before is None else (before.base, *before.ancestors)
+    return Base(
+        statement,
+        tuple(one.to_json() for one in ancestors),
+        account is not None and account.budget is not None,
+        account is None or not account.made_up_by,
+    )
 
 
-def _refuse_if_it_states_too_little(name: str, terms: Json) -> None:
+def _refuse_if_it_states_too_little(name: str, terms: Terms) -> None:
     try:
-        costs = accounting.stated(terms["event"], terms["delta"], terms["neighbouring_relation"])[0]
+        costs = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)[0]
     except DpllmError:
         costs = math.inf
-    if costs > terms["epsilon"] * (1 + ROUNDING) + ROUNDING:
+    if costs > terms.epsilon * (1 + ROUNDING) + ROUNDING:
         raise Refused(
-            f"the privacy block of the base model {name} states epsilon {terms['epsilon']:g}, and its own event costs {costs:g} "
-            f"at delta {terms['delta']:g}: it is damaged or a lie. Take a copy that dpllm verify passes."
+            f"the privacy block of the base model {name} states epsilon {terms.epsilon:g}, and its own event costs {costs:g} "
+            f"at delta {terms.delta:g}: it is damaged or a lie. Take a copy that dpllm verify passes."
         )

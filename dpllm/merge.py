@@ -22,7 +22,9 @@ from dpllm import lineage, model
 from dpllm.artifacts import BLOCK, CARD, keep_publishable
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError, Refused
-from dpllm.report import card, section
+from dpllm.report import card, privacy_record, section
+from dpllm.report.fields import Lineage, MergedFrom
+from dpllm.report.privacy_record import PrivacyRecord
 from dpllm.rundir import RunDir, read_json
 
 Json = dict[str, Any]
@@ -53,17 +55,17 @@ def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto", max_s
         The guarantee of the run, unchanged: the output is a function of the released adapter and of public files
         (post-processing; Dwork and Roth 2014, "The Algorithmic Foundations of Differential Privacy", proposition 2.1).
     """
-    config, block = _subject(run)
+    config, statement = _subject(run)
     output = output or run.root / "merged"
     _check_output(run, output)
     base_config = _pinned(run, config)
-    _check_base(base_config, block)
+    _check_base(base_config, statement.lineage)
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         merge_weights(base_config, run.export, temporary, dtype, max_shard_size)
-        _write_statement(config, run, block, temporary)
+        _write_statement(config, run, statement, temporary)
         shutil.rmtree(output, ignore_errors=True)
         os.replace(temporary, output)
     finally:
@@ -71,7 +73,7 @@ def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto", max_s
     return output
 
 
-def _subject(run: RunDir) -> tuple[RunConfig, Json]:
+def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
     config = run.load_config()
     if not isinstance(config.adapter, LoraConfig):
         raise ConfigError(
@@ -88,14 +90,14 @@ def _subject(run: RunDir) -> tuple[RunConfig, Json]:
             f"{run.export}: has no card yet, and merged weights would say nothing about their privacy. Type dpllm card "
             f"{run.root} first."
         )
-    # In the order in which a card states it; privacy.json has its keys sorted.
-    block = section.front_matter((run.export / CARD).read_text(encoding="utf-8")).get("privacy")
-    if block != read_json(run.export / BLOCK) or block["files"] != card.hashes(run.export):
+    block = read_json(run.export / BLOCK)
+    shown = section.front_matter((run.export / CARD).read_text(encoding="utf-8")).get("privacy")
+    if shown != block or block.get("files") != card.hashes(run.export):
         raise ConfigError(
             f"{run.export}: its card speaks of other files than lie here, so it would be about another model. "
             f"Type dpllm card {run.root} again."
         )
-    return config, block
+    return config, privacy_record.read(block)
 
 
 def _check_output(run: RunDir, output: Path) -> None:
@@ -120,10 +122,9 @@ def _pinned(run: RunDir, config: RunConfig) -> RunConfig:
     )
 
 
-def _check_base(config: RunConfig, block: Json) -> None:
-    stated = block.get("lineage")
+def _check_base(config: RunConfig, stated: Lineage | None) -> None:
     base = lineage.of_base(config) if stated else None
-    if stated and (base is None or base.statement["files_digest"] != stated["base"]["files_digest"]):
+    if stated and (base is None or base.statement["files_digest"] != stated.base.files_digest):
         raise Refused(
             f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
             "block is another), so the sum of the two would be a model that nobody trained. Put the former base back."
@@ -203,14 +204,14 @@ def _untie(tuned: Any) -> None:
     settings.tie_word_embeddings = tuned.config.tie_word_embeddings = False
 
 
-def _write_statement(config: RunConfig, run: RunDir, block: Json, output: Path) -> None:
+def _write_statement(config: RunConfig, run: RunDir, statement: PrivacyRecord, output: Path) -> None:
     """Tokenizer, audit and card, and the privacy block with the hashes of what lies here now."""
-    adapter = {name for name in block["files"] if Path(name).name.startswith("adapter_")}
-    for name in block["files"].keys() - adapter:
+    adapter = {name for name in statement.files if Path(name).name.startswith("adapter_")}
+    for name in statement.files.keys() - adapter:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(run.export / name, output / name)
     keep_publishable(output)
-    merged_from = {"files": {name: block["files"][name] for name in sorted(adapter)}}
-    merged = {**block, "files": card.hashes(output), "merged_from": merged_from}
+    merged_from = MergedFrom(files={name: statement.files[name] for name in sorted(adapter)})
+    merged = statement.model_copy(update={"files": card.hashes(output), "merged_from": merged_from})
     (output / CARD).write_text(card.compose(config, read_json(run.run), merged), encoding="utf-8", newline="\n")
-    (output / BLOCK).write_text(card.dump_block(merged), encoding="utf-8", newline="\n")
+    (output / BLOCK).write_text(card.dump_block(merged.to_json()), encoding="utf-8", newline="\n")

@@ -6,6 +6,7 @@ upload anything outside export/, nor contact anybody before every refusal is beh
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import warnings
@@ -14,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.artifacts import BLOCK, CARD, UNHASHED, sha256
 from dpllm.errors import ConfigError, Refused
+from dpllm.report import privacy_record
+from dpllm.report.checks import leaks
 from dpllm.report.checks.files import regular_files
 from dpllm.report.checks.values import Wrong
+from dpllm.report.fields import Composed
+from dpllm.report.privacy_record import PrivacyRecord
 from dpllm.report.verify import verify
 from dpllm.rundir import RunDir, read_json
 
@@ -45,16 +50,23 @@ class Push:
         files: All of export/.
         stale: Files of the repository that a former push left and that are removed with this one.
         url: Of the commit; None for a dry run.
+        unsearched: What could not be searched for private text, in sentences.
     """
 
     repository: str
     files: tuple[Upload, ...]
     stale: tuple[str, ...] = ()
     url: str | None = None
+    unsearched: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As ``dpllm push --json`` prints it."""
-        return {**asdict(self), "files": [asdict(file) for file in self.files], "stale": list(self.stale)}
+        return {
+            **asdict(self),
+            "files": [asdict(file) for file in self.files],
+            "stale": list(self.stale),
+            "unsearched": list(self.unsearched),
+        }
 
 
 def push(
@@ -79,22 +91,23 @@ def push(
         ledger: Where the ledger lies now, if not where the recipe says.
 
     Raises:
-        Refused: There is no card, a check fails, the run is not in its ledger, it gives no guarantee, or the repository
-            holds other files or is public.
+        Refused: There is no card, a check fails, private text stands in a file, the run is not in its ledger, it gives no
+            guarantee, or the repository holds other files or is public.
         ConfigError: No such run, or no such name.
         DpllmError: The Hub could not be reached, or refused.
     """
     if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ConfigError(f"{repository}: is no name that the Hub allows. Type OWNER/NAME, such as alice/notes-dp.")
-    block = _statement(run, ledger, without_guarantee)
-    files = _files(run, block)
+    statement = _statement(run, ledger, without_guarantee)
+    files = _files(run, statement.files)
+    unsearched = _search(run, files)
     if dry_run:
-        return Push(repository, files)
-    return _upload(run, repository, files, private=private, replace=replace)
+        return Push(repository, files, unsearched=unsearched)
+    return dataclasses.replace(_upload(run, repository, files, private=private, replace=replace), unsearched=unsearched)
 
 
-def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> dict[str, Any]:
-    """The privacy block, once every refusal is behind it."""
+def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
+    """The privacy statement, once every refusal is behind it."""
     config = run.load_config()
     for name in (CARD, BLOCK):
         if not (run.export / name).is_file():
@@ -110,20 +123,19 @@ def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> dict
             f"{run.root}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
             f"{wrong[0].detail}"
         )
-    block = read_json(run.export / BLOCK)
-    if "attempted" in block or block["guarantee"]:
-        _registered(run, block, {check.name for check in found.checks if check.status == "verified"})
-    if not block["guarantee"] and not config.data.public and not without_guarantee:
+    statement = privacy_record.read(read_json(run.export / BLOCK))
+    if statement.terms is not None:
+        _registered(run, statement.composed, {check.name for check in found.checks if check.status == "verified"})
+    if not statement.guarantee and not config.data.public and not without_guarantee:
         raise Refused(
-            f"{run.root}: gives no differential privacy guarantee ({block['reason']}), so that the model may reveal its training "
-            "text to whoever downloads it, and that cannot be taken back. Declare data.public: true and train again if everybody "
-            "may read that text, or insist with --without-guarantee."
+            f"{run.root}: gives no differential privacy guarantee ({statement.reason}), so that the model may reveal its "
+            "training text to whoever downloads it, and that cannot be taken back. Declare data.public: true and train again if "
+            "everybody may read that text, or insist with --without-guarantee."
         )
-    return block
+    return statement
 
 
-def _registered(run: RunDir, block: dict[str, Any], verified: set[str]) -> None:
-    composed = block.get("composed")
+def _registered(run: RunDir, composed: Composed | None, verified: set[str]) -> None:
     if composed is None:
         raise Refused(
             f"{run.root}: is in no ledger, so nobody could add it to other runs on the same data. Train it with a ledger, "
@@ -131,25 +143,40 @@ def _registered(run: RunDir, block: dict[str, Any], verified: set[str]) -> None:
         )
     if not {"ledger", "ledger: entry"} <= verified:
         raise Refused(
-            f"{run.root}: says that it is entry {composed['entry']} of a ledger that is not at hand, so the total on its card "
+            f"{run.root}: says that it is entry {composed.entry} of a ledger that is not at hand, so the total on its card "
             "cannot be checked. Type --ledger FILE, or an export of it."
         )
 
 
-def _files(run: RunDir, block: dict[str, Any]) -> tuple[Upload, ...]:
+def _files(run: RunDir, listed: dict[str, str]) -> tuple[Upload, ...]:
     """Everything in export/, with the hashes that were verified."""
     try:
         names, strange = regular_files(run.export, strict=True)
     except Wrong as error:
         raise Refused(f"{run.export}: {error}") from None
     hashes = {name: sha256(run.export / name, follow=False) for name in names}
-    listed = block["files"]
     changed = [name for name, digest in hashes.items() if name not in UNHASHED and listed.get(name) != digest]
     if strange or changed:
         raise Refused(
             f"{run.export}: {[*strange, *changed][0]} changed while it was looked at. Type the command again."
         )
     return tuple(Upload(name, (run.export / name).stat().st_size, hashes[name]) for name in names)
+
+
+def _search(run: RunDir, files: tuple[Upload, ...]) -> tuple[str, ...]:
+    """What could not be searched for private text.
+
+    Raises:
+        Refused: Text of a canary or of the training data stands in a file.
+    """
+    try:
+        checks = list(leaks.search(run, [file.path for file in files]))
+    except Wrong as error:
+        raise Refused(f"{run.export}: {error}") from None
+    for check in checks:
+        if check.status == "failed":
+            raise Refused(f"{run.export}: {check.name}: {check.detail}")
+    return tuple(f"{check.name}: {check.detail}" for check in checks if check.status == "asserted")
 
 
 def _upload(run: RunDir, repository: str, files: tuple[Upload, ...], *, private: bool, replace: bool) -> Push:

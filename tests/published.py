@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from dpllm.report import person, section
+from dpllm.report import person, privacy_record, section
 from dpllm.report.verify import Verification, verify
 
 Json = dict[str, Any]
@@ -34,16 +34,18 @@ def write(export: Path, block: Json) -> None:
 
 def carry(export: Path, block: Json) -> None:
     """A changed block into every file that follows from it: privacy.json, the front matter, both parts, the figure."""
-    if block["guarantee"] and "trade_off" in block:
-        figure = person.figure(block)
+    record = privacy_record.read(block)
+    if record.guarantee and "trade_off" in block:
+        figure = person.figure(record.terms)
         (export / person.FILE).write_text(figure, encoding="utf-8")
         if person.FILE in block["files"]:
             block["files"][person.FILE] = hashlib.sha256(figure.encode()).hexdigest()
+            record = privacy_record.read(block)
     write(export, block)
     page = export / "README.md"
     matter, body = page.read_text("utf-8").removeprefix("---\n").split("---\n", 1)
     top = {**yaml.safe_load(matter), "privacy": block}
-    for name, words in section.render(block).items():
+    for name, words in section.render(record).items():
         start, end = f"<!-- dpllm:{name} -->", f"<!-- /dpllm:{name} -->"
         before, rest = body.split(start, 1)
         body = f"{before}{start}\n{words}\n{end}{rest.split(end, 1)[1]}"

@@ -46,6 +46,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         print(f"{file.size:>12,}  {file.sha256}  {file.path}")
     for path in done.stale:
         print(f"{'removed':>12}  {path}")
+    for line in done.unsearched:
+        print(f"{'not searched':>12}  {line}")
     total = sum(file.size for file in done.files)
     where = f"uploaded to {done.url}" if done.url else f"would go to {done.repository}; nothing was uploaded"
     print(f"{len(done.files)} files, {total:,} bytes, {where}")

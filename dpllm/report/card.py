@@ -22,8 +22,9 @@ from dpllm.artifacts import BLOCK, CARD, SIGNATURE, UNHASHED
 from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
-from dpllm.report import fields, person, section, words
-from dpllm.report.claim import Json, privacy_block
+from dpllm.report import person, section, words
+from dpllm.report.claim import Json, statement_of
+from dpllm.report.privacy_record import PrivacyRecord
 from dpllm.rundir import RunDir, read_json, write_json
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
@@ -45,9 +46,8 @@ def write_card(run: RunDir) -> Path:
         ConfigError: A file is missing or damaged, the run was refused, export/ does not hold what the run wrote, or the audit
             belongs to other weights.
     """
-    config = run.load_config()
-    record, plan, audit, mechanism = _values(run.root, run.export, config)
-    drawing = _drawing(config, plan, record, audit, mechanism)
+    config, record, statement = _read(run)
+    drawing = person.figure(statement.terms) if statement.guarantee else None
     figure = run.export / person.FILE
     if drawing is None:
         figure.unlink(missing_ok=True)
@@ -55,7 +55,8 @@ def write_card(run: RunDir) -> Path:
         _write(figure, drawing)
     files = hashes(run.export)
     _check_artifacts(run, record, files)
-    text, block = render_card(config, plan, record, audit, mechanism, files=files)
+    statement = statement.model_copy(update={"files": files})
+    text, block = compose(config, record, statement), statement.to_json()
     before = run.export / BLOCK
     if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != dump_block(block):
         (run.export / SIGNATURE).unlink(missing_ok=True)
@@ -80,68 +81,35 @@ def rerender(directory: Path) -> dict[str, str]:
         ConfigError: See ``write_card``.
     """
     run = RunDir(directory)
-    config = run.load_config()
-    record, plan, audit, mechanism = _values(run.root, run.export, config)
-    drawing = _drawing(config, plan, record, audit, mechanism)
+    config, record, statement = _read(run)
     audits = {name: digest for name, digest in hashes(run.export).items() if name.startswith("audit/")}
-    files = {**record["artifacts"], **audits}
-    if drawing is not None:
-        files[person.FILE] = hashlib.sha256(drawing.encode()).hexdigest()
-    text, block = render_card(config, plan, record, audit, mechanism, files=files)
-    return {CARD: text, BLOCK: dump_block(block), **({} if drawing is None else {person.FILE: drawing})}
+    files, made = {**record["artifacts"], **audits}, {}
+    if statement.guarantee:
+        made[person.FILE] = person.figure(statement.terms)
+        files[person.FILE] = hashlib.sha256(made[person.FILE].encode()).hexdigest()
+    statement = statement.model_copy(update={"files": dict(sorted(files.items()))})
+    return {CARD: compose(config, record, statement), BLOCK: dump_block(statement.to_json()), **made}
 
 
-def render_card(
-    config: RunConfig,
-    plan: Json | None,
-    record: Json,
-    audit: Json | None,
-    mechanism: Json | None = None,
-    *,
-    files: Mapping[str, str] | None = None,
-) -> tuple[str, Json]:
-    """The card and its privacy block.
-
-    Args:
-        config: The resolved recipe.
-        plan: ``plan.json``; None for a run without differential privacy.
-        record: ``run.json``.
-        audit: ``audit.json``, of a run with differential privacy only; None where there is none.
-        mechanism: ``mechanism.json``, of the engine that trained; None where it was not audited.
-        files: Path in export/ -> SHA-256 of all that is published beside the card; None: those of the record.
-
-    Returns:
-        Markdown with YAML front matter, and the ``privacy`` entry of that front matter. Equal arguments give equal
-        text.
-
-    Raises:
-        ConfigError: The audit belongs to other weights or canaries, the Plan and the record disagree, or the block does not
-            keep to its schema.
-    """
-    block = privacy_block(config, plan, record, audit, mechanism, files)
-    return compose(config, record, block), block
-
-
-def compose(config: RunConfig, record: Json, block: Json) -> str:
-    """A card around a privacy block.
+def compose(config: RunConfig, record: Json, statement: PrivacyRecord) -> str:
+    """A card around a privacy statement.
 
     Args:
         config: The resolved recipe.
         record: ``run.json``.
-        block: The privacy block; with ``merged_from`` the card is that of a whole model.
+        statement: With ``merged_from`` the card is that of a whole model.
 
     Returns:
         Markdown with YAML front matter.
 
     Raises:
-        ConfigError: The block does not keep to its schema, or a text of the recipe holds one of the card's markers.
+        ConfigError: A text of the recipe holds one of the card's markers.
     """
-    fields.check(block)
-    parts = section.render(block)
+    parts, block = section.render(statement), statement.to_json()
     record = words.without_paths(record)
-    front = ModelCardData(**_front_matter(config, record, block), privacy=block).to_yaml()
+    front = ModelCardData(**_front_matter(config, record, statement), privacy=block).to_yaml()
     marked = {name: section.marked(name, part) for name, part in parts.items()}
-    body = section.template("card.md.j2").render(**marked, **_context(config, record, block))
+    body = section.template("card.md.j2").render(**marked, **_context(config, record, statement))
     text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
         whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == block
@@ -165,10 +133,9 @@ def dump_block(block: Json) -> str:
     return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def _values(root: Path, export: Path, config: RunConfig) -> tuple[Json, Json | None, Json | None, Json | None]:
-    """Record, Plan and audits of a run; the last three only with differential privacy."""
-    run = RunDir(root)
-    record = read_json(run.run)
+def _read(run: RunDir) -> tuple[RunConfig, Json, PrivacyRecord]:
+    """Recipe and record of a run, and its statement, which names no files yet."""
+    config, record = run.load_config(), read_json(run.run)
     if record["status"] == "refused":
         raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
     if not record["artifacts"]:
@@ -177,20 +144,12 @@ def _values(root: Path, export: Path, config: RunConfig) -> tuple[Json, Json | N
             "RECIPE --resume, or train again."
         )
     if not config.privacy.enabled:
-        return record, None, None, None
-    folder = export / "audit"
+        return config, record, statement_of(config, None, record, None, None, {})
+    folder = run.export / "audit"
     audit, mechanism = (
         read_json(path) if path.exists() else None for path in (folder / "audit.json", folder / "mechanism.json")
     )
-    return record, read_json(run.plan), audit, mechanism
-
-
-def _drawing(
-    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None
-) -> str | None:
-    """The figure, which shows nothing that depends on the files; None without a guarantee."""
-    block = privacy_block(config, plan, record, audit, mechanism, {})
-    return person.figure(block) if block["guarantee"] else None
+    return config, record, statement_of(config, read_json(run.plan), record, audit, mechanism, {})
 
 
 def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> None:
@@ -213,8 +172,8 @@ def _write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _front_matter(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
-    holds, whole = block["guarantee"], bool(block.get("merged_from"))
+def _front_matter(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
+    holds, whole = statement.guarantee, statement.merged_from is not None
     lora = isinstance(config.adapter, LoraConfig)
     # A search for models with differential privacy must not find those that have none.
     own = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
@@ -240,7 +199,7 @@ def _hub_dataset(config: RunConfig) -> bool:
     return config.data.public and "/" in config.data.train and words.is_hub_id(config.data.train)
 
 
-def _context(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
+def _context(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
     """What stands outside the marked parts: title, use, and the recipe as a table."""
     metrics = record["metrics"]
     name = config.model.name_or_path
@@ -249,14 +208,14 @@ def _context(config: RunConfig, record: Json, block: Json) -> dict[str, Any]:
         "w": words,
         "config": config,
         "record": record,
-        "title": section.inert(" ".join((config.card.title or words.last_part(config.output_dir)).split())),
-        "description": section.inert(config.card.description or ""),
+        "title": " ".join((config.card.title or words.last_part(config.output_dir)).split()),
+        "description": config.card.description or "",
         "lora": lora,
-        "adapter": lora and not block.get("merged_from"),
+        "adapter": lora and statement.merged_from is None,
         "base_model": _base_model(config, record),
         "base_name": name if is_builtin(name) else words.last_part(name),
         "evaluation": metrics["public"] if config.data.eval_public else {},
-        "released": metrics["released"] if block["guarantee"] else {},
+        "released": metrics["released"] if statement.guarantee else {},
         "settings": _settings(config, record),
     }
 

@@ -1,13 +1,12 @@
-"""The privacy statement of a run as one machine-readable value: what is promised, under which assumptions, or why not.
+"""The privacy statement of a run: what is promised, under which assumptions, or why not.
 
-Comes in: the recipe, the Plan, the record of the run, its audits, hashes of files. Goes out: a JSON value, which the card's
-front matter and ``export/privacy.json`` both carry, and of which the card's privacy section is a function. Must not read
+Comes in: the recipe, the Plan, the record of the run, its audits, hashes of files. Goes out: a ``PrivacyRecord``, which the
+card's front matter and ``export/privacy.json`` both carry, and of which the card's privacy section is a function. Must not read
 ``private/``, nor state an epsilon as a guarantee where there is none.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -19,23 +18,24 @@ from dpllm.builtin import is_builtin
 from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
-from dpllm.report import person, recipe, uncovered, words
+from dpllm.report import person, privacy_record, recipe, words
+from dpllm.report.fields import DEFINITION, Composed, Sampling, Terms
+from dpllm.report.privacy_record import Audit, PrivacyRecord
 from dpllm.rundir import digest
 
 Json = dict[str, Any]
 
-SCHEMA_VERSION = 2
-DEFINITION = "(epsilon, delta)-differential privacy"
+_PROFILE = ("accountants", "limits", "curve")
 
 
-def privacy_block(
+def statement_of(
     config: RunConfig,
     plan: Json | None,
     record: Json,
     audit: Json | None,
     mechanism: Json | None = None,
     files: Mapping[str, str] | None = None,
-) -> Json:
+) -> PrivacyRecord:
     """The privacy statement of a run.
 
     Args:
@@ -47,13 +47,12 @@ def privacy_block(
         files: Path in export/ -> SHA-256, of all that is published beside the card; None: those of the record.
 
     Returns:
-        A JSON value, see ``schema/privacy.schema.json``. ``guarantee`` is true only if the run kept every assumption and its
-        audits do not contradict it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and
-        nowhere else.
+        The statement. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict it. Otherwise
+        ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
 
     Raises:
-        ConfigError: See ``check_recipe``, ``check_plan`` and ``check_audit``; or the Plan and the record speak of different
-            deltas.
+        ConfigError: See ``check_recipe``, ``check_plan`` and ``check_audit``; the Plan and the record speak of different deltas;
+            or one of them holds what no statement may say.
     """
     check_recipe(config, record)
     if plan is not None:
@@ -61,12 +60,12 @@ def privacy_block(
     if audit is not None:
         check_audit(plan, record, audit)
     reason = why_not(config, plan, record, audit, mechanism)
-    block: Json = {"schema_version": SCHEMA_VERSION, "guarantee": reason is None}
-    if reason is not None:
-        block["reason"] = reason
     terms = None if plan is None else _terms(config, plan, record)
-    if terms is not None:
-        block |= terms if reason is None else {"attempted": terms}
+    block: Json = {"schema_version": privacy_record.SCHEMA_VERSION, "guarantee": reason is None}
+    if reason is not None:
+        block |= {"reason": reason, **({} if terms is None else {"attempted": terms.to_json()})}
+    elif terms is not None:
+        block |= terms.to_json()
     model, ledger = record["model"], record["ledger"]
     base = str(model["name_or_path"])
     if not model["commit"] and not is_builtin(base):
@@ -80,25 +79,21 @@ def privacy_block(
         "composed": _composed(record),
         "lineage": record.get("lineage"),
         "base_model": {"name": base, "revision": model["commit"], "covered": False},
-        "not_covered": uncovered.not_covered(config, plan, record)
+        "not_covered": _not_covered(config, plan, record)
         if reason is None
         else ["everything: this run gives no guarantee"],
-        "deviations": list(record["deviations"]),
+        "deviations": record["deviations"],
         "tuning": config.card.tuning,
         "contact": config.card.contact,
-        "audit": None if audit is None else audit_part(audit, terms if reason is None else None),
-        "mechanism_audit": None
-        if mechanism is None
-        else {key: mechanism[key] for key in ("verdict", "reason", "steps")},
-        "software": dict(record["versions"]),
+        "audit": None if audit is None else audit_part(audit, terms if reason is None else None).to_json(),
+        "mechanism_audit": None if mechanism is None else privacy_record.MechanismAudit.pick(mechanism).to_json(),
+        "software": record["versions"],
         "hardware": {name: value for name, value in record["hardware"].items() if _plain(value)},
         "date": str(record["started_at"])[:10],
         "recipe_digest": recipe.digest(config),
         "files": dict(sorted((record["artifacts"] if files is None else files).items())),
     }
-    # A copy through JSON: no object appears twice, so YAML writes no anchors, and no tuple does.
-    copy: Json = json.loads(json.dumps(words.without_paths(block), allow_nan=False))
-    return copy
+    return privacy_record.read(words.without_paths(block))
 
 
 def why_not(
@@ -211,50 +206,41 @@ def check_audit(plan: Json | None, record: Json, audit: Json) -> None:
         )
 
 
-def _terms(config: RunConfig, plan: Json, record: Json) -> Json:
+def _terms(config: RunConfig, plan: Json, record: Json) -> Terms:
     """The numbers of the Plan: everything that is needed to compute epsilon again."""
-    return {
-        "epsilon": stated_epsilon(plan, record),
-        "delta": plan["delta"],
-        "definition": DEFINITION,
-        "holds_for": "run",
-        "trust_model": "central",
-        "unit": plan["unit"],
-        "max_examples_per_unit": plan["max_examples_per_unit"],
-        "neighbouring_relation": plan["neighbouring_relation"],
-        "mechanism": "dp-sgd",
-        "optimizer": config.train.optimizer,
-        "clipping": plan["clipping"],
-        "max_grad_norm": plan["max_grad_norm"],
-        "noise_multiplier": plan["noise_multiplier"],
-        **({"adaptive": plan["adaptive"]} if plan.get("adaptive") else {}),
-        "sampling": {
-            "scheme": "poisson",
-            "of": plan.get("sampling", "unit"),
-            "sampling_rate": plan["sampling_rate"],
-            "expected_batch_size": plan["expected_batch_size"],
-            "dataset_size": plan["dataset_size"],
-            "canary_slots": plan["canary_slots"],
-            "implemented_as_accounted": True,
-        },
-        "without_amplification": None if _spent_more(plan, record) else without_amplification(plan),
-        "randomness": {
+    epsilon = stated_epsilon(plan, record)
+    spent_more = epsilon > float(plan["epsilon"])
+    # Other words for the planned epsilon are not true of one that is larger.
+    left_out = {name for name in ("adaptive", *_PROFILE) if not plan.get(name)} | set(_PROFILE if spent_more else ())
+    curve = None if spent_more else person.trade_off(plan["event"], plan["neighbouring_relation"])
+    terms = Terms.pick(
+        {name: value for name, value in plan.items() if name not in left_out},
+        epsilon=epsilon,
+        definition=DEFINITION,
+        holds_for="run",
+        trust_model="central",
+        mechanism="dp-sgd",
+        optimizer=config.train.optimizer,
+        sampling=Sampling.pick(plan, scheme="poisson", of=plan.get("sampling", "unit"), implemented_as_accounted=True),
+        without_amplification=None,
+        randomness={
             "generator": "chacha20" if config.privacy.secure_noise else "philox",
             "secure_noise": config.privacy.secure_noise,
             **({"lattice": record["lattice"]} if record.get("lattice") else {}),
         },
-        "accountant": plan["accountant"],
-        "cross_check": plan["cross_check"],
-        **_profile(plan, record),
-        "event": plan["event"],
-    }
+        **({"trade_off": curve} if curve else {}),
+    )
+    if spent_more:
+        return terms
+    return terms.model_copy(update={"without_amplification": without_amplification(terms, plan["num_steps"])})
 
 
-def without_amplification(terms: Json) -> float | None:
+def without_amplification(terms: Terms, num_steps: int) -> float | None:
     """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
 
     Args:
-        terms: ``plan.json``, or the terms of a block with what stands under ``sampling`` laid over them and ``num_steps``.
+        terms: What is promised.
+        num_steps: For which.
 
     Returns:
         Rounded up to four digits; None where it is 10,000 or more.
@@ -266,26 +252,13 @@ def without_amplification(terms: Json) -> float | None:
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
     """
-    group = terms["max_examples_per_unit"] or 1 if terms.get("sampling") == "example" else 1
-    epochs = math.ceil(Fraction(terms["num_steps"] * terms["expected_batch_size"], terms["dataset_size"]))
+    sampling = terms.sampling
+    epochs = math.ceil(Fraction(num_steps * sampling.expected_batch_size, sampling.dataset_size))
     try:
-        value = gaussian_epsilon(group * math.sqrt(epochs) / terms["noise_multiplier"], terms["delta"])
+        value = gaussian_epsilon(terms.group_size * math.sqrt(epochs) / terms.noise_multiplier, terms.delta)
     except (ArithmeticError, ValueError):  # hardly any noise
         return None
     return float(words.bound(value * (1 + 1e-9)))  # more than the error of its root
-
-
-def _spent_more(plan: Json, record: Json) -> bool:
-    return stated_epsilon(plan, record) > float(plan["epsilon"])
-
-
-def _profile(plan: Json, record: Json) -> Json:
-    """The other words for the planned epsilon; none where more was spent than planned, of which they are not true."""
-    if _spent_more(plan, record):
-        return {}
-    found = {name: plan[name] for name in ("accountants", "limits", "curve") if plan.get(name)}
-    curve = person.trade_off(plan["event"], plan["neighbouring_relation"])
-    return {**found, **({"trade_off": curve} if curve else {})}
 
 
 def _composed(record: Json) -> Json | None:
@@ -294,73 +267,80 @@ def _composed(record: Json) -> Json | None:
     if ledger is None:
         return None
     budget = ledger["budget"]
-    return {
-        "dataset": ledger["dataset"],
-        "budget": budget,
-        "gate": budget["gate"] if budget else None,
-        "order": budget["order"] if budget else None,
-        "spent_epsilon": ledger["spent_epsilon"],
-        "filter_epsilon": ledger["filter_epsilon"],
-        "imported": ledger["imported"],
-        "made_up_by": ledger["made_up_by"],
-        "delta": budget["delta"] if budget else record["delta"],
-        "entries": ledger["head"]["count"],
-        "entry": ledger["entry"],
-        "head": ledger["head"]["hash"],
-        "group": ledger.get("group"),
-    }
+    return Composed.pick(
+        ledger,
+        gate=budget["gate"] if budget else None,
+        order=budget["order"] if budget else None,
+        delta=budget["delta"] if budget else record["delta"],
+        entries=ledger["head"]["count"],
+        head=ledger["head"]["hash"],
+        group=ledger.get("group"),
+    ).to_json()
 
 
-_ATTACK = (
-    *("group", "auc", "auc_interval", "confidence", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval"),
-    *("positives", "negatives"),
-)
-_BOUND = ("value", "alpha", "delta", "method", "num_canaries", "best_guesses", "correct", "ceiling")
-_EXPOSURE = ("inserted", "mean", "null_mean", "base_mean", "p_value", "maximum")
-_EXTRACTION = ("inserted", "tuned", "base", "held_out", "held_out_tuned")
+def _not_covered(config: RunConfig, plan: Json | None, record: Json) -> list[str]:
+    """Every use of data that the guarantee is not about, each named."""
+    data, tuning = config.data, config.card.tuning
+    evaluation = "evaluation data: this run had none"
+    if data.eval is not None:
+        declared = "declared public" if data.eval_public else "not declared public; no figure from them is published"
+        evaluation = f"evaluation data ({declared}) and every figure computed from them"
+    logs = "un-noised figures of the training, such as logs and telemetry, kept by whoever trained the model"
+    if config.telemetry.private_metrics and not data.public:
+        logs += "; here they also went to metrics and trackers"
+    lines = [
+        "the data on which the base model was trained, and any text that they share with the data of this run",
+        "the tokenizer, which came with the base model and was not made from the data of this run",
+        "the format of prompts, the chat template, and the filters and clean-up of the data before this run, where somebody "
+        "chose them by looking at the data",
+        "facts that many units share; k units together have k times the epsilon and a larger delta",
+        "what can be learnt about a person from other sources, or from what all people of the data have in common",
+        evaluation,
+        "the choice of hyper-parameters and of this run among others, where un-noised figures guided it"
+        + ("; what is stated about it stands in the table above" if tuning else ""),
+        logs,
+        "text given to the model when it is used",
+        "who could read the data, the logs and the checkpoints on the machines that trained the model",
+        "side channels such as time and memory, and that a generator has finitely many states"
+        if record.get("lattice")  # runs of before noise was added on a lattice
+        else "the difference between floating-point arithmetic and real numbers (in bf16 or fp16 one unit can move the "
+        "rounding of the others' gradients), and side channels such as time and memory",
+    ]
+    if plan is not None and plan["neighbouring_relation"] == "zero_out":
+        lines.append("the number of units, which is published")
+    if record["status"] == "interrupted":
+        lines.append("the decision when to stop the run, which may rest on un-noised figures")
+    return lines
 
 
-def audit_part(audit: Json, terms: Json | None) -> Json:
-    """What the block holds of an audit: everything that the card shows.
+def audit_part(audit: Json, terms: Terms | None) -> Audit:
+    """What the statement holds of an audit: everything that the card shows.
 
     Args:
         audit: ``audit.json``.
         terms: The terms that the run guarantees, whose limits then stand beside each attack; None without a guarantee.
     """
+    whole = None if terms is None or terms.limits is None else terms.limits.to_json()
 
     def limits(attack: Json) -> Json | None:
         if terms is None:
             return None
-        claim = Claim(terms["epsilon"], terms["delta"], terms["unit"])
-        return claim.limits(int(attack["group"]), terms.get("limits"))
+        return dict(Claim(terms.epsilon, terms.delta, terms.unit).limits(int(attack["group"]), whole))
 
-    canaries, controls = audit["canaries"], audit["controls"]
-    found = controls["words"]
-    return {
-        "verdict": audit["verdict"],
-        "verdict_reason": audit["verdict_reason"],
-        "epsilon_lower_bound": {key: audit["epsilon_lower_bound"][key] for key in _BOUND},
-        "attacks": {
-            name: {**{key: attack[key] for key in _ATTACK}, "limits": limits(attack)}
-            for name, attack in audit["attacks"].items()
-        },
-        "exposure": {group: {key: seen[key] for key in _EXPOSURE} for group, seen in audit["exposure"].items()},
-        "extraction": {group: {key: got[key] for key in _EXTRACTION} for group, got in audit["extraction"].items()},
-        "controls": {
-            "base_separates": controls["base_separates"],
-            "words": None if not found else {key: found[key] for key in ("auc", "succeeds")},
-            "positive": controls["positive"],
-        },
-        "canaries": {
-            "kind": canaries["kind"],
-            "secrets": _secrets(canaries),
-            "groups": canaries["groups"],
-            "references": canaries["references"],
-        },
-        "audits_run": audit["audits_run"],
-        "commitment": canaries["commitment"],
-        "weights": audit["weights"],
-    }
+    bound, controls, canaries = audit["epsilon_lower_bound"], audit["controls"], audit["canaries"]
+    words_control = controls["words"]
+    return Audit.pick(
+        audit,
+        epsilon_lower_bound=privacy_record.Bound.pick(bound),
+        attacks={name: privacy_record.Attack.pick(one, limits=limits(one)) for name, one in audit["attacks"].items()},
+        exposure={group: privacy_record.Exposure.pick(seen) for group, seen in audit["exposure"].items()},
+        extraction={group: privacy_record.Extraction.pick(got) for group, got in audit["extraction"].items()},
+        controls=privacy_record.Controls.pick(
+            controls, words=privacy_record.WordsControl.pick(words_control) if words_control else None
+        ),
+        canaries=privacy_record.Canaries.pick(canaries, secrets=_secrets(canaries)),
+        commitment=canaries["commitment"],
+    )
 
 
 def _secrets(canaries: Json) -> str:

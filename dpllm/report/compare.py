@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError
 from dpllm.report.claim import Json
-from dpllm.report.comparison import markdown, rows, sides, values
+from dpllm.report.comparison import rows, sides, values
 from dpllm.report.comparison.rows import Row
 from dpllm.rundir import RunDir, write_json
 
@@ -49,7 +49,7 @@ class Comparison:
 
     def table(self) -> Table:
         """The measures as a table for the terminal."""
-        return rows.table(self.values, " ".join(markdown.caption(self.values)))
+        return rows.table(self.values, " ".join(rows.caption(self.values)))
 
 
 def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> Comparison:
@@ -96,7 +96,7 @@ def public_table(runs: Sequence[RunDir]) -> Table:
     with _readable(runs):
         read = sides.read(runs, public=True)
         value = values.values(read, sides.differences(read, public=True), public=True)
-        return rows.table(value, " ".join(markdown.caption(value)))
+        return rows.table(value, " ".join(rows.caption(value)))
 
 
 class DPComparison:
@@ -193,7 +193,7 @@ def _write(value: Json, target: Path, public: bool) -> tuple[Path, ...]:
         }
         drawn = [name for name, draw in pictures.items() if draw(value, target / name)]
         temporary = target / f".comparison.md.{os.getpid()}"
-        temporary.write_text(markdown.render(value, drawn), encoding="utf-8")
+        temporary.write_text(rows.markdown(value, drawn), encoding="utf-8")
         os.replace(temporary, target / "comparison.md")
         files = tuple(target / name for name in FILES if (target / name).exists())
         for path in files:

@@ -1,7 +1,7 @@
 """What the guarantee means for one person: how far any test for their presence can succeed, as a small figure.
 
-Comes in: a privacy block; for its curve, the accounting event. Goes out: SVG text, its description, points of a curve. The
-picture is drawn from the block alone, without a plotting library, so that whoever has the block can draw the same bytes.
+Comes in: the terms of a privacy statement; for its curve, the accounting event. Goes out: SVG text, its description, points of a
+curve. The picture is drawn from the terms alone, without a plotting library, so that whoever has them can draw the same bytes.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 from xml.sax.saxutils import escape
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.events import Event, Terms, normal_form
+from dpllm.privacy import events
 from dpllm.privacy.limits import attacker_limits, profile
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.report import words
-
-Json = dict[str, Any]
+from dpllm.report.fields import Terms
 
 FILE = "privacy.svg"
 POINTS = 25
@@ -31,7 +29,7 @@ _LEFT, _TOP, _SIDE = 74, 42, 232  # of the square that holds the curve
 _INK, _GREY, _CURVE, _FILL = "#222222", "#6b6b6b", "#0072B2", "#cfe3f1"  # blue of Okabe and Ito's palette
 
 
-def trade_off(event: Event, relation: Relation) -> list[list[float]] | None:
+def trade_off(event: events.Event, relation: Relation) -> list[list[float]] | None:
     """The largest true-positive rate that any membership test can have, at each of ``RATES``.
 
     Args:
@@ -49,46 +47,46 @@ def trade_off(event: Event, relation: Relation) -> list[list[float]] | None:
         Kairouz, Oh and Viswanath 2015, "The Composition Theorem for Differential Privacy" (the lines).
     """
     try:
-        return [list(point) for point in _trade_off(normal_form(event), relation)]
+        return [list(point) for point in _trade_off(events.normal_form(event), relation)]
     except (ConfigError, Refused):
         return None
 
 
 @lru_cache(maxsize=64)
-def _trade_off(terms: Terms, relation: Relation) -> tuple[tuple[float, float], ...]:
+def _trade_off(terms: events.Terms, relation: Relation) -> tuple[tuple[float, float], ...]:
     pairs = list(zip(*profile(terms, relation), strict=True))
     return tuple((rate, _up(min(_line(epsilon, delta, rate) for epsilon, delta in pairs))) for rate in RATES)
 
 
-def alt_text(block: Json) -> str:
+def alt_text(terms: Terms) -> str:
     """The figure in words, for those who do not see it."""
-    one, ten = (words.percent_bound(_at(block, rate)) for rate in (0.01, 0.001))
-    who = _who(block).replace("[", "(").replace("]", ")")  # brackets would end the description in Markdown
+    one, ten = (words.percent_bound(_at(terms, rate)) for rate in (0.01, 0.001))
+    who = _who(terms.unit).replace("[", "(").replace("]", ")")  # brackets would end the description in Markdown
     return (
         f"Curve of the largest true-positive rate that any test for the presence of {who} can have against its "
         f"false-positive rate: at most {one} at 1%, at most {ten} at 0.1%. "
-        f"A dotted diagonal shows guessing. The area under the curve is at most {words.bound(_area(block))}, of guessing 0.5."
+        f"A dotted diagonal shows guessing. The area under the curve is at most {words.bound(_area(terms))}, of guessing 0.5."
     )
 
 
-def figure(block: Json) -> str:
+def figure(terms: Terms) -> str:
     """The figure as SVG, on a white ground with a frame, for light and dark pages.
 
     Args:
-        block: Of a run with a guarantee.
+        terms: What is guaranteed.
 
     Returns:
-        SVG text; equal blocks give equal text.
+        SVG text; equal terms give equal text.
     """
-    line = " ".join(f"{_x(rate):.1f},{_y(tpr):.1f}" for rate, tpr in _curve(block))
+    line = " ".join(f"{_x(rate):.1f},{_y(tpr):.1f}" for rate, tpr in _curve(terms))
     bottom = f"{_x(1):.1f},{_y(1e-3):.1f} {_x(1e-3):.1f},{_y(1e-3):.1f}"
-    marks = [(rate, _at(block, rate)) for rate in (0.001, 0.01)]
+    marks = [(rate, _at(terms, rate)) for rate in (0.001, 0.01)]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
         f'role="img" font-family="Helvetica, Arial, sans-serif" font-size="13" fill="{_INK}">',
-        f"<title>{escape(alt_text(block))}</title>",
+        f"<title>{escape(alt_text(terms))}</title>",
         f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="6" fill="#ffffff" stroke="#bdbdbd"/>',
-        _text(_LEFT, 26, f"Telling whether {_who(block)} was used", size=15, weight="bold"),
+        _text(_LEFT, 26, f"Telling whether {_who(terms.unit)} was used", size=15, weight="bold"),
         f'<polygon points="{line} {bottom}" fill="{_FILL}"/>',
         *_grid(),
         f'<line x1="{_x(1e-3):.1f}" y1="{_y(1e-3):.1f}" x2="{_x(1):.1f}" y2="{_y(1):.1f}" stroke="{_INK}" '
@@ -99,7 +97,7 @@ def figure(block: Json) -> str:
             for rate, tpr in marks
         ),
         *_labels(),
-        *_legend(block, marks),
+        *_legend(terms, marks),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -126,13 +124,13 @@ def _labels() -> list[str]:
     ]
 
 
-def _legend(block: Json, marks: Sequence[tuple[float, float]]) -> list[str]:
+def _legend(terms: Terms, marks: Sequence[tuple[float, float]]) -> list[str]:
     x, shown = _LEFT + _SIDE + 28, []
     rows = [
         (f"at most {words.percent_bound(tpr)} recognised", f"if wrong about {100 * rate:g}% of those not used")
         for rate, tpr in reversed(marks)
     ]
-    rows.append((f"area under the curve at most {words.bound(_area(block), 3)}", "0.5 is guessing, 1 is certainty"))
+    rows.append((f"area under the curve at most {words.bound(_area(terms), 3)}", "0.5 is guessing, 1 is certainty"))
     y = _TOP + 18
     for first, second in rows:
         shown += [_text(x, y, first, weight="bold"), _text(x, y + 17, second, colour=_GREY, size=12)]
@@ -144,7 +142,7 @@ def _legend(block: Json, marks: Sequence[tuple[float, float]]) -> list[str]:
         f'<line x1="{x}" y1="{y + 18}" x2="{x + 26}" y2="{y + 18}" stroke="{_INK}" stroke-width="1.5" '
         'stroke-dasharray="2 4"/>',
         _text(x + 34, y + 22, "guessing", size=12),
-        _text(x, y + 52, f"ε = {words.bound(block['epsilon'])}, δ = {words.number_text(block['delta'])}", size=12),
+        _text(x, y + 52, f"ε = {words.bound(terms.epsilon)}, δ = {words.number_text(terms.delta)}", size=12),
     ]
     return shown
 
@@ -166,25 +164,27 @@ def _text(
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{extra}>{escape(text)}</text>'
 
 
-def _who(block: Json) -> str:
-    unit = words.line(block["unit"])
+def _who(unit: str) -> str:
+    unit = words.line(unit)
     return "one training example" if unit == "example" else f"one {unit if len(unit) <= 24 else unit[:23] + '…'}"
 
 
-def _curve(block: Json) -> list[tuple[float, float]]:
+def _curve(terms: Terms) -> list[tuple[float, float]]:
     """The limit at each of ``RATES``, from the whole mechanism where it is known."""
-    known = dict(block.get("trade_off") or ())
-    return [(rate, min(_line(block["epsilon"], block["delta"], rate), known.get(rate, 1.0))) for rate in RATES]
+    known = dict(terms.trade_off or ())
+    return [(rate, min(_line(terms.epsilon, terms.delta, rate), known.get(rate, 1.0))) for rate in RATES]
 
 
-def _at(block: Json, rate: float) -> float:
-    whole = (block.get("limits") or {}).get(f"tpr_at_fpr_{rate:g}")
-    return min(dict(_curve(block))[rate], 1.0 if whole is None else whole)
+def _at(terms: Terms, rate: float) -> float:
+    whole = None
+    if terms.limits is not None:
+        whole = terms.limits.tpr_at_fpr_0_01 if rate == 0.01 else terms.limits.tpr_at_fpr_0_001
+    return min(dict(_curve(terms))[rate], 1.0 if whole is None else whole)
 
 
-def _area(block: Json) -> float:
-    whole = (block.get("limits") or {}).get("auc")
-    return min(attacker_limits(block["epsilon"], block["delta"])["auc"], 1.0 if whole is None else whole)
+def _area(terms: Terms) -> float:
+    whole = None if terms.limits is None else terms.limits.auc
+    return min(attacker_limits(terms.epsilon, terms.delta)["auc"], 1.0 if whole is None else whole)
 
 
 def _line(epsilon: float, delta: float, rate: float) -> float:

@@ -1,8 +1,8 @@
 """The parts of a card that are a function of its privacy block: the banner, and everything about privacy and audit.
 
-Comes in: a privacy block, or the Markdown of a card. Goes out: the text between the markers, written or read back. Must not
+Comes in: a privacy statement, or the Markdown of a card. Goes out: the text between the markers, written or read back. Must not
 read any file but its template, nor know the recipe, the record or the audit: whoever has ``privacy.json`` can render the
-same text, and jinja2 is all that it takes.
+same text, and jinja2 and pydantic are all that it takes.
 """
 
 from __future__ import annotations
@@ -10,58 +10,57 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, TemplateError
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
 from dpllm.report import person, words
+from dpllm.report.privacy_record import AttackLimits, PrivacyRecord
 
 Json = dict[str, Any]
 
 TEMPLATES = Path(__file__).parent / "templates"
 PARTS = ("banner", "privacy")
-TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
-"""What begins HTML, an address aside: a tag or comment that is left open swallows what follows."""
-_FENCE = re.compile(r"(\s*)(```|~~~)")
-"""What opens a block of code, which swallows what follows as well."""
+MOST_MATTER = 2**19
+"""Letters of a front matter; YAML takes ten seconds for a million."""
+MOST_LEVELS = 60
 
 
-def render(block: Json) -> dict[str, str]:
+def render(record: PrivacyRecord) -> dict[str, str]:
     """The marked parts of a card.
 
     Args:
-        block: The privacy block, as ``privacy.json`` holds it.
+        record: The privacy statement, as ``privacy_record.read`` makes it of what ``privacy.json`` holds.
 
     Returns:
-        "banner" and "privacy": Markdown, as it stands between the markers. Equal blocks give equal text, however their keys
-        are ordered, and any two that differ give different text: the last line holds ``digest``.
+        "banner" and "privacy": Markdown, as it stands between the markers. Equal statements give equal text, however their
+        keys are ordered, and any two that differ give different text: the last line holds ``digest``.
 
     Raises:
-        ConfigError: The block is not one that the schema allows, or a text in it holds a marker.
+        ConfigError: A number cannot be put into words, or a text holds a marker.
     """
-    holds = block.get("guarantee")
     try:
-        terms = block if holds else block.get("attempted")
+        terms = record.terms
         context = {
             "w": words,
-            "b": block,
+            "b": record,
             "t": terms,
-            "holds": holds,
-            "limits": attacker_limits(terms["epsilon"], terms["delta"]) if holds and terms else None,
+            "holds": record.guarantee,
+            "limits": AttackLimits.pick(dict(attacker_limits(terms.epsilon, terms.delta))) if terms else None,
             "figure": person,
-            "digest": digest(block),
+            "digest": digest(record.to_json()),
         }
         found = {name: _tidy(template(f"{name}.md.j2").render(context)) for name in PARTS}
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a block of a stranger makes a template do
+    # A stranger's statement may keep to the schema and have exposure of one group and extraction of another.
+    except (ArithmeticError, LookupError, TypeError, ValueError, TemplateError) as error:
         raise ConfigError(
-            f"the privacy block cannot be put into words ({type(error).__name__}), so no card can be made of it. Check it "
-            "against dpllm/report/schema/privacy.schema.json."
+            f"the privacy statement cannot be put into words ({type(error).__name__}), so no card can be made of it. Restore "
+            "privacy.json, or write the card again: dpllm card RUN."
         ) from None
     for name, text in found.items():
         if any(marker in text for part in PARTS for marker in _markers(part)):
@@ -76,15 +75,6 @@ def marked(name: str, text: str) -> str:
     """A part of a card between its markers."""
     start, end = _markers(name)
     return f"{start}\n{text}\n{end}"
-
-
-def inert(text: str) -> str:
-    """Markdown in which no HTML and no block of code begins, so that nothing behind it can be hidden by it."""
-    lines = (
-        _FENCE.sub(r"\1\\\2", line, count=1) if _FENCE.match(line) else line
-        for line in _unix(text).splitlines(keepends=True)
-    )
-    return TAG.sub("&lt;", "".join(lines))
 
 
 def parts(markdown: str) -> dict[str, str]:
@@ -112,26 +102,58 @@ def parts(markdown: str) -> dict[str, str]:
     return found
 
 
+@lru_cache(maxsize=4)
 def front_matter(markdown: str) -> Json:
-    """The YAML between the first two rules of a card.
+    """The YAML between the first two rules of a card, which may be a stranger's; not to be changed.
 
     Raises:
-        ConfigError: There is none, or it is no mapping.
+        ConfigError: There is none, or it is no mapping; a key stands twice; or it uses anchors or is nested without end, so that
+            a short text stands for a value of any size.
     """
     import yaml
 
-    text = _unix(markdown).removeprefix("\ufeff")
-    matter = re.match(r"---\n(.*?\n)---[ \t]*(?:\n|$)", text, re.DOTALL)
+    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
+    matter = re.match(r"---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", text, re.DOTALL)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    value = None
     try:
-        value = yaml.safe_load(matter[1]) if matter else None
+        # Readers differ over whether a carriage return alone ends a line.
+        if matter and "\r" not in text and len(matter[1]) <= MOST_MATTER:
+            _refuse_tricks(yaml.parse(matter[1], Loader=loader))
+            _unique_keys(yaml.compose(matter[1], Loader=loader))
+            value = yaml.load(matter[1], Loader=loader)
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         value = None
     if not isinstance(value, dict):
         raise ConfigError(
-            "the card has no front matter that reads as YAML, so nothing that it states can be found. Write it again: "
-            "dpllm card RUN."
+            "README.md has no front matter of YAML with each key once and no anchors, so nothing that it states can be found. "
+            "Take the file from where the model was published, or write it again: dpllm card RUN."
         )
     return value
+
+
+def _refuse_tricks(events: Iterable[Any]) -> None:
+    import yaml
+
+    depth = 0
+    for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or depth > MOST_LEVELS:
+            raise ValueError("anchors, or nested without end")
+
+
+def _unique_keys(node: Any) -> None:
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value if isinstance(key, yaml.ScalarNode) else "?" for key, _ in node.value]
+        if len(set(keys)) != len(keys) or "<<" in keys:
+            raise ValueError("a key stands twice")
+        for _, value in node.value:
+            _unique_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _unique_keys(value)
 
 
 def digest(block: Json) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from dpllm.artifacts import BLOCK, CARD
 from dpllm.errors import ConfigError
 from dpllm.report import sign
-from dpllm.report.checks import audits, books, files, kin, leaks, origin, page, promise
+from dpllm.report.checks import audits, books, files, origin, page, promise
 from dpllm.report.checks.reading import read_object, read_text
 from dpllm.report.checks.values import Check, Published, Verification, Wrong, failed, tried, verified
 from dpllm.rundir import RunDir
@@ -36,10 +36,9 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("author's word", page.said),
     ("audit", audits.check),
     ("audit of the engine", audits.check_mechanism),
-    ("lineage", kin.check),
+    ("lineage", promise.check_lineage),
     ("ledger", books.check),
     ("run", origin.check),
-    ("private text", leaks.check),
 )
 _MOST_CARD, _MOST_BLOCK = 2**22, 2**19
 
@@ -67,7 +66,7 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
     checks.append(verified("card", "README.md and privacy.json are there and can be read."))
-    found = Published(directory, block, card, run, ledger, signers)
+    found = Published(directory, block, card, run, ledger)
     for name, check in CHECKS:
         checks += _guarded(name, check, found)
     checks.append(sign.check(directory, signers))

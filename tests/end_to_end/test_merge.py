@@ -22,7 +22,7 @@ from dpllm.audit.scores import score_canaries
 from dpllm.audit.table import read_scores
 from dpllm.config import RunConfig
 from dpllm.errors import Refused
-from dpllm.report import section
+from dpllm.report import privacy_record, section
 from dpllm.rundir import RunDir
 
 CPU = torch.device("cpu")
@@ -192,7 +192,7 @@ def test_the_card_is_that_of_a_plain_model(finished: Place, merged: Path) -> Non
     matter = section.front_matter(text)
     assert matter["library_name"] == "transformers"
     assert matter["privacy"] == block_of(merged)
-    assert section.parts(text) == section.render(block_of(merged))
+    assert section.parts(text) == section.render(privacy_record.read(block_of(merged)))
     use = text.split("\n## Use\n")[1].split("\n## ")[0]
     assert "AutoModelForCausalLM.from_pretrained(here)" in use
     assert "peft" not in use

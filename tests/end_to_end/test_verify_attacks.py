@@ -18,8 +18,7 @@ from running import Place, done, dpllm_
 from dpllm import base_block, push
 from dpllm.config import RunConfig
 from dpllm.errors import Refused
-from dpllm.report.checks import page
-from dpllm.report.checks.values import Published
+from dpllm.report.checks import leaks
 from dpllm.rundir import RunDir
 
 
@@ -78,11 +77,18 @@ HIDINGS: dict[str, Callable[[str], bytes]] = {
 }
 
 
+def _found(run: Path) -> set[str]:
+    """What the search before a push finds."""
+    one = RunDir(run)
+    names = [path.relative_to(one.export).as_posix() for path in one.export.rglob("*") if path.is_file()]
+    return {check.name for check in leaks.search(one, names) if check.status == "failed"}
+
+
 @pytest.mark.parametrize("name", HIDINGS)
 def test_a_canary_is_found_in_a_file_of_any_kind(run: Path, name: str) -> None:
     """Also in one that an export may hold."""
     (run / "export" / name).write_bytes(HIDINGS[name](_secret(run)))
-    assert "canary texts" in failing(run)
+    assert _found(run) == {"canary texts"}
 
 
 def test_a_canary_is_found_in_the_description_of_a_safetensors_file(run: Path) -> None:
@@ -90,29 +96,7 @@ def test_a_canary_is_found_in_the_description_of_a_safetensors_file(run: Path) -
 
     path = run / "export" / "adapter_model.safetensors"
     save_file(load_file(path), path, metadata={"note": _secret(run)})
-    rehash(run / "export", "adapter_model.safetensors")
-    assert "canary texts" in failing(run)
-
-
-@pytest.mark.parametrize(
-    ("text", "hides"),
-    [
-        ("<?", True), ('<div title="', True), ("<dialog>", True), ("<![CDATA[", True), ("```\n~~~", True),
-        ("```<details>`", True), ("`` ` <!-- ` ``", True), ("<details>", True),
-        ("````\n```", True), ("```python\nx\n```", True), ("\\`<?`", True), ("It writes `<eos>`.", True), ("a\u202eb", True),
-        ("Ask <jane@example.org>, see <https://a.b>.", False), ("With `code`, *stress* and 1 < 2.", False),
-    ],
-)  # fmt: skip
-def test_text_before_the_statement_cannot_hide_it(text: str, hides: bool) -> None:
-    card = f"---\na: 1\n---\n<!-- dpllm:banner -->\nx\n<!-- /dpllm:banner -->\n\n{text}\n\n<!-- dpllm:privacy -->\n"
-    assert (page._visible(card).status == "failed") is hides
-
-
-@pytest.mark.parametrize("name", ["notes` <!--", "notes\u202e", "notes` <details>"])
-def test_a_field_of_the_block_cannot_hide_the_statement(run: Path, name: str) -> None:
-    export = run / "export"
-    carry(export, {**read(export), "dataset": name})
-    assert {"privacy in README.md"} <= failing(export)
+    assert _found(run) == {"canary texts"}
 
 
 def _parent(block: published.Json, **other: object) -> published.Json:
@@ -183,12 +167,6 @@ def test_a_file_that_changes_before_it_is_sent_is_refused(run: Path, monkeypatch
     with pytest.raises(Refused, match="changed while"):
         push.push(RunDir(run), "alice/notes")
     assert not sent
-
-
-def test_the_figure_and_card_of_an_honest_run_hide_nothing(run: Path) -> None:
-    card = (run / "export" / "README.md").read_text("utf-8")
-    found = Published(run / "export", read(run / "export"), card)
-    assert all(check.status != "failed" for check in page.marked(found))
 
 
 @pytest.mark.parametrize("listed", ["none.safetensors", "model.safetensors"])

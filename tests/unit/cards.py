@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from dpllm.config import RunConfig, dump_config
+from dpllm.report.card import compose
+from dpllm.report.claim import statement_of
 from dpllm.rundir import RunDir, write_json
 
 Json = dict[str, Any]
@@ -154,6 +156,20 @@ def audit(**changes: Any) -> Json:
         "weights": {"adapter_model.safetensors": HASH},
         **changes,
     }
+
+
+def render_card(
+    recipe: RunConfig,
+    the_plan: Json | None,
+    the_record: Json,
+    the_audit: Json | None,
+    mechanism: Json | None = None,
+    *,
+    files: Json | None = None,
+) -> tuple[str, Json]:
+    """A card and its privacy block; with ``files`` None it names those of the record."""
+    statement = statement_of(recipe, the_plan, the_record, the_audit, mechanism, files)
+    return compose(recipe, the_record, statement), statement.to_json()
 
 
 def front_matter(text: str) -> Json:

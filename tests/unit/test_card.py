@@ -29,6 +29,7 @@ from cards import (
     make_run,
     plan,
     record,
+    render_card,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ from hypothesis import strategies as st
 from dpllm.errors import ConfigError
 from dpllm.privacy.lattice import noise_scale
 from dpllm.report import words
-from dpllm.report.card import render_card, write_card
+from dpllm.report.card import write_card
 
 # What is said
 

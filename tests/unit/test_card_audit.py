@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from cards import EPSILON, HASH, SETTINGS, Json, audit, config, first_line, plan, record
+from cards import EPSILON, HASH, SETTINGS, Json, audit, config, first_line, plan, record, render_card
 
 from dpllm.errors import ConfigError
 from dpllm.report import words
-from dpllm.report.card import render_card
 
 
 def test_audit_stands_beside_its_controls_and_limits() -> None:

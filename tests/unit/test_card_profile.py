@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from cards import config, plan, record
-
-from dpllm.report.card import render_card
+from cards import config, plan, record, render_card
 
 LIMITS = {"tpr_at_fpr_0.001": 0.00618481, "tpr_at_fpr_0.01": 0.0367772, "auc": 0.6265405, "gdp_mu": 0.933221}
 CURVE = [[1e-4, 2.31541], [1e-5, 2.96331], [1e-30, None]]

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 import pytest
-from cards import Json, audit, baseline, baseline_record, body, broken, config, first_line, plan, record
+from cards import Json, audit, baseline, baseline_record, body, broken, config, first_line, plan, record, render_card
 
 from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
-from dpllm.report import section
-from dpllm.report.card import compose, render_card
+from dpllm.report import privacy_record, section
+from dpllm.report.card import compose
 
 CLAIM = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
 NONE = "> **No differential privacy guarantee: "
@@ -258,7 +258,7 @@ def test_every_state_has_its_card(name: str) -> None:
     for sentence in says:
         assert sentence in text
     assert body(text).startswith("<!-- dpllm:banner -->\n> **")
-    assert section.parts(text) == section.render(block)
+    assert section.parts(text) == section.render(privacy_record.read(block))
     assert section.front_matter(text)["privacy"] == block
     assert not re.search(r"\bNone\b(?! of this)", body(text))
     assert "Undefined" not in text
@@ -279,7 +279,8 @@ def test_an_exception_is_in_the_first_line_whatever_else_is() -> None:
 
 def test_a_merged_copy_says_so_and_is_used_as_a_whole_model() -> None:
     block = render_card(config(), plan(), record(), audit())[1]
-    text = compose(config(), record(), {**block, "merged_from": {"files": {"adapter_model.safetensors": HASH}}})
+    merged = {**block, "merged_from": {"files": {"adapter_model.safetensors": HASH}}}
+    text = compose(config(), record(), privacy_record.read(merged))
     assert "These files are a merged copy, which has the same guarantee" in text
     assert "The audit was of the adapter, before it was merged" in text
     assert "PeftModel" not in text

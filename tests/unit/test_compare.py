@@ -23,7 +23,7 @@ from dpllm.cli import main
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, stated
 from dpllm.report.compare import Comparison, compare
-from dpllm.report.comparison import intervals, markdown, rows
+from dpllm.report.comparison import rows, values
 from dpllm.rundir import RunDir, write_json
 
 INF = math.inf
@@ -219,13 +219,13 @@ def test_a_bootstrap_covers_the_mean() -> None:
     for _ in range(200):
         tokens = generator.integers(5, 20, 120)
         losses = tokens * generator.normal(2.0, 0.7, 120)
-        low, high = intervals.ratio(losses.tolist(), tokens.tolist()) or (0, 0)
+        low, high = values.ratio(losses.tolist(), tokens.tolist()) or (0, 0)
         hits += low <= 2.0 <= high
     assert 180 <= hits <= 199  # 95 % of 200; outside with probability below 1e-4 for a sound interval
-    assert intervals.ratio([1.0], [1.0]) is None
-    assert intervals.mean([]) is None
-    assert intervals.share(0, 0) is None
-    assert intervals.share(0, 10) == pytest.approx([0.0, 0.3085], abs=1e-4)
+    assert values.ratio([1.0], [1.0]) is None
+    assert values.mean([]) is None
+    assert values.share(0, 0) is None
+    assert values.share(0, 10) == pytest.approx([0.0, 0.3085], abs=1e-4)
 
 
 # --- where it lies ---------------------------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ def test_an_audit_that_contradicts_takes_the_epsilon_away(tmp_path: Path) -> Non
 
 def test_an_interrupted_run_is_named(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "baseline", INF), make_run(tmp_path / "dp", 3.0, record={"status": "interrupted"})]
-    assert "dp is interrupted." in " ".join(markdown.caption(compare(runs).values))
+    assert "dp is interrupted." in " ".join(rows.caption(compare(runs).values))
 
 
 def test_a_group_in_which_no_coin_said_in_is_compared(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from comparing import Json, make_run
 
 from dpllm.report.compare import compare
-from dpllm.report.comparison.axis import axis_of
+from dpllm.report.comparison.curves import axis_of
 
 INF = math.inf
 BROKEN = {"guarantee": {"holds": False, "reason": "the noise was seeded"}}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import pytest
-from cards import Json, config, plan, record
+from cards import config, plan, record, render_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.privacy.limits import attacker_limits_of
 from dpllm.report import person
-from dpllm.report.card import render_card
+from dpllm.report.fields import MechanismLimits, Terms
 
 EVENT = {
     "type": "self_composed",
@@ -25,8 +26,8 @@ EVENT = {
 }
 
 
-def block(**changes: object) -> Json:
-    return {"epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes}
+def terms(**changes: Any) -> Terms:
+    return Terms.model_construct(**{"epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes})
 
 
 def test_the_curve_is_above_guessing_rising_and_holds_the_stated_limits() -> None:
@@ -48,9 +49,7 @@ def test_the_curve_is_above_guessing_rising_and_holds_the_stated_limits() -> Non
 @settings(deadline=None, derandomize=True)
 def test_any_guarantee_has_a_figure_that_stays_in_its_frame(epsilon: float, delta: float, known: bool) -> None:
     curve = [[rate, min(1.0, 3 * rate)] for rate in person.RATES] if known else None
-    shown = block(epsilon=epsilon, delta=delta, trade_off=curve)
-    drawn = person.figure(shown)
-    assert drawn == person.figure(dict(reversed(shown.items())))
+    drawn = person.figure(terms(epsilon=epsilon, delta=delta, trade_off=curve))
     root = ET.fromstring(drawn)
     _, _, width, height = map(float, root.get("viewBox", "").split())
     for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", drawn):
@@ -62,7 +61,7 @@ def test_any_guarantee_has_a_figure_that_stays_in_its_frame(epsilon: float, delt
 
 def test_text_fits_its_frame() -> None:
     """At 0.58 of its size a letter: wider than Helvetica, Arial and DejaVu Sans set these words."""
-    for shown in (block(), block(epsilon=12345.678901, delta=1.2345678901e-11), block(unit="example", epsilon=0.01)):
+    for shown in (terms(), terms(epsilon=12345.678901, delta=1.2345678901e-11), terms(unit="example", epsilon=0.01)):
         root = ET.fromstring(person.figure(shown))
         width = float(root.get("width", "0"))
         for text in root.iter("{http://www.w3.org/2000/svg}text"):
@@ -74,7 +73,7 @@ def test_text_fits_its_frame() -> None:
 
 
 def test_it_needs_no_font_no_script_and_no_network() -> None:
-    drawn = person.figure(block())
+    drawn = person.figure(terms())
     assert drawn.count("http") == 1  # the namespace
     for word in ("<script", "href", "<style", "<image", "@import"):
         assert word not in drawn
@@ -84,17 +83,22 @@ def test_it_needs_no_font_no_script_and_no_network() -> None:
 
 def test_a_long_or_odd_unit_is_escaped_and_cut() -> None:
     unit = '<&"]' + "x" * 200
-    drawn = person.figure(block(unit=unit))
+    drawn = person.figure(terms(unit=unit))
     root = ET.fromstring(drawn)
     title = next(text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text"))
     assert len(title) < 60
-    assert "]" not in person.alt_text(block(unit=unit))
+    assert "]" not in person.alt_text(terms(unit=unit))
 
 
 @pytest.mark.parametrize("unit", ["example", "patient_id"])
-def test_the_description_states_the_figures_of_the_block(unit: str) -> None:
+def test_the_description_states_the_figures_of_the_terms(unit: str) -> None:
     text = person.alt_text(
-        block(unit=unit, limits={"tpr_at_fpr_0.001": 0.0061, "tpr_at_fpr_0.01": 0.0367, "auc": 0.6265})
+        terms(
+            unit=unit,
+            limits=MechanismLimits.pick(
+                {"tpr_at_fpr_0.001": 0.0061, "tpr_at_fpr_0.01": 0.0367, "auc": 0.6265, "gdp_mu": None}
+            ),
+        )
     )
     assert ("one training example" if unit == "example" else "one patient_id") in text
     assert "at most 3.7% at 1%, at most 0.7% at 0.1%" in text
@@ -102,7 +106,8 @@ def test_the_description_states_the_figures_of_the_block(unit: str) -> None:
 
 
 def test_the_card_shows_it_with_its_description() -> None:
-    text, whole = render_card(config(), plan(), record(), None)
+    text, block = render_card(config(), plan(), record(), None)
+    whole = Terms.pick(block)
     assert f"![{person.alt_text(whole)}](privacy.svg)" in text
     assert f"<title>{person.alt_text(whole)}</title>".replace("'", "&#x27;") in person.figure(whole).replace(
         "'", "&#x27;"

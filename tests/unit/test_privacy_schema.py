@@ -1,8 +1,9 @@
-"""The schema of the privacy block: closed, documented, shipped, and kept to by every block that is written."""
+"""The privacy statement as a record: closed, documented, and kept to by every statement that is written or published."""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator
 from importlib import resources
@@ -10,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import Json, audit, config, plan, record
+from cards import Json, audit, config, plan, record, render_card
 from jsonschema import Draft202012Validator
 from test_card_states import STATES
 
 from dpllm.errors import ConfigError
-from dpllm.report import fields
-from dpllm.report.card import render_card
+from dpllm.report import privacy_record, section
+from dpllm.report.card import dump_block
+from dpllm.report.fields import NotAStatement
 
-DOCS = Path(__file__).parents[2] / "docs" / "model-card.md"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "model-card.md"
+PUBLISHED = sorted((ROOT / "model_cards").glob("*/export/privacy.json"))
+SCHEMA = privacy_record.schema()
 FOUND = {"verdict": "consistent", "reason": "No test failed.", "steps": 300}
 
 
@@ -45,10 +50,51 @@ def at(block: Json, path: tuple[Any, ...]) -> Json:
     return here
 
 
-def test_the_schema_is_a_schema_and_ships_with_the_package() -> None:
-    Draft202012Validator.check_schema(fields.schema())
-    shipped = resources.files("dpllm.report").joinpath("schema/privacy.schema.json")
-    assert shipped.read_text(encoding="utf-8") == fields.SCHEMA.read_text(encoding="utf-8")
+def problems(block: object) -> list[str]:
+    try:
+        privacy_record.read(block)
+    except NotAStatement as error:
+        return error.problems
+    return []
+
+
+def resolved(field: Json) -> Json:
+    """A field with what it refers to; null aside, and its own description first."""
+    kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
+    target = SCHEMA["$defs"][kinds[0]["$ref"].rsplit("/", 1)[1]] if "$ref" in kinds[0] else kinds[0]
+    return {**target, **field, "type": kind_of(field)}
+
+
+def kind_of(field: Json) -> str:
+    kinds = [
+        SCHEMA["$defs"][one["$ref"].rsplit("/", 1)[1]] if "$ref" in one else one for one in field.get("anyOf", [field])
+    ]
+    return " or ".join(dict.fromkeys(kind["type"] for kind in kinds))
+
+
+def rows(name: str, prefix: str = "") -> list[tuple[str, str, str]]:
+    """Every field of a part as (dotted name, type, meaning); <name> stands for the names of a map."""
+    found = []
+    for key, field in SCHEMA["$defs"][name]["properties"].items():
+        whole, place = resolved(field), f"{prefix}{key}"
+        found.append((place, whole["type"], " ".join(whole["description"].split())))
+        inner = [one for one in (whole, *whole.get("patternProperties", {}).values()) if isinstance(one, dict)]
+        for one in inner:
+            title = resolved(one).get("title")
+            if resolved(one).get("properties") and key != "attempted":  # the terms once more
+                found += rows(title, f"{place}." if one is whole else f"{place}.<name>.")
+    return found
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Of a statement with a guarantee, with what stands in one without beside it."""
+    without = [row for row in rows("NotGuaranteed") if row[0] in ("reason", "attempted")]
+    first = [row for row in rows("Guaranteed") if row[0] in ("schema_version", "guarantee")]
+    return [*first, *without, *(row for row in rows("Guaranteed") if row not in first)]
+
+
+def test_the_schema_is_a_schema_and_the_templates_ship_with_the_package() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
     templates = resources.files("dpllm.report").joinpath("templates")
     assert {path.name for path in templates.iterdir()} >= {
         "banner.md.j2",
@@ -59,23 +105,29 @@ def test_the_schema_is_a_schema_and_ships_with_the_package() -> None:
 
 
 def test_every_field_is_described_and_every_object_closed() -> None:
-    def walk(node: Any, name: str) -> None:
-        for key, field in (node.get("properties") or {}).items():
-            if isinstance(field, dict):
-                whole = fields._resolved(field)
-                assert whole.get("description", "").endswith("."), f"{name}.{key}"
-                walk(whole, f"{name}.{key}")
-        for inner in (node.get("patternProperties") or {}).values():
-            walk(fields._resolved(inner), f"{name}.<name>")
-        if "object" in node.get("type", ()) and not name.endswith("event"):
-            assert node["additionalProperties"] is False, name
+    for name, part in SCHEMA["$defs"].items():
+        assert part["additionalProperties"] is False, name
+        for key, field in part["properties"].items():
+            assert resolved(field).get("description", "").endswith("."), f"{name}.{key}"
 
-    walk(fields.schema(), "block")
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parts[-3])
+def test_every_published_statement_is_valid_and_written_back_byte_for_byte(path: Path) -> None:
+    text = path.read_text("utf-8")
+    statement = privacy_record.read(json.loads(text))
+    assert dump_block(statement.to_json()) == text
+    Draft202012Validator(SCHEMA).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parts[-3])
+def test_the_front_matter_of_a_published_card_has_the_order_of_the_fields(path: Path) -> None:
+    shown = section.front_matter((path.parent / "README.md").read_text("utf-8"))["privacy"]
+    assert json.dumps(privacy_record.read(shown).to_json()) == json.dumps(shown)
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_every_card_keeps_to_it(name: str) -> None:
-    assert fields.problems(render_card(*STATES[name][:5])[1]) == []
+    assert problems(render_card(*STATES[name][:5])[1]) == []
 
 
 MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "groups", "weights", "accountants"}
@@ -87,14 +139,14 @@ def test_a_field_too_many_or_too_few_is_a_problem(block: Json) -> None:
         extra = at(block, path)
         copied = extra.pop("__copied")
         extra["../odd key" if path[-1:] == ("attacks",) else "Unknown"] = {}
-        assert fields.problems(copied), path
+        assert problems(copied), path
         for key in value:
             if (path[-1:] and path[-1] in MAPS) or (path == () and key in optional):
                 continue
             fewer = at(block, path)
             copied = fewer.pop("__copied")
             del fewer[key]
-            assert fields.problems(copied), (*path, key)
+            assert problems(copied), (*path, key)
 
 
 def test_a_value_of_another_type_is_a_problem(block: Json) -> None:
@@ -105,16 +157,18 @@ def test_a_value_of_another_type_is_a_problem(block: Json) -> None:
             wrong = at(block, path)
             copied = wrong.pop("__copied")
             wrong[key] = {"": [{}]}
-            assert fields.problems(copied), (*path, key)
+            assert problems(copied), (*path, key)
 
 
 @pytest.mark.parametrize(
     ("change", "place"),
     [
-        ({"guarantee": False}, "the block"),
+        ({"guarantee": False}, "reason"),
         ({"guarantee": "true"}, "guarantee"),
-        ({"reason": "none"}, "the block"),
+        ({"guarantee": 1}, "the block"),
+        ({"reason": "none"}, "reason"),
         ({"schema_version": 1}, "schema_version"),
+        ({"schema_version": 2.0}, "the block"),
         ({"epsilon": -1}, "epsilon"),
         ({"epsilon": True}, "epsilon"),
         ({"delta": 0}, "delta"),
@@ -124,39 +178,37 @@ def test_a_value_of_another_type_is_a_problem(block: Json) -> None:
     ],
 )
 def test_what_no_card_may_say_is_a_problem(block: Json, change: Json, place: str) -> None:
-    found = fields.problems({**block, **change})
+    found = problems({**block, **change})
     assert any(line.startswith(place) for line in found), found
     with pytest.raises(ConfigError, match="schema"):
-        fields.check({**block, **change})
+        privacy_record.read({**block, **change})
 
 
 def test_terms_without_a_guarantee_stand_under_attempted_alone(block: Json) -> None:
     recipe, the_plan, the_record, *_ = STATES["broken assumption"]
     attempted = render_card(recipe, the_plan, the_record, None)[1]
-    assert fields.problems(attempted) == []
-    assert fields.problems({**attempted, "epsilon": 3.0})
-    assert fields.problems({**block, "attempted": attempted["attempted"]})
-    assert fields.problems({key: value for key, value in attempted.items() if key != "reason"})
+    assert problems(attempted) == []
+    assert problems({**attempted, "epsilon": 3.0})
+    assert problems({**block, "attempted": attempted["attempted"]})
+    assert problems({key: value for key, value in attempted.items() if key != "reason"})
 
 
 def test_a_stranger_s_value_is_a_problem_and_no_traceback() -> None:
     for value in (None, 3, "text", [], {}, {"guarantee": None}, {"files": "x" * 10_000}):
-        found = fields.problems(value)
+        found = problems(value)
         assert found
         assert all(len(line) < 300 for line in found)
 
 
 def test_the_documentation_has_every_field_as_the_schema_describes_it() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    table = text[text.index("| field | type | meaning |") :].split("\n\n")[0].splitlines()[2:]
-    assert table == [
-        f"| `{name}` | {kind} | {meaning.replace('|', chr(92) + '|')} |" for name, kind, meaning in fields.rows()
-    ]
+    shown = text[text.index("| field | type | meaning |") :].split("\n\n")[0].splitlines()[2:]
+    assert shown == [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in table()]
 
 
 def test_the_documentation_maps_items_to_fields_that_exist() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    known = {name for name, _, _ in fields.rows()}
+    known = {name for name, _, _ in table()}
     before = text[: text.index("| field | type | meaning |")]
     named = set(
         re.findall(

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import yaml
-from cards import Json, audit, broken, config, plan, record
+from cards import Json, audit, broken, config, plan, record, render_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_card_states import lineage, parent
 
 from dpllm.errors import ConfigError
-from dpllm.report import section
-from dpllm.report.card import render_card
-from dpllm.report.checks import page
+from dpllm.report import privacy_record, section
+
+
+def rendered(block: Json) -> dict[str, str]:
+    return section.render(privacy_record.read(block))
+
 
 MECHANISM = {"verdict": "consistent", "reason": "No test failed.", "steps": 300}
 
@@ -58,19 +61,19 @@ def changed(block: Json, path: tuple[Any, ...]) -> Json:
 
 def test_a_card_reads_back_as_it_was_rendered() -> None:
     text, block = card()
-    assert section.parts(text) == section.render(block)
+    assert section.parts(text) == rendered(block)
     assert section.front_matter(text)["privacy"] == block
-    assert section.render(json.loads(json.dumps(block))) == section.render(yaml.safe_load(yaml.safe_dump(block)))
+    assert rendered(json.loads(json.dumps(block))) == rendered(yaml.safe_load(yaml.safe_dump(block)))
 
 
 def test_every_field_changes_what_is_rendered(block: Json) -> None:
     """A field of which the marked parts said nothing could be changed in privacy.json without a trace in the card."""
-    shown = section.render(block)
+    shown = rendered(block)
     paths = list(leaves(block))
     assert len(paths) > 150
     for path in paths:
         try:
-            assert section.render(changed(block, path)) != shown, path
+            assert rendered(changed(block, path)) != shown, path
         except ConfigError:  # nothing can be said of such a value
             continue
 
@@ -84,13 +87,13 @@ def test_no_two_blocks_have_one_digest(block: Json) -> None:
 def test_edits_outside_the_marks_are_not_seen() -> None:
     text, block = card()
     edited = text.replace("# notes-lora", "# Our model\n\n![logo](logo.png)\n\nFor wards.") + "\n## Notes\n\nBy hand.\n"
-    assert section.parts(edited) == section.render(block)
-    assert section.parts(text.replace("\n", "\r\n")) == section.render(block)
+    assert section.parts(edited) == rendered(block)
+    assert section.parts(text.replace("\n", "\r\n")) == rendered(block)
 
 
 def test_every_line_inside_the_marks_is_seen() -> None:
     text, block = card()
-    shown, lines = section.render(block), text.split("\n")
+    shown, lines = rendered(block), text.split("\n")
     inside = False
     for number, line in enumerate(lines):
         inside = (inside or line.startswith("<!-- dpllm:")) and not line.startswith("<!-- /dpllm:")
@@ -132,27 +135,15 @@ def test_a_marker_in_a_text_of_the_recipe_is_refused(where: str, named: str) -> 
             render_card(config(card={where: f"see {marker} below"}), plan(), record(), None)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["<details>", "<!-- ", "<!-- dpllm:privacy -->", "```\n<b>", "  ~~~text", "x ```<details>`", "`<eos>`", "a\r```", "<?php"],
-)  # fmt: skip
-def test_title_and_description_hide_nothing(text: str) -> None:
-    written, block = render_card(config(card={"title": text, "description": text}), plan(), record(), None)
-    assert section.parts(written) == section.render(block)
-    assert page._visible(written).status == "asserted"
-    plain = "It learnt *notes*, 1 < 2; see <https://a.b> and `code`."
-    assert f"\n{plain}\n" in render_card(config(card={"description": plain}), plan(), record(), None)[0]
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.text(alphabet="a|\n\t `*<>{}%\u2028'\":-", max_size=30), st.booleans())
 def test_no_text_of_the_recipe_breaks_the_card(text: str, holds: bool) -> None:
     recipe = config(card={"contact": text, "tuning": text, "title": text, "description": text})
     the_record = record() if holds else broken(f"because {text}")
     written, block = render_card(recipe, plan(), the_record, None)
-    assert section.parts(written) == section.render(block)
+    assert section.parts(written) == rendered(block)
     assert section.front_matter(written)["privacy"] == block
-    rows = [line for line in section.render(block)["privacy"].splitlines() if line.startswith(("| Contact", "| Hyper"))]
+    rows = [line for line in rendered(block)["privacy"].splitlines() if line.startswith(("| Contact", "| Hyper"))]
     assert len(rows) == 2
     assert all(row.replace("\\|", "").count("|") == 3 for row in rows)
 
@@ -166,31 +157,31 @@ def test_a_block_that_is_none_is_refused(block: Json) -> None:
         {**block, "audit": [1]},
     ):
         with pytest.raises(ConfigError, match="schema"):
-            section.render(wrong)
+            rendered(wrong)
 
 
-def test_rendering_needs_jinja_and_nothing_heavy(block: Json) -> None:
+def test_rendering_needs_jinja_and_pydantic_and_nothing_heavy(block: Json) -> None:
     """Whoever checks a card has neither torch nor the libraries that trained the model, nor numpy."""
     code = """
 import json, sys
-heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "opacus", "numpy", "scipy", "pydantic", "matplotlib"}
+heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "opacus", "numpy", "scipy", "matplotlib"}
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in heavy:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
-from dpllm.report import section
-print(section.render(json.load(sys.stdin))["banner"])
+from dpllm.report import privacy_record, section
+print(section.render(privacy_record.read(json.load(sys.stdin)))["banner"])
 """
     found = subprocess.run([sys.executable, "-c", code], input=json.dumps(block), capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == section.render(block)["banner"]
+    assert found.stdout.strip() == rendered(block)["banner"]
 
 
 def test_names_stay_in_their_cells() -> None:
     name = "a|b\n# c"
     text, block = render_card(config(), plan(unit=name), record(ledger=None), None)
-    assert section.parts(text) == section.render(block)
+    assert section.parts(text) == rendered(block)
     assert "\n# c" not in text.split("---\n", 2)[2]
     assert "| one `a\\|b # c` (user-level" in text
 
@@ -238,7 +229,7 @@ def test_every_field_that_people_read_is_worded() -> None:
     block = render_card(config(), promise, record(**changes), audit(), MECHANISM)[1]
 
     def told(block: Json) -> str:
-        parts = section.render(block)
+        parts = rendered(block)
         return parts["banner"] + parts["privacy"].split("### To check this statement")[0]
 
     shown, worded = told(block), 0

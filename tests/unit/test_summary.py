@@ -17,7 +17,7 @@ from dpllm.audit.verdict import Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.limits import attacker_limits_of
-from dpllm.report import claim
+from dpllm.report import claim, privacy_record
 from dpllm.report.checks import audits
 from dpllm.report.checks.values import Published, Wrong
 from dpllm.rundir import read_json
@@ -270,7 +270,7 @@ def checked(folder, report):
     """The checks of an audit that is published in ``folder`` and shown on its card."""
     (folder / "audit" / "audit.json").write_text(json.dumps(report))
     block = read_json(folder / "privacy.json")
-    block["audit"] = json.loads(json.dumps(claim.audit_part(report, block)))
+    block["audit"] = claim.audit_part(report, privacy_record.read(block).terms).to_json()
     found = Published(folder, block, card="", hashes=dict(report["weights"]))
     return {check.name: check.status for check in audits.check(found)}
 

@@ -11,6 +11,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpllm.errors import ConfigError
+from dpllm.report import section
 from dpllm.report.checks import leaks, reading
 from dpllm.report.checks.values import Wrong, close, differences, plain
 
@@ -51,16 +53,16 @@ def test_json_with_tricks_is_refused_in_one_line(text: str) -> None:
     ids=lambda text: text[:20],
 )  # fmt: skip
 def test_yaml_with_tricks_is_refused(matter: str) -> None:
-    with pytest.raises(Wrong):
-        reading.read_front_matter(f"---\n{matter}\n---\ntext\n")
+    with pytest.raises(ConfigError, match="front matter"):
+        section.front_matter(f"---\n{matter}\n---\ntext\n")
 
 
 def test_a_front_matter_is_read_as_yaml_writes_it() -> None:
     value = {"a": 1e-5, "b": {"c": [1, 2.5, None, True, "1", "2026-11-21"]}, "d": "x: y"}
-    assert reading.read_front_matter(f"---\n{yaml.safe_dump(value)}---\n\n# Title\n\n---\n") == value
+    assert section.front_matter(f"---\n{yaml.safe_dump(value)}---\n\n# Title\n\n---\n") == value
     for text in ("# Title\n", "---\na: 1\n---\nx\r```\n"):
-        with pytest.raises(Wrong):
-            reading.read_front_matter(text)
+        with pytest.raises(ConfigError, match="front matter"):
+            section.front_matter(text)
 
 
 def test_no_link_no_pipe_and_no_giant_is_read(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ from dpllm.report.checks.values import (
     listed,
     verified,
 )
+from dpllm.report.fields import Terms
+from dpllm.report.privacy_record import Audit, PrivacyRecord
 
 MOST_ROWS, MOST_TOKENS, MOST_TABLE = 200_000, 10_000_000, 2**24
 BESIDE = {"audits_run", "canaries", "generation", "published", "settings", "shadows", "weights"}
@@ -55,19 +57,23 @@ _SLACK = 1e-6
 
 def check(found: Published) -> Iterator[Check]:
     """The audit of the weights."""
-    folder, part = found.directory / "audit", found.block.get("audit")
+    folder, record = found.directory / "audit", found.record
     files = sorted(name for name in found.hashes if name.startswith("audit/") and name != "audit/mechanism.json")
-    if part is None:
+    if record.audit is None:
         if files:
             raise Wrong(f"{listed(files)} lie in export/, and the card names no audit. Write it again: dpllm card RUN.")
         yield asserted("audit", "none of these weights is published.")
         return
     report = read_object(folder / "audit.json", MOST_TABLE)
-    yield _belongs(found, report)
-    yield _in_block(found, part, report)
+    if record.terms is None:
+        raise Wrong(
+            "an audit of a run without differential privacy is private, and lies in export/. Delete export/audit."
+        )
+    yield _belongs(found, record.terms, report)
+    yield _in_block(record, record.audit, report)
     table, tokens = _tables(folder)
-    yield _rows(found, table, tokens, report)
-    yield _statistics(found, report, table, tokens)
+    yield _rows(record.terms, table, tokens, report)
+    yield _statistics(record.terms, report, table, tokens)
     left = [name for name in ("estimates", "exposure_tail", "generation", "shadows") if report.get(name)]
     if (report.get("controls") or {}).get("words"):
         left.append("the control by words")
@@ -81,23 +87,17 @@ def check(found: Published) -> Iterator[Check]:
     )
 
 
-def _belongs(found: Published, report: Json) -> Check:
+def _belongs(found: Published, terms: Terms, report: Json) -> Check:
     """Weights, canaries and claim are those of the block."""
     weights = {name: value for name, value in found.hashes.items() if name.endswith(".safetensors")}
-    merged = found.block.get("merged_from")
+    merged = found.record.merged_from
     if merged:
-        weights = {name: value for name, value in merged["files"].items() if name.endswith(".safetensors")}
+        weights = {name: value for name, value in merged.files.items() if name.endswith(".safetensors")}
     if not weights or report.get("weights") != weights:
         raise Wrong(f"audit.json is about other weights than these. {_AUDIT_AGAIN}")
-    terms = found.terms
-    if terms is None:
-        raise Wrong(
-            "an audit of a run without differential privacy is private, and lies in export/. Delete export/audit."
-        )
     tested = report.get("claim") or {}
-    if any(tested.get(name) != terms[name] for name in ("delta", "unit")) or not close(
-        tested.get("epsilon"), terms["epsilon"]
-    ):
+    same = (tested.get("delta"), tested.get("unit")) == (terms.delta, terms.unit)
+    if not same or not close(tested.get("epsilon"), terms.epsilon):
         raise Wrong(f"audit.json tested another epsilon, delta or unit than the card states. {_AUDIT_AGAIN}")
     if report.get("published") is not True:
         raise Wrong("audit.json tells of other, private runs and was not to be published. Delete it, and audit again.")
@@ -106,16 +106,15 @@ def _belongs(found: Published, report: Json) -> Check:
     return verified("audit: weights", f"it is about {listed(sorted(weights))} and about the epsilon that is stated.")
 
 
-def _in_block(found: Published, part: Json, report: Json) -> Check:
+def _in_block(record: PrivacyRecord, part: Audit, report: Json) -> Check:
     """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
-    expected = json.loads(json.dumps(claim.audit_part(report, found.terms if found.guarantee else None)))
-    wrong = list(differences(part, expected))
+    expected = claim.audit_part(report, record.terms if record.guarantee else None)
+    wrong = list(differences(part.to_json(), expected.to_json()))
     if wrong:
         raise Wrong(
             f"audit.{listed(wrong)} of privacy.json is not what audit.json says. Write the card again: dpllm card RUN."
         )
-    terms = found.terms or {}
-    if found.guarantee and claim.contradicts(report, float(terms["epsilon"])):
+    if record.guarantee and claim.contradicts(report, record.epsilon):
         raise Wrong(
             "the audit contradicts the epsilon that is stated as a guarantee. There is none: do not rely on it."
         )
@@ -174,7 +173,7 @@ def _read_tables(folder: str, *seen: tuple[int, int]) -> tuple[tuple[CanaryScore
     return table, tokens
 
 
-def _rows(found: Published, table: tuple[CanaryScores, ...], tokens: TokenTable, report: Json) -> Check:
+def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: Json) -> Check:
     """Scores, tokens and the numbers of canaries speak of the same canaries."""
     rows = {row.canary_id: row for row in table}
     values = [value for row in table for value in (row.tuned_log_prob, row.base_log_prob)]
@@ -195,10 +194,9 @@ def _rows(found: Published, table: tuple[CanaryScores, ...], tokens: TokenTable,
     sizes = {group: counts["candidates"] for group, counts in counted.items()}
     if (canaries["groups"], canaries["references"]) != (counted, references) or planned != sizes:
         raise Wrong(f"its table holds other canaries than audit.json counts. {_AUDIT_AGAIN}")
-    sampling = (found.terms or {})["sampling"]
-    row_by_row = (found.terms or {})["unit"] == "example" or sampling["of"] == "example"
+    row_by_row = terms.unit == "example" or terms.sampling.of == "example"
     slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())
-    if sampling["canary_slots"] != slots:
+    if terms.sampling.canary_slots != slots:
         raise Wrong(
             f"the canaries that were scored hold {slots} slots of N, and canary_slots is another number. {_AUDIT_AGAIN}"
         )
@@ -221,11 +219,11 @@ def _rows(found: Published, table: tuple[CanaryScores, ...], tokens: TokenTable,
     return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
 
 
-def _statistics(found: Published, report: Json, table: tuple[CanaryScores, ...], tokens: TokenTable) -> Check:
+def _statistics(terms: Terms, report: Json, table: tuple[CanaryScores, ...], tokens: TokenTable) -> Check:
     """Everything that the summary of an audit says, computed again from the tables."""
-    terms = found.terms or {}
-    costs.bounded(costs.text(terms["event"]))
-    promise = {name: terms[name] for name in ("event", "neighbouring_relation", "limits") if name in terms}
+    costs.bounded(costs.text(terms.event))
+    stated_terms = terms.to_json()
+    promise = {key: stated_terms[key] for key in ("event", "neighbouring_relation", "limits") if key in stated_terms}
     canaries, controls, version = report["canaries"], report["controls"], report.get("schema_version")
     if canaries["kind"] == "digits" and not close(
         canaries["log2_secrets"], canaries["settings"]["digits"] * math.log2(10), 1e-9
@@ -277,7 +275,7 @@ def _summary(table: tuple[CanaryScores, ...], tokens: _Hashed, fixed: str) -> Js
 
 def check_mechanism(found: Published) -> Iterator[Check]:
     """The audit of the engine: its verdict from its own figures, and its figures as far as they follow from the event."""
-    part, path = found.block.get("mechanism_audit"), found.directory / "audit" / "mechanism.json"
+    part, path = found.record.mechanism_audit, found.directory / "audit" / "mechanism.json"
     name = "audit of the engine"
     if part is None:
         if "audit/mechanism.json" in found.hashes:
@@ -286,20 +284,22 @@ def check_mechanism(found: Published) -> Iterator[Check]:
             )
         yield asserted(name, "none is published.")
         return
-    report, terms = read_object(path), found.terms or {}
+    report, terms = read_object(path), found.record.terms
     again = "Audit the engine again: dpllm audit RUN --mechanism, then dpllm card RUN."
-    if {key: report.get(key) for key in ("verdict", "reason", "steps")} != part:
+    if terms is None or {key: report.get(key) for key in ("verdict", "reason", "steps")} != part.to_json():
         raise Wrong(f"mechanism_audit of privacy.json is not what mechanism.json says. {again}")
-    sampling, steps = terms["sampling"], found.block["steps"]["planned"]
-    claimed = {name: terms[name] for name in ("epsilon", "delta", "noise_multiplier", "clipping", "max_grad_norm")}
-    claimed |= {"num_steps": steps, **{key: sampling[key] for key in ("sampling_rate", "expected_batch_size")}}
+    sampling, steps = terms.sampling, found.record.steps.planned
+    claimed = {
+        key: getattr(terms, key) for key in ("epsilon", "delta", "noise_multiplier", "clipping", "max_grad_norm")
+    }
+    claimed |= {"num_steps": steps, **{key: getattr(sampling, key) for key in ("sampling_rate", "expected_batch_size")}}
     if wrong := list(differences(report.get("claimed"), claimed)):
         raise Wrong(f"mechanism.json tested another {listed(wrong)} than the card states. {again}")
     bound = report["bound"]
     canaries, promised = report["canaries"], min(report["steps"], steps)
     # Of one thing that is sampled, as the audit has it.
-    event = events.sampled_steps(terms["event"]["event"]["event"], sampling["sampling_rate"], promised)
-    epsilon, _ = costs.pld(costs.text(event), float(bound["delta"]), terms["neighbouring_relation"])
+    event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, promised)
+    epsilon, _ = costs.pld(costs.text(event), float(bound["delta"]), terms.neighbouring_relation)
     ways = len(bound["guesses"]) + len(bound["guesses_in"])
     least = epsilon_from_guesses(
         canaries, bound["best_guesses"], bound["correct"], delta=bound["delta"], alpha=bound["alpha"] / ways
@@ -310,7 +310,7 @@ def check_mechanism(found: Published) -> Iterator[Check]:
     shown = {
         "bound": {**bound, "value": max(least, 0.0), "ceiling": ceiling, "num_canaries": canaries},
         "bound.alpha": mechanism.ALPHA / 2,
-        "bound.delta": min(terms["delta"], mechanism.ALPHA / 1000 / canaries),
+        "bound.delta": min(terms.delta, mechanism.ALPHA / 1000 / canaries),
         "level": mechanism.ALPHA / 2 / len(report["tests"]),
         "promised_steps": promised,
         "epsilon": epsilon,
@@ -333,7 +333,7 @@ def check_mechanism(found: Published) -> Iterator[Check]:
     )
     if list(mechanism.verdict(seen)) != [report["verdict"], report["reason"]]:
         raise Wrong(f"the verdict of mechanism.json is not that of its own figures. {again}")
-    if found.guarantee and report["verdict"] == "falsified":
+    if found.record.guarantee and report["verdict"] == "falsified":
         yield failed(
             name, "it falsified the mechanism, and the card states a guarantee. There is none: do not rely on it."
         )

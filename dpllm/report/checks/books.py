@@ -24,10 +24,12 @@ from dpllm.ledger.exchange import read_export, verify_export
 from dpllm.ledger.store import default_path
 from dpllm.ledger.values import Account, Budget, Reservation, Run
 from dpllm.privacy import events
+from dpllm.report import fields
 from dpllm.report.checks import costs
 from dpllm.report.checks.promise import rounding
 from dpllm.report.checks.reading import MOST_BYTES, read_bytes, read_object
 from dpllm.report.checks.values import Check, Json, Published, Wrong, asserted, close, listed, verified
+from dpllm.report.fields import Composed, Terms
 
 _NAME = "ledger"
 _SQLITE = b"SQLite format 3\x00"
@@ -45,7 +47,7 @@ class _Chain:
 
 def check(found: Published) -> Iterator[Check]:
     """What the card says of the budget."""
-    composed, terms = found.block.get("composed"), found.terms
+    composed, terms = found.record.composed, found.record.terms
     if composed is None:
         if found.ledger is not None and terms is not None:
             raise Wrong("a ledger was given, and the card names no entry in any. Ask its author which run this is.")
@@ -60,30 +62,30 @@ def check(found: Published) -> Iterator[Check]:
     if where is None:
         yield asserted(
             _NAME,
-            f"entry {composed['entry']} of dataset {composed['dataset']} and its total are what the author says. Whoever has the "
+            f"entry {composed.entry} of dataset {composed.dataset} and its total are what the author says. Whoever has the "
             "ledger, or an export of it, can check: --ledger FILE.",
         )
         return
     try:
-        chain = _open(where, {"hash": composed["head"], "count": composed["entries"]})
+        chain = _open(where, {"hash": composed.head, "count": composed.entries})
     except (DpllmError, sqlite3.Error, OSError) as error:
         raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
-    yield _entry(chain, composed, terms, found.block)
+    yield _entry(chain, composed, terms, found.record.steps.taken)
     yield _total(chain, composed, terms)
 
 
-def _coherent(composed: Json, terms: Json) -> Check:
+def _coherent(composed: Composed, terms: Terms) -> Check:
     """What has to hold whatever the ledger says."""
-    budget = composed["budget"]
-    gate, order = (budget["gate"], budget["order"]) if budget else (None, None)
-    delta = budget["delta"] if budget else terms["delta"]
+    budget = composed.budget
+    gate, order = (budget.gate, budget.order) if budget else (None, None)
+    delta = budget.delta if budget else terms.delta
     problems = []
-    if (composed["gate"], composed["order"]) != (gate, order) or composed["delta"] != delta:
+    if (composed.gate, composed.order) != (gate, order) or composed.delta != delta:
         problems.append("gate, order or delta are not the budget's")
-    if (composed["filter_epsilon"] is not None) != (gate == "adaptive"):
+    if (composed.filter_epsilon is not None) != (gate == "adaptive"):
         problems.append("filter_epsilon belongs to an adaptive budget")
     # One run alone cannot cost more than all of them.
-    if delta == terms["delta"] and not composed["spent_epsilon"] >= terms["epsilon"] * (1 - 1e-3):
+    if delta == terms.delta and not (composed.spent_epsilon or 0.0) >= terms.epsilon * (1 - 1e-3):
         problems.append("the total is less than the run alone")
     if problems:
         raise Wrong(f"{listed(problems)}. Write the card again: dpllm card RUN.")
@@ -139,73 +141,75 @@ def _follow(book: Ledger, where: str, head: Json) -> _Chain:
     return _Chain(book.history(), steps, where)
 
 
-def _entry(chain: _Chain, composed: Json, terms: Json, block: Json) -> Check:
+def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check:
     """The run's own entries pay for its event."""
-    names = [composed["entry"], *composed["made_up_by"]]
-    found = {e.facts["entry"]: e for e in chain.entries[: composed["entries"]] if e.kind == "reserve"}
-    missing = [name for name in names if name not in found or found[name].dataset != composed["dataset"]]
+    names = [str(name) for name in (composed.entry, *composed.made_up_by)]
+    found = {e.facts["entry"]: e for e in chain.entries[: composed.entries] if e.kind == "reserve"}
+    missing = [name for name in names if name not in found or found[name].dataset != composed.dataset]
     if missing:
         raise Wrong(
-            f"{chain.where} has no entry {listed(missing)} of dataset {composed['dataset']} before the stated head, so the run "
+            f"{chain.where} has no entry {listed(missing)} of dataset {composed.dataset} before the stated head, so the run "
             "is not in it. Name the ledger that it was charged to."
         )
     own = [found[name].facts for name in names]
     paid = events.normal_form({"type": "composed", "events": [facts["event"] for facts in own]})
-    if paid != events.normal_form(terms["event"]):
-        raise Wrong(f"entry {composed['entry']} of {chain.where} was reserved for another event than the card states.")
+    if paid != events.normal_form(terms.event):
+        raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for another event than the card states.")
     for facts in own:
-        if (facts["unit"], facts["relation"]) != (terms["unit"], terms["neighbouring_relation"]):
+        if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
             raise Wrong(
                 f"entry {facts['entry']} of {chain.where} is about another unit or relation than the card states."
             )
     executed = sum(chain.steps.get(name, 0) for name in names)
-    if executed < block["steps"]["taken"]:
+    if executed < taken:
         raise Wrong(f"{chain.where} charged {executed} steps for this run, and the card states more.")
     return verified(
         "ledger: entry",
-        f"{composed['entry']} of {chain.where} was reserved for this very event, and {executed} steps were charged.",
+        f"{composed.entry} of {chain.where} was reserved for this very event, and {executed} steps were charged.",
     )
 
 
-def _total(chain: _Chain, composed: Json, terms: Json) -> Check:
+def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
     """The total as it was at the stated head."""
-    account = _account(chain.entries[: composed["entries"]], composed["dataset"])
-    budget, relation = account.budget, terms["neighbouring_relation"]
-    spent = costs.together(costs.text(account.events()), float(composed["delta"]), relation)
+    account = _account(chain.entries[: composed.entries], composed.dataset)
+    budget, relation = account.budget, terms.neighbouring_relation
+    delta = composed.budget.delta if composed.budget else terms.delta
+    spent = costs.together(costs.text(account.events()), delta, relation)
     filtered = gates.filter_epsilon(account)
     problems = []
-    if not close(composed["spent_epsilon"], spent, rounding(terms)):
-        problems.append(f"the total is {spent:.6g}, and {composed['spent_epsilon']:.6g} is stated")
+    if not close(composed.spent_epsilon, spent, rounding(terms)):
+        problems.append(f"the total is {spent:.6g}, and {composed.spent_epsilon} is stated")
     if not close(
-        composed["filter_epsilon"], filtered if filtered is None or math.isfinite(filtered) else None, rounding(terms)
+        composed.filter_epsilon, filtered if filtered is None or math.isfinite(filtered) else None, rounding(terms)
     ):
         problems.append("filter_epsilon is not the filter's")
-    stated = composed["budget"]
-    known = None if budget is None else {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")}
-    if stated != known:
+    stated = composed.budget
+    if (stated and _terms_of(stated)) != (budget and _terms_of(budget)):
         problems.append("the budget is another")
-    if composed["imported"] != len(account.imports):
+    if composed.imported != len(account.imports):
         problems.append("the number of imported runs is another")
-    group, own = composed.get("group"), next(r for r in account.runs if r.reservation.entry == composed["entry"])
-    problems += _group(group, own.reservation.group, account, terms)
+    own = next(r for r in account.runs if r.reservation.entry == composed.entry)
+    problems += _group(composed.group, own.reservation.group, account, terms)
     if problems:
         raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. Write the card again: dpllm card RUN.")
-    later = len(chain.entries) - composed["entries"]
+    later = len(chain.entries) - composed.entries
     return verified(
         _NAME,
-        f"{chain.where}: the chain is unbroken and contains the stated head, where the total of dataset {composed['dataset']} "
+        f"{chain.where}: the chain is unbroken and contains the stated head, where the total of dataset {composed.dataset} "
         f"was {spent:.6g}{f'; {later} entries came later' if later else ''}.",
     )
 
 
-def _group(stated: Json | None, name: str | None, account: Account, terms: Json) -> list[str]:
+def _terms_of(budget: fields.Budget | Budget) -> tuple[object, ...]:
+    return budget.epsilon, budget.delta, budget.gate, budget.order
+
+
+def _group(stated: fields.Group | None, name: str | None, account: Account, terms: Terms) -> list[str]:
     if stated is None or name is None:
         return [] if stated is None and name is None else ["the tuning group is another"]
     runs = [run for run in account.runs if run.reservation.group == name]
-    total = costs.together(
-        costs.text([run.event for run in runs]), float(stated["delta"]), terms["neighbouring_relation"]
-    )
-    same = (stated["name"], stated["runs"]) == (name, len(runs)) and close(stated["epsilon"], total, rounding(terms))
+    total = costs.together(costs.text([run.event for run in runs]), stated.delta, terms.neighbouring_relation)
+    same = (stated.name, stated.runs) == (name, len(runs)) and close(stated.epsilon, total, rounding(terms))
     return [] if same else ["the tuning group is another"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpllm.privacy import accounting, events, limits, plan
 from dpllm.privacy.accounting import Relation
-from dpllm.report import claim, person
+from dpllm.report import person
 from dpllm.report.checks.values import Wrong
 
 LARGE = 500.0
@@ -88,12 +88,6 @@ def bounded(event: str) -> tuple[Any, frozenset[str]]:
             "none of dpllm has. Restore privacy.json from where the model was published."
         )
     return value, events.accountants(value)
-
-
-@lru_cache(maxsize=_KEPT)
-def without_amplification(terms: str) -> float | None:
-    """See ``claim.without_amplification``; the terms as JSON text."""
-    return claim.without_amplification(json.loads(terms))
 
 
 @lru_cache(maxsize=_KEPT)

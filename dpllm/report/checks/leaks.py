@@ -1,7 +1,7 @@
-"""Nothing private in export/: no canary's text, no text of a row.
+"""Nothing private in export/ before it is published: no canary's text, no text of a row.
 
-Comes in: an export, and the private parts of the run where they are at hand. Goes out: checks, which name files and row
-numbers and quote nothing.
+Comes in: a run directory, and the names of the files in its export/. Goes out: checks, which name files and row numbers and
+quote nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dpllm.audit import canaries
 from dpllm.errors import DpllmError
-from dpllm.report.checks.reading import read_bytes, read_object
-from dpllm.report.checks.values import Check, Published, asserted, failed, listed, verified
+from dpllm.report.checks.reading import read_bytes
+from dpllm.report.checks.values import Check, asserted, failed, listed, verified
 from dpllm.rundir import RunDir
 
 MOST_ROWS = 20_000
@@ -37,25 +38,20 @@ _SMALL, _LARGE = 2**20, 2**22
 Words = tuple[str, ...]
 
 
-def check(found: Published) -> Iterator[Check]:
-    """Texts of canaries and of the training data, as far as they are at hand."""
-    run = found.run
-    if run is None:
-        yield asserted(
-            "private text",
-            "that no text of the training data or of a canary stands in these files can be checked where the run directory is.",
-        )
-        return
+def search(run: RunDir, names: Sequence[str]) -> Iterator[Check]:
+    """Looks for texts of canaries and of the training data, as far as they are at hand.
+
+    Args:
+        run: Whose export/ is searched, for texts from its private/ and its training data.
+        names: Files in export/, regular ones.
+    """
     # A name says nothing of what a file holds; of safetensors the header is text, and its tensors are hashed elsewhere.
-    readable = [*found.hashes, "README.md", "privacy.json"]
-    large = [
-        name for name in readable if (found.directory / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS
-    ]
+    large = [name for name in names if (run.export / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS]
     if large:
         yield asserted(
             "large files", f"{listed(large)}: too large to be searched for text, and most likely the tokenizer's."
         )
-    texts = {name: _text(found.directory / name) for name in readable if name not in large}
+    texts = {name: _text(run.export / name) for name in names if name not in large}
     yield from _canaries(run, texts)
     yield from _rows(run, texts)
 
@@ -93,11 +89,11 @@ def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[Check]:
     if not run.canaries.exists():
         yield asserted(name, "none were planted, or private/ is not here.")
         return
-    plan = read_object(run.canaries)
-    planted = [*plan["canaries"], *plan["references"]]
+    plan = canaries.load(run.canaries)
+    planted = [*plan.canaries, *plan.references]
     # The tokenizer's vocabulary is searched by whole words: thousands of secrets in megabytes take too long.
     small = {file: text for file, text in texts.items() if len(text) <= _SMALL}
-    secrets = {canary["secret"].strip() for canary in planted if len(canary["secret"].strip()) >= 6}
+    secrets = {secret for canary in planted if len(secret := canary.secret.strip()) >= 6}
     hits = sorted(
         {
             file
@@ -106,7 +102,7 @@ def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[Check]:
             if secret in text and (len(secret) >= _SURE or re.search(_ALONE.format(re.escape(secret)), text))
         }
         | {file for file, text in texts.items() if file not in small and secrets & set(_WORD.findall(text))}
-        | set(_matches([(None, f"{canary['carrier']} {canary['secret']}") for canary in planted], texts))
+        | set(_matches([(None, f"{canary.carrier} {canary.secret}") for canary in planted], texts))
     )
     if hits:
         yield failed(name, f"{listed(hits)} holds text of a canary. Delete it, and find out how it came there.")

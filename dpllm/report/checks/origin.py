@@ -26,6 +26,7 @@ from dpllm.report.checks.values import (
     tried,
     verified,
 )
+from dpllm.report.privacy_record import Audit
 from dpllm.rundir import RunDir
 
 _AGAIN = (
@@ -42,9 +43,9 @@ def check(found: Published) -> Iterator[Check]:
     record = read_object(run.run)
     yield tried("run: files", _artifacts, found, record)
     yield tried("run", _block, found, run, record)
-    if found.block.get("audit") is not None:
-        yield tried("audit: canaries", _coins, found, run)
-    elif found.terms is not None and (made := _audits_made(run)):
+    if found.record.audit is not None:
+        yield tried("audit: canaries", _coins, found, run, found.record.audit)
+    elif found.record.terms is not None and (made := _audits_made(run)):
         yield failed(
             "audit: canaries",
             f"{made} audits of this run were made, and the card shows none, so that a verdict could be hidden. Audit again, then "
@@ -75,8 +76,8 @@ def _block(found: Published, run: RunDir, record: Json) -> Check:
         read_object(path) if plan is not None and path.exists() else None
         for path in (folder / "audit.json", folder / "mechanism.json")
     )
-    fresh = claim.privacy_block(config, plan, record, audit, mechanism, found.block["files"])
-    wrong = list(differences(found.block, fresh, tolerance=0.0))
+    fresh = claim.statement_of(config, plan, record, audit, mechanism, found.record.files)
+    wrong = list(differences(found.block, fresh.to_json(), tolerance=0.0))
     if plan is not None and (plan["neighbouring_relation"] == "add_or_remove_one") != (
         config.data.public_size is not None
     ):
@@ -86,7 +87,7 @@ def _block(found: Published, run: RunDir, record: Json) -> Check:
     return verified("run", "config.yaml, plan.json and run.json give this very privacy.json.")
 
 
-def _coins(found: Published, run: RunDir) -> Check:
+def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     """Canaries and coins are those that were committed to before training."""
     name = "audit: canaries"
     if not run.canaries.exists():
@@ -95,7 +96,7 @@ def _coins(found: Published, run: RunDir) -> Check:
         plan = canaries.load(run.canaries)
     except DpllmError as error:
         raise Wrong(str(error)) from None
-    if plan.commitment != found.block["audit"]["commitment"]:
+    if plan.commitment != audit.commitment:
         raise Wrong(f"the card commits to other canaries than private/canaries.json holds. {_AGAIN}")
     coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
     table, _ = read_scores(found.directory / "audit")
@@ -107,7 +108,7 @@ def _coins(found: Published, run: RunDir) -> Check:
     if any(differences(stated, words_control(plan.canaries))):
         raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")
     made = _audits_made(run)
-    if made > found.block["audit"]["audits_run"]:
+    if made > audit.audits_run:
         raise Wrong(
             f"{made} audits of this run were made, and the card says fewer. Write the card again: dpllm card RUN."
         )

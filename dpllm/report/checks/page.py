@@ -1,25 +1,22 @@
 """The card as a page: its schema, its front matter, and the marked parts that follow from the block.
 
-Comes in: README.md and privacy.json. Goes out: checks. What an author writes outside the markers is not looked at, beyond
-whether it hides what stands inside them.
+Comes in: README.md and privacy.json. Goes out: checks. What an author writes outside the markers is not looked at.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import dpllm
 from dpllm.errors import ConfigError
-from dpllm.report import fields, person, section
-from dpllm.report.checks.reading import read_front_matter, read_text, split_front_matter
+from dpllm.report import person, privacy_record, section
+from dpllm.report.checks.reading import read_text
 from dpllm.report.checks.values import Check, Published, Wrong, asserted, failed, plain, verified
+from dpllm.report.fields import NotAStatement
 
 _AGAIN = "Write the card again: dpllm card RUN."
-_TURNS = re.compile(r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
-"""Signs that turn text around, or have no width."""
 ASSERTED = {
     "training": (
         "optimizer clipping max_grad_norm adaptive neighbouring_relation randomness status steps.taken",
@@ -36,28 +33,23 @@ ASSERTED = {
     "words": ("not_covered tuning contact", "text that nobody can compute"),
 }
 """Name of a line -> fields of a block that nobody can compute from what is published, and what they say."""
-_MOST_PROBLEMS = 3
 
 
 def schema(found: Published) -> Iterator[Check]:
     """privacy.json against the schema that the package ships."""
-    problems = []
-    for error in fields.validator().iter_errors(found.block):
-        where = ".".join(str(part) for part in error.absolute_path) or "privacy.json"
-        # A message may quote a whole value, so that it is the rule that is named.
-        problems.append(f"{where} ({error.validator})")
-        if len(problems) == _MOST_PROBLEMS:
-            break
-    if problems:
-        yield failed("schema", f"privacy.json does not follow its schema: {', '.join(problems)}. {_AGAIN}")
-    else:
-        yield verified("schema", f"privacy.json follows schema version {found.block.get('schema_version')}.")
+    try:
+        record = privacy_record.read(found.block)
+    except NotAStatement as error:
+        raise Wrong(f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
+    yield verified("schema", f"privacy.json follows schema version {record.schema_version}.")
 
 
 def said(found: Published) -> Iterator[Check]:
     """The fields that are the author's word."""
+    stated = found.record.to_json()
+    stated |= stated.get("attempted") or {}
     for name, (listed_fields, what) in ASSERTED.items():
-        there = [field for field in listed_fields.split() if _stated(found.block | (found.terms or {}), field)]
+        there = [field for field in listed_fields.split() if _stated(stated, field)]
         if there:
             yield asserted(name, f"{', '.join(there)}: {what}.")
 
@@ -69,13 +61,13 @@ def _stated(block: Any, field: str) -> bool:
 
 def front_matter(found: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json."""
-    stated = read_front_matter(found.card)
+    stated = section.front_matter(found.card)
     if _text(stated.get("privacy")) != _text(found.block):
         raise Wrong(f"the front matter of README.md and privacy.json state different things. {_AGAIN}")
     yield verified("front matter", "the privacy entry of README.md is privacy.json.")
     tags = stated.get("tags") or []
     claims = isinstance(tags, list) and any(tag in ("differential-privacy", "dp-sgd") for tag in tags)
-    if claims and not found.guarantee:
+    if claims and not found.record.guarantee:
         yield failed(
             "tags",
             "the tags say differential privacy, and the block says that there is no guarantee: who searches the Hub would find "
@@ -86,60 +78,40 @@ def front_matter(found: Published) -> Iterator[Check]:
 def marked(found: Published) -> Iterator[Check]:
     """The banner and the privacy part against what the block renders to, byte for byte."""
     try:
-        parts, expected = section.parts(found.card), section.render(found.block)
+        parts, expected = section.parts(found.card), section.render(found.record)
     except ConfigError as error:
         raise Wrong(str(error)) from None
     for name in expected:
         label = f"{name} in README.md"
-        if section.TAG.search(expected[name]) or _TURNS.search(expected[name]):
-            yield failed(
-                label, "a text of privacy.json holds HTML or signs that could hide the statement. Take them out."
-            )
-            continue
         if parts.get(name) == expected[name]:
             yield verified(label, "is what privacy.json renders to, byte for byte.")
             continue
         line = _first_difference(parts.get(name, ""), expected[name])
         yield failed(label, f"is not what privacy.json renders to, from line {line} of the part on. {_version(found)}")
-    yield _visible(found.card)
+    yield asserted(
+        "text of the author",
+        "title, description, use, training and citation stand outside the marked parts, and nobody checks them.",
+    )
 
 
 def figure(found: Published) -> Iterator[Check]:
     """The picture of what a tester can do against what the block draws."""
     there = person.FILE in found.hashes
-    if not found.guarantee:
+    if not found.record.guarantee:
         if there:
             raise Wrong(f"{person.FILE} shows a guarantee, and there is none. {_AGAIN}")
         return
-    if not there or read_text(found.directory / person.FILE) != person.figure(found.block):
+    if not there or read_text(found.directory / person.FILE) != person.figure(found.record.terms):
         raise Wrong(f"{person.FILE} is not the figure that privacy.json draws. {_version(found)}")
     yield verified("figure", f"{person.FILE} is what privacy.json draws, byte for byte.")
 
 
 def _version(found: Published) -> str:
     """What to do about a page that is not as this version writes it."""
-    software = found.block.get("software")
-    wrote = software.get("dpllm") if isinstance(software, dict) else None
+    wrote = found.record.software.get("dpllm")
     if wrote == dpllm.__version__:
         return _AGAIN
     return f"The card names dpllm {wrote}, and this is {dpllm.__version__}, which words it anew: verify it with that version."
-
-
-def _visible(card: str) -> Check:
-    """Whether anything that stands before a marked part could hide it."""
-    before, _, rest = split_front_matter(card)[1].partition("<!-- dpllm:banner -->")
-    between = rest.partition("<!-- /dpllm:banner -->")[2].partition("<!-- dpllm:privacy -->")[0]
-    if before.strip():
-        return failed("what is seen first", f"text stands before the banner, which has to come first. {_AGAIN}")
-    if between != section.inert(between) or _TURNS.search(between):
-        return failed(
-            "what is seen first",
-            "HTML or a block of code before the privacy part could hide it. Move it behind that part, or write plain Markdown.",
-        )
-    return asserted(
-        "text of the author",
-        "title, description, use, training and citation stand outside the marked parts, and nobody checks them.",
-    )
 
 
 def _text(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Files of strangers, read with limits: JSON as the standard has it, YAML without tricks, text of bounded length.
+"""Files of strangers, read with limits: JSON as the standard has it, text of bounded length.
 
 Comes in: a path. Goes out: a value, or one sentence about what is wrong. Executes nothing and follows no link.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from dpllm.report.checks.values import Wrong
 
 MOST_BYTES = 64 * 2**20
 """Of a file that is read as a whole: the largest tokenizer.json has about 35 MB."""
-MOST_MATTER = 2**19
-"""Letters of a front matter; YAML takes ten seconds for a million."""
 MOST_LEVELS = 60
 _RESTORE = "Take the file from where the model was published, or write the card again: dpllm card RUN."
 
@@ -78,66 +75,6 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
         reason = error.args[0] if error.args and not isinstance(error, json.JSONDecodeError) else "not valid"
         raise Wrong(f"{name} is not a JSON object that dpllm writes ({reason}). {_RESTORE}") from None
     return value
-
-
-def split_front_matter(card: str) -> tuple[str, str]:
-    """The front matter of a card, and the page below it.
-
-    Raises:
-        Wrong: There is none; or a carriage return stands alone, where readers differ over whether a line ends.
-    """
-    text = card.replace("\r\n", "\n")
-    lines = text.split("\n")
-    ends = [number for number, line in enumerate(lines) if line.rstrip() == "---"]
-    if len(ends) < 2 or ends[0] != 0 or "\r" in text:
-        raise Wrong(f"README.md has no front matter between two lines of ---. {_RESTORE}")
-    return "\n".join(lines[1 : ends[1]]), "\n".join(lines[ends[1] + 1 :])
-
-
-@lru_cache(maxsize=4)
-def read_front_matter(card: str) -> dict[str, Any]:
-    """The YAML front matter of a card; not to be changed.
-
-    Raises:
-        Wrong: There is none, it is not valid, a key stands twice, or it uses anchors, with which a short text can stand for
-            a value of any size.
-    """
-    import yaml
-
-    text, _ = split_front_matter(card)
-    if len(text) > MOST_MATTER:
-        raise Wrong(f"the front matter of README.md has {len(text):,} letters, more than {MOST_MATTER:,}. {_RESTORE}")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        depth = 0
-        for event in yaml.parse(text, Loader=loader):
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise Wrong(f"the front matter of README.md uses YAML anchors, which dpllm does not write. {_RESTORE}")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_LEVELS:
-                raise Wrong(f"the front matter of README.md is nested without end. {_RESTORE}")
-        node = yaml.compose(text, Loader=loader)
-        _unique_keys(node)
-        value = yaml.load(text, Loader=loader)
-    except (yaml.YAMLError, RecursionError, ValueError):
-        raise Wrong(f"the front matter of README.md is not YAML that dpllm writes. {_RESTORE}") from None
-    if not isinstance(value, dict):
-        raise Wrong(f"the front matter of README.md holds no keys. {_RESTORE}")
-    return value
-
-
-def _unique_keys(node: Any) -> None:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        keys = [key.value if isinstance(key, yaml.ScalarNode) else "?" for key, _ in node.value]
-        if len(set(keys)) != len(keys) or "<<" in keys:
-            raise ValueError("a key stands twice")
-        for _, value in node.value:
-            _unique_keys(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _unique_keys(value)
 
 
 def _no_constant(name: str) -> None:

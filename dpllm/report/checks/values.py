@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from dpllm.errors import DpllmError
+from dpllm.report import privacy_record
+from dpllm.report.fields import NotAStatement
 from dpllm.rundir import RunDir
 
 Json = dict[str, Any]
@@ -63,11 +66,10 @@ class Published:
 
     Attributes:
         directory: export/.
-        block: privacy.json.
+        block: privacy.json, whatever it holds.
         card: README.md.
         run: The run directory that export/ lies in; None where only the export is at hand.
         ledger: Where to look for the ledger; None: where the run says.
-        signers: A file of allowed signers, as ssh-keygen(1) describes it.
         hashes: SHA-256 of each regular file, filled by the check of the files.
     """
 
@@ -76,19 +78,19 @@ class Published:
     card: str
     run: RunDir | None = None
     ledger: str | None = None
-    signers: Path | None = None
     hashes: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def guarantee(self) -> bool:
-        """Whether the block promises anything."""
-        return self.block.get("guarantee") is True
+    @cached_property
+    def record(self) -> privacy_record.PrivacyRecord:
+        """What privacy.json states.
 
-    @property
-    def terms(self) -> Json | None:
-        """The numbers of the promise, or of what was attempted; None for a run without differential privacy."""
-        found = self.block if self.guarantee else self.block.get("attempted")
-        return found if isinstance(found, dict) else None
+        Raises:
+            Wrong: It does not keep to its schema.
+        """
+        try:
+            return privacy_record.read(self.block)
+        except NotAStatement:
+            raise Wrong("privacy.json does not follow its schema, so this could not be checked.") from None
 
 
 def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:

@@ -10,14 +10,21 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from dpllm.audit.attacks import ATTACKS
 from dpllm.audit.summary import PRIMARY_ATTACK
 from dpllm.errors import DpllmError
 from dpllm.privacy import accounting
 from dpllm.report import words
 from dpllm.report.claim import Json, stated_epsilon
-from dpllm.report.comparison import intervals
 from dpllm.report.comparison.sides import Side
+
+# Intervals cover the choice of evaluation examples or canaries, and not the randomness of training: another run of the same
+# recipe may lie outside.
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+_AT_ONCE = 4_000_000  # numbers of one block of resamples
 
 UTILITY = ("loss", "perplexity", "accuracy", "bleu", "rouge_l")
 EXPOSURE = ("mean", "null_mean", "base_mean", "inserted")
@@ -33,7 +40,7 @@ def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) 
     """
     value = {
         "public": public,
-        "confidence": intervals.CONFIDENCE,
+        "confidence": CONFIDENCE,
         "base": {"name": sides[0].record["model"]["name_or_path"], "utility": _base_utility(sides)},
         "runs": [_run(side) for side in sides],
         "together": together(sides),
@@ -98,7 +105,7 @@ def _utility(side: Side, moment: str, which: str) -> Json:
     if examples:
         for name, column in (("loss", examples["loss"]), ("accuracy", examples["correct"])):
             tokens = examples["tokens"]
-            found[name] = {"value": sum(column) / sum(tokens), "interval": intervals.ratio(column, tokens)}
+            found[name] = {"value": sum(column) / sum(tokens), "interval": ratio(column, tokens)}
     if "loss" in found:
         limits = found["loss"]["interval"]
         found["perplexity"] = {
@@ -110,7 +117,7 @@ def _utility(side: Side, moment: str, which: str) -> Json:
         found["bleu"] = written["bleu"]
         found["rouge_l"] = {
             "value": sum(written["rouge_l"]) / len(written["rouge_l"]),
-            "interval": intervals.mean(written["rouge_l"]),
+            "interval": mean(written["rouge_l"]),
         }
     return found
 
@@ -131,7 +138,7 @@ def _leakage(audit: Json | None) -> Json:
             group: {
                 **{key: seen[key] for key in ("inserted", "tuned", "base")},
                 "share": seen["tuned"] / seen["inserted"] if seen["inserted"] else None,
-                "interval": intervals.share(seen["tuned"], seen["inserted"]),
+                "interval": share(seen["tuned"], seen["inserted"]),
             }
             for group, seen in audit["extraction"].items()
         },
@@ -195,3 +202,48 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> list[float] | None:
+    """Percentile bootstrap of sum(numerators) / sum(denominators) over examples, which are drawn whole.
+
+    Args:
+        numerators: One for each example, such as its loss in nats.
+        denominators: Likewise, >= 0, such as its number of target tokens.
+
+    Returns:
+        Low and high; None for fewer than two examples. The resampling is seeded, so that the same figures give the same
+        interval. In simulations of 95% intervals it covers the truth in 85% at 8 examples, 92% at 30 and 95% at 200.
+
+    References:
+        Efron and Tibshirani 1993, "An Introduction to the Bootstrap", section 13.3.
+    """
+    # A legend of shapes: E examples, B resamples of one block.
+    above_E, below_E = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    count = len(above_E)
+    if count < 2 or not below_E.sum() > 0:
+        return None
+    generator = np.random.default_rng(0)
+    found: list[np.ndarray] = []
+    block = max(1, _AT_ONCE // count)
+    for start in range(0, RESAMPLES, block):
+        drawn_BE = generator.integers(0, count, size=(min(block, RESAMPLES - start), count))
+        above_B, below_B = above_E[drawn_BE].sum(axis=1), below_E[drawn_BE].sum(axis=1)
+        found.append(above_B[below_B > 0] / below_B[below_B > 0])
+    low, high = np.quantile(np.concatenate(found), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return [float(low), float(high)]
+
+
+def mean(values: Sequence[float]) -> list[float] | None:
+    """The same for a mean over examples."""
+    return ratio(values, [1.0] * len(values))
+
+
+def share(part: int, whole: int) -> list[float] | None:
+    """Clopper and Pearson's interval of a share; None of nothing."""
+    if whole < 1:
+        return None
+    from scipy import stats
+
+    found = stats.binomtest(part, whole).proportion_ci(CONFIDENCE, method="exact")
+    return [float(found.low), float(found.high)]
