@@ -26,6 +26,9 @@ Json = dict[str, Any]
 
 TEMPLATES = Path(__file__).parent / "templates"
 PARTS = ("banner", "privacy")
+TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
+"""Where HTML would begin: a text of a statement could hide what stands behind it."""
+MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
 MOST_MATTER = 2**19
 """Letters of a front matter; YAML takes ten seconds for a million."""
 MOST_LEVELS = 60
@@ -68,7 +71,7 @@ def render(record: PrivacyRecord) -> dict[str, str]:
                 f"a text in the privacy block holds a marker of the card's {name}, so the card could not be read back. Take "
                 "<!-- dpllm: ... --> out of card.contact, card.tuning and the names in the recipe."
             )
-    return found
+    return {name: TAG.sub("&lt;", text) for name, text in found.items()}
 
 
 def marked(name: str, text: str) -> str:
@@ -103,6 +106,12 @@ def parts(markdown: str) -> dict[str, str]:
 
 
 @lru_cache(maxsize=4)
+def body(markdown: str) -> str:
+    """What a reader of a card sees: all that stands behind its front matter."""
+    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
+    return MATTER.sub("", text, count=1).lstrip()
+
+
 def front_matter(markdown: str) -> Json:
     """The YAML between the first two rules of a card, which may be a stranger's; not to be changed.
 
@@ -113,7 +122,7 @@ def front_matter(markdown: str) -> Json:
     import yaml
 
     text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
-    matter = re.match(r"---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", text, re.DOTALL)
+    matter = MATTER.match(text)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     value = None
     try:

@@ -150,6 +150,15 @@ def test_edits_outside_the_marked_parts_are_free(run: Path) -> None:
     assert "front matter" not in failing(run)
 
 
+@pytest.mark.parametrize("text", ["<!-- \n", "<details>\n", "epsilon is 0.1\n"])
+def test_nothing_stands_before_the_banner(export: Path, text: str) -> None:
+    page_ = export / "README.md"
+    card = page_.read_text("utf-8")
+    at = card.index("<!-- dpllm:banner -->")
+    page_.write_text(card[:at] + text + card[at:], encoding="utf-8")
+    assert "what is seen first" in failing(export)
+
+
 FORGED = {
     "canary_id": lambda name: name.replace("c", "d"),
     "group": lambda group: {1: 4, 4: 1}[group],

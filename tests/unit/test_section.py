@@ -135,6 +135,13 @@ def test_a_marker_in_a_text_of_the_recipe_is_refused(where: str, named: str) -> 
             render_card(config(card={where: f"see {marker} below"}), plan(), record(), None)
 
 
+@pytest.mark.parametrize("text", ["<!-- ", "<details>", "</div>", "<?x"])
+def test_no_text_of_a_statement_hides_what_stands_behind_it(block: Json, text: str) -> None:
+    shown = rendered({**block, "contact": f"somebody {text}"})["privacy"]
+    assert text not in shown
+    assert text.replace("<", "&lt;").strip() in shown
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.text(alphabet="a|\n\t `*<>{}%\u2028'\":-", max_size=30), st.booleans())
 def test_no_text_of_the_recipe_breaks_the_card(text: str, holds: bool) -> None:

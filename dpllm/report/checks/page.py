@@ -1,6 +1,7 @@
 """The card as a page: its schema, its front matter, and the marked parts that follow from the block.
 
-Comes in: README.md and privacy.json. Goes out: checks. What an author writes outside the markers is not looked at.
+Comes in: README.md and privacy.json. Goes out: checks. What an author writes outside the markers is not looked at;
+nothing of it may stand before the banner.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def marked(found: Published) -> Iterator[Check]:
         parts, expected = section.parts(found.card), section.render(found.record)
     except ConfigError as error:
         raise Wrong(str(error)) from None
+    if not section.body(found.card).startswith("<!-- dpllm:banner -->"):
+        yield failed("what is seen first", f"something stands before the banner, and could hide it. {_AGAIN}")
     for name in expected:
         label = f"{name} in README.md"
         if parts.get(name) == expected[name]:
