@@ -12,7 +12,6 @@ from dpllm.commands import finite
 from dpllm.errors import ConfigError, Refused
 
 LARGEST = 1e12  # of a number of people or steps
-DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 LIMITS_IN_WORDS = {
     "tpr_at_fpr_0.001": "true positive rate at 0.1% false positives, at most",
     "tpr_at_fpr_0.01": "true positive rate at 1% false positives, at most",
@@ -71,6 +70,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     """
     from dpllm import ledger
     from dpllm.privacy import accounting, events, limits
+    from dpllm.privacy.plan import CURVE_DELTAS
 
     size, batch, group, relation = known.dataset_size, known.batch_size, known.group_size, known.relation
     steps, delta = _steps(known), _delta(known)
@@ -99,7 +99,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "target_epsilon": known.epsilon,
         "group_size": group,
         "accountants": accounting.beside(event, delta, relation, prv=known.accountant == "prv"),
-        "curve": accounting.curve(event, relation, sorted({*DELTAS, delta}, reverse=True)),
+        "curve": accounting.curve(event, relation, sorted({*CURVE_DELTAS, delta}, reverse=True)),
         "limits": limits.attacker_limits_of(event, relation),
         "one_unit": None,
         "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs},

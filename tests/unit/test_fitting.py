@@ -301,7 +301,7 @@ def fitting_engine(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "between"])
-@pytest.mark.parametrize("name", ["lora", "opacus"])
+@pytest.mark.parametrize("name", ["lora", "frozen"])
 def test_a_rehearsal_that_ran_out_of_memory_leaves_nothing_behind(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
