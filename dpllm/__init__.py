@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpllm.report.compare import DPComparison as DPComparison
+    from dpllm.comparison.compare import DPComparison as DPComparison
 
 __version__ = "0.1.0"
 __all__ = ["DPComparison", "__version__"]
@@ -12,7 +12,7 @@ __all__ = ["DPComparison", "__version__"]
 def __getattr__(name: str) -> Any:
     """Loads what is heavy once it is asked for, so that ``import dpllm`` stays quick."""
     if name == "DPComparison":
-        from dpllm.report.compare import DPComparison
+        from dpllm.comparison.compare import DPComparison
 
         return DPComparison
     raise AttributeError(f"module 'dpllm' has no attribute {name!r}")

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import numpy as np
 from _machine import machine, versions
 
-from dpllm.audit import bounds
-from dpllm.audit.attacks import auc
+from dpllm.auditing import bounds
+from dpllm.auditing.attacks import auc
 
 NUM_CANARIES, ALPHA, DELTA = 1000, 0.05, 1e-5
 GUESSES, GUESSES_IN = (40, 120, 400), (30, 120)

@@ -21,8 +21,8 @@ import torch
 from _machine import machine, versions
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from dpllm.audit import scores
-from dpllm.data import TokenSequence
+from dpllm.auditing import scores
+from dpllm.text.data import TokenSequence
 
 SHAPES: dict[str, Callable[[], Any]] = {
     "GPT-2 small (124M, 50,257 tokens)": lambda: GPT2LMHeadModel(GPT2Config()),

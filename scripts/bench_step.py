@@ -44,14 +44,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dpllm import environment
-from dpllm.config import FrozenConfig
-from dpllm.data import TokenSequence, Unit
-from dpllm.model import _unfreeze
+from dpllm.model.loading import _unfreeze
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.recipe.config import FrozenConfig
+from dpllm.run import environment
+from dpllm.text.data import TokenSequence, Unit
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5
@@ -447,7 +447,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     started = datetime.now(UTC)
-    torch.set_float32_matmul_precision("highest")  # as dpllm.train
+    torch.set_float32_matmul_precision("highest")  # as dpllm.run.loop
     console = Console(width=None if sys.stdout.isatty() else 120)
     device = torch.device(options.device)
     output = options.output or ROOT / "benchmarks" / f"step-{options.shape}-{started.date()}.json"

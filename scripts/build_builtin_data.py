@@ -1,6 +1,6 @@
 """Writes `builtin:clinic`: clinic notes that look private and are about nobody.
 
-    python scripts/build_builtin_data.py [--out dpllm/builtin/clinic]
+    python scripts/build_builtin_data.py [--out dpllm/text/builtin/clinic]
 
 In: a fixed seed, Faker (pinned) for names and numbers, and our sentences in `_clinic_text.py`.
 Out: train.jsonl and eval.jsonl, one {"patient_id", "text"} a line. A patient keeps a name, phone,
@@ -195,7 +195,7 @@ def build(train_patients: int, eval_patients: int) -> tuple[list[str], list[str]
 
 def main() -> None:
     """Writes both splits."""
-    default = Path(__file__).resolve().parent.parent / "dpllm" / "builtin" / "clinic"
+    default = Path(__file__).resolve().parent.parent / "dpllm" / "text" / "builtin" / "clinic"
     parser = argparse.ArgumentParser(description="Write the embedded clinic notes.")
     parser.add_argument("--out", type=Path, default=default, help="directory for the two files")
     out: Path = parser.parse_args().out

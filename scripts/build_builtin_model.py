@@ -1,6 +1,6 @@
 """Trains `builtin:tiny`: a Llama of 0.7 million parameters and its tokenizer, on public-style text.
 
-    python scripts/build_builtin_model.py [--out dpllm/builtin/tiny] [--steps 1200] [--minutes 15]
+    python scripts/build_builtin_model.py [--out dpllm/text/builtin/tiny] [--steps 1200] [--minutes 15]
 
 In: the text of `_public_text.py` and fixed seeds; no file, no download, no private text. Out: a
 directory that AutoModelForCausalLM and AutoTokenizer load offline, with a README that states the
@@ -210,7 +210,7 @@ Apache-2.0
 
 def main() -> None:
     """Trains, measures and saves."""
-    default = Path(__file__).resolve().parent.parent / "dpllm" / "builtin" / "tiny"
+    default = Path(__file__).resolve().parent.parent / "dpllm" / "text" / "builtin" / "tiny"
     parser = argparse.ArgumentParser(description="Train the embedded language model.")
     parser.add_argument("--out", type=Path, default=default, help="directory to write")
     parser.add_argument("--steps", type=int, default=1200, help="steps to take at most")

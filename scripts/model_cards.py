@@ -15,10 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dpllm.config import dump_config
-from dpllm.report import recipe
-from dpllm.report.verify import verify
-from dpllm.rundir import RunDir
+from dpllm.recipe.config import dump_config
+from dpllm.run.directory import RunDir
+from dpllm.statement import published_recipe
+from dpllm.verification.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS, RUNS = ROOT / "model_cards", ROOT / "runs" / "model_cards"
@@ -58,7 +58,7 @@ def copy(run: RunDir, to: Path) -> Path:
     for path in (run.plan, run.run):
         if path.exists():
             shutil.copy(path, to)
-    (to / "config.yaml").write_text(dump_config(recipe.publishable(run.load_config())), encoding="utf-8")
+    (to / "config.yaml").write_text(dump_config(published_recipe.publishable(run.load_config())), encoding="utf-8")
     return to
 
 

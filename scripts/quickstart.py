@@ -24,13 +24,13 @@ def typing(console: Console, command: str) -> None:
 
 def main(output: Path) -> None:
     start = time.time()
-    from dpllm.audit import terminal
-    from dpllm.audit.run import audit
-    from dpllm.config import load_config
-    from dpllm.report.card import write_card
-    from dpllm.report.compare import compare
-    from dpllm.rundir import RunDir
-    from dpllm.train import train
+    from dpllm.auditing import terminal
+    from dpllm.auditing.run import audit
+    from dpllm.comparison.compare import compare
+    from dpllm.recipe.config import load_config
+    from dpllm.run.directory import RunDir
+    from dpllm.run.loop import train
+    from dpllm.statement.card import write_card
 
     console = Console()
     ledger = {"privacy.ledger": str(output / "ledger.sqlite")}

@@ -30,7 +30,7 @@ NETWORK = 50e9  # assumed: one 400 Gb/s link for each machine, shared by its GPU
 RATE_SHARE = 0.4
 LINK_SHARE = 0.8  # assumed: what a ring gets of a link
 LATENCY = 10e-6  # assumed: of one hop of a ring
-MEMORY_SHARE = 0.9  # as dpllm.fitting: the rest is for allocators and kernels
+MEMORY_SHARE = 0.9  # as dpllm.model.memory: the rest is for allocators and kernels
 
 # The engine.
 RANK = 16  # of LoRA, on every linear layer of the blocks
@@ -41,12 +41,12 @@ CLIP_TRAFFIC = (
     12,
     16,
 )  # bytes moved for a trainable number: for each row (written, measured, added), for each batch (the sum)
-UPDATE_TRAFFIC = 60  # bytes moved for a trainable number and step, as dpllm.planning.footprint has it
+UPDATE_TRAFFIC = 60  # bytes moved for a trainable number and step, as dpllm.forecast.footprint has it
 SUM = 8  # bytes for a trainable number that the all-reduce adds, once a step
 GATHERS = 2  # of the sharded base, for each physical batch: forward and backward; recomputation finds it gathered
 CHUNK = 2**26 * 6  # bytes: logits of one chunk (dpllm.privacy.loss) and their float32 copy
 # Bytes that a block keeps for the backward pass, for each token: of width, of inner width, of the keys' width, of LoRA's rank.
-# Read off transformers' Llama in bf16 (tests/unit/test_scaling.py compares them with dpllm.planning.tally).
+# Read off transformers' Llama in bf16 (tests/forecast/test_scaling.py compares them with dpllm.forecast.meta_tensor_counter).
 KEPT = 36, 10, 4, 28
 RECOMPUTED = 2  # bytes for each token, block and unit of width that checkpointing keeps in place of that
 LAST = 6  # bytes for each token and unit of width: the last norm and what comes out of it

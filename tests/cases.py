@@ -13,7 +13,7 @@ from tiny_models import FROZEN, LORA, RAGGED, Toy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpllm.data import Unit
+from dpllm.text.data import Unit
 
 MODES = ("auto", "per_sample", "ghost")
 BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)

@@ -11,10 +11,10 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from dpllm.data import Unit
 from dpllm.errors import Refused
 from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
 from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.text.data import Unit
 
 BOUND = 1 + 1e-6
 EXACT = 1e-5

@@ -24,8 +24,8 @@ import tiny
 import yaml
 from docs_pages import ROOT, Block, Command
 
-from dpllm import train
 from dpllm.cli import main
+from dpllm.run import loop
 
 Json = dict[str, Any]
 # Words that a page may use for things of the reader's own.
@@ -178,7 +178,7 @@ def write_data(root: Path) -> None:
 @contextlib.contextmanager
 def stopped_after(steps: int) -> Iterator[None]:
     """Ctrl-C while the given step runs."""
-    rate = train.learning_rate
+    rate = loop.learning_rate
 
     def interrupt(settings: Any, step: int, num_steps: int) -> float:
         if step == steps - 1:
@@ -186,7 +186,7 @@ def stopped_after(steps: int) -> Iterator[None]:
         return rate(settings, step, num_steps)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "learning_rate", interrupt)
+        patch.setattr(loop, "learning_rate", interrupt)
         yield
 
 

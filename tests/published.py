@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from dpllm.report import person, privacy_record, section
-from dpllm.report.verify import Verification, verify
+from dpllm.statement import privacy_record, section, tradeoff_figure
+from dpllm.verification.verify import Verification, verify
 
 Json = dict[str, Any]
 Where = tuple[str | int, ...]
@@ -36,10 +36,10 @@ def carry(export: Path, block: Json) -> None:
     """A changed block into every file that follows from it: privacy.json, the front matter, both parts, the figure."""
     record = privacy_record.read(block)
     if record.guarantee and "trade_off" in block:
-        figure = person.figure(record.terms)
-        (export / person.FILE).write_text(figure, encoding="utf-8")
-        if person.FILE in block["files"]:
-            block["files"][person.FILE] = hashlib.sha256(figure.encode()).hexdigest()
+        figure = tradeoff_figure.figure(record.terms)
+        (export / tradeoff_figure.FILE).write_text(figure, encoding="utf-8")
+        if tradeoff_figure.FILE in block["files"]:
+            block["files"][tradeoff_figure.FILE] = hashlib.sha256(figure.encode()).hexdigest()
             record = privacy_record.read(block)
     write(export, block)
     page = export / "README.md"

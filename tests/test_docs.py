@@ -20,12 +20,12 @@ import pytest
 from docs_pages import ROOT, Block, Command
 
 from dpllm.cli import _parser, _split
-from dpllm.config import load_config
+from dpllm.recipe.config import load_config
 
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate")
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "model_cards/**/*.md", "dpllm/builtin/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "model_cards/**/*.md", "dpllm/text/builtin/**/*.md")
     for path in ROOT.glob(pattern)
 )
 # The pages whose commands are executed.

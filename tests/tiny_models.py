@@ -19,14 +19,14 @@ from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpllm import model as dpllm_model
-from dpllm.config import RunConfig
-from dpllm.data import TokenSequence, Unit
+from dpllm.model import loading
 from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
+from dpllm.recipe.config import RunConfig
+from dpllm.text.data import TokenSequence, Unit
 
 MAX_LENGTH, VOCABULARY = 128, 64
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def build(
     else:
         config = recipe(adapter=adapter)
         made: Any = config.adapter
-        net = dpllm_model._add_lora(net, made, config) if made.method == "lora" else dpllm_model._unfreeze(net, made)
+        net = loading._add_lora(net, made, config) if made.method == "lora" else loading._unfreeze(net, made)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for p in trainable(net).values():

@@ -1,7 +1,7 @@
 """The privacy budget of each dataset, across all runs.
 
 Comes in: budgets, accounting events, keyed hashes of records. Goes out: reservations, refusals, history. Knows nothing
-of models or training. Read ``book.py`` first, then ``gates.py``.
+of models or training. Read ``ledger.py`` first, then ``admission.py``.
 
 Guarantee:
     In a ledger that only dpllm writes, everything ever reserved for a dataset with a budget is, together,
@@ -16,8 +16,8 @@ Guarantee:
     but a chain that was cut or computed afresh only contradicts a head that was copied elsewhere, as run.json does.
 """
 
-from dpllm.ledger.book import Ledger, open_ledger
 from dpllm.ledger.chain import Entry
+from dpllm.ledger.ledger import Ledger, open_ledger
 from dpllm.ledger.store import default_path
 from dpllm.ledger.values import Budget, Outlook, Reservation, Run
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from typing import get_args
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.ledger import gates
-from dpllm.ledger.book import Ledger
+from dpllm.ledger import admission
 from dpllm.ledger.fingerprint import Fingerprint
+from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.values import Account, Budget, Gate, Sealed, check_name, check_person, seal_content
 from dpllm.privacy.accounting import Event, Relation, compose, count_releases, stated
 
@@ -73,7 +73,7 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
                     dataset=dataset,
                     reason="late",
                 )
-            imported = gates.delta_imported(used)
+            imported = admission.delta_imported(used)
             if not imported < wanted.delta:
                 raise Refused(
                     f"dataset {dataset!r}: imported runs spent a delta of {imported:g}, and {wanted.delta:g} for everything "
@@ -82,7 +82,7 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
                     reason="over_budget",
                 )
             wanted = replace(wanted, import_delta=max(wanted.import_delta, imported))
-            wanted = replace(wanted, order=gates.order_after_results(wanted))
+            wanted = replace(wanted, order=admission.order_after_results(wanted))
         if wanted.gate == "adaptive" and wanted.order is None:
             raise ConfigError("an adaptive budget needs the order of its filter, chosen from a declared reference run.")
         book.chain.append("budget", dataset, asdict(wanted))
@@ -119,7 +119,7 @@ def seal(book: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -
                 dataset=name,
                 reason="sealed",
             )
-        if over := gates.over_plan(account, budget, runs):
+        if over := admission.over_plan(account, budget, runs):
             raise BudgetExceeded(over, dataset=name, reason="over_budget")
         together = stated(compose([*account.imports, *(r.event for r in runs)]), budget.delta, budget.relation)[0]
         with book.chain.writing():

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError, LedgerContradiction
-from dpllm.ledger.book import Ledger
 from dpllm.ledger.chain import Entry, broken, contradictions
+from dpllm.ledger.ledger import Ledger
 from dpllm.privacy.accounting import Event, compose
 
 COLUMNS = ("seq", "kind", "dataset", "payload", "prev_hash", "hash")

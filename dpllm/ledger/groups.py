@@ -12,7 +12,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from dpllm.ledger.book import Ledger
+from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.values import Run
 from dpllm.privacy.accounting import Relation, compose, stated
 

@@ -1,7 +1,7 @@
 """How runs are charged before they start: one, or all runs of a tuning group, or none of them.
 
 Comes in: a ledger, and the events of runs that have not started. Goes out: reservations, or a refusal that writes nothing.
-Must not decide what fits: gates.py does.
+Must not decide what fits: admission.py does.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.ledger import gates
+from dpllm.ledger import admission
 from dpllm.ledger.chain import canonical
 from dpllm.ledger.values import Account, Reservation, Sealed, check_name, seal_content
 from dpllm.privacy.accounting import Event, Relation, count_releases, stated
 
 if TYPE_CHECKING:
-    from dpllm.ledger.book import Ledger
     from dpllm.ledger.fingerprint import Fingerprint
+    from dpllm.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,6 @@ def _check_place(book: Ledger, account: Account, group: Group | None, extends: s
 
 def _refusal(account: Account, wanted: Sequence[Wanted], group: Group | None, extends: str | None) -> str | None:
     if group:
-        return gates.group_refusal(account, [Sealed(one.event, one.num_steps) for one in wanted])
+        return admission.group_refusal(account, [Sealed(one.event, one.num_steps) for one in wanted])
     (one,) = wanted
-    return gates.refusal(account, one.event, one.num_steps, extends=extends is not None)
+    return admission.refusal(account, one.event, one.num_steps, extends=extends is not None)

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dpllm.errors import Refused
-from dpllm.ledger import gates, groups
-from dpllm.ledger.book import Ledger
+from dpllm.ledger import admission, groups
 from dpllm.ledger.chain import Entry
+from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.values import Run
 
 
@@ -69,7 +69,7 @@ def totals(book: Ledger, dataset: str) -> list[str]:
             f"All runs as reserved, composed by PLD: epsilon {planned}. No budget is set: runs are charged without a limit."
         )
     else:
-        left = gates.filter_left(account)
+        left = admission.filter_left(account)
         gates_now = budget.gate == "planned" and account.sealed is None
         gate = "gates" if gates_now else "is shown for comparison: it holds for runs fixed in advance"
         lines.append(
@@ -80,8 +80,8 @@ def totals(book: Ledger, dataset: str) -> list[str]:
             lines.append(f"Opened for what was left by {entry.facts['opened_by']}: {entry.facts['why']}.")
         lines.append(f"All runs as reserved, composed by PLD: epsilon {planned}. This figure {gate}.")
         if left is not None:
-            stated = gates.filter_epsilon(account) or 0.0
-            whole = gates.filter_allowance(budget)
+            stated = admission.filter_epsilon(account) or 0.0
+            whole = admission.filter_allowance(budget)
             spent = max(0.0, whole - left.allowance)
             lines.append(
                 f"Renyi filter at order {left.order:g}: {_share(spent, whole)} of its allowance is spent ({spent:.4f} of "
@@ -93,7 +93,7 @@ def totals(book: Ledger, dataset: str) -> list[str]:
         elif account.sealed is not None:
             lines.append(
                 f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was "
-                f"imported epsilon {gates.list_epsilon(account, budget):.3f}. This figure gates."
+                f"imported epsilon {admission.list_epsilon(account, budget):.3f}. This figure gates."
             )
     lines += groups.described(book, dataset)
     if len(account.runs) + len(account.imports) > 1:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.gradients import Owners, UnitGradients
+from dpllm.privacy.hooks import Taps
 from dpllm.privacy.rules import Form, Rule
 from dpllm.privacy.sampling import PhysicalBatch
-from dpllm.privacy.taps import Taps
 
 AUTOMATIC_GAMMA = 0.01
 Losses = Callable[[PhysicalBatch], Tensor]

@@ -21,10 +21,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpllm import sharding
 from dpllm.errors import Refused, RoundsByCompany
+from dpllm.model import sharding
 from dpllm.privacy.clipping import PerUnitClipper, PlainSum, Summer, refuse_foreign_gradients
-from dpllm.privacy.head import TokenLosses
+from dpllm.privacy.fused_loss import TokenLosses
 from dpllm.privacy.lattice import EXACT, noise_scale, spacing_of
 from dpllm.privacy.loss import example_means
 from dpllm.privacy.noise import GaussianNoise

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpllm.config import LoraConfig, RunConfig
 from dpllm.errors import Refused
+from dpllm.recipe.config import LoraConfig, RunConfig
 
 if TYPE_CHECKING:
     from torch import nn  # `dpllm plan` guards recipes without importing torch

@@ -4,8 +4,8 @@ Comes in: logits and masks. Goes out: one loss for each sequence. ``outputs.loss
 tokens of the whole batch, which couples examples: with it, one long neighbour moved the clipped sum by 2.2 C.
 
 Only targets are computed on, those of one row at a time, so that no product has a shape that follows another row. Logits of
-the model's own precision are held once, and what is wider, or longer than a chunk, never exists. ``head.py`` does without the
-logits too.
+the model's own precision are held once, and what is wider, or longer than a chunk, never exists. ``fused_loss.py`` does
+without the logits too.
 
 Shape suffixes: R sequences, T tokens, V vocabulary, N targets, n targets of one chunk, M = R T positions.
 """

@@ -13,13 +13,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from dpllm.audit import canaries
-from dpllm.config import RunConfig
+from dpllm.canaries import canaries
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.privacy import accounting, events, limits, renyi
 from dpllm.privacy.accounting import Event, Relation
 from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
 from dpllm.privacy.renyi import Fit
+from dpllm.recipe.config import RunConfig
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 

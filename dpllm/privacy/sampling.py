@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.data import TokenSequence, Unit
 from dpllm.privacy.noise import uniform_stream
 from dpllm.privacy.plan import Schedule, padded_length, padded_lengths
+from dpllm.text.data import TokenSequence, Unit
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpllm.data import TokenSequence, Unit
 from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy.clipping import Losses, Summer
 from dpllm.privacy.plan import padded_lengths
 from dpllm.privacy.randomness import refuse_random_numbers
 from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.text.data import TokenSequence, Unit
 
 TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 5e-2

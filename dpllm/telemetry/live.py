@@ -18,11 +18,11 @@ from typing import Any, Self
 
 from prometheus_client import start_http_server
 
-from dpllm.config import RunConfig
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
-from dpllm.rundir import RunDir, read_json
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir, read_json
 from dpllm.telemetry import metrics
 from dpllm.telemetry.metrics import INTERVAL, Families, RunValues
 

@@ -24,13 +24,13 @@ from prometheus_client import CollectorRegistry, generate_latest, write_to_textf
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dpllm.config import RunConfig
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger
 from dpllm.ledger.values import State
 from dpllm.privacy import accounting
-from dpllm.report.words import public_name, without_paths
-from dpllm.rundir import RunDir, read_json
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir, read_json
+from dpllm.statement.formatting import public_name, without_paths
 
 STATES = ("running", "completed", "interrupted")
 OPEN = ("reserved", "running")

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 
-from dpllm import cli, environment, train
+from dpllm import cli
 from dpllm.privacy.engine import Engine
+from dpllm.run import environment, loop
 
 ROOT = Path(__file__).parents[2]
-NOTES = ROOT / "dpllm" / "builtin" / "clinic"
+NOTES = ROOT / "dpllm" / "text" / "builtin" / "clinic"
 STEPS = 4
 
 
@@ -129,7 +130,7 @@ def work(name: str, rank: int, port: int, folder: Path) -> None:
     if rank == scenario.world - 1 and scenario.world > 1:
         words |= scenario.odd_words
         scenario.odd()
-    train.COMPARE_EVERY = 1
+    loop.COMPARE_EVERY = 1
     overrides = [word for key, value in words.items() for word in (f"--{key}", value)]
     os.chdir(ROOT)
     sys.exit(cli.main(["train", "recipes/smoke/clinic.yaml", *scenario.flags, *overrides]))

@@ -25,12 +25,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from dpllm import checkpoint, evaluate, model, sharding
-from dpllm.data import TokenSequence
 from dpllm.errors import ConfigError, Refused
+from dpllm.model import evaluate, loading, sharding
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.sampling import PhysicalBatch, collate
-from dpllm.rundir import RunDir
+from dpllm.run import checkpoint
+from dpllm.run.directory import RunDir
+from dpllm.text.data import TokenSequence
 
 C, SIGMA, STEPS = 0.05, 0.7, 2
 # How each trains, and the base model: llama has a head of its own, gpt2's is tied to the embedding.
@@ -68,7 +69,7 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     base["name_or_path"] = str(folder / settings["base"])
     adapter = {**tm.LORA, "modules_to_save": settings.get("modules_to_save", [])}
     config = tm.recipe(model=base, adapter=adapter, train={"seed": 3})
-    net = model.build(config, tm.CPU)
+    net = loading.build(config, tm.CPU)
     results: dict[str, Any] = facts(net)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -93,7 +94,7 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     results["unclipped"] = unclipped(net, shares(world, rank)[0])
     results["again"] = after_a_failure(net, shares(world, rank)[0])
     if low:  # what the self-check of a run in low precision builds beside it
-        small = model.shrunken(config, net, tm.CPU)
+        small = loading.shrunken(config, net, tm.CPU)
         results["small"] = tm.make_engine(small, promise).self_check(64, 32)
     if rank == 0:  # alone, as a run does: a collective in here would wait for ever
         checkpoint.export(net, Unsaved(), RunDir(folder / f"{name}{world}"))
@@ -127,7 +128,7 @@ def after_a_failure(net: Any, batches: list[PhysicalBatch]) -> torch.Tensor:
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    layer = model.blocks(net)[1][1].mlp
+    layer = loading.blocks(net)[1][1].mlp
     for register in (layer.register_forward_hook, layer.register_full_backward_hook):
         hook = register(fail)
         with contextlib.suppress(MemoryError):
@@ -144,16 +145,16 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
     """What two ranks with different weights are told, and those whose model looks up its embedding from elsewhere."""
     told = {}
     try:
-        model.build(tm.recipe(model={"name_or_path": str(folder / ("other" if rank else "llama"))}), tm.CPU)
+        loading.build(tm.recipe(model={"name_or_path": str(folder / ("other" if rank else "llama"))}), tm.CPU)
     except ConfigError as error:
         told["different"] = str(error)
     os.environ["ACCELERATE_USE_FSDP"] = "false"
-    net = model.build(tm.recipe(model={"name_or_path": str(folder / "llama")}), tm.CPU)
+    net = loading.build(tm.recipe(model={"name_or_path": str(folder / "llama")}), tm.CPU)
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     head, embedding = net.get_output_embeddings(), net.get_input_embeddings()
     head.forward = lambda hidden_RTd: functional.linear(hidden_RTd, embedding.weight)
     try:
-        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
     except Refused as error:
         told["outside"] = str(error)
     return told
@@ -161,7 +162,7 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
 
 def facts(net: Any) -> dict[str, Any]:
     """How much of the model lies here, and what of it is cut."""
-    blocks, layers = model.blocks(net)
+    blocks, layers = loading.blocks(net)
     cut = {name: p for name, p in net.named_parameters() if isinstance(p, DTensor)}
     assert not any(p.requires_grad for p in cut.values())
     return {
@@ -202,7 +203,7 @@ def compare(family: str, adapter: dict[str, Any], checkpointing: str | None, ran
     whole = tm.build(family, adapter, checkpointing=checkpointing)
     expected_P = tm.make_engine(whole, tm.plan(C)).clipped_sum(batches)[0]
     net = tm.build(family, adapter, checkpointing=checkpointing)
-    sharding.shard(net, model.blocks(net)[0], tm.CPU)
+    sharding.shard(net, loading.blocks(net)[0], tm.CPU)
     engine = tm.make_engine(net, tm.plan(C))
     experts = "num_local_experts" in tiny.FAMILIES[family]  # computed row by row
     error = engine.self_check(tm.VOCABULARY, 32, physical_batch_size=1 if experts else 8)

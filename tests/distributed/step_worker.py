@@ -9,8 +9,8 @@ import tiny_models as tm
 import torch
 from torch import distributed
 
-from dpllm.data import Unit
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.text.data import Unit
 
 STEPS, C, SIGMA = 3, 0.05, 0.7
 SLOTS, DRAWS, MEMBERS = 40, 1500, 10  # of the sampling masks

@@ -100,11 +100,11 @@ def test_diagnostics_count_all_processes(complete: Path) -> None:
 def test_the_adapter_of_two_processes_loads_in_one(complete: Path) -> None:
     import torch
 
-    from dpllm import model
-    from dpllm.config import load_config
+    from dpllm.model import loading
+    from dpllm.recipe.config import load_config
 
     run = complete / "seeded_2" / "run"
-    models = model.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
+    models = loading.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
     saved = load_file(run / "export" / "adapter_model.safetensors")
     held = {name.replace(".default", ""): p for name, p in models.tuned.named_parameters() if "lora_" in name}
     assert held.keys() == saved.keys()

@@ -14,7 +14,7 @@ import tiny_models as tm
 import torch
 from safetensors.torch import load_file
 
-from dpllm import model
+from dpllm.model import loading
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -174,7 +174,7 @@ def test_the_adapter_loads_on_one_process(folder: Path, runs: tuple[Results, Res
     from peft import PeftModel
 
     base = tm.recipe(model={"name_or_path": str(folder / ("llama" if name == "plain" else "gpt2"))}).model
-    tuned = PeftModel.from_pretrained(model.load_base(base, tm.CPU), str(folder / f"{name}2" / "export")).eval()
+    tuned = PeftModel.from_pretrained(loading.load_base(base, tm.CPU), str(folder / f"{name}2" / "export")).eval()
     prompt = torch.tensor([[5, 9, 20]])
     tokens = tuned.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, eos_token_id=None

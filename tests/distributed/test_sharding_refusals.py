@@ -13,9 +13,10 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from dpllm import model, ranks, sharding
-from dpllm.config import RunConfig
 from dpllm.errors import ConfigError, Refused
+from dpllm.model import loading, sharding
+from dpllm.recipe.config import RunConfig
+from dpllm.run import processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for key, value in prepare_multi_gpu_env(arguments).items():
         if key.startswith(("FSDP_", "ACCELERATE_")):
             monkeypatch.setenv(key, value)
-    monkeypatch.setattr(ranks, "several", lambda: True)
+    monkeypatch.setattr(processes, "several", lambda: True)
     return monkeypatch
 
 
@@ -62,9 +63,9 @@ def test_recipes_that_cannot_be_sharded_are_refused_before_anything_is_loaded(
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("something was loaded")
 
-    launched.setattr(model, "load_base", load)
+    launched.setattr(loading, "load_base", load)
     with pytest.raises(Refused, match=words):
-        model.build(lora(**sections), tm.CPU)
+        loading.build(lora(**sections), tm.CPU)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_launch_file_that_accelerate_cannot_read_is_an_error(launched: pytest.
 
 
 def test_one_process_has_nobody_to_share_with(launched: pytest.MonkeyPatch) -> None:
-    launched.setattr(ranks, "several", lambda: False)
+    launched.setattr(processes, "several", lambda: False)
     with pytest.raises(ConfigError, match="one process"):
         sharding.check(lora())
 
@@ -104,23 +105,23 @@ def test_another_layer_class_is_refused(launched: pytest.MonkeyPatch) -> None:
     net = tm.build("llama")
     launched.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "GPT2Block")
     with pytest.raises(Refused, match="LlamaDecoderLayer"):
-        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
 
 
 def test_blocks_that_share_weights_are_refused(launched: pytest.MonkeyPatch) -> None:
     net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
-    layers = model.blocks(net)[1]
+    layers = loading.blocks(net)[1]
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     with pytest.raises(Refused, match="share weights"):
-        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
 
 
 def test_quantised_files_are_refused(launched: pytest.MonkeyPatch) -> None:
     net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
     packed = torch.zeros((24, 16), dtype=torch.uint8)
-    model.blocks(net)[1][1].mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
+    loading.blocks(net)[1][1].mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
     with pytest.raises(Refused, match="quantised"):
-        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
 
 
 @pytest.mark.parametrize("before", [None, "true", "false"])
@@ -141,7 +142,7 @@ def alone(launched: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     launched.setattr(sharding, "_shard", lambda module, mesh, whole: None)
     launched.setattr(sharding, "init_device_mesh", lambda *_: None)
     launched.setattr(sharding.distributed, "get_world_size", lambda: 2)
-    launched.setattr(ranks, "check_equal", lambda facts: None)
+    launched.setattr(processes, "check_equal", lambda facts: None)
     return launched
 
 
@@ -153,18 +154,18 @@ def test_a_part_that_does_not_fit_is_an_error_that_says_so(alone: pytest.MonkeyP
     alone.setattr(sharding, where, full)
     net = tm.build("llama")
     with pytest.raises(ConfigError, match="do not fit"):
-        sharding.shard(net, model.blocks(net)[0], tm.CPU)
+        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
 
 
 def test_one_unit_after_the_other_is_moved_and_cut(alone: pytest.MonkeyPatch) -> None:
     """A device never holds more than one whole unit beside its shards."""
     net = tm.build("llama")
-    layers = list(model.blocks(net)[1])
+    layers = list(loading.blocks(net)[1])
     done: list[tuple[str, Any]] = []
     alone.setattr(sharding, "_place", lambda module, device: done.append(("placed", module)) or 0)
     alone.setattr(sharding, "_shard", lambda module, mesh, whole: done.append(("cut", module)))
     alone.setattr(sharding, "_try", lambda *_: None)
-    sharding.shard(net, model.blocks(net)[0], tm.CPU)
+    sharding.shard(net, loading.blocks(net)[0], tm.CPU)
     units = [*layers, net.get_input_embeddings(), net.get_output_embeddings(), net]
     assert done == [event for unit in units for event in (("placed", unit), ("cut", unit))]
 
@@ -172,7 +173,7 @@ def test_one_unit_after_the_other_is_moved_and_cut(alone: pytest.MonkeyPatch) ->
 def test_weights_wait_on_the_cpu_in_the_type_of_their_device(tmp_path: Path) -> None:
     tiny.model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     base = tm.recipe(model={"name_or_path": str(tmp_path)}).model
-    waiting = model.load_base(base, torch.device("meta"), stay_on_cpu=True)
+    waiting = loading.load_base(base, torch.device("meta"), stay_on_cpu=True)
     assert {(p.device.type, p.dtype) for p in waiting.parameters()} == {("cpu", torch.bfloat16)}
 
 
@@ -185,7 +186,7 @@ def test_every_rank_reads_the_base_itself(launched: pytest.MonkeyPatch) -> None:
         seen.append((os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"], stay_on_cpu))
         raise KeyboardInterrupt
 
-    launched.setattr(model, "load_base", load)
+    launched.setattr(loading, "load_base", load)
     with pytest.raises(KeyboardInterrupt):
-        model.build(lora(), tm.CPU)
+        loading.build(lora(), tm.CPU)
     assert seen == [("false", True)]

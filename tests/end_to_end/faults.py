@@ -60,10 +60,10 @@ class Attempt:
 
 def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) -> None:
     """Wraps what a child calls, so that it says where it is."""
-    from dpllm import checkpoint, train
     from dpllm.ledger import Ledger
     from dpllm.privacy.engine import Engine
     from dpllm.privacy.noise import GaussianNoise
+    from dpllm.run import checkpoint, loop
 
     log = os.open(noise, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     charged: list[tuple[str, int]] = []
@@ -100,7 +100,7 @@ def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) ->
         os.write(log, f"{attempt} {entry} {number}\n".encode())
         return value
 
-    train.prepare = marked("prepare", train.prepare)
+    loop.prepare = marked("prepare", loop.prepare)
     checkpoint.save_resume = marked("checkpoint", checkpoint.save_resume)
     checkpoint.export = marked("export", checkpoint.export)
     Ledger.reserve = marked("reserve", Ledger.reserve)  # type: ignore[method-assign]
@@ -206,7 +206,7 @@ def next_aim(attempts: list[Attempt], typed: list[str], kills: int, draw: random
 
 def command(place: Any) -> list[str] | None:
     """What a user types next; None where the run is complete."""
-    from dpllm.rundir import RunDir, read_json
+    from dpllm.run.directory import RunDir, read_json
 
     run = RunDir(place.run)
     if run.run.exists() and read_json(run.run)["status"] == "completed":
@@ -222,7 +222,7 @@ def main(root: Path, base: Path, kills: int, seed: int) -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from running import done, make_place
 
-    import dpllm.train  # noqa: F401  the slow imports, once for all children
+    import dpllm.run.loop  # noqa: F401  the slow imports, once for all children
 
     torch.set_num_threads(1)
     draw, lasts = random.Random(seed), {"all": 1.0}

@@ -13,13 +13,12 @@ import torch
 import yaml
 from running import SENTINEL, Answer, Place, contents, done, dpllm_, make_place, rows
 
-from dpllm import prepare
-from dpllm.audit import canaries
-from dpllm.audit.run import ATTACKS
-from dpllm.audit.shadow import shadows
-from dpllm.audit.whitebox import mechanism
+from dpllm.auditing.run import ATTACKS
+from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.rundir import RunDir
+from dpllm.lab import mechanism, shadows
+from dpllm.run import build
+from dpllm.run.directory import RunDir
 
 
 @pytest.fixture
@@ -198,10 +197,10 @@ def test_canaries_of_another_run_are_refused(copy: Place, tmp_path: Path, base: 
 def test_a_run_goes_on_with_the_canaries_it_began_with(copy: Place) -> None:
     run, config = RunDir(copy.run), RunDir(copy.run).load_config()
     own = canaries.load(run.canaries)
-    assert prepare._canaries(config, run, True, None, torch.device("cpu")) == own
+    assert build._canaries(config, run, True, None, torch.device("cpu")) == own
     canaries.save(canaries.redraw_coins(own), run.canaries)
     with pytest.raises(ConfigError, match="not the canaries that the run began with"):
-        prepare._canaries(config, run, True, None, torch.device("cpu"))
+        build._canaries(config, run, True, None, torch.device("cpu"))
 
 
 def test_settings_of_the_test_are_fixed_before_training(copy: Place) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tiny
 
-from dpllm import builtin
-from dpllm.audit.outside.outside import audit_outside_canaries, audit_outside_members, outside_claim, write_outside
+from dpllm.lab.outside import audit_outside_canaries, audit_outside_members, outside_claim, write_outside
+from dpllm.text import builtin
 
 Json = dict[str, Any]
 STEPS, BATCH, LEARNING_RATE = 80, 26, 5e-3

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from running import Json, Place, done, dpllm_, make_place
 
-from dpllm.audit import canaries
-from dpllm.audit.run import audit
-from dpllm.config import CanaryConfig
-from dpllm.rundir import RunDir
+from dpllm.auditing.run import audit
+from dpllm.canaries import canaries
+from dpllm.recipe.config import CanaryConfig
+from dpllm.run.directory import RunDir
 
 ONCE, REPEATED = 200, 12
 CANARIES = {"groups": {1: ONCE, 16: REPEATED}, "digits": 4, "references": 300}

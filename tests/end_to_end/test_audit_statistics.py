@@ -15,14 +15,15 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from dpllm import checkpoint
-from dpllm.audit import canaries, figure, summary, terminal
-from dpllm.audit.run import audit
-from dpllm.audit.scores import encode_secret
-from dpllm.audit.table import read_scores
-from dpllm.config import DataConfig, RunConfig, dump_config
+from dpllm.auditing import figure, summary, terminal
+from dpllm.auditing.run import audit
+from dpllm.auditing.scores import encode_secret
+from dpllm.auditing.table import read_scores
+from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.rundir import RunDir, digest, read_json, write_json
+from dpllm.recipe.config import DataConfig, RunConfig, dump_config
+from dpllm.run import checkpoint
+from dpllm.run.directory import RunDir, digest, read_json, write_json
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
 

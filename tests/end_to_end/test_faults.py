@@ -17,12 +17,12 @@ import pytest
 from running import Json, Place, done, dpllm_
 
 import dpllm
-from dpllm import checkpoint
 from dpllm.ledger import Ledger
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.rundir import RunDir
+from dpllm.run import checkpoint
+from dpllm.run.directory import RunDir
 
 HERE = Path(__file__).parent
 

@@ -13,8 +13,8 @@ import transformers
 import yaml
 from running import Place, contents, done, dpllm_
 
-from dpllm import generate
 from dpllm.errors import ConfigError, DataError
+from dpllm.publish import generate
 
 Json = dict[str, Any]
 FEW = ("--num", "3", "--max-new-tokens", "6")

@@ -13,10 +13,9 @@ import tiny
 from running import Place, contents, done, dpllm_
 from safetensors.torch import load_file, save_file
 
-from dpllm import lineage
 from dpllm.errors import ConfigError, Refused
-from dpllm.report import section
-from dpllm.rundir import RunDir
+from dpllm.run.directory import RunDir
+from dpllm.statement import lineage, section
 
 Json = dict[str, Any]
 QUICK = ("--audit.canaries", "null")

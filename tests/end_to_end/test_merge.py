@@ -16,14 +16,16 @@ import yaml
 from running import SENTINEL, Place, contents, done, dpllm_
 from safetensors.torch import load_file, save_file
 
-from dpllm import checkpoint, merge, model
-from dpllm.audit import canaries
-from dpllm.audit.scores import score_canaries
-from dpllm.audit.table import read_scores
-from dpllm.config import RunConfig
+from dpllm.auditing.scores import score_canaries
+from dpllm.auditing.table import read_scores
+from dpllm.canaries import canaries
 from dpllm.errors import Refused
-from dpllm.report import privacy_record, section
-from dpllm.rundir import RunDir
+from dpllm.model import loading
+from dpllm.publish import merge
+from dpllm.recipe.config import RunConfig
+from dpllm.run import checkpoint
+from dpllm.run.directory import RunDir
+from dpllm.statement import privacy_record, section
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[0, 40, 41, 42, 43, 44], [7, 8, 9, 10, 11, 12]])
@@ -73,7 +75,7 @@ def block_of(directory: Path) -> Json:
 
 def test_the_merged_model_computes_what_base_and_adapter_do(finished: Place, merged: Path) -> None:
     config = RunDir(finished.run).load_config()
-    both = model.load_for_scoring(config, finished.run / "export", CPU)
+    both = loading.load_for_scoring(config, finished.run / "export", CPU)
     alone = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     assert type(alone).__name__ == "LlamaForCausalLM"
     with torch.no_grad(), both.base() as base:
@@ -89,9 +91,9 @@ def test_the_merged_model_computes_what_base_and_adapter_do(finished: Place, mer
 def test_the_scores_of_the_audit_do_not_depend_on_merging(finished: Place, merged: Path) -> None:
     """The card says that the audit was of the adapter; this is why it may be carried along."""
     config = RunDir(finished.run).load_config()
-    both = model.load_for_scoring(config, finished.run / "export", CPU)
+    both = loading.load_for_scoring(config, finished.run / "export", CPU)
     alone = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
-    models = model.ScoringModels(both.tokenizer, alone, config.model, CPU)
+    models = loading.ScoringModels(both.tokenizer, alone, config.model, CPU)
     plan = canaries.load(RunDir(finished.run).canaries)
     found, _ = score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)
     published = {row.canary_id: row for row in read_scores(merged / "audit")[0]}
@@ -126,14 +128,14 @@ def adapted(root: Path, case: str) -> tuple[RunConfig, torch.Tensor]:
         "output_dir": str(root / "run"),
     }
     config = RunConfig.model_validate(value)
-    net = model.build(config, CPU).eval()
+    net = loading.build(config, CPU).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     checkpoint.export(net, tiny.tokenizer(), RunDir(root / "run"))
-    both = model.load_for_scoring(config, root / "run" / "export", CPU)
+    both = loading.load_for_scoring(config, root / "run" / "export", CPU)
     with torch.no_grad():
         return config, both.tuned(input_ids=IDS).logits
 

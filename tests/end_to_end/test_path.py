@@ -17,12 +17,12 @@ import torch
 import yaml
 from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, make_place, rows
 
-from dpllm.audit import figure
-from dpllm.audit.table import read_scores
+from dpllm.auditing import figure
+from dpllm.auditing.table import read_scores
 from dpllm.errors import RoundsByCompany
 from dpllm.ledger import Ledger
 from dpllm.privacy import selfcheck
-from dpllm.report.card import rerender
+from dpllm.statement.card import rerender
 
 SLOTS = 20 + 4 * 4
 Json = dict[str, Any]
@@ -64,7 +64,7 @@ def test_private_is_for_its_owner_alone(finished: Place, baseline: Place) -> Non
 
 
 def test_copies_of_the_data_are_private_from_the_first_moment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpllm import data
+    from dpllm.text import data
 
     seen = []
     read = data.load_table
@@ -129,7 +129,7 @@ def test_the_card_states_the_plans_epsilon(finished: Place) -> None:
 
 
 def test_record_and_card_hash_what_was_exported(finished: Place) -> None:
-    from dpllm.checkpoint import weight_hashes
+    from dpllm.run.checkpoint import weight_hashes
 
     export = finished.run / "export"
     card = {"README.md", "privacy.json"}
@@ -326,16 +326,16 @@ def test_other_clipping_functions_are_planned_run_and_stated(place: Place, clipp
 
 @pytest.mark.parametrize("method", ["lora", "frozen"])
 def test_low_precision_is_checked_in_float32_too(place: Place, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpllm import prepare
+    from dpllm.run import build
 
     built: list[Any] = []
-    shrunken = prepare.model.shrunken
+    shrunken = build.loading.shrunken
 
     def watched(*arguments: Any) -> Any:
         built.append(shrunken(*arguments))
         return built[-1]
 
-    monkeypatch.setattr(prepare.model, "shrunken", watched)
+    monkeypatch.setattr(build.loading, "shrunken", watched)
     place.write({"adapter": {"method": method}, "train.precision": "bf16", "train.steps": 1, "train.epochs": None})
     done("train", place.recipe)
     assert len(built) == 1

@@ -9,9 +9,9 @@ import pytest
 import tiny
 from running import done, dpllm_, make_place, rows
 
-from dpllm import prepare
-from dpllm.audit import canaries
-from dpllm.rundir import RunDir
+from dpllm.canaries import canaries
+from dpllm.run import build
+from dpllm.run.directory import RunDir
 
 FEW = {"groups": {1: 12, 2: 3}, "references": 100, "digits": 12}
 
@@ -73,8 +73,8 @@ def test_training_plants_what_was_planned_and_never_twice(planned):
     # One that replaces it has texts and coins of its own, one that goes on has the same.
     run = RunDir(planned.run)
     config = run.load_config()
-    assert prepare._canaries(config, run, True, None, None) == plan
-    assert prepare._canaries(config, run, False, None, None).commitment != plan.commitment
+    assert build._canaries(config, run, True, None, None) == plan
+    assert build._canaries(config, run, False, None, None).commitment != plan.commitment
 
 
 def test_canaries_of_another_recipe_are_refused_before_anything_is_charged(planned):

@@ -13,8 +13,8 @@ from hub_stand_in import Hub, Repository
 from published import carry, read
 from running import Place, contents, done, dpllm_
 
-from dpllm.config import load_config
-from dpllm.report.recipe import of_training
+from dpllm.recipe.config import load_config
+from dpllm.statement.published_recipe import of_training
 
 NAME = "alice/notes-dp"
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from dpllm.ledger import Budget, Ledger
 from dpllm.privacy import renyi
 from dpllm.privacy.engine import Engine
-from dpllm.rundir import RunDir
+from dpllm.run.directory import RunDir
 
 TOTAL = 6
 STOP = """

@@ -15,13 +15,13 @@ from rich.console import Console
 from running import SENTINEL, Place, contents, done, make_place
 
 from dpllm import ledger
-from dpllm.audit import canaries
-from dpllm.audit.scores import score_canaries
-from dpllm.audit.shadow import shadows
-from dpllm.audit.table import CanaryScores, by_group
+from dpllm.auditing.scores import score_canaries
+from dpllm.auditing.table import CanaryScores, by_group
+from dpllm.canaries import canaries
 from dpllm.errors import ConfigError, DpllmError, Refused
-from dpllm.model import load_for_scoring
-from dpllm.rundir import RunDir, read_json
+from dpllm.lab import shadows
+from dpllm.model.loading import load_for_scoring
+from dpllm.run.directory import RunDir, read_json
 
 CANARIES = {"groups": {1: 12, 4: 4}, "references": 100, "digits": 12}
 QUICK = {"train.steps": 2, "data.public": True, "audit.canaries": CANARIES, "audit.guesses": [5, 10]}

@@ -12,8 +12,8 @@ import pytest
 import tiny
 from running import SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, make_place
 
-import dpllm.train
-from dpllm.audit import run as audit_run
+import dpllm.run.loop
+from dpllm.auditing import run as audit_run
 from dpllm.errors import DpllmError, Refused
 from dpllm.ledger import Ledger, groups
 
@@ -171,7 +171,7 @@ def untouched(place: Place) -> bool:
 
 def test_a_budget_for_one_of_two_refuses_the_sweep(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "dpllm.ledger.gates.what_fits", lambda *_: "Less would fit."
+        "dpllm.ledger.admission.what_fits", lambda *_: "Less would fit."
     )  # a long search with tests of its own
     place = make(tmp_path / "place", base)
     who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
@@ -197,8 +197,8 @@ def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
     assert "eps-8, after the runs of the sweep before it" in answer.err
     assert untouched(place)
     seen = []
-    monkeypatch.setattr("dpllm.sweep._train", lambda point, entry, console: seen.append((point, entry)))
-    monkeypatch.setattr("dpllm.sweep._audit", lambda points, console: [])
+    monkeypatch.setattr("dpllm.comparison.sweep._train", lambda point, entry, console: seen.append((point, entry)))
+    monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda points, console: [])
     assert swept_to(place, "2,6").code == WRONG  # nothing was trained, so nothing can be compared
     state = json.loads((place.root / "sweep" / "sweep.json").read_text())
     with Ledger(place.ledger) as book:
@@ -242,7 +242,7 @@ def test_what_the_base_model_forbids_is_refused_first(
         if not config.privacy.enabled:
             raise Refused("a model with differential privacy may not be continued without it.")
 
-    monkeypatch.setattr("dpllm.lineage.settle", settle)
+    monkeypatch.setattr("dpllm.statement.lineage.settle", settle)
     place = make(tmp_path / "place", base)
     answer = swept_to(place, "2,inf")
     assert answer.code == REFUSED
@@ -308,7 +308,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
     place = make(tmp_path / "place", base)
     who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
     done("ledger", "init", "notes", "--epsilon", 9, "--delta", 1e-3, *who)
-    rate, calls = dpllm.train.learning_rate, []
+    rate, calls = dpllm.run.loop.learning_rate, []
 
     def interrupt(settings, step, num_steps):
         calls.append(step)
@@ -317,7 +317,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
         return rate(settings, step, num_steps)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dpllm.train, "learning_rate", interrupt)
+        patch.setattr(dpllm.run.loop, "learning_rate", interrupt)
         answer = swept_to(place, "2,8")
     assert answer.code == 1
     assert "eps-8 was interrupted after 2 steps" in answer.err
@@ -348,7 +348,7 @@ def test_a_run_that_fails_leaves_the_others_their_places(
     def fails(config, **_):
         raise DpllmError("the machine went away")
 
-    monkeypatch.setattr("dpllm.train.train", fails)
+    monkeypatch.setattr("dpllm.run.loop.train", fails)
     answer = swept_to(place, "2,8")
     assert answer.code == 1
     assert "--resume goes on" in answer.out
@@ -360,10 +360,10 @@ def test_a_contradicted_promise_ends_with_its_own_code_once_all_is_written(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = []
-    monkeypatch.setattr("dpllm.sweep._train", lambda *_: None)
-    monkeypatch.setattr("dpllm.sweep._audit", lambda *_: ["eps-2: epsilon is at least 3"])
-    monkeypatch.setattr("dpllm.sweep._measure", lambda *_: None)
-    monkeypatch.setattr("dpllm.sweep.compare", lambda runs, output: compared.append(output))
+    monkeypatch.setattr("dpllm.comparison.sweep._train", lambda *_: None)
+    monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda *_: ["eps-2: epsilon is at least 3"])
+    monkeypatch.setattr("dpllm.comparison.sweep._measure", lambda *_: None)
+    monkeypatch.setattr("dpllm.comparison.sweep.compare", lambda runs, output: compared.append(output))
     answer = swept_to(make(tmp_path / "place", base), "2,8")
     assert answer.code == 4
     assert "eps-2: epsilon is at least 3" in answer.err
@@ -381,7 +381,7 @@ def test_a_run_that_lost_its_steps_is_not_trained_for_nothing(
             book.charge(entry, 1)
         raise DpllmError("killed")
 
-    monkeypatch.setattr("dpllm.train.train", dies_after_a_step)
+    monkeypatch.setattr("dpllm.run.loop.train", dies_after_a_step)
     assert swept_to(place, "2,8").code == 1
     answer = swept_to(place, "2,8", "--resume")
     assert answer.code == REFUSED
@@ -401,7 +401,7 @@ def reserved_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise DpllmError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dpllm.sweep._train", killed)
+        patch.setattr("dpllm.comparison.sweep._train", killed)
         assert swept_to(place, "2,8").code == 1
     return place.root / "sweep" / "sweep.json"
 
@@ -442,8 +442,8 @@ def test_what_changes_no_promise_may_change_when_a_sweep_goes_on(
     answer = swept_to(place, "2,8")
     assert "no such directory" in answer.err
     seen = []
-    monkeypatch.setattr("dpllm.sweep._train", lambda point, entry, console: seen.append(entry))
-    monkeypatch.setattr("dpllm.sweep._audit", lambda points, console: [])
+    monkeypatch.setattr("dpllm.comparison.sweep._train", lambda point, entry, console: seen.append(entry))
+    monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda points, console: [])
     other = ("--telemetry.textfile", "null", "--train.physical_batch_size", 2, "--train.checkpoint_every", 1)
     assert "another recipe" not in swept_to(place, "2,8", "--resume", *other).err
     with Ledger(place.ledger) as book:

@@ -19,12 +19,12 @@ import tiny
 from metrics_text import Series, free_port, promtool_is_silent, scrape, series, value
 from running import SENTINEL, STEPS, Place, done, dpllm_, make_place, python, rows
 
-from dpllm import evaluate
-from dpllm.audit.summary import PRIMARY_ATTACK
-from dpllm.config import load_config
+from dpllm.auditing.summary import PRIMARY_ATTACK
+from dpllm.model import evaluate
 from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics, Engine
-from dpllm.rundir import RunDir
+from dpllm.recipe.config import load_config
+from dpllm.run.directory import RunDir
 from dpllm.telemetry import metrics, publish_audit
 
 # Far from what noise makes of a share or of C, so that a released value is never taken for one of them.
@@ -237,7 +237,7 @@ def test_a_private_audit_is_not_shown(baseline: Place, tmp_path: Path) -> None:
 
 
 def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpllm.audit import run as audits
+    from dpllm.auditing import run as audits
 
     called = []
     monkeypatch.setattr(audits, "publish_audit", lambda run, config, attack: called.append(run.root.name))
@@ -247,7 +247,7 @@ def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatc
 
 
 def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
-    from dpllm.audit.shadow import shadows
+    from dpllm.lab import shadows
 
     asked = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
     recipe = load_config(RunDir(baseline.run).config, asked)

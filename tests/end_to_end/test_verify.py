@@ -13,15 +13,15 @@ from published import carry, changed, containers, failing, get, leaves, other, r
 from running import Place, dpllm_
 from safetensors.numpy import load_file, save_file
 
-from dpllm import artifacts
+from dpllm import files
 from dpllm.errors import ConfigError
-from dpllm.report import verify as verifying
-from dpllm.report.checks import page
-from dpllm.report.checks.values import Published
-from dpllm.report.verify import verify
-from dpllm.rundir import RunDir
+from dpllm.run.directory import RunDir
+from dpllm.verification import check_page
+from dpllm.verification import verify as verifying
+from dpllm.verification.values import Published
+from dpllm.verification.verify import verify
 
-STATEMENT = (("front matter", page.front_matter), ("marked parts", page.marked))
+STATEMENT = (("front matter", check_page.front_matter), ("marked parts", check_page.marked))
 
 
 # An honest run.
@@ -309,14 +309,14 @@ def _others(where: published.Where, value: object) -> list[object]:
 
 def _is_said(where: str) -> bool:
     # cross_check names Opacus, which is not asked; the line of that name says so.
-    said = [field for fields, _ in page.ASSERTED.values() for field in fields.split()] + ["cross_check.epsilon"]
+    said = [field for fields, _ in check_page.ASSERTED.values() for field in fields.split()] + ["cross_check.epsilon"]
     return any(where == field or where.startswith(f"{field}.") for field in said)
 
 
 def test_every_field_is_computed_again_or_printed_as_asserted(export: Path, finished: Place) -> None:
     """Each value of the block is changed a little, alone and consistently: it is seen, or stands in the table."""
     checks, honest = dict(verifying.CHECKS), read(export)
-    hashes = artifacts.hashes(export, artifacts.UNHASHED)
+    hashes = files.hashes(export, files.UNHASHED)
 
     def seen(block: published.Json) -> bool:
         found = Published(export, block, "", ledger=str(finished.ledger), hashes=dict(hashes))
@@ -334,7 +334,7 @@ def test_every_field_is_computed_again_or_printed_as_asserted(export: Path, fini
     }
     assert not {field for field in survived if not _is_said(field)}
     # Nor is anything printed as asserted that could be computed; an audit.json of the same author has the unit, too.
-    fields = {field for fields, _ in page.ASSERTED.values() for field in fields.split()}
+    fields = {field for fields, _ in check_page.ASSERTED.values() for field in fields.split()}
     for field in fields - {"unit", "max_examples_per_unit", "adaptive"}:
         forged = honest
         for name, value in _TOGETHER.get(field, {}).items():
@@ -382,8 +382,8 @@ def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
     """A consistent card of fewer steps: what is left to say is that the audit tested another claim."""
     from dpllm.privacy import accounting, limits
     from dpllm.privacy.plan import CURVE_DELTAS
-    from dpllm.report import claim, person
-    from dpllm.report.fields import Terms
+    from dpllm.statement import claim, tradeoff_figure
+    from dpllm.statement.fields import Terms
 
     block = read(export)
     event, relation = {**block["event"], "count": 2}, block["neighbouring_relation"]
@@ -395,7 +395,7 @@ def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
         "accountants": accounting.beside(event, block["delta"], relation),
         "limits": limits.attacker_limits_of(event, relation),
         "curve": [list(pair) for pair in accounting.curve(event, relation, CURVE_DELTAS)],
-        "trade_off": person.trade_off(event, relation),
+        "trade_off": tradeoff_figure.trade_off(event, relation),
         "cross_check": {**block["cross_check"], "epsilon": epsilon + 0.01},
         "without_amplification": claim.without_amplification(Terms.pick(block), 2),
         "composed": {**block["composed"], "spent_epsilon": epsilon},

@@ -15,11 +15,12 @@ from published import carry, failing, read, rehash, write
 from pyarrow import parquet
 from running import Place, done, dpllm_
 
-from dpllm import base_block, push
-from dpllm.config import RunConfig
 from dpllm.errors import Refused
-from dpllm.report.checks import leaks
-from dpllm.rundir import RunDir
+from dpllm.publish import push
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir
+from dpllm.statement import base_block
+from dpllm.verification import check_leaks
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def _found(run: Path) -> set[str]:
     """What the search before a push finds."""
     one = RunDir(run)
     names = [path.relative_to(one.export).as_posix() for path in one.export.rglob("*") if path.is_file()]
-    return {check.name for check in leaks.search(one, names) if check.status == "failed"}
+    return {check.name for check in check_leaks.search(one, names) if check.status == "failed"}
 
 
 @pytest.mark.parametrize("name", HIDINGS)

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _tf32_off() -> Iterator[None]:
-    """As dpllm.train sets it."""
+    """As dpllm.run.loop sets it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield

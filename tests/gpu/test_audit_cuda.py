@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 
-from dpllm.audit.scores import score
-from dpllm.data import TokenSequence
+from dpllm.auditing.scores import score
+from dpllm.text.data import TokenSequence
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,10 +10,10 @@ import pytest
 import tiny_models as tm
 import torch
 
-from dpllm import fitting
-from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
+from dpllm.model import memory
 from dpllm.privacy.engine import Engine
+from dpllm.recipe.config import RunConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,20 +54,20 @@ def recipe(size: int | str) -> RunConfig:
 
 
 def resolve(engine: Engine, size: int | str) -> int:
-    return fitting.resolve(engine, recipe(size), VOCABULARY, CUDA)
+    return memory.resolve(engine, recipe(size), VOCABULARY, CUDA)
 
 
 def test_what_is_found_fits_and_is_not_timid(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "free_memory", lambda device: ROOM)
+    monkeypatch.setattr(memory, "free_memory", lambda device: ROOM)
     held = torch.cuda.memory_allocated(CUDA)
     found = resolve(engine, "auto")
-    assert 1 < found < fitting.most_rows(recipe("auto"), CUDA)
+    assert 1 < found < memory.most_rows(recipe("auto"), CUDA)
     assert (
         torch.cuda.memory_allocated(CUDA) < held + 64 * 2**20
     )  # nothing of the rehearsals is left but kernels' workspace
     torch.cuda.reset_peak_memory_stats(CUDA)
     for _ in range(2):
-        engine.step([fitting.synthetic(found, TOKENS, VOCABULARY)] * 2)
+        engine.step([memory.synthetic(found, TOKENS, VOCABULARY)] * 2)
     used = torch.cuda.max_memory_allocated(CUDA) - held
     assert 0.55 * ROOM < used < ROOM
 
@@ -78,29 +78,29 @@ def test_what_does_not_fit_is_caught_and_the_rest_trains(engine: Engine) -> None
         resolve(engine, 4096)
     advised = int(re.findall(r"or (\d+) or less", str(caught.value))[0])
     assert resolve(engine, advised) == advised
-    engine.step([fitting.synthetic(advised, TOKENS, VOCABULARY)])
+    engine.step([memory.synthetic(advised, TOKENS, VOCABULARY)])
 
 
 @pytest.mark.usefixtures("little")
 def test_auto_where_the_device_says_no_first(engine: Engine) -> None:
     """mem_get_info knows nothing of the fraction: the search itself meets the end of memory."""
     found = resolve(engine, "auto")
-    engine.step([fitting.synthetic(found, TOKENS, VOCABULARY)] * 2)
+    engine.step([memory.synthetic(found, TOKENS, VOCABULARY)] * 2)
 
 
 @pytest.mark.usefixtures("little")
 def test_a_step_that_runs_out_says_what_to_set(engine: Engine) -> None:
     with (
         pytest.raises(ConfigError, match=r"train\.physical_batch_size: 2048 or less"),
-        fitting.explained(recipe(4096), 4096),
+        memory.explained(recipe(4096), 4096),
     ):
-        engine.step([fitting.synthetic(4096, TOKENS, VOCABULARY)])
+        engine.step([memory.synthetic(4096, TOKENS, VOCABULARY)])
 
 
 def test_rehearsing_changes_nothing(engine: Engine) -> None:
     weights = [p.clone() for p in engine.parameters.values()]
     state = torch.cuda.get_rng_state(CUDA)
-    engine.rehearse([fitting.synthetic(4, TOKENS, VOCABULARY)])
+    engine.rehearse([memory.synthetic(4, TOKENS, VOCABULARY)])
     assert all(torch.equal(p, old) for p, old in zip(engine.parameters.values(), weights, strict=True))
     assert all(p.grad is None for p in engine.parameters.values())
     assert torch.equal(torch.cuda.get_rng_state(CUDA), state)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from dpllm.audit.bounds import OneRunBound, epsilon_lower_bound
-from dpllm.config import AuditConfig
+from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
+from dpllm.recipe.config import AuditConfig
 
 ALPHA = 0.05
 GRID, GRID_IN = tuple(AuditConfig().guesses), tuple(AuditConfig().guesses_in)

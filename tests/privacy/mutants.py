@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpllm.audit.whitebox.probe import EMPTY_SLOTS
+from dpllm.lab.probe import EMPTY_SLOTS
 from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import GaussianNoise

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.audit.families import event_trade_off, gaussian_epsilon, profile_trade_off
-from dpllm.audit.rates import Rates, count, epsilon_from_rates, many_runs, rate_limits
+from dpllm.auditing.families import event_trade_off, gaussian_epsilon, profile_trade_off
+from dpllm.auditing.rates import Rates, count, epsilon_from_rates, many_runs, rate_limits
 
 COUNTS = Rates(400, 100, 50, 450)
 

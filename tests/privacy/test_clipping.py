@@ -13,12 +13,12 @@ from tiny_models import FROZEN, LORA, Toy
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from dpllm.data import Unit
 from dpllm.errors import Refused
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.rules import Form, conv1d, linear
 from dpllm.privacy.sampling import collate, physical_batches
+from dpllm.text.data import Unit
 
 BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 

@@ -34,11 +34,11 @@ from tiny_models import FROZEN, LORA, RAGGED, Toy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpllm.data import Unit
 from dpllm.privacy import gradients, guards, rules
 from dpllm.privacy.gradients import UnitGradients
 from dpllm.privacy.rules import Dense, Product
 from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.text.data import Unit
 
 # --- the matrix ------------------------------------------------------------------------------------------------------
 

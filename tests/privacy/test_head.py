@@ -25,10 +25,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from dpllm.errors import Refused
-from dpllm.planning.tally import tally
-from dpllm.privacy import head as heads
+from dpllm.forecast.meta_tensor_counter import tally
+from dpllm.privacy import fused_loss
 from dpllm.privacy import loss as losses_module
-from dpllm.privacy.head import TokenLosses, fused_losses
+from dpllm.privacy.fused_loss import TokenLosses, fused_losses
 from dpllm.privacy.loss import Targets, example_means, sequence_losses, token_losses
 from dpllm.privacy.sampling import PhysicalBatch, collate
 
@@ -477,10 +477,10 @@ def test_ways_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     def wrong(logits_nV: Tensor, target_n: Tensor) -> Any:
         return right(logits_nV.mul_(1.01), target_n)
 
-    right = heads.log_likelihood_
+    right = fused_loss.log_likelihood_
     net = tm.build("llama", LORA)
     assert TokenLosses(net, tm.CPU).head is not None
-    monkeypatch.setattr(heads, "log_likelihood_", wrong)
+    monkeypatch.setattr(fused_loss, "log_likelihood_", wrong)
     net.get_output_embeddings().weight.mul_(10)
     assert TokenLosses(net, tm.CPU).head is None
 

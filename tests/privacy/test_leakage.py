@@ -16,14 +16,14 @@ import torch
 from rich.console import Console
 from scipy import stats
 
-from dpllm import model as dpllm_model
-from dpllm.audit.whitebox import leakage, span
-from dpllm.audit.whitebox.leakage import LeakageReport, gradient_leakage, reconstruction_bound
-from dpllm.data import TokenSequence, Unit
 from dpllm.errors import ConfigError
+from dpllm.lab import leakage, span
+from dpllm.lab.leakage import LeakageReport, gradient_leakage, reconstruction_bound
+from dpllm.model import loading
 from dpllm.privacy.clipping import FUNCTIONS
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, make_plan
+from dpllm.text.data import TokenSequence, Unit
 
 WIDTH, VOCABULARY = 64, 500
 LENGTHS = (9, 7, 8)
@@ -43,7 +43,7 @@ def net(family: str = "llama", r: int = 16, **adapter: Any) -> Any:
         family, **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "head_dim": WIDTH // 2}, **tm.NO_DROPOUT.get(family, {})
     )  # fmt: skip
     recipe = tm.recipe(adapter={"method": "lora", "r": r, "alpha": 2 * r, **adapter})
-    return dpllm_model._add_lora(made.requires_grad_(False), recipe.adapter, recipe).train()
+    return loading._add_lora(made.requires_grad_(False), recipe.adapter, recipe).train()
 
 
 def sequences(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[TokenSequence]:

@@ -16,15 +16,15 @@ import torch
 from rich.console import Console
 from scipy import stats
 
-from dpllm.audit.whitebox import mechanism, probe, releases
-from dpllm.audit.whitebox.mechanism import ALPHA, MechanismReport, audit_mechanism, contradictions
-from dpllm.audit.whitebox.replay import Pair, replay
-from dpllm.config import RunConfig
 from dpllm.errors import ConfigError
+from dpllm.lab import mechanism, probe, releases
+from dpllm.lab.mechanism import ALPHA, MechanismReport, audit_mechanism, contradictions
+from dpllm.lab.replay import Pair, replay
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.recipe.config import RunConfig
 
 MODES = ("flat", "automatic", "per_layer", "adaptive")
 STEPS, CANARIES, PAIRS = 50, 100, 2

@@ -26,9 +26,9 @@ from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradients import Owners, UnitGradients
+from dpllm.privacy.hooks import Taps
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.sampling import PhysicalBatch
-from dpllm.privacy.taps import Taps
 
 TIED = {"tie_word_embeddings": True}
 HEAD = {**FROZEN, "lm_head": True}

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import recipe
 
-from dpllm.data import count_units
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.privacy import accounting, limits, renyi
 from dpllm.privacy.plan import CURVE_DELTAS, Plan, auto_delta, make_plan, make_schedule
 from dpllm.privacy.renyi import Fit
+from dpllm.text.data import count_units
 
 N = 500
 

@@ -20,10 +20,11 @@ from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpllm import checkpoint, model
 from dpllm.errors import Refused
-from dpllm.planning.outlook import Start
-from dpllm.prepare import Prepared, prepare
+from dpllm.model import loading
+from dpllm.run import checkpoint
+from dpllm.run.build import Prepared, prepare
+from dpllm.run.promise import Start
 
 C = 1e-3
 DROPOUT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,8 +120,8 @@ def test_dropout_is_off_in_every_kind_of_module_and_under_every_name() -> None:
 
     layer = Layer()
     expected = {"attn_pdrop": 0.1, "layerdrop": 0.2, "hidden_dropout": 0.3, "one": 0.4, "two": 0.5, "three": 0.6}
-    assert model.without_dropout(layer) == expected
-    assert model.without_dropout(layer) == {}
+    assert loading.without_dropout(layer) == expected
+    assert loading.without_dropout(layer) == {}
     assert (layer.keep, layer.dropout_first, layer.num_dropped) == (0.9, True, 4)
     assert (layer.attn_pdrop, layer.two.p) == (0.0, 0.0)
 

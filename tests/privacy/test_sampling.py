@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.data import Unit
 from dpllm.privacy.noise import ChaCha20Stream
 from dpllm.privacy.plan import padded_length, padded_lengths
 from dpllm.privacy.sampling import PoissonSampler, collate, physical_batches
+from dpllm.text.data import Unit
 
 ALARM = 1e-9
 SLOTS, DRAWS = 60, 4000

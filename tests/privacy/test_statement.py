@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dpllm.report.statement import statement, up
+from dpllm.statement.statement import statement, up
 
 
 def answer(**changes: Any) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Attacks that let a model write or choose."""

@@ -1,1 +1,0 @@
-"""Models and canaries of others."""

@@ -1,1 +1,0 @@
-"""What canaries are made of."""

@@ -1,1 +1,0 @@
-"""Real rows: members, others, and what words alone tell."""

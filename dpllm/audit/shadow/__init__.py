@@ -1,1 +1,0 @@
-"""Shadow runs: the same recipe with other coins."""

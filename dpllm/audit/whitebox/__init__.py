@@ -1,1 +1,0 @@
-"""The engine under watch, and what one gradient gives away."""

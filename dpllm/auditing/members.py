@@ -1,0 +1,301 @@
+"""Membership inference on real rows: what the tuned model gives away about rows that trained, beside rows that did not.
+
+Comes in: two models, the rows of both sides. Goes out: a report of counts and areas, computed from private rows and covered
+by no guarantee, for private/ alone. It names no row and quotes no text. It must not speak about epsilon: real rows became
+members by nobody's coin.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpllm.auditing import attacks, token_attacks
+from dpllm.auditing.blind import BlindControl, blind, zlib_bytes
+from dpllm.auditing.overlap import Rows, check_overlap
+from dpllm.auditing.summary import CONFIDENCE, separation
+from dpllm.auditing.tokens import TokenTable
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import DataConfig, RunConfig
+from dpllm.run.directory import RunDir, write_json
+from dpllm.text import data
+from dpllm.text.data import Format, TokenSequence, Unit
+
+if TYPE_CHECKING:
+    from dpllm.model.loading import ScoringModels
+
+# A legend of shapes: S privacy units of both sides, members first; N tokens.
+
+LIMIT = 1000
+"""Units of each side that are scored, unless told otherwise."""
+FEWEST = 50
+"""On each side; with fewer, no control could tell a shift from chance."""
+PRIMARY_SCORE = "calibrated"
+NOTE = (
+    "Computed from private rows and not covered by the privacy guarantee: it must not be published. It says nothing about "
+    "epsilon, because nobody drew by coins which of these rows trained."
+)
+MEMBERSHIP, SHIFT = "membership inference", "distribution shift"
+
+
+@dataclass(frozen=True)
+class MembersReport:
+    """What scores separate members from non-members, and whether that may be called membership inference."""
+
+    word: str
+    """membership inference, or distribution shift where a control separates the sides without the tuned model."""
+    reason: str
+    unit: str
+    """What was counted as one: a row, or everything of one value of the unit column."""
+    members: int
+    non_members: int
+    members_available: int
+    non_members_available: int
+    confidence: float
+    """Of every interval."""
+    scores: dict[str, dict[str, Any]]
+    """By name: area under the curve, true positive rates, and the same area with the base model in the tuned one's place."""
+    controls: dict[str, Any]
+    overlap: dict[str, Any]
+    note: str = NOTE
+    primary_score: str = PRIMARY_SCORE
+    """Fixed in advance; the best of all the others would look better than it is."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As private/audit_members.json holds it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def audit_members(
+    models: ScoringModels,
+    members: Sequence[Rows],
+    non_members: Sequence[Rows],
+    fmt: Format,
+    settings: DataConfig,
+    *,
+    limit: int = LIMIT,
+    end_tokens: bool = True,
+) -> MembersReport:
+    """Scores rows that trained and rows that did not, beside two controls that have not seen the tuned model.
+
+    One privacy unit is one observation: all its tokens together, whatever number of rows and sequences they stand in.
+
+    Guarantee:
+        Where members and non-members are exchangeable, the word is "distribution shift" with probability at most about
+        7.5 %: both sides of the base model's interval, one of the blind control's. Neither control proves
+        that there is no shift.
+
+    Args:
+        models: Tuned and base.
+        members: Everything that trained, by unit; at most ``limit`` of them, drawn with a fixed public seed, are scored.
+        non_members: The same kind of rows that did not train.
+        fmt: How the rows of both read.
+        settings: The data section that training used: unit, max_length, long_examples.
+        limit: At least 50.
+        end_tokens: Score the token that ends a text, as dpllm trains it. Where training may have gone without it, what it
+            scores would drown the rest.
+
+    Raises:
+        ConfigError: Fewer than 50 units on a side, or non-members that are members too.
+        DataError: A row that cannot be encoded.
+        ConfigError: A model whose scores are not finite.
+    """
+    if limit < FEWEST:
+        raise ConfigError(
+            f"a limit of {limit} rows is too few to tell a difference from chance; give {FEWEST} or more."
+        )
+    drawn_in, drawn_out = _draw(members, limit), _draw(non_members, limit)
+    _check_counts(drawn_in, drawn_out)
+    overlap = check_overlap(members, drawn_out, fmt, settings.unit)
+    encoded = [
+        data.encode_units(list(groups), fmt, models.tokenizer, settings, name=name)
+        for name, groups in (("members", drawn_in), ("non-members", drawn_out))
+    ]
+    if not end_tokens:
+        encoded = [[_without_end(unit, models.tokenizer.eos_token_id) for unit in side] for side in encoded]
+    units_in, units_out = ([unit for unit in side if unit.sequences] for side in encoded)
+    _check_counts(units_in, units_out)
+    texts = [_read(unit, models.tokenizer) for unit in (*units_in, *units_out)]
+    tokens = _score(models, [*units_in, *units_out], texts)
+
+    first, texts_in, texts_out = len(units_in), texts[: len(units_in)], texts[len(units_in) :]
+    base_S = base_loss(tokens)
+    base = attacks.auc(base_S[:first], base_S[first:], CONFIDENCE)
+    words = blind(texts_in, texts_out, CONFIDENCE)
+    word, reason = _judge(base, words, settings.unit)
+    return MembersReport(
+        word=word,
+        reason=reason,
+        unit="row" if settings.unit == "example" else settings.unit,
+        members=first,
+        non_members=len(units_out),
+        members_available=len(members),
+        non_members_available=len(non_members),
+        confidence=CONFIDENCE,
+        scores=_separations(tokens, first),
+        controls={
+            "base_model": _area("auc", base),
+            "blind": None if words is None else {"auc": words.auc, "auc_interval": [words.low, words.high]},
+        },
+        overlap=overlap,
+    )
+
+
+def audit_run_members(run: RunDir, models: ScoringModels, *, limit: int = LIMIT) -> MembersReport:
+    """The same for a finished run: rows of data.train, as they trained, against rows of data.eval.
+
+    Args:
+        run: Its report goes to private/audit_members.json.
+        models: Of ``dpllm.model.loading.load_for_scoring``.
+        limit: Units of each side.
+
+    Raises:
+        ConfigError: The recipe names no evaluation data; see also ``audit_members``.
+    """
+    config = run.load_config()
+    members, non_members, fmt = rows_of_run(config, run)
+    report = audit_members(models, members, non_members, fmt, config.data, limit=limit)
+    write_json(run.private / "audit_members.json", report.to_json())
+    return report
+
+
+def rows_of_run(config: RunConfig, run: RunDir) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
+    """Members and non-members of a run by privacy unit, and how they read.
+
+    Raises:
+        ConfigError: The recipe names no evaluation data, or they read otherwise than the training data.
+        DataError: Data that cannot be read, or a row of the evaluation data without a unit.
+    """
+    if config.data.eval is None:
+        raise ConfigError(
+            f"{run.config}: data.eval names no rows that did not train, so there is nothing to compare members with. "
+            "Name held-out rows in data.eval and train again."
+        )
+    cache = run.private / "cache"
+    trained = data.load_table(config.data.train, config.data, config.data.train_split, cache)
+    rest = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
+    if rest.format != trained.format:
+        raise ConfigError(
+            f"{rest.name}: reads as {rest.format} and the training data as {trained.format}, so any difference would be one of "
+            "form. Set data.format, or evaluation data of the same columns."
+        )
+    return data.group_rows(trained, config.data), data.group_rows(rest, config.data), trained.format
+
+
+def loss(table: TokenTable) -> NDArray[np.float64]:
+    """Shape (S,): mean log p_tuned of a unit's tokens, in nats; real texts differ in length, secrets do not."""
+    return _mean(table, table.tuned_log_prob_N)
+
+
+def base_loss(table: TokenTable) -> NDArray[np.float64]:
+    """Shape (S,): the same before training: the control, which must find nothing."""
+    return _mean(table, table.base_log_prob_N)
+
+
+def ratio(table: TokenTable) -> NDArray[np.float64]:
+    """Shape (S,): mean log p_tuned - log p_base of a unit's tokens, in nats."""
+    return _mean(table, table.tuned_log_prob_N - table.base_log_prob_N)
+
+
+def calibrated(table: TokenTable) -> NDArray[np.float64]:
+    """Shape (S,): what the base model's mean log-probability does not explain of the tuned model's, in nats.
+
+    The slope is fitted on members and others alike, without knowing which is which (see ``attacks.slope``).
+    """
+    before, after = base_loss(table), loss(table)
+    return after - attacks.fit_slope(before, after) * before
+
+
+SCORES = {"calibrated": calibrated, "ratio": ratio, "loss": loss, **token_attacks.ATTACKS}
+"""Scores by name; higher = more likely a member."""
+
+
+def _draw(groups: Sequence[Rows], limit: int) -> list[Rows]:
+    chosen = random.Random(0).sample(range(len(groups)), min(limit, len(groups)))
+    return [groups[index] for index in sorted(chosen)]
+
+
+def _check_counts(members: Sequence[Any], non_members: Sequence[Any]) -> None:
+    for name, side in (("members", members), ("non-members", non_members)):
+        if len(side) < FEWEST:
+            raise ConfigError(
+                f"{len(side)} {name} with something to predict are too few: below {FEWEST} on each side no control can tell a "
+                "difference of the data from chance. Give more rows."
+            )
+
+
+def _without_end(unit: Unit, end: int | None) -> Unit:
+    kept = []
+    for one in unit.sequences:
+        mask = (*one.loss_mask[:-1], one.loss_mask[-1] and one.input_ids[-1] != end)
+        if any(mask):
+            kept.append(replace(one, loss_mask=mask))
+    return Unit(tuple(kept))
+
+
+def _read(unit: Unit, tokenizer: Any) -> str:
+    """What the models read of a unit, which is all that the controls may use: no more, and no less."""
+    return "\n".join(tokenizer.decode(sequence.input_ids, skip_special_tokens=True) for sequence in unit.sequences)
+
+
+def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -> TokenTable:
+    """The token table with one entry for each unit."""
+    from dpllm.auditing.scores import score_sequences
+
+    owners = [(index, sequence) for index, unit in enumerate(units) for sequence in unit.sequences]
+    sequences: list[TokenSequence] = [sequence for _, sequence in owners]
+    names = [f"s{place:06d}" for place in range(len(sequences))]
+    table = score_sequences(models, names, [""] * len(sequences), sequences, [one.loss_mask for one in sequences])
+    return replace(
+        table,
+        canary_ids=tuple(f"u{index:06d}" for index in range(len(units))),
+        zlib_bytes_S=np.array([zlib_bytes(text) for text in texts], dtype=np.int64),
+        sequence_N=np.array([index for index, _ in owners], dtype=np.int64)[table.sequence_N],
+    )
+
+
+def _separations(tokens: TokenTable, first: int) -> dict[str, dict[str, Any]]:
+    """Each score on the tuned model, and on the base model in its place; None where a score compares the two."""
+    columns = [field.name.removeprefix("base_") for field in fields(tokens) if field.name.startswith("base_")]
+    before = replace(tokens, **{f"tuned_{name}": getattr(tokens, f"base_{name}") for name in columns})
+    result = {}
+    for name, attack in SCORES.items():
+        after_S, before_S = attack(tokens), attack(before)
+        control = attacks.auc(before_S[:first], before_S[first:], CONFIDENCE) if np.ptp(before_S) > 1e-9 else None
+        result[name] = {**separation(after_S[:first], after_S[first:]), **_area("base_auc", control)}
+    return result
+
+
+def _area(name: str, found: attacks.Estimate | None) -> dict[str, Any]:
+    return {name: found.value if found else None, f"{name}_interval": [found.low, found.high] if found else None}
+
+
+def _judge(base: attacks.Estimate | None, words: BlindControl | None, unit: str) -> tuple[str, str]:
+    seen = []
+    if words is None or words.succeeds:
+        found = f"AUC {words.auc:.3f} ({words.low:.3f} to {words.high:.3f})" if words else "too few texts"
+        seen.append(f"a classifier that sees the words and no model separates them ({found})")
+    if base is None or not base.low <= 0.5 <= base.high:
+        found = f"AUC {base.value:.3f} ({base.low:.3f} to {base.high:.3f})" if base else "no score"
+        seen.append(f"the base model, which saw neither, separates them ({found})")
+    if not seen:
+        return MEMBERSHIP, (
+            "Neither the words nor the base model tell members from non-members, so what the tuned model tells apart is what "
+            "it learned. Small differences between the sides may be left."
+        )
+    advice = "" if unit != "example" else "; if several rows come from one author, name the column in data.unit"
+    return SHIFT, (
+        f"Members and non-members are of different kinds: {'; and '.join(seen)}. No score below is membership inference. Split "
+        f"one set of rows at random before training{advice}."
+    )
+
+
+def _mean(table: TokenTable, values_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    sums_S = np.bincount(table.sequence_N, weights=values_N, minlength=len(table.canary_ids))
+    result: NDArray[np.float64] = sums_S / table.lengths()
+    return result

@@ -1,0 +1,318 @@
+"""One audit of one finished run.
+
+Comes in: a run directory. Goes out: audit.json, tokens.parquet and four pictures. A run with differential
+privacy publishes them: they are computed from its output, from texts drawn before it saw any data, and from their coins. A
+run without keeps them private. No canary's text is written outside private/; who knows the generator and the base model can
+search for the texts that give the published numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from dpllm.auditing import attacks, figure, token_attacks
+from dpllm.auditing.generation import generate_attacks
+from dpllm.auditing.scores import score_canaries
+from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, summarise
+from dpllm.auditing.table import CanaryScores
+from dpllm.auditing.tokens import TokenTable, write_tokens
+from dpllm.auditing.verdict import Claim
+from dpllm.auditing.words import words_control
+from dpllm.canaries import canaries
+from dpllm.canaries.canaries import CanaryPlan
+from dpllm.errors import ConfigError
+from dpllm.model import loading
+from dpllm.recipe.config import RunConfig
+from dpllm.run import checkpoint
+from dpllm.run.directory import RunDir, digest, read_json, write_json
+from dpllm.telemetry import publish_audit
+from dpllm.text.data import Format, load_table
+
+if TYPE_CHECKING:
+    from dpllm.model.loading import ScoringModels
+
+PARTS = {
+    "exposure": ("exposure",),
+    "extraction": ("extraction", "sampling"),
+    **{name: ("generation", name) for name in ("completion", "untargeted", "personal")},
+}
+"""Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
+ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *token_attacks.ATTACKS, *PARTS)
+
+
+def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate: bool = True) -> dict[str, Any]:
+    """Scores the canaries of a finished run and writes what follows from them.
+
+    Args:
+        run: A run that planted canaries and exported its weights.
+        twin: An audited run of the same recipe without privacy, where the attack has to succeed: a positive control. Unless
+            both are of the same public data this report stays in private/, because it tells something of that run, and one
+            without the twin is published.
+        shadows: How many shadow runs to train and to compare with, see ``shadows.audit_shadows``; where an exception allowed
+            them, likewise.
+        generate: Let the models complete and sample as well; else only what one pass of scoring shows.
+
+    Returns:
+        The report, as audit.json holds it. A falsified claim is said in ``verdict``, not raised.
+
+    Raises:
+        ConfigError: No canaries in the recipe, no weights, canaries or settings other than those fixed before training, or
+            a twin that is none.
+        Refused: Shadows that may not be trained.
+    """
+    from dpllm.lab.shadows import audit_shadows, may_train  # which train
+
+    config, plan, claim = _subject(run)
+    seen, open_twin = _twin(config, twin) if twin else (None, True)
+    if shadows:
+        may_train(run, config)
+    examined = _examine(run, config, plan, claim, generate=generate)
+    report, open_shadows = _report(examined, seen), True
+    if shadows:
+        delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
+        console = Console(stderr=True)
+        report["shadows"] = audit_shadows(run, config, plan, examined.table, shadows, delta=delta, console=console)
+        open_shadows = report["shadows"]["public_data"]
+    report["audits_run"] = _count(run)
+    report["published"] = config.privacy.enabled and open_twin and open_shadows
+    _write(run, report, examined)
+    if config.privacy.enabled and not report["published"]:  # the same without what tells of other runs
+        _write(run, {**_report(examined, None), "audits_run": report["audits_run"], "published": True}, examined)
+    publish_audit(run, config, PRIMARY_ATTACK)
+    return report
+
+
+def _write(run: RunDir, report: dict[str, Any], examined: _Examined) -> None:
+    folder = run.audit_dir(report["published"])
+    _keep(report, folder / "audit.json")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "scores.csv").unlink(missing_ok=True)  # of an audit before version 3 of audit.json
+    write_tokens(examined.tokens, folder / "tokens.parquet")
+    figure.draw(examined.table, report, folder)
+    write_json(folder / "audit.json", report)
+
+
+def _keep(report: dict[str, Any], path: Path) -> None:
+    """Parts of the audit before that this one left out: they follow from the same weights and canaries."""
+    before = read_json(path) if path.exists() else {}
+    if (before.get("weights"), before.get("canaries")) == (report["weights"], report["canaries"]):
+        for part in ("generation", "shadows"):
+            report[part] = report.get(part) or before.get(part)
+
+
+def attack(run: RunDir, name: str) -> dict[str, Any]:
+    """One attack on a finished run. Nothing is written, and no bound is computed, so that it does not count as an audit.
+
+    Args:
+        run: As for ``audit``.
+        name: Of ``ATTACKS``.
+
+    Returns:
+        The part of the report that it makes: for a score one entry for each group of repetitions.
+
+    Raises:
+        ConfigError: No such attack; and see ``audit``.
+    """
+    if name not in ATTACKS:
+        near = difflib.get_close_matches(name, ATTACKS, 1)
+        advice = f"Did you mean {near[0]}?" if near else f"Type one of {', '.join(ATTACKS)}."
+        raise ConfigError(f"--attack {name}: no such attack. {advice}")
+    config, plan, claim = _subject(run)
+    if name == "personal" and plan.kind != "pii":
+        raise ConfigError(
+            f"--attack personal: the canaries of {run.root} are {plan.kind}, and no personal details to ask for. Train with "
+            "audit.canaries.kind: pii, or type another attack."
+        )
+    parts = PARTS.get(name, ())
+    report = _report(_examine(run, config, plan, claim, generate="generation" in parts), None)
+    if "generation" in parts:
+        return {name: report["generation"][name]}
+    if parts:
+        return {part: report[part] for part in parts}
+    groups = [report["attacks"], *(seen["attacks"] for seen in report["repeated"].values())]
+    return {str(group[name]["group"]): group[name] for group in groups if name in group}
+
+
+def load_models(run: RunDir, config: RunConfig) -> ScoringModels:
+    """The weights of a run beside its base.
+
+    Raises:
+        ConfigError: The run exported none, or others lie there.
+    """
+    _check_weights(run, read_json(run.run))
+    return loading.load_for_scoring(config, run.export, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@dataclass(frozen=True)
+class _Examined:
+    """What the models were asked, once, and what does not depend on other runs."""
+
+    table: tuple[CanaryScores, ...]
+    tokens: TokenTable
+    claim: Claim | None
+    fixed: dict[str, Any]
+    """Arguments of ``summarise``."""
+    beside: dict[str, Any]
+    """Parts of the report beside the summary."""
+
+
+def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None, *, generate: bool) -> _Examined:
+    models = load_models(run, config)
+    encoding = (_format(run, config), config.data.max_length, config.data.long_examples)
+    table, tokens = score_canaries(models, plan, *encoding)
+    return _Examined(
+        table,
+        tokens,
+        claim,
+        fixed={
+            **config.audit.fixed(),
+            "promise": read_json(run.plan) if claim else None,
+            "words": words_control(plan.canaries),
+        },
+        beside={
+            "generation": generate_attacks(models, plan, *encoding) if generate else None,
+            "canaries": _describe(plan),
+            "settings": config.audit.fixed(),
+            "weights": checkpoint.weight_hashes(run.export),
+        },
+    )
+
+
+def _report(examined: _Examined, twin: str | None) -> dict[str, Any]:
+    summary = summarise(examined.table, examined.claim, tokens=examined.tokens, twin=twin, **examined.fixed)
+    return {**summary, **examined.beside}
+
+
+def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
+    """Recipe, canaries and promise of a run, which belong together."""
+    config, record = run.load_config(), read_json(run.run)
+    if config.audit.canaries is None:
+        raise ConfigError(
+            f"{run.root}: no canaries were planted, so there is nothing to measure. Put audit: {{canaries: {{}}}} into "
+            "the recipe and train again."
+        )
+    if config.privacy.enabled != run.plan.exists():
+        raise ConfigError(
+            f"{run.root}: config.yaml and plan.json disagree on whether the run promises anything, so there is nothing to "
+            "test it by. The directory holds parts of two runs, or was edited: restore it, or train again."
+        )
+    _check_weights(run, record)
+    plan = canaries.load(run.canaries)
+    if not any(canary.inserted for canary in plan.canaries):
+        raise ConfigError(
+            f"{run.canaries}: every coin said out, so no canary was planted and nothing can be found. Plan more candidates "
+            "(audit.canaries.groups) and train again."
+        )
+    return config, plan, _claim(run, config, record, plan) if config.privacy.enabled else None
+
+
+def _check_weights(run: RunDir, record: dict[str, Any]) -> None:
+    found = checkpoint.weight_hashes(run.export)
+    if not found:
+        raise ConfigError(
+            f"{run.export}: holds no weights to audit; the run did not finish. Train again, or resume it."
+        )
+    if any(record.get("artifacts", {}).get(name) != digest for name, digest in found.items()):
+        raise ConfigError(
+            f"{run.export}: these are not the weights that the run wrote, so an audit of them would say nothing about it. "
+            "Restore them, or train again."
+        )
+
+
+def _claim(run: RunDir, config: RunConfig, record: dict[str, Any], plan: CanaryPlan) -> Claim:
+    """The promise of plan.json, which was written before training and commits to the canaries and the test."""
+    promise = read_json(run.plan)
+    if promise.get("canary_commitment") != plan.commitment:
+        raise ConfigError(
+            f"{run.canaries}: these are not the canaries that {run.plan.name} committed to before training, so an "
+            "audit with them would prove nothing; restore the file, or train again."
+        )
+    if record.get("plan_digest") != digest(promise):
+        raise ConfigError(
+            f"{run.plan}: is not the Plan that the run trained under, so its claim is not this run's. Restore the file, or "
+            "train again."
+        )
+    if promise.get("audit") != config.audit.fixed():
+        raise ConfigError(
+            f"{run.config}: audit.alpha, audit.guesses or audit.guesses_in are not those that {run.plan.name} fixed before "
+            "training, and a test chosen afterwards proves nothing. Restore the file, or train again."
+        )
+    try:
+        claim = Claim(float(promise["epsilon"]), float(promise["delta"]), str(promise["unit"]))
+        claim.of(1)
+        return claim
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"{run.plan}: states no epsilon, delta and unit; the file is damaged.") from None
+
+
+def _format(run: RunDir, config: RunConfig) -> Format:
+    """How the training rows read; where the recipe left it to the data, their columns are looked at again."""
+    if config.data.format != "auto":
+        return config.data.format
+    return load_table(config.data.train, config.data, config.data.train_split, run.private / "cache").format
+
+
+def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
+    """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
+    other, record = twin.load_config(), read_json(twin.run)
+    if other.privacy.enabled:
+        raise ConfigError(
+            f"{twin.root}: was trained with differential privacy, so an attack that fails on it shows nothing about the "
+            "attack. Name a run with privacy.enabled: false as --twin."
+        )
+    ours, theirs = (
+        {**one.model_dump(), **one.data.model_dump(include={"format", "max_length"})} for one in (config, other)
+    )
+    for name in ("model", "adapter", "train", "audit", "format", "max_length"):
+        if ours[name] != theirs[name]:
+            raise ConfigError(
+                f"{twin.root}: its section {name} of the recipe differs, so it is no twin and its audit says nothing about "
+                "this one. Train a twin from the same recipe with --privacy.enabled false."
+            )
+    path = twin.audit_dir(False) / "audit.json"
+    if not path.exists():
+        raise ConfigError(f"{twin.root}: was not audited yet, so it controls nothing. Type: dpllm audit {twin.root}")
+    _check_weights(twin, record)
+    report = read_json(path)
+    controls = report.get("controls", {})
+    if report.get("weights") != checkpoint.weight_hashes(twin.export) or "positive" not in controls:
+        raise ConfigError(f"{path}: is no audit of the weights of {twin.root}. Type: dpllm audit {twin.root}")
+    if controls["base_separates"] or (controls["words"] or {}).get("succeeds"):
+        raise ConfigError(
+            f"{path}: its own controls failed, so that the attack succeeds there shows nothing. Train another twin."
+        )
+    same = (config.data.train, config.data.train_split, config.data.revision)
+    public = config.data.public and other.data.public
+    public = public and same == (other.data.train, other.data.train_split, other.data.revision)
+    seen = controls["positive"]
+    return (f"{seen} of a run without privacy" if seen else ""), public
+
+
+def _describe(plan: CanaryPlan) -> dict[str, Any]:
+    return {
+        "kind": plan.kind,
+        "settings": plan.settings,
+        "log2_secrets": plan.log2_secrets,
+        "groups": canaries.count_groups(plan.canaries),
+        "references": len(plan.references),
+        "commitment": plan.commitment,
+    }
+
+
+def _count(run: RunDir) -> int:
+    """How many audits of this run directory were made, this one included: choosing the best of several would be seen.
+
+    One line each, added in one write, so that audits at the same time are all counted.
+    """
+    path = run.private / "audits.jsonl"
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
+    return len(path.read_text(encoding="utf-8", errors="replace").splitlines())

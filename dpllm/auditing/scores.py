@@ -1,0 +1,282 @@
+"""Scoring: one forward pass of each model over every canary and reference.
+
+Comes in: a canary plan and two models, tuned and base. Goes out: the score table. The text is encoded by the very
+function that encodes training rows, so what is scored is what was trained on. Coins play no part: they are only copied.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpllm.auditing.table import CanaryScores, sum_up
+from dpllm.auditing.tokens import TOP_K, TokenTable
+from dpllm.canaries.canaries import Canary, CanaryPlan
+from dpllm.errors import ConfigError, DataError
+from dpllm.text.data import Format, TokenSequence, encode
+
+if TYPE_CHECKING:
+    from dpllm.model.loading import ScoringModels
+
+# A legend of shapes: B rows of a batch, T tokens, V vocabulary, N scored tokens of a batch, C those of one chunk.
+
+_LOGITS_PER_BATCH = 2**28
+"""Elements of one batch's logits: 0.5 GiB in bfloat16, whatever the vocabulary."""
+_TOKENS_ON_CPU = 2**12
+"""In a batch: a processor gets slower with more."""
+_BLOCK = 64  # logits that are looked through together
+_NEGLIGIBLE = -1e4  # nats below the maximum; exp of it is 0
+_LOGITS_PER_CHUNK = {"cpu": 2**20, "cuda": 2**25}
+"""Elements of one float32 chunk of the softmax: 4 MiB, which a processor keeps in its cache, and 128 MiB."""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """The scored tokens of one sequence, in order."""
+
+    log_prob: NDArray[np.float64]
+    """log p(token | everything before it), in nats."""
+    is_argmax: NDArray[np.bool_]
+    """Whether greedy decoding would have chosen it."""
+    mean: NDArray[np.float64]
+    """Mean of log p over the vocabulary, each token weighted by its p."""
+    variance: NDArray[np.float64]
+    """Variance of log p under p."""
+    top_k_log_prob: NDArray[np.float64]
+    """log p where only the ``TOP_K`` likeliest tokens may be sampled; -inf where this is none of them."""
+
+    def part(self, first: int, last: int) -> TokenScores:
+        """Tokens ``first`` to ``last`` - 1."""
+        return TokenScores(*(getattr(self, field.name)[first:last] for field in fields(self)))
+
+
+def encode_secret(
+    canary: Canary, fmt: Format, tokenizer: Any, max_length: int, long_examples: str
+) -> tuple[TokenSequence, tuple[bool, ...]]:
+    """Encodes a canary as training does, and finds the tokens of its secret.
+
+    They are the shortest run of tokens, as far to the right as possible, whose decoding contains the secret.
+
+    Returns:
+        The sequence, and a mask over its tokens.
+
+    Raises:
+        ConfigError: The canary does not fit into max_length, or its secret is not a training target.
+    """
+    try:
+        sequences = encode(canary.example(fmt), fmt, tokenizer, max_length, long_examples)
+    except DataError as error:
+        raise ConfigError(f"canary {canary.canary_id} cannot be encoded: {error}") from None
+    span = _find(canary.secret, sequences[0].input_ids, tokenizer) if len(sequences) == 1 else None
+    if span is None:
+        raise ConfigError(
+            f"canary {canary.canary_id} does not fit into data.max_length ({max_length} tokens), so its secret would "
+            "not be trained on as a whole; raise data.max_length, or lower audit.canaries.digits or audit.canaries.tokens."
+        )
+    mask = tuple(span[0] <= position < span[1] for position in range(len(sequences[0].input_ids)))
+    if any(scored and not target for scored, target in zip(mask, sequences[0].loss_mask, strict=True)):
+        raise ConfigError(
+            f"canary {canary.canary_id}: its secret is not a training target in format {fmt}, so there would be "
+            "nothing to find; set data.format to text or prompt_completion."
+        )
+    return sequences[0], mask
+
+
+def score(
+    model: torch.nn.Module, sequences: Sequence[TokenSequence], masks: Sequence[Sequence[bool]], token_budget: int
+) -> list[TokenScores]:
+    """Log-probability and greedy match of every masked token.
+
+    The result does not depend on which sequences share a batch: rows are padded on the right, where a causal model's
+    earlier positions cannot see.
+
+    Args:
+        model: In eval mode; called as ``model(input_ids=, attention_mask=).logits``.
+        sequences: What to score.
+        masks: For each sequence, which tokens; never the first one.
+        token_budget: Padded tokens in one batch; a longer sequence is a batch of its own.
+
+    Raises:
+        ConfigError: A score is not a finite number.
+    """
+    device = next(model.parameters()).device
+    results: list[TokenScores | None] = [None] * len(sequences)
+    order = sorted(range(len(sequences)), key=lambda index: (len(sequences[index].input_ids), index))
+    with torch.inference_mode():
+        for rows in _batches(order, [len(sequence.input_ids) for sequence in sequences], token_budget):
+            width = len(sequences[rows[-1]].input_ids)
+            ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
+            real_BT = torch.zeros(len(rows), width, dtype=torch.long)
+            scored_BT = torch.zeros(len(rows), width, dtype=torch.bool)
+            for place, row in enumerate(rows):
+                length = len(sequences[row].input_ids)
+                ids_BT[place, :length] = torch.tensor(sequences[row].input_ids)
+                real_BT[place, :length] = 1
+                scored_BT[place, :length] = torch.tensor(masks[row], dtype=torch.bool)
+            ids_BT, scored_BT = ids_BT.to(device), scored_BT.to(device)
+            # Not kept in a name: the next batch's logits would be new memory, and page faults cost more than statistics.
+            scored = _gather(model(input_ids=ids_BT, attention_mask=real_BT.to(device)).logits, ids_BT, scored_BT)
+            first = 0
+            for row in rows:
+                last = first + int(sum(masks[row]))
+                results[row] = scored.part(first, last)
+                first = last
+    done = [result for result in results if result is not None]
+    if not all(np.isfinite(result.log_prob).all() for result in done):
+        raise ConfigError(
+            "the model gives scores that are not finite, so nothing can be ranked; its weights have probably diverged. "
+            "Train again with a lower train.learning_rate."
+        )
+    return done
+
+
+def score_canaries(
+    models: ScoringModels, plan: CanaryPlan, fmt: Format, max_length: int, long_examples: str
+) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    """Scores every candidate and reference on the tuned and the base model: secret by secret, and token by token.
+
+    Raises:
+        ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
+    """
+    everyone = (*plan.canaries, *plan.references)
+    encoded = [encode_secret(canary, fmt, models.tokenizer, max_length, long_examples) for canary in everyone]
+    return score_encoded(models, everyone, encoded)
+
+
+def score_encoded(
+    models: ScoringModels, canaries: Sequence[Canary], encoded: Sequence[tuple[TokenSequence, Sequence[bool]]]
+) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    """The same of canaries that are encoded already, each with the tokens to score.
+
+    Raises:
+        ConfigError: Scores that are not finite.
+    """
+    tokens = score_sequences(
+        models,
+        [canary.canary_id for canary in canaries],
+        [canary.text for canary in canaries],
+        [sequence for sequence, _ in encoded],
+        [mask for _, mask in encoded],
+    )
+    coins = tuple(canary.inserted if canary.group else None for canary in canaries)
+    tokens = replace(tokens, groups=tuple(canary.group for canary in canaries), coins=coins)
+    return sum_up(tokens), tokens
+
+
+def score_sequences(
+    models: ScoringModels,
+    ids: Sequence[str],
+    texts: Sequence[str],
+    sequences: Sequence[TokenSequence],
+    masks: Sequence[Sequence[bool]],
+) -> TokenTable:
+    """One pass of the tuned and one of the base model over any sequences.
+
+    Args:
+        models: Both, in eval mode.
+        ids: A name for each sequence, all different.
+        texts: What each was encoded from; only its length under zlib is kept.
+        sequences: What to score.
+        masks: Which tokens of each are scored: at least one, never the first.
+
+    Raises:
+        ConfigError: A model whose scores are not finite.
+    """
+    budget = _LOGITS_PER_BATCH // max(1, len(models.tokenizer))
+    if next(models.tuned.parameters()).device.type == "cpu":
+        budget = min(budget, _TOKENS_ON_CPU)
+    tuned = score(models.tuned, sequences, masks, budget)
+    with models.base() as base_model:
+        base = score(base_model, sequences, masks, budget)
+    columns = {"argmax": "is_argmax"} | {name: name for name in ("log_prob", "mean", "variance", "top_k_log_prob")}
+    values: dict[str, Any] = {
+        f"{which}_{name}_N": np.concatenate([getattr(one, field) for one in scores])
+        for which, scores in (("tuned", tuned), ("base", base))
+        for name, field in columns.items()
+    }
+    return TokenTable(
+        canary_ids=tuple(ids),
+        zlib_bytes_S=np.array([len(zlib.compress(text.encode())) for text in texts]),
+        sequence_N=np.repeat(np.arange(len(ids)), [len(one.log_prob) for one in tuned]),
+        **values,
+    )
+
+
+def _find(secret: str, ids: Sequence[int], tokenizer: Any) -> tuple[int, int] | None:
+    """First and last-plus-one token of the secret; a chat template may put tokens of its own behind it."""
+    for start in range(len(ids) - 1, -1, -1):
+        if secret in tokenizer.decode(ids[start:]):
+            end = next(end for end in range(start + 1, len(ids) + 1) if secret in tokenizer.decode(ids[start:end]))
+            return start, end
+    return None
+
+
+def _batches(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Cuts rows, sorted by length, into batches of at most ``token_budget`` padded tokens."""
+    batches: list[list[int]] = []
+    for row in order:
+        if batches and (len(batches[-1]) + 1) * lengths[row] <= token_budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def _gather(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Tensor) -> TokenScores:
+    """Scores of the marked tokens, row by row; float32 copies exist for one chunk at a time."""
+    row_N, position_N = scored_BT.nonzero(as_tuple=True)
+    target_N = ids_BT[row_N, position_N]
+    size = max(1, _LOGITS_PER_CHUNK.get(logits_BTV.device.type, 2**25) // logits_BTV.shape[-1])
+    columns: list[tuple[torch.Tensor, ...]] = []
+    for chunk in range(0, len(row_N), size):
+        part = slice(chunk, chunk + size)
+        # The token at position t is predicted by the logits at t - 1. Indexing copies, so the copy may be overwritten.
+        logits_CV = logits_BTV[row_N[part], position_N[part] - 1].float()
+        target_C = target_N[part]
+        chosen_C = logits_CV.gather(1, target_C[:, None])[:, 0]
+        likeliest_CK = _largest(logits_CV)
+        top_C = likeliest_CK.amax(dim=-1)
+        greedy_C = chosen_C == top_C
+        greedy_C[greedy_C.clone()] = (
+            logits_CV[greedy_C].argmax(dim=-1) == target_C[greedy_C]
+        )  # of equals, one is chosen
+        among_C = chosen_C >= likeliest_CK.amin(dim=-1)
+        top_k_C = torch.where(among_C, chosen_C - likeliest_CK.logsumexp(dim=-1), -math.inf)
+        # A logit of -inf weighs nothing, and must not be multiplied with that weight.
+        shifted_CV = logits_CV.sub_(top_C[:, None])
+        if shifted_CV.amin() < _NEGLIGIBLE:
+            shifted_CV.clamp_(min=_NEGLIGIBLE)
+        weight_CV = shifted_CV.exp()
+        total_C = weight_CV.sum(dim=-1)
+        mean_C = weight_CV.mul_(shifted_CV).sum(dim=-1) / total_C
+        square_C = weight_CV.mul_(shifted_CV).sum(dim=-1) / total_C
+        variance_C = (square_C - mean_C.square()).clamp_(min=0.0)
+        values = (chosen_C - top_C - total_C.log(), mean_C - total_C.log(), variance_C, top_k_C)
+        columns.append((greedy_C, *(value.double() for value in values)))
+    if not columns:
+        return TokenScores(np.zeros(0), np.zeros(0, dtype=np.bool_), np.zeros(0), np.zeros(0), np.zeros(0))
+    matches, log_probs, *rest = (torch.cat(column).cpu().numpy() for column in zip(*columns, strict=True))
+    return TokenScores(log_probs, matches, *rest)
+
+
+def _largest(logits_CV: torch.Tensor) -> torch.Tensor:
+    """Shape (C, K): the ``TOP_K`` largest logits of each row, in any order.
+
+    They lie in the K blocks with the largest maxima, and finding those takes one fast pass; sorting V numbers does not.
+    """
+    vocabulary = logits_CV.shape[1]
+    number = vocabulary // _BLOCK
+    if number <= TOP_K:
+        return logits_CV.topk(min(TOP_K, vocabulary), dim=-1, sorted=False).values
+    blocks = logits_CV[:, : number * _BLOCK].reshape(len(logits_CV), number, _BLOCK)
+    best_CK = blocks.amax(dim=-1).topk(TOP_K, dim=-1, sorted=False).indices
+    inside = blocks.gather(1, best_CK[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    rest = logits_CV[:, number * _BLOCK :]
+    return torch.cat((inside, rest), dim=1).topk(TOP_K, dim=-1, sorted=False).values

@@ -1,0 +1,239 @@
+"""An audit for a person at a terminal.
+
+Comes in: the report. Goes out: a table whose every line says what was found for each number of repetitions, what nothing
+learned would look like, and what the claim allows. Computes nothing but sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dpllm.auditing.summary import PRIMARY_ATTACK
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+Json = Mapping[str, Any]
+FEW = "too few"
+NO_LIMIT = "no limit"
+
+
+def table(report: Json) -> Group:
+    """A report for the terminal: the verdict, what was found for each group, and the controls."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    groups = sorted(report["exposure"], key=int)
+    result = Table(
+        "what was asked", *(_times(group) for group in groups), "if nothing is learned", "the claim allows, once"
+    )
+    attacks = {str(one["group"]): report["attacks"] for one in report["attacks"].values()}
+    attacks |= {group: seen["attacks"] for group, seen in report["repeated"].items()}
+
+    def row(name: str, found: Callable[[str], str], null: str, allowed: str = "") -> None:
+        result.add_row(name, *(found(group) for group in groups), null, allowed)
+
+    _bound(report, row)
+    limits = next((one["limits"] for one in report["attacks"].values()), None) if "1" in attacks else None
+    result.add_section()
+    row(
+        "told from those left out (AUC)",
+        lambda group: _interval(attacks[group][PRIMARY_ATTACK]["auc"], attacks[group][PRIMARY_ATTACK]["auc_interval"]),
+        "0.5",
+        f"{limits['auc']:.3f}" if limits else NO_LIMIT,
+    )
+    for name, words, fpr in (("1_percent", "1 %", 0.01), ("0.1_percent", "0.1 %", 0.001)):
+        key = f"tpr_at_{name}_fpr"
+        if all(attacks[group][PRIMARY_ATTACK][key] is None for group in groups):
+            continue
+        row(
+            f"caught at {words} false alarms",
+            lambda group, key=key: _rate(attacks[group][PRIMARY_ATTACK], key),  # type: ignore[misc]
+            f"{fpr:g}",
+            f"{limits[f'tpr_at_fpr_{fpr:g}']:.3f}" if limits else NO_LIMIT,
+        )
+    if report.get("shadows"):
+        _shadows(report["shadows"], row)
+    _extraction(report, row, groups)
+    return Group(
+        Text.assemble((f"Audit: {report['verdict']}", "bold"), "\n", report["verdict_reason"]),
+        result,
+        _controls(report, groups),
+    )
+
+
+def _shadows(shadows: Json, row: Callable[..., None]) -> None:
+    """AUC of the attacks that compare with shadow runs."""
+    for name in ("lira", "rmia_online", "rmia_offline"):
+
+        def found(group: str, name: str = name) -> str:
+            seen = shadows["attacks"].get(group, {}).get(name)
+            return _interval(seen["auc"], seen["auc_interval"]) if seen else "-"
+
+        row(f"{name} with {shadows['shadows']} shadows (AUC)", found, "0.5")
+
+
+def _controls(report: Json, groups: Sequence[str]) -> Table:
+    """What is one value for the whole audit."""
+    from rich.table import Table
+
+    result = Table(show_header=False)
+    others = {name: attack["auc"] for name, attack in report["attacks"].items() if name != PRIMARY_ATTACK}
+    shown = [f"{name} {value:.2f}" for name, value in others.items() if value is not None]
+    if groups:
+        result.add_row(f"other attacks, {_times(groups[0])} (AUC)", ", ".join(shown))
+    if report.get("shadows"):
+        many = report["shadows"]["many_runs"]
+        value = (
+            "too few runs" if many["value"] is None else f"{many['value']:.3g} (they could show {many['ceiling']:.3g})"
+        )
+        result.add_row("epsilon is at least, from many runs", value)
+    details = (report.get("generation") or {}).get("personal")
+    if details:
+        own = {side: sum(seen[side]["own"] for seen in details.values()) for side in ("inserted", "base", "held_out")}
+        asked = {side: sum(seen[side]["prompts"] for seen in details.values()) for side in own}
+        counts = {side: f"{own[side]} of {asked[side]}" for side in own}
+        text = "{inserted} (base model {base}, left out {held_out})".format(**counts)
+        result.add_row("personal details that came out by name", text)
+    controls = report["controls"]
+    separates = "it separates: do not trust this audit" if controls["base_separates"] else "it does not separate"
+    result.add_row("control: base model on the same canaries", separates)
+    if controls["words"]:
+        words_seen = _interval(controls["words"]["auc"], controls["words"]["interval"])
+        result.add_row("control: words alone, no model (AUC)", words_seen + "; 0.5 if nothing")
+    result.add_row("control: the attack works where it should", controls["positive"] or "seen nowhere")
+    if "audits_run" in report:
+        result.add_row("audits in this run directory so far", str(report["audits_run"]))
+    return result
+
+
+def _bound(report: Json, row: Callable[..., None]) -> None:
+    bound, claim = report["epsilon_lower_bound"], report["claim"]
+
+    def found(group: str) -> str:
+        if group == "1":
+            return f"{bound['value']:.3g} (a perfect attack: {bound['ceiling']:.3g})"
+        test = (report["repeated"].get(group) or {}).get("test")
+        return f"{test['value']:.3g} of {report['repeated'][group]['claim']['epsilon']:.3g} allowed" if test else "-"
+
+    allowed = f"{claim['epsilon']:.3g}" if claim else NO_LIMIT
+    row(f"epsilon is at least ({100 * (1 - bound['alpha']):.4g}% sure)", found, "0", allowed)
+
+
+def _extraction(report: Json, row: Callable[..., None], groups: Sequence[str]) -> None:
+    """What comes out of the model, beside what the base model and canaries that were left out give."""
+    exposure, counts = report["exposure"], report["extraction"]
+
+    def exposed(group: str) -> str:
+        return "-" if exposure[group]["mean"] is None else f"{exposure[group]['mean']:.2f}"
+
+    def controls(base: str, held_out: str) -> str:
+        return f"base model {base}, left out {held_out}"
+
+    null = max((seen["null_mean"] for seen in exposure.values()), default=0.0)
+    row("mean exposure (bits)", exposed, f"{null:.2f}")
+    total = {name: sum(count[name] for count in counts.values()) for name in ("base", "held_out_tuned")}
+    row(
+        "completed word for word",
+        lambda group: f"{counts[group]['tuned']} of {counts[group]['inserted']}",
+        controls(str(total["base"]), str(total["held_out_tuned"])),
+    )
+    if report.get("generation"):
+        seen = report["generation"]["completion"]
+        beams = {
+            side: sum(seen[group]["beam"][side]["near_tokens"] for group in groups) for side in ("base", "held_out")
+        }
+        row(
+            "completed or nearly, by beam search",
+            lambda group: "{near_tokens} of {prompts}".format(**seen[group]["beam"]["inserted"]),
+            controls(str(beams["base"]), str(beams["held_out"])),
+        )
+    if report.get("sampling"):
+        needed = {group: report["sampling"][group]["all_tokens"]["median_attempts"] for group in groups}
+        smallest = needed[groups[0]] if groups else {"base": None, "held_out": None}
+        row(
+            "samples for an even chance of the secret",
+            lambda group: _attempts(needed[group]["inserted"]),
+            controls(_attempts(smallest["base"]), _attempts(smallest["held_out"])),
+        )
+
+
+def _times(group: str) -> str:
+    return "planted once" if group == "1" else f"planted {group} times"
+
+
+def _attempts(value: float | None) -> str:
+    if value is None:
+        return "never"
+    return f"{value:,.0f}" if value < 1e6 else f"{value:.0e}" if value < 1e12 else "over 1e12"
+
+
+def _rate(attack: Json, key: str) -> str:
+    return _interval(attack[key], attack[f"{key}_interval"])
+
+
+def _interval(value: float | None, interval: Sequence[float] | None) -> str:
+    return FEW if value is None or interval is None else f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})"
+
+
+def members_table(report: Json) -> Table:
+    """Membership of real rows."""
+    from rich.table import Table
+
+    result = Table(
+        *("score", "AUC", "the same on the base model", "caught at 1 % false alarms"),
+        title=f"Members and others: {report['word']}",
+        caption=f"{report['reason']} {report['note']}",
+    )
+    for name, seen in report["scores"].items():
+        base, rate = seen["base_auc"], seen["tpr_at_1_percent_fpr"]
+        result.add_row(
+            name,
+            _interval(seen["auc"], seen["auc_interval"]),
+            "it compares both" if base is None else _interval(base, seen["base_auc_interval"]),
+            "too few others" if rate is None else _rate(seen, "tpr_at_1_percent_fpr"),
+        )
+    result.add_section()
+    controls = report["controls"]
+    controlled = {"base model": controls["base_model"], "words alone, no model": controls["blind"]}
+    for name, seen in controlled.items():
+        if seen:
+            result.add_row(f"control: {name}", _interval(seen["auc"], seen["auc_interval"]), "", "")
+    return result
+
+
+def part_table(name: str, values: Json) -> Table:
+    """One attack: for a score one column for each group; else every number by its place in the report."""
+    from rich.table import Column, Table
+
+    first = next(iter(values.values()), None)
+    if isinstance(first, Mapping) and "auc" in first:
+        result = Table("what", *(_times(group) for group in values), title=f"Attack: {name}")
+        limits = [one["limits"] for one in values.values()]
+        result.add_row("AUC", *(_interval(one["auc"], one["auc_interval"]) for one in values.values()))
+        result.add_row("the claim allows", *(f"{one['auc']:.3f}" if one else NO_LIMIT for one in limits))
+        for part, words, fpr in (("1_percent", "1 %", "0.01"), ("0.1_percent", "0.1 %", "0.001")):
+            key = f"tpr_at_{part}_fpr"
+            result.add_row(f"caught at {words} false alarms", *(_rate(one, key) for one in values.values()))
+            allowed = (f"{one[f'tpr_at_fpr_{fpr}']:.3f}" if one else NO_LIMIT for one in limits)
+            result.add_row("the claim allows", *allowed)
+        control = (_rate(one, "base_control_auc") for one in values.values())
+        result.add_row("control: loss of the base model (AUC)", *control)
+        result.add_row("planted", *(str(one["positives"]) for one in values.values()))
+        result.add_row("not planted", *(str(one["negatives"]) for one in values.values()))
+        return result
+    result = Table(Column("what", overflow="fold"), Column("found", overflow="fold"), title=f"Attack: {name}")
+    for place, value in _flat(values):
+        result.add_row(place, f"{value:.4g}" if isinstance(value, float) else str(value))
+    return result
+
+
+def _flat(value: Any, place: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [pair for key, inner in value.items() for pair in _flat(inner, f"{place}.{key}" if place else str(key))]
+    if isinstance(value, list) and all(isinstance(one, float) for one in value):
+        return [(place, " to ".join(f"{one:.4g}" for one in value))]
+    return [] if value is None else [(place, value)]

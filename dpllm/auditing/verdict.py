@@ -1,0 +1,181 @@
+"""The verdict: what tests, claim and controls together allow anybody to say.
+
+Comes in: the claim, the lower bounds and the controls. Goes out: one word and one reason. Knows no scores, texts or
+models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dpllm.auditing.bounds import GroupClaim, OneRunBound, group_claim, one_run_ceiling
+from dpllm.privacy.limits import attacker_limits
+
+CONTROL_LEVEL = 0.001
+"""A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the Plan promises for one privacy unit."""
+
+    epsilon: float
+    delta: float
+    unit: str
+
+    def units(self, repetitions: int) -> int:
+        """How many privacy units a canary with so many repetitions holds: one each where rows are the unit, else one."""
+        return repetitions if self.unit == "example" else 1
+
+    def of(self, repetitions: int) -> GroupClaim:
+        """The claim that a canary with so many repetitions is under."""
+        return group_claim(self.epsilon, self.delta, self.units(repetitions))
+
+    def limits(self, repetitions: int, whole: Mapping[str, float | None] | None) -> dict[str, float]:
+        """What no attack on such a canary can exceed, see ``attacker_limits``.
+
+        Args:
+            repetitions: Of the canary.
+            whole: The same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
+        """
+        target = self.of(repetitions)
+        known = (whole or {}) if self.units(repetitions) == 1 else {}
+        pair = attacker_limits(target.epsilon, target.delta)
+        return {name: min(value, known.get(name) or value) for name, value in pair.items()}
+
+
+@dataclass(frozen=True)
+class Test:
+    """The one-run test of one repetition group against the claim that this group is under."""
+
+    __test__ = False  # not one of pytest's
+    claim: GroupClaim
+    bound: OneRunBound
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the bound exceeds the claim; of a true claim with probability at most ``bound.alpha``."""
+        return self.bound.value > self.claim.epsilon
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What has to hold before an audit that finds nothing means anything."""
+
+    base_separates: bool
+    """The base model, which saw no canary, tells planted ones from the others (at CONTROL_LEVEL)."""
+    words_separate: bool
+    """A classifier that sees the words and no model does."""
+    positive: str | None
+    """Where the attack was seen to work; None: nowhere."""
+    tried: tuple[str, ...] = ()
+    """Which canaries it was tried on."""
+
+
+def levels(
+    sizes: Mapping[int, int], claim: Claim, alpha: float, guesses: Sequence[int], guesses_in: Sequence[int]
+) -> dict[int, float]:
+    """How alpha is divided among the groups that are tested.
+
+    Alike among the one that speaks of single units and those repeated ones that could refute their weaker claim. It
+    needs sizes and claim only, so it was fixed before the coins.
+
+    Args:
+        sizes: Repetitions -> number of candidates.
+        claim: For one unit.
+        alpha: Of all tests together.
+        guesses: Of the recipe.
+        guesses_in: Of the recipe.
+
+    Returns:
+        Repetitions -> level; group 1 always has one.
+    """
+    tested = [1]
+    for group in sorted(size for size in sizes if size > 1):
+        own, own_in = grid(sizes[group], guesses, guesses_in)
+        target = claim.of(group)
+        if target.delta >= 1:
+            continue
+        ceiling = one_run_ceiling(
+            sizes[group], delta=target.delta, alpha=alpha / len(sizes), guesses=own, guesses_in=own_in
+        )
+        if ceiling > target.epsilon:
+            tested.append(group)
+    return dict.fromkeys(tested, alpha / len(tested))
+
+
+def grid(size: int, guesses: Sequence[int], guesses_in: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The numbers of guesses for a group: those of the recipe that can be played, or half and all of a small group."""
+    both, one = [r for r in guesses if r <= size], [r for r in guesses_in if r <= size // 2]
+    return (both, one) if both or one else (sorted({max(1, size // 2), max(1, size)}), [])
+
+
+def judge(
+    claim: Claim | None, bound: OneRunBound, repeated: Mapping[int, Test], num_inserted: int, controls: Controls
+) -> tuple[str, str]:
+    """What the tests say about the claim: falsified, inconclusive, consistent or no_claim, with the reason.
+
+    Guarantee:
+        A true claim is called falsified with probability at most the sum of the tests' alphas, which ``levels`` makes
+        the alpha of the recipe. The word private is never said: an audit can refute a claim and cannot prove one.
+
+    Args:
+        claim: None for a run that makes none.
+        bound: Of the once-inserted candidates.
+        repeated: The tests of the other groups.
+        num_inserted: Once-inserted candidates whose coin said in.
+        controls: Of this audit.
+    """
+    shown = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
+    if claim is None:
+        return "no_claim", f"The run makes no privacy claim; epsilon {shown}, delta {bound.delta:g}."
+    claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
+    broken = {group: test for group, test in repeated.items() if test.refuted}
+    # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
+    if failed := _failed(controls):
+        return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
+    if bound.value > claim.epsilon:
+        return "falsified", f"The {shown} exceeds {claimed}."
+    if broken:
+        group, test = next(iter(broken.items()))
+        return "falsified", (
+            f"The lower bound {test.bound.value:.3g} of the canaries planted {group} times, at confidence "
+            f"{1 - test.bound.alpha:.4g}, exceeds {test.claim.epsilon:.3g}, which is what {claimed} allows for them."
+        )
+    if not 0 < num_inserted < bound.num_canaries:
+        return "inconclusive", (
+            f"Of {bound.num_canaries} once-inserted candidates {num_inserted} were inserted, so {claimed} was not "
+            "tested; more candidates in group 1 are needed."
+        )
+    if bound.ceiling < claim.epsilon / 4:
+        return "inconclusive", (
+            f"With {bound.num_canaries} once-inserted candidates even a perfect attack shows no more than epsilon "
+            f"{bound.ceiling:.3g}, less than a quarter of {claimed}; more candidates in group 1 are needed."
+        )
+    if controls.positive is None:
+        return "inconclusive", (
+            f"The {shown} does not exceed {claimed}, but the attack was seen to work nowhere"
+            + (f", not on the canaries {' nor on those '.join(controls.tried)}" if controls.tried else "")
+            + ", so finding nothing means nothing. Plant more canaries 32 times (audit.canaries.groups), train longer, or "
+            "attack a twin that was trained without privacy and remembers them."
+        )
+    return "consistent", (
+        f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "
+        f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more. The attack works where it should: "
+        f"{controls.positive}."
+    )
+
+
+def _failed(controls: Controls) -> str:
+    if controls.base_separates:
+        return (
+            "the base model, which never saw the canaries, already tells the planted ones from the others, so they were "
+            "not planted by coins of their own or the base was trained on them"
+        )
+    if controls.words_separate:
+        return (
+            "a classifier that sees the words and no model tells the planted canaries from the others, so they were not "
+            "planted by coins of their own"
+        )
+    return ""

@@ -1,0 +1,1 @@
+"""What is planted before training, drawn from public things alone."""

@@ -1,0 +1,212 @@
+"""Kinds of secrets: how the text of canaries is drawn.
+
+Comes in: the canary section of the recipe, a source of random numbers, and for some kinds the base model. Goes out: pairs
+of carrier and secret. Knows no coins, sees no data, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dpllm.canaries import carriers, pii
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import CanaryConfig
+
+if TYPE_CHECKING:
+    from dpllm.canaries.source import ModelSource  # which loads torch
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "digits": ("digits",),
+    "random_tokens": ("tokens",),
+    "new_tokens": (),
+    "pii": (),
+}
+"""For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
+NEED_MODEL = frozenset({"random_tokens", "new_tokens"})
+"""Kinds that are made of the base model's tokens, and so need it."""
+RAREST = 1 / 8
+"""Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
+SENTENCES_ASKED = 64
+"""After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
+TRIES = 400
+"""Draws for one secret before a kind is given up."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Texts of canaries, in no particular order."""
+
+    texts: tuple[tuple[str, str], ...]
+    """Carrier and secret; all carriers differ, and all secrets do."""
+    log2_secrets: float
+    """See ``draw``."""
+
+
+def example(carrier: str, secret: str, fmt: str) -> dict[str, Any]:
+    """The raw training row that a carrier and a secret make.
+
+    Args:
+        carrier: The sentence before the secret.
+        secret: What follows it.
+        fmt: text, prompt_completion or messages.
+
+    Raises:
+        ConfigError: Another format.
+    """
+    if fmt == "text":
+        return {"text": f"{carrier} {secret}"}
+    if fmt == "prompt_completion":
+        return {"prompt": carrier, "completion": secret}
+    if fmt == "messages":
+        turns = (("user", carrier), ("assistant", secret))
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+    raise ConfigError(
+        f"data.format {fmt!r} has no canary, so nothing would be planted; "
+        "set data.format to text, prompt_completion or messages."
+    )
+
+
+def draw(config: CanaryConfig, total: int, generator: random.Random, source: ModelSource | None = None) -> Drawn:
+    """Draws the texts of candidates and references together.
+
+    ``log2_secrets`` of the result is log2 |R|, the size in bits of the space that a secret was drawn from:
+
+    - digits: exact.
+    - random_tokens: an upper bound, since tokens that their own text is not encoded as are not counted out.
+    - new_tokens: exact; the pool of tokens from which one was given to each canary.
+    - pii: exact for phone numbers, the smallest of its three spaces, and so no more than any canary's own.
+
+    Args:
+        config: Kind, and what it reads.
+        total: Candidates and references.
+        generator: Source of randomness.
+        source: The base model; needed by the kinds in ``NEED_MODEL``.
+
+    Returns:
+        As many texts as asked for. Their order may depend on how they were found; the caller shuffles.
+
+    Raises:
+        ConfigError: Fewer distinct texts than asked for, or a kind that this model and recipe cannot have.
+    """
+    if config.kind == "pii":
+        return Drawn(tuple(pii.draw(total, generator)), pii.LOG2_SECRETS)
+    sentences = _carriers(total, generator)
+    if config.kind == "digits":
+        return _digits(config, sentences, generator)
+    if source is None:
+        raise ConfigError(
+            f"audit.canaries.kind {config.kind} is made of the base model's tokens, and no model was given. "
+            "Plan with a recipe, or use kind digits."
+        )
+    source.check_room(sentences, 1 if config.kind == "new_tokens" else config.tokens)
+    if config.kind == "new_tokens":
+        return _new_tokens(sentences, generator, source)
+    return _random_tokens(config, sentences, generator, source)
+
+
+def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Random) -> Drawn:
+    total, num_secrets = len(sentences), 10**config.digits
+    if total > num_secrets:
+        raise ConfigError(
+            f"audit.canaries: {total} canaries and references need as many distinct secrets, and there are {num_secrets} "
+            f"of {config.digits} digits; raise audit.canaries.digits or lower groups and references."
+        )
+    secrets = [f"{number:0{config.digits}d}" for number in generator.sample(range(num_secrets), total)]
+    return Drawn(tuple(zip(sentences, secrets, strict=True)), config.digits * math.log2(10))
+
+
+def _random_tokens(
+    config: CanaryConfig, sentences: Sequence[str], generator: random.Random, source: ModelSource
+) -> Drawn:
+    """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence."""
+    first, later, total = source.first_ids, source.ordinary_ids, len(sentences)
+    if not first or not later:
+        raise _unreadable(config.kind)
+    log2_secrets = math.log2(len(first)) + (config.tokens - 1) * math.log2(len(later))
+    if log2_secrets < math.log2(total):
+        raise _too_few(total, f"there are {2**log2_secrets:.0f} of {config.tokens} such tokens")
+    everything, secrets = "\n".join(sentences), dict[str, str]()
+    open_sentences = sentences
+    for tries in range(TRIES):
+        left = []
+        for sentence in open_sentences:
+            ids = (generator.choice(first), *generator.choices(later, k=config.tokens - 1))
+            secret = source.text(ids)
+            usable = secret and secret == secret.strip() and secret not in secrets and secret not in everything
+            if usable and source.reads(sentence, secret, ids):
+                secrets[secret] = sentence
+            else:
+                left.append(sentence)
+        if not left:
+            return Drawn(tuple((sentence, secret) for secret, sentence in secrets.items()), log2_secrets)
+        if not secrets and tries * total >= TRIES:
+            raise _unreadable(config.kind)
+        open_sentences = left
+    raise _too_few(total, f"{len(secrets)} were found")
+
+
+def _new_tokens(sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
+    """One token for each canary, of those that the base model expects least."""
+    if not source.head_trains():
+        raise ConfigError(
+            "audit.canaries.kind new_tokens needs an output head that trains: with a frozen head the row of a token that the "
+            "model hardly knows never moves, so nothing could be remembered. Set adapter.modules_to_save: [lm_head] (or "
+            "adapter.lm_head: true with frozen layers), or use kind random_tokens."
+        )
+    everything, total = "\n".join(sentences), len(sentences)
+    wanted = max(2 * total, int(RAREST * len(source.first_ids)))
+    pool: dict[str, int] = {}
+    for token in _least_expected(source):
+        secret = source.text((token,))
+        if secret not in everything and source.reads(sentences[0], secret, (token,)):
+            pool.setdefault(secret, token)
+        if len(pool) == wanted:
+            break
+    if len(pool) < total:
+        raise ConfigError(
+            f"audit.canaries: {total} canaries and references of kind new_tokens need a token each, and {len(pool)} tokens of "
+            "this vocabulary can stand alone behind a carrier; lower audit.canaries.groups and references, or use kind "
+            "random_tokens."
+        )
+    chosen = generator.sample(sorted(pool), total)
+    for sentence, secret in zip(sentences, chosen, strict=True):
+        if not source.reads(sentence, secret, (pool[secret],)):
+            raise _unreadable("new_tokens")
+    return Drawn(tuple(zip(sentences, chosen, strict=True)), math.log2(len(pool)))
+
+
+def _least_expected(source: ModelSource) -> list[int]:
+    """The tokens that may begin a secret, those first that the base model expects least behind a carrier.
+
+    The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.
+    """
+    indices = random.Random(0).sample(range(carriers.NUM_CARRIERS), SENTENCES_ASKED)
+    expected_V = source.expected([carriers.carrier(index) for index in indices])
+    return sorted(source.first_ids, key=lambda token: (expected_V[token], token))
+
+
+def _carriers(total: int, generator: random.Random) -> Sequence[str]:
+    if total > carriers.NUM_CARRIERS:
+        raise ConfigError(
+            f"audit.canaries: {total} canaries and references need as many distinct sentences, and there are "
+            f"{carriers.NUM_CARRIERS}; lower audit.canaries.groups and references."
+        )
+    return [carriers.carrier(index) for index in generator.sample(range(carriers.NUM_CARRIERS), total)]
+
+
+def _too_few(total: int, found: str) -> ConfigError:
+    return ConfigError(
+        f"audit.canaries: {total} canaries and references of kind random_tokens need as many distinct secrets, and {found}; "
+        "raise audit.canaries.tokens, or lower groups and references."
+    )
+
+
+def _unreadable(kind: str) -> ConfigError:
+    return ConfigError(
+        f"audit.canaries.kind {kind}: no row of a carrier and such a secret is encoded so that the secret's tokens are "
+        "trained on as a whole; raise data.max_length, lower audit.canaries.tokens, or use kind digits."
+    )

@@ -1,0 +1,159 @@
+"""The base model as a source of canaries: which tokens are text, and what it expects.
+
+Comes in: a recipe and its tokenizer; the model is loaded when it is first asked. Goes out: token ids and
+log-probabilities. Must never see data: the weights are the base model's, and rows are made of carriers and secrets alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpllm.auditing.scores import encode_secret
+from dpllm.canaries import carriers
+from dpllm.canaries.canaries import Canary
+from dpllm.errors import ConfigError
+from dpllm.model import loading
+from dpllm.recipe.config import FrozenConfig, RunConfig
+from dpllm.text.data import TokenSequence
+
+# A legend of shapes: B rows of a batch, one of them, T tokens, V vocabulary.
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
+"""With which a token begins that stands behind a space, in byte-level and in SentencePiece vocabularies."""
+
+
+class ModelSource:
+    """A recipe's base model and its tokenizer, as far as kinds need them. No method sees training data."""
+
+    def __init__(self, config: RunConfig, tokenizer: Any, device: torch.device) -> None:
+        """Loads nothing yet.
+
+        Args:
+            config: With data.format resolved.
+            tokenizer: The base model's.
+            device: Where the base model is to run.
+        """
+        self._config, self._tokenizer, self._device = config, tokenizer, device
+
+    @cached_property
+    def ordinary_ids(self) -> list[int]:
+        """Tokens that are printable text by themselves, none of them special or added, rising."""
+        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        pieces = self._tokenizer.convert_ids_to_tokens(list(range(len(self._tokenizer))))
+        # The bytes of a SentencePiece vocabulary spell characters that have tokens of their own.
+        ids = [
+            token for token, piece in enumerate(pieces) if piece and token not in special and not _BYTE.fullmatch(piece)
+        ]
+        texts = self._tokenizer.batch_decode([[token] for token in ids])
+        pairs = zip(ids, texts, strict=True)
+        return [token for token, text in pairs if text.strip() and text.isprintable() and "\ufffd" not in text]
+
+    @cached_property
+    def first_ids(self) -> list[int]:
+        """Ordinary tokens with which a secret can begin: behind a space, where the format puts one."""
+        spaced = self._config.data.format != "messages"
+        pieces = self._tokenizer.convert_ids_to_tokens(self.ordinary_ids)
+        pairs = zip(self.ordinary_ids, pieces, strict=True)
+        return [token for token, piece in pairs if piece.startswith(_MARKS_OF_A_SPACE) == spaced]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The secret that these tokens spell, without the space before it."""
+        return str(self._tokenizer.decode(list(ids))).removeprefix(" ")
+
+    def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
+        """Whether a training row of carrier and secret is encoded with exactly these tokens for the secret."""
+        # The bare text first: most of what fails fails there, and it is quick.
+        spaced = f" {secret}" if self._config.data.format != "messages" else secret
+        bare = self._tokenizer(spaced, add_special_tokens=False)["input_ids"]
+        if list(bare[-len(ids) :]) != list(ids):
+            return False
+        row, start, end = self._encode(carrier, secret) or ((), 0, 0)
+        return row[start:end] == tuple(ids)
+
+    def check_room(self, sentences: Sequence[str], num_tokens: int) -> None:
+        """Raises ConfigError where data.max_length has no room for so many tokens behind some of the sentences."""
+        for sentence in sentences:
+            prompt, after = self._prompt(sentence)
+            if len(prompt) + num_tokens + after > self._config.data.max_length:
+                raise self._too_long()
+
+    def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
+        """Mean over the sentences of the base model's log-probability of each token behind them, shape (V,), in nats."""
+        total_V: Any = 0.0
+        for sentence in sentences:
+            ids_BT = torch.tensor([self._prompt(sentence)[0]], device=self._device)
+            with torch.inference_mode():
+                logits_V = self._model(input_ids=ids_BT, use_cache=False).logits[0, -1].double().cpu()
+            if bool(logits_V.isnan().any()):
+                raise ConfigError(
+                    f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
+                    "from it; use audit.canaries.kind digits, or model.dtype: float32."
+                )
+            total_V = total_V + torch.log_softmax(logits_V, dim=-1)
+        return np.asarray((total_V / len(sentences)).numpy(), dtype=np.float64)
+
+    def head_trains(self) -> bool:
+        """Whether the recipe trains the rows of the output head."""
+        adapter, head = self._config.adapter, self._model.get_output_embeddings()
+        if isinstance(adapter, FrozenConfig):
+            return adapter.lm_head
+        names = [name for name, module in self._model.named_modules() if module is head]
+        chosen = [*adapter.modules_to_save]
+        if not isinstance(adapter.target_modules, str):
+            chosen += adapter.target_modules
+        return any(name == word or name.endswith(f".{word}") for name in names for word in chosen)
+
+    @cached_property
+    def _model(self) -> Any:
+        return loading.load_base(self._config.model, self._device).eval()
+
+    @cached_property
+    def _a_secret(self) -> str:
+        """One token that is read back behind a carrier, to see where secrets begin."""
+        sentence = carriers.carrier(0)
+        for token in self.first_ids:
+            if self.reads(sentence, self.text((token,)), (token,)):
+                return self.text((token,))
+        raise ConfigError(
+            f"{self._config.model.name_or_path}: its tokenizer keeps no token whole behind a carrier, so a secret would not be "
+            "read as it was drawn; use audit.canaries.kind digits."
+        )
+
+    def _encode_or_raise(self, carrier: str, secret: str) -> tuple[TokenSequence, tuple[bool, ...]]:
+        settings, fmt = self._config.data, self._config.data.format
+        assert fmt != "auto"
+        canary = Canary("c00000", 1, carrier, secret, inserted=True)
+        return encode_secret(canary, fmt, self._tokenizer, settings.max_length, settings.long_examples)
+
+    def _encode(self, carrier: str, secret: str) -> tuple[tuple[int, ...], int, int] | None:
+        """A row as training reads it, and where its secret begins and ends; None where training would lose some of it."""
+        try:
+            sequence, mask = self._encode_or_raise(carrier, secret)
+        except ConfigError:
+            self._encode_or_raise(carriers.carrier(0), "0")  # where not even this is learned, the error says why
+            return None
+        start, end = mask.index(True), len(mask) - mask[::-1].index(True)
+        if carrier not in self._tokenizer.decode(list(sequence.input_ids[:start])):
+            return None  # the row was cut, and the like of the secret stands in the carrier
+        return sequence.input_ids, start, end
+
+    def _prompt(self, sentence: str) -> tuple[tuple[int, ...], int]:
+        """The tokens that stand before a secret, among them those of a chat template, and how many come after it."""
+        sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
+        if not start:
+            raise self._too_long()
+        return tuple(sequence[:start]), len(sequence) - end
+
+    def _too_long(self) -> ConfigError:
+        return ConfigError(
+            f"data.max_length {self._config.data.max_length} is too short for some canaries, so their secrets would not be "
+            "trained on as a whole; raise data.max_length, or lower audit.canaries.tokens."
+        )

@@ -1,0 +1,253 @@
+"""``dpllm audit``: attacks on a finished run, on a model trained elsewhere, or on the mechanism of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpllm.errors import AuditContradiction, ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from dpllm.privacy.plan import Plan
+    from dpllm.recipe.config import RunConfig
+    from dpllm.run.directory import RunDir
+
+ELSEWHERE = ("base", "canaries", "non_members", "format", "epsilon", "delta", "unit", "output")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is audited."""
+    parser.add_argument("run", help="run directory; a recipe with --mechanism or --leakage; a model trained elsewhere")
+    parser.add_argument("--attack", metavar="NAME", help="this attack alone; nothing is written, no bound is computed")
+    parser.add_argument(
+        "--twin", metavar="RUN", help="audited run of the same recipe without privacy: where the attack has to succeed"
+    )
+    parser.add_argument(
+        "--scores-only", action="store_true", help="only what one pass of scoring shows; the models generate nothing"
+    )
+    parser.add_argument(
+        "--shadows", type=int, metavar="K", help="train K shadow runs for LiRA and RMIA (public data, or an exception)"
+    )
+    parser.add_argument(
+        "--members",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="membership of real rows: the run's own training and evaluation data, or of FILE; private",
+    )
+    parser.add_argument("--non-members", metavar="FILE", help="with --members FILE: rows that were not trained on")
+    parser.add_argument(
+        "--mechanism",
+        action="store_true",
+        help="sampler, clipping, noise and sum of the engine under the Plan's numbers, on a small model (a minute)",
+    )
+    parser.add_argument(
+        "--leakage", action="store_true", help="what one step's gradient gives away, raw against clipped and noised"
+    )
+    other = parser.add_argument_group("a model trained elsewhere (PEFT adapter or model directory)")
+    other.add_argument("--base", metavar="NAME", help="its base model")
+    other.add_argument("--canaries", metavar="FILE", help="which canaries were planted in it")
+    other.add_argument(
+        "--format",
+        choices=("text", "prompt_completion", "messages"),
+        help="how canaries read in training (default: text)",
+    )
+    other.add_argument("--epsilon", type=float, help="the epsilon that is claimed for one unit, if any")
+    other.add_argument("--delta", type=float, help="its delta")
+    other.add_argument("--unit", default=None, help="its unit (default: example)")
+    other.add_argument("--output", metavar="DIR", help="where the report goes; it is private (default: printed only)")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+
+
+def run(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints what was found; exit code 4 where it contradicts the stated guarantee."""
+    path = Path(known.run)
+    _check_options(known)
+    if known.mechanism or known.leakage:
+        return _before_training(known, rest)
+    if rest and path.is_dir():
+        raise ConfigError(f"{rest[0]}: a finished run is audited as it was trained. Leave the key out.")
+    is_run = (path / "config.yaml").exists()
+    if not is_run and (known.canaries or known.members is not None):
+        return _elsewhere(known, path)
+    if not is_run:
+        raise ConfigError(f"{path}: {_no_run(path)}")
+    if given := [name for name in ELSEWHERE if getattr(known, name) is not None]:
+        option = "--" + given[0].replace("_", "-")
+        raise ConfigError(
+            f"{option} is for a model trained elsewhere, and {path} is a run of dpllm, which says that itself. Leave it "
+            "out, or name a directory with an adapter and no config.yaml."
+        )
+    return _run(known, path)
+
+
+def _check_options(known: argparse.Namespace) -> None:
+    """Options of two audits at once, one of which would be left out without a word."""
+    alone = [name for name in ("mechanism", "leakage", "attack", "canaries") if getattr(known, name)]
+    alone += ["members"] if known.members is not None else []
+    added = [name for name in ("twin", "shadows", "scores_only") if getattr(known, name)]
+    if len(alone) > 1 or (alone and added):
+        first, second = (f"--{name.replace('_', '-')}" for name in (*alone, *added)[:2])
+        raise ConfigError(f"{first} and {second} are two audits of their own. Type one of the two.")
+    if known.members is not None and (known.epsilon is not None or known.delta is not None):
+        raise ConfigError(
+            "--members says nothing about epsilon, since members were not drawn by coins. Leave --epsilon and --delta out."
+        )
+    if known.shadows is not None and known.shadows < 1:
+        raise ConfigError(
+            f"--shadows {known.shadows}: nothing can be compared with no runs. Type 4 or more, or leave it out."
+        )
+
+
+def _no_run(path: Path) -> str:
+    """What else may stand there, and what to type then."""
+    inside = sorted(child.name for child in path.iterdir() if (child / "config.yaml").exists()) if path.is_dir() else []
+    if not path.exists():
+        return f"no such file or directory below {Path.cwd()}. Type the output_dir of a run."
+    if path.suffix in (".yaml", ".yml") and path.name != "config.yaml":
+        return "is a recipe. Type the output_dir of its run, or add --mechanism or --leakage, which need none."
+    if not path.is_dir():
+        return f"is a file. Type the directory of the run: dpllm audit {path.parent}"
+    if (path / "private" / "canaries.json").exists():
+        return "its canaries are planned, and nothing is trained yet. Type dpllm train with the same recipe first."
+    if (path.parent / "config.yaml").exists():
+        return f"is a part of a run. Type: dpllm audit {path.parent}"
+    if inside:
+        return f"holds no run itself, but {', '.join(inside[:5])}. Type: dpllm audit {path / inside[0]}"
+    if (path / "adapter_config.json").exists() or (path / "config.json").exists():
+        return (
+            "is a model trained elsewhere, and nobody knows what was planted in it. Add --canaries FILE, or --members FILE "
+            "--non-members FILE."
+        )
+    return "holds no run (no config.yaml). Type the output_dir of a run."
+
+
+def _run(known: argparse.Namespace, path: Path) -> int:
+    """A run directory of this package."""
+    from dpllm.auditing import run as audits
+    from dpllm.auditing import terminal
+    from dpllm.run.directory import RunDir
+
+    run = RunDir(path)
+    if known.members is not None:
+        if known.members:
+            raise ConfigError(
+                f"--members {known.members}: the run names its own training and evaluation data. Type --members alone, or "
+                "name a directory with an adapter and no config.yaml."
+            )
+        from dpllm.auditing.members import audit_run_members
+
+        found = audit_run_members(run, audits.load_models(run, run.load_config())).to_json()
+        _show(known, found, terminal.members_table(found))
+        _say(known, f"Private: {run.private / 'audit_members.json'}")
+        return 0
+    if known.attack:
+        part = audits.attack(run, known.attack)
+        _show(known, part, terminal.part_table(known.attack, part))
+        return 0
+    twin = RunDir(Path(known.twin)) if known.twin else None
+    report = audits.audit(run, twin=twin, shadows=known.shadows or 0, generate=not known.scores_only)
+    _show(known, report, terminal.table(report))
+    _say(known, f"Written to {run.audit_dir(report['published'])}")
+    return _end(report)
+
+
+def _elsewhere(known: argparse.Namespace, path: Path) -> int:
+    """A model that somebody else trained."""
+    from dpllm.auditing import terminal
+    from dpllm.lab import outside
+
+    unit = known.unit or "example"
+    if known.canaries:
+        claim = outside.outside_claim(known.epsilon, known.delta, unit)
+        report = outside.audit_outside_canaries(
+            path, Path(known.canaries), base=known.base, claim=claim, fmt=known.format or "text"
+        )
+        table: RenderableType = terminal.table(report)
+    else:
+        if not known.members or not known.non_members:
+            raise ConfigError(
+                f"{path}: holds no run, so nobody knows what it was trained on. Type --members FILE --non-members FILE, or "
+                "--canaries FILE."
+            )
+        report = outside.audit_outside_members(path, known.members, known.non_members, base=known.base, unit=unit)
+        table = terminal.members_table(report)
+    _show(known, report, table)
+    if known.output:
+        _say(known, f"Private: {outside.write_outside(report, Path(known.output), path)}")
+    return _end(report)
+
+
+def _before_training(known: argparse.Namespace, rest: list[str]) -> int:
+    """The engine under a Plan's numbers, and what one gradient gives away."""
+    from dpllm.lab import leakage, mechanism
+    from dpllm.run.directory import RunDir
+
+    config, plan = _recipe(Path(known.run), rest)
+    if known.leakage:
+        leaked = leakage.audit_leakage(config, plan)
+        _show(known, leaked.to_json(), leakage.table(leaked))
+        return 0
+    found = mechanism.audit_mechanism(config, plan=plan)
+    _show(known, found.to_json(), mechanism.table(found))
+    if plan:
+        _say(known, _keep(RunDir(Path(known.run)), found.to_json()))
+    word, reason = mechanism.verdict(found)
+    return _end({"verdict": word, "verdict_reason": reason})
+
+
+def _keep(run: RunDir, found: dict[str, Any]) -> str:
+    """Writes the mechanism's audit beside the run's: it saw the Plan's numbers and no data. A falsified one stays."""
+    from dpllm.run import environment
+    from dpllm.run.directory import read_json, write_json
+
+    path, versions = run.audit_dir(True) / "mechanism.json", environment.versions()
+    trained_by = read_json(run.run).get("versions")
+    if trained_by != versions:
+        return "Not written: the run was trained by other versions, so this says nothing about its engine."
+    before = read_json(path) if path.exists() else {}
+    if before.get("verdict") == "falsified":
+        return f"Not written: {path} holds an audit that falsified the mechanism."
+    write_json(path, {**found, "versions": versions, "audits": before.get("audits", 0) + 1})
+    return f"Written to {path}"
+
+
+def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
+    """A recipe, or that of a run with its Plan."""
+    from dpllm.lab.mechanism import read_plan
+    from dpllm.recipe.config import load_config, parse_overrides
+    from dpllm.run.directory import RunDir, read_json
+
+    if not path.is_dir():
+        return load_config(path, parse_overrides(rest)), None
+    if rest:
+        raise ConfigError(f"{rest[0]}: the mechanism of a run is audited as it was planned. Leave the key out.")
+    run = RunDir(path)
+    config = run.load_config()
+    return config, read_plan(read_json(run.plan)) if config.privacy.enabled else None
+
+
+def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType) -> None:
+    from rich.console import Console
+
+    if known.json:
+        print(json.dumps(report, indent=2, sort_keys=True, allow_nan=False))
+    else:
+        Console().print(table)
+
+
+def _say(known: argparse.Namespace, text: str) -> None:
+    from rich.console import Console
+
+    if not known.json:
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _end(report: dict[str, Any]) -> int:
+    if report.get("verdict") == "falsified":
+        raise AuditContradiction(report["verdict_reason"])
+    return 0

@@ -1,0 +1,144 @@
+"""``dpllm canaries``: what a recipe plants, drawn and committed to before training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpllm.cli.recipes import load_recipe
+from dpllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dpllm.canaries.canaries import CanaryPlan
+    from dpllm.canaries.source import ModelSource
+    from dpllm.recipe.config import RunConfig
+    from dpllm.run.directory import RunDir
+
+ACTIONS = {"plan": "draw the canaries of a recipe and their coins, for the run that is to train in output_dir"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Actions and what they take."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog="dpllm canaries")
+    plan = actions.add_parser("plan", help=ACTIONS["plan"], allow_abbrev=False)
+    plan.description = ACTIONS["plan"][0].upper() + ACTIONS["plan"][1:] + "."
+    plan.usage = "dpllm canaries plan RECIPE [options] [--SECTION.KEY VALUE ...]"
+    plan.add_argument("recipe", nargs="?", help="YAML file, such as recipes/lora/e2e.yaml")
+    plan.add_argument("--config", help="the same as RECIPE")
+    plan.add_argument("--overwrite", action="store_true", help="draw them again, in place of those planned before")
+    plan.add_argument("--json", action="store_true", help="print what the table says as one JSON object")
+
+
+def run(known: argparse.Namespace, rest: list[str]) -> int:
+    """Plans the canaries and prints how many, never what they say."""
+    from rich.console import Console
+
+    from dpllm.run.directory import RunDir
+
+    config = load_recipe(known, rest)
+    run_dir = RunDir(Path(config.output_dir))
+    _check(config, run_dir, known.overwrite)  # before anything is made
+    with run_dir.locked():
+        _check(config, run_dir, known.overwrite)
+        plan = _plan(config, run_dir)
+    found = describe(plan, config)
+    if known.json:
+        print(json.dumps({**found, "manifest": str(run_dir.canaries)}, indent=2, sort_keys=True, allow_nan=False))
+    else:
+        console = Console()
+        console.print(_table(found))
+        console.print(f"Commitment: {found['commitment']}", highlight=False, soft_wrap=True)
+        console.print(f"Written to {run_dir.canaries}, for its owner alone.", markup=False, soft_wrap=True)
+    return 0
+
+
+def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
+    """What may be said of a plan before training: numbers and the commitment, no text and no coin."""
+    from dpllm.canaries import canaries
+
+    settings = config.audit.canaries
+    assert settings is not None
+    return {
+        "kind": plan.kind,
+        "groups": {str(group): candidates for group, candidates in sorted(settings.groups.items())},
+        "candidates": len(plan.canaries),
+        "slots": canaries.num_slots(settings, config.data),
+        "references": len(plan.references),
+        "log2_secrets": plan.log2_secrets,
+        "commitment": plan.commitment,
+    }
+
+
+def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
+    """Refuses to lose anything.
+
+    Raises:
+        ConfigError: The recipe plants nothing, or the directory holds a run, a plan, or something else.
+    """
+    from dpllm.canaries import canaries
+    from dpllm.run.directory import check_directory
+
+    if config.audit.canaries is None:
+        raise ConfigError(
+            "audit.canaries is null, so the recipe plants nothing. Set audit: {canaries: {}}, or keys of that section."
+        )
+    canaries.num_slots(config.audit.canaries, config.data)
+    if run.config.exists():
+        raise ConfigError(
+            f"{run.root}: holds a run, whose audit needs the canaries that it was trained with. Type another --output_dir."
+        )
+    if run.canaries.exists() and not overwrite:
+        raise ConfigError(
+            f"{run.canaries}: canaries are planned already, and whoever wrote down their commitment could no longer check it. "
+            "Type --overwrite to draw new ones, or train with these."
+        )
+    check_directory(config, run, resume=False, overwrite=False)
+
+
+def _plan(config: RunConfig, run: RunDir) -> CanaryPlan:
+    from dpllm.canaries import canaries
+
+    assert config.audit.canaries is not None
+    run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before a copy of private data lies in it
+    run.private.chmod(0o700)
+    plan = canaries.plan_canaries(config.audit.canaries, source=_source(config, run))
+    canaries.save(plan, run.canaries)
+    return plan
+
+
+def _source(config: RunConfig, run: RunDir) -> ModelSource | None:
+    """The base model, for the kinds that are made of it; of the data the names of the columns alone are looked at."""
+    from dpllm.canaries.kinds import NEED_MODEL
+
+    assert config.audit.canaries is not None
+    if config.audit.canaries.kind not in NEED_MODEL:
+        return None
+    import torch
+
+    from dpllm.canaries.source import ModelSource
+    from dpllm.model import loading
+    from dpllm.text import data
+
+    if config.data.format == "auto":
+        fmt = data.load_table(config.data.train, config.data, config.data.train_split, run.private / "cache").format
+        config = config.model_copy(update={"data": config.data.model_copy(update={"format": fmt})})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return ModelSource(config, loading.load_tokenizer(config.model), device)
+
+
+def _table(found: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table("what", "planned", title="Canaries")
+    table.add_row("kind", found["kind"])
+    for group, candidates in found["groups"].items():
+        table.add_row(f"repeated {group}x", f"{candidates} candidates")
+    table.add_row("slots in N", str(found["slots"]))
+    table.add_row("references, never inserted", str(found["references"]))
+    if found["log2_secrets"] is not None:
+        table.add_row("log2 of the number of secrets", f"{found['log2_secrets']:.1f} bits")
+    return table

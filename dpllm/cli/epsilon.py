@@ -1,0 +1,185 @@
+"""``dpllm epsilon``: what DP-SGD with given numbers guarantees, or the noise for a given epsilon, without a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from fractions import Fraction
+from typing import Any
+
+from dpllm.cli.recipes import finite
+from dpllm.errors import ConfigError, Refused
+
+LARGEST = 1e12  # of a number of people or steps
+LIMITS_IN_WORDS = {
+    "tpr_at_fpr_0.001": "true positive rate at 0.1% false positives, at most",
+    "tpr_at_fpr_0.01": "true positive rate at 1% false positives, at most",
+    "auc": "area under the ROC curve, at most",
+    "gdp_mu": "mu of Gaussian DP, as a summary",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The numbers of a run."""
+    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="how many units can be sampled")
+    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="how many are expected in a batch")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", metavar="E", help="expected passes over the data, such as 3 or 0.5")
+    length.add_argument("--steps", type=int, metavar="T", help="number of steps")
+    noise = parser.add_mutually_exclusive_group(required=True)
+    noise.add_argument(
+        "--noise-multiplier", type=float, metavar="S", help="noise over clipping norm: what does it give?"
+    )
+    noise.add_argument("--epsilon", type=float, metavar="EPS", help="target: which noise multiplier does it take?")
+    parser.add_argument(
+        "--delta", default="auto", metavar="D", help="below 1/N; auto: 1/(10 N), rounded down to a digit"
+    )
+    parser.add_argument("--group-size", type=int, default=1, metavar="K", help="units protected together (default: 1)")
+    parser.add_argument(
+        "--relation",
+        default="zero_out",
+        choices=["zero_out", "add_or_remove_one"],
+        help="neighbouring relation (default: zero_out)",
+    )
+    parser.add_argument(
+        "--accountant", metavar="NAME", help="ask prv (Opacus', imports torch) beside pld, which is stated, and rdp"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints epsilon, a table, an attacker's limits, and the guarantee in prose."""
+    from dpllm.statement.statement import statement
+
+    answer = answer_to(known)
+    answer["statement"] = statement(answer)
+    if known.json:
+        print(json.dumps(answer, indent=2, sort_keys=True, allow_nan=False))
+    else:
+        _show(answer)
+    return 0
+
+
+def answer_to(known: argparse.Namespace) -> dict[str, Any]:
+    """Every number of the answer, infinite ones as None.
+
+    Raises:
+        ConfigError: a number out of range, or numbers that do not go together.
+        Refused: delta is not below 1/N, or the batch is larger than the data.
+    """
+    from dpllm import ledger
+    from dpllm.privacy import accounting, events, limits
+    from dpllm.privacy.plan import CURVE_DELTAS
+
+    size, batch, group, relation = known.dataset_size, known.batch_size, known.group_size, known.relation
+    steps, delta = _steps(known), _delta(known)
+    rate = batch / size
+    sigma = known.noise_multiplier
+    if sigma is None:
+        cache = ledger.default_path().parent / "calibration"
+        sigma = accounting.calibrate_noise_multiplier(known.epsilon, delta, rate, steps, relation, cache, group)
+    event = events.dp_sgd_event(rate, sigma, steps, group)
+    value, accountant = accounting.stated(event, delta, relation)
+    if known.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
+        accounting.epsilon(event, delta, relation, known.accountant)
+    epochs = math.ceil(Fraction(steps * batch, size) if known.epochs is None else Fraction(known.epochs))
+    one = {"type": "gaussian", "noise_multiplier": sigma / group}
+    shuffled = {"type": "self_composed", "count": epochs, "event": one}
+    answer = {
+        "epsilon": value,
+        "delta": delta,
+        "accountant": accountant,
+        "relation": relation,
+        "dataset_size": size,
+        "batch_size": batch,
+        "sampling_rate": rate,
+        "num_steps": steps,
+        "noise_multiplier": sigma,
+        "target_epsilon": known.epsilon,
+        "group_size": group,
+        "accountants": accounting.beside(event, delta, relation, prv=known.accountant == "prv"),
+        "curve": accounting.curve(event, relation, sorted({*CURVE_DELTAS, delta}, reverse=True)),
+        "limits": limits.attacker_limits_of(event, relation),
+        "one_unit": None,
+        "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs},
+        "event": event,
+        "software": accounting.versions(),
+    }
+    if group > 1:
+        answer["one_unit"] = accounting.epsilon(events.dp_sgd_event(rate, sigma, steps), delta, relation)
+    return dict(finite(answer))
+
+
+def _steps(known: argparse.Namespace) -> int:
+    size, batch = known.dataset_size, known.batch_size
+    numbers = {"--dataset-size": size, "--batch-size": batch, "--steps": known.steps, "--group-size": known.group_size}
+    for name, value in numbers.items():
+        if value is not None and not 1 <= value <= LARGEST:
+            raise ConfigError(f"{name}: no epsilon follows from that. Type a number from 1 to {LARGEST:.0e}.")
+    if known.epsilon is not None and not (math.isfinite(known.epsilon) and known.epsilon > 0):
+        raise ConfigError(f"--epsilon is {known.epsilon}, which no noise can meet. Type a finite number above 0.")
+    if batch > size:
+        raise Refused(
+            f"--batch-size {batch} is larger than --dataset-size {size}, so that the sampling rate would exceed 1. "
+            f"Type --batch-size {size} or less; a tenth of it or less is usual."
+        )
+    if known.steps is not None:
+        return int(known.steps)
+    try:
+        epochs = Fraction(known.epochs)
+    except (ValueError, ZeroDivisionError):
+        epochs = Fraction(0)
+    if epochs <= 0:
+        raise ConfigError(
+            f"--epochs is {known.epochs!r}, from which no steps follow. Type a number above 0, such as 3."
+        )
+    steps: int = math.ceil(epochs * size / batch)  # exact: int(epochs / q) in floating point is often off by one
+    return steps
+
+
+def _delta(known: argparse.Namespace) -> float:
+    from dpllm.privacy.plan import auto_delta, check_delta
+
+    if known.delta == "auto":
+        return auto_delta(known.dataset_size)
+    try:
+        delta = float(known.delta)
+    except ValueError:
+        delta = math.nan
+    if not 0 < delta < 1:
+        raise ConfigError(f"--delta is {known.delta!r}. Type auto, or a number above 0 and below 1/N, such as 1e-6.")
+    check_delta(delta, known.dataset_size, "--delta")
+    return delta
+
+
+def _show(answer: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dpllm.statement.statement import up
+
+    console = Console(highlight=False)
+    epsilon = up(answer["epsilon"])
+    if answer["target_epsilon"] is not None:
+        console.print(f"noise multiplier [bold]{answer['noise_multiplier']:g}[/], with which epsilon is {epsilon}")
+    else:
+        console.print(f"epsilon [bold]{epsilon}[/]")
+    console.print(f"at delta {answer['delta']:g}, q {answer['sampling_rate']:.6g}, {answer['num_steps']} steps\n")
+    table = Table("", "delta", "epsilon", title="Epsilon, rounded up")
+    for delta, value in answer["curve"]:
+        table.add_row(f"by {answer['accountant']}", f"{delta:g}", up(value))
+    table.add_section()
+    for name, value in answer["accountants"].items():
+        if name != answer["accountant"]:
+            table.add_row(f"by {name}", f"{answer['delta']:g}", up(value))
+    if answer["one_unit"] is not None:
+        table.add_row("of one unit alone", f"{answer['delta']:g}", up(answer["one_unit"]))
+    table.add_row("if shuffled, not sampled", f"{answer['delta']:g}", up(answer["shuffled"]["epsilon"]))
+    console.print(table)
+    bounds = Table("limit on an attacker", "", title="What follows for membership tests")
+    for name, words in LIMITS_IN_WORDS.items():
+        bounds.add_row(words, up(answer["limits"][name]))
+    console.print(bounds)
+    console.print()
+    console.print(answer["statement"], soft_wrap=False)

@@ -1,0 +1,425 @@
+"""``dpllm ledger``: the privacy budget of each dataset, across all runs."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpllm.errors import ConfigError, DpllmError, LedgerContradiction, Refused
+
+if TYPE_CHECKING:
+    from dpllm.ledger import Ledger
+    from dpllm.ledger.values import Budget
+    from dpllm.privacy.accounting import Event
+
+ACTIONS = {
+    "init": "set a dataset's budget, once",
+    "seal": "fix the list of runs of a planned budget, before the first of them",
+    "except": "permit training without differential privacy on a dataset; every later card says so",
+    "show": "what every dataset has spent, and which figure gates",
+    "history": "every entry of the chain",
+    "verify": "find any edit, cut or reordering (exit code 4)",
+    "reconcile": "close a run that will not go on",
+    "import": "enter what was spent on a dataset elsewhere",
+    "export": "write the chain as JSON, without fingerprints",
+    "metrics": "what a monitoring system watches, as Prometheus metrics",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Actions and what they take."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog="dpllm ledger")
+    made = {}
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
+        action.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
+        made[name] = action
+    for name in ("init", "seal", "except", "import"):
+        made[name].add_argument("dataset", help="name of the dataset")
+    for name in ("show", "history"):
+        made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
+    for name in ("init", "seal", "except", "reconcile", "import"):
+        made[name].add_argument("--by", help="who answers for it (default: this user)")
+        made[name].add_argument("--reason", required=True, help="why")
+    init = made["init"]
+    init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
+    init.add_argument("--delta", type=float, required=True, help="of all runs together, well below 1/N")
+    _add_terms(init)
+    init.add_argument(
+        "--gate",
+        default="planned",
+        choices=["planned", "adaptive"],
+        help="planned: a list of runs, sealed before the first; adaptive: later runs may depend on earlier results",
+    )
+    init.add_argument(
+        "--reference",
+        help="adaptive: the kind of run for which the filter's order is chosen, a recipe or q=0.02,sigma=0.8,steps=150",
+    )
+    init.add_argument("--import-delta", type=float, default=0.0, help="adaptive: part of delta for imported runs")
+    init.add_argument("--runs", nargs="+", metavar="RECIPE", help="planned: seal these recipes as the list")
+    init.add_argument("--data", help="the data file, so that copies under other names are recognised from now on")
+    made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help="recipes, one for each run")
+    made["verify"].add_argument(
+        "--head", help="HASH:COUNT, a head that was copied elsewhere, or the path of a run.json"
+    )
+    made["verify"].add_argument("--file", help="verify an exported chain instead")
+    made["reconcile"].add_argument("entry", help="the reservation, as dpllm ledger show lists it")
+    imported = made["import"]
+    imported.add_argument("--run", default="elsewhere", help="name of the run")
+    imported.add_argument("--epsilon", type=float, help="what it stated")
+    imported.add_argument("--delta", type=float, default=0.0, help="at which it was stated")
+    imported.add_argument("--event", help="JSON file with its accounting event, where more is known")
+    imported.add_argument("--from", dest="source", help="an exported ledger: all runs of the dataset there")
+    _add_terms(imported, default=False)
+    made["export"].add_argument("--output", help="file (default: standard output)")
+    made["metrics"].add_argument(
+        "--textfile",
+        metavar="DIR",
+        help="directory of the node exporter's textfile collector (default: standard output)",
+    )
+
+
+def _add_terms(parser: argparse.ArgumentParser, default: bool = True) -> None:
+    relations = ["zero_out", "add_or_remove_one"]
+    unit, relation = ("example", "zero_out") if default else (None, None)
+    said = "" if default else "that of the budget, or else "
+    parser.add_argument("--unit", default=unit, help=f"privacy unit (default: {said}example)")
+    parser.add_argument(
+        "--relation", default=relation, choices=relations, help=f"neighbouring relation (default: {said}zero_out)"
+    )
+
+
+def run(known: argparse.Namespace, rest: list[str]) -> int:
+    """Does one action."""
+    from dpllm import ledger
+    from dpllm.ledger.values import check_person
+
+    if known.action == "verify" and known.file:
+        return _verify_file(Path(known.file), known.head)
+    if "by" in known:
+        known.by = _user() if known.by is None else known.by
+        check_person("an entry is made", known.by, known.reason)
+    if known.action == "init":  # nothing is made for a budget that cannot be
+        known.wanted = _wanted(known)
+    book = ledger.open_ledger(known.ledger, create=known.action in ("init", "except", "import"))
+    if book is None:
+        where = known.ledger or ledger.default_path()
+        raise ConfigError(f"{where}: no ledger there yet; the first private run makes one. Name another with --ledger.")
+    with book, book.counting():
+        if known.action not in ("verify", "history", "export", "show", "metrics"):
+            book.refuse_if_tampered()
+        code: int = globals()[f"_{known.action}"](book, known)
+        return code
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        raise ConfigError("this user has no name, and an entry needs one: --by NAME") from None
+
+
+def _wanted(known: argparse.Namespace) -> Budget:
+    """The budget that was typed.
+
+    Raises:
+        ConfigError: It bounds nothing, or something that was named is not there.
+    """
+    from dpllm.ledger import budgets
+    from dpllm.ledger.values import Budget
+    from dpllm.privacy import renyi
+
+    terms = (known.epsilon, known.delta, known.unit, known.relation, known.gate)
+    budgets.check_budget(known.dataset, Budget(*terms, None, False, known.import_delta, known.by, known.reason))
+    order = None
+    if known.gate == "adaptive":
+        if known.runs:
+            raise ConfigError("--runs seals a list, which a planned budget has. Type --gate planned, or --reference.")
+        if known.reference is None:
+            raise ConfigError(
+                "an adaptive budget adds up Renyi divergences at one order, which is best for one kind of run. Declare that "
+                "kind: --reference q=0.02,sigma=0.8,steps=150, or a recipe."
+            )
+        order = renyi.choose_order(
+            known.epsilon, known.delta - known.import_delta, _reference(known.reference, known.unit, known.delta)
+        )
+    elif known.reference or known.import_delta:
+        raise ConfigError("--reference and --import-delta belong to --gate adaptive.")
+    for name in [known.data, *(known.runs or [])]:
+        if name is not None and not os.path.exists(name) and not name.startswith("builtin:") and name.count("/") != 1:
+            raise ConfigError(f"{name}: no such file. Check the spelling.")
+    return Budget(*terms, order, False, known.import_delta, known.by, known.reason)
+
+
+def _init(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger import admission, budgets, dataset_policy
+    from dpllm.privacy.plan import auto_delta, check_delta
+
+    sources = [known.data] if known.data else [*(known.runs or [])]
+    if known.reference and os.path.exists(known.reference):
+        sources.append(known.reference)
+    records, units = dataset_policy.records_of(sources[0], book, known.unit) if sources else (None, None)
+    if units is not None:
+        check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
+        if known.delta * units > 0.1 * (1 + 1e-9):
+            print(
+                f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so near to it that single records "
+                "could be published whole."
+            )
+    sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
+    budget = budgets.set_budget(book, known.dataset, known.wanted, records=records)
+    print(f"{known.dataset}: {budgets.describe(budget)}, in {book.location}")
+    account = book.account(known.dataset)
+    if left := admission.filter_left(account):
+        print(
+            f"The filter adds up Renyi divergences at order {left.order:g} and admits runs while they come to at most "
+            f"{admission.filter_allowance(budget):.4f}"
+            + (f", of which {left.allowance:.4f} is left." if account.runs or account.imports else ".")
+        )
+    if sealed:
+        return _seal_runs(book, known, sealed)
+    if budget.gate == "planned":
+        print("No list is sealed yet: the first run will be a list of one. dpllm ledger seal fixes a longer one.")
+    if records is None:
+        print("The data are known by name only until the first run. --data FILE lets copies be recognised from now on.")
+    return 0
+
+
+def _seal(book: Ledger, known: argparse.Namespace) -> int:
+    budget = book.budget(known.dataset)
+    largest_delta, unit = (budget.delta, budget.unit) if budget else (1.0, None)
+    return _seal_runs(book, known, [_run_of(recipe, known.dataset, unit, largest_delta) for recipe in known.runs])
+
+
+def _seal_runs(book: Ledger, known: argparse.Namespace, runs: list[Any]) -> int:
+    from dpllm.ledger import budgets
+
+    together = budgets.seal(book, known.dataset, runs, known.by, known.reason)
+    budget = book.budget(known.dataset)
+    limit = f"{budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
+    print(f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}")
+    return 0
+
+
+def _except(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger import budgets
+
+    budgets.except_from_privacy(book, known.dataset, known.by, known.reason)
+    print(
+        f"{known.dataset}: training without differential privacy is permitted by {known.by}. Every later card says so, and the "
+        "ledger's total covers none of it."
+    )
+    return 0
+
+
+def _show(book: Ledger, known: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dpllm.ledger.tables import overview
+
+    Console().print(overview(book, _names(book, known.dataset)))
+    return 0
+
+
+def _names(book: Ledger, dataset: str | None) -> list[str]:
+    names = book.datasets()
+    if dataset is None:
+        return names
+    account = book.records.account_name(dataset)
+    if account not in names:
+        raise ConfigError(f"{book.location}: knows no dataset {dataset!r}. It knows: {', '.join(names) or 'none'}.")
+    return [account]
+
+
+def _history(book: Ledger, known: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dpllm.ledger.tables import chain_table
+
+    entries = book.history(known.dataset)  # as stored, so that an edited chain can be looked at
+    if known.dataset is not None and not entries:
+        _names(book, known.dataset)
+    Console().print(chain_table(entries))
+    return 0
+
+
+def _verify(book: Ledger, known: argparse.Namespace) -> int:
+    return _say(book.verify(_head(known.head)), book.head(), book.location, known.head is not None)
+
+
+def _verify_file(path: Path, head: str | None) -> int:
+    from dpllm.ledger.exchange import read_export, verify_export
+    from dpllm.run.directory import read_json
+
+    value = read_json(path)
+    read_export(value, path)
+    return _say(verify_export(value, _head(head)), value["head"], str(path), head is not None)
+
+
+def _say(problems: list[str], head: dict[str, Any], where: str, compared: bool) -> int:
+    if problems:
+        raise LedgerContradiction(f"{where}: " + " ".join(problems))
+    print(f"{where}: {head['count']} entries, chain unbroken, head {head['hash']}:{head['count']}")
+    if not compared:
+        print(
+            "A chain that was cut or written anew shows only against a head copied elsewhere: --head HASH:COUNT or RUN/run.json"
+        )
+    return 0
+
+
+def _head(text: str | None) -> dict[str, Any] | None:
+    from dpllm.run.directory import read_json
+
+    if text is None:
+        return None
+    if os.path.exists(text):
+        record = read_json(Path(text)).get("ledger")
+        head = record.get("head") if isinstance(record, dict) else None
+        if not isinstance(head, dict) or type(head.get("count")) is not int:
+            raise ConfigError(f"{text}: names no head of a ledger. Give the run.json of a private run, or HASH:COUNT.")
+        return head
+    digest, _, count = text.partition(":")
+    if len(digest) != 64 or not (count.isascii() and count.isdigit() and int(count[:19]) > 0 and len(count) < 19):
+        raise ConfigError(
+            f"--head {text!r} is neither HASH:COUNT, with a count of 1 or more, nor the path of a run.json."
+        )
+    return {"hash": digest, "count": int(count)}
+
+
+def _reconcile(book: Ledger, known: argparse.Namespace) -> int:
+    closed = book.reconcile(known.entry, known.by, known.reason)
+    claim = closed.reservation
+    budget = book.budget(claim.dataset)
+    kept = "the steps that never ran are given back to the budget's filter"
+    if budget is None or budget.gate != "adaptive":
+        kept = "its whole reservation stays in the total, which is composed as if fixed in advance"
+    print(f"{claim.dataset}: run {claim.run} closed after {closed.steps} of {claim.num_steps} steps; {kept}.")
+    return 0
+
+
+def _import(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger import budgets
+    from dpllm.ledger.exchange import event_of, read_export
+    from dpllm.run.directory import read_json
+
+    given = [name for name in ("epsilon", "event", "source") if getattr(known, name) is not None]
+    if len(given) != 1:
+        raise ConfigError("what was spent? Type one of --epsilon E [--delta D], --event FILE, or --from EXPORT.")
+    event: Event
+    if known.source:
+        value = read_json(Path(known.source))
+        read_export(value, Path(known.source))
+        event, unit, relation = event_of(value, known.dataset)
+        if known.unit not in (None, unit) or known.relation not in (None, relation):
+            raise ConfigError(
+                f"{known.source}: accounts per {unit!r} under {relation!r}. Leave out --unit and --relation."
+            )
+        known.unit, known.relation = unit, relation
+    elif known.event:
+        event = {key: part for key, part in read_json(Path(known.event)).items() if key != "schema_version"}
+    else:
+        event = {"type": "imported", "epsilon": known.epsilon, "delta": known.delta}
+    budget = book.budget(known.dataset)
+    terms = {
+        "unit": known.unit or (budget.unit if budget else "example"),
+        "relation": known.relation or (budget.relation if budget else "zero_out"),
+        "by": known.by,
+        "reason": known.reason,
+    }
+    budgets.import_run(book, known.dataset, event=event, run=known.run, **terms)
+    try:
+        remaining = book.remaining(known.dataset)
+        print(f"{known.dataset}: entered; the total is now epsilon {book.spent(known.dataset):.4f}")
+    except Refused as error:  # a fact is entered all the same
+        print(f"{known.dataset}: entered. {error}")
+        return 0
+    if budget is not None and not remaining:
+        print(f"That exceeds the budget of {budget.epsilon:g}: every further run will be refused.")
+    return 0
+
+
+def _export(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger.exchange import to_export
+    from dpllm.run.directory import write_json
+
+    value = to_export(book)
+    if known.output:
+        try:
+            write_json(Path(known.output), value)
+        except OSError as error:
+            raise ConfigError(f"{known.output}: cannot be written ({error.strerror}). Type another --output.") from None
+        print(f"{known.output}: {value['head']['count']} entries")
+    else:
+        print(json.dumps(value, indent=2, sort_keys=True))
+    return 0
+
+
+def _metrics(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.telemetry import metrics
+
+    families, names = metrics.ledger_families(book)
+    if known.textfile is None:
+        print(metrics.exposition([*families, *metrics.dataset_families(book, names)]).decode(), end="")
+        return 0
+    folder = Path(known.textfile)
+    try:
+        metrics.write(folder / metrics.LEDGER, families)
+        for name in names:
+            metrics.write(metrics.dataset_file(folder, name), metrics.dataset_families(book, [name]))
+    except OSError as error:
+        raise ConfigError(
+            f"--textfile {known.textfile}: cannot be written to ({error.strerror}), so there would be no metrics. Type the "
+            "directory that the node exporter reads."
+        ) from None
+    return 0
+
+
+def _reference(text: str, unit: str, largest_delta: float) -> Event:
+    from dpllm.privacy.accounting import dp_sgd_event
+
+    if os.path.exists(text):
+        event: Event = _plan_of(text, None, unit, largest_delta).event
+        return event
+    if "=" not in text:
+        raise ConfigError(
+            f"--reference {text}: no such recipe. Check the spelling, or type q=0.02,sigma=0.8,steps=150."
+        )
+    try:
+        values = dict(part.split("=", 1) for part in text.split(","))
+        if values.keys() != {"q", "sigma", "steps"}:
+            raise ValueError
+        return dp_sgd_event(float(values["q"]), float(values["sigma"]), int(values["steps"]))
+    except DpllmError:
+        raise
+    except ValueError:
+        raise ConfigError(
+            f"--reference {text!r} is neither a recipe nor of the form q=0.02,sigma=0.8,steps=150."
+        ) from None
+
+
+def _run_of(recipe: str, dataset: str, unit: str | None, largest_delta: float) -> Any:
+    from dpllm.ledger.values import Sealed
+
+    plan = _plan_of(recipe, dataset, unit, largest_delta)
+    return Sealed(plan.event, plan.schedule.num_steps)
+
+
+def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Any:
+    from dpllm.recipe.config import load_config
+    from dpllm.run.promise import decide
+
+    config = load_config(recipe)
+    if not config.privacy.enabled:
+        raise ConfigError(f"{recipe}: privacy.enabled is false, so it has no event to be accounted.")
+    if dataset is not None and config.privacy.dataset not in (None, dataset):
+        raise ConfigError(f"{recipe}: privacy.dataset is {config.privacy.dataset!r}, not {dataset!r}.")
+    if unit is not None and config.data.unit != unit:
+        raise ConfigError(
+            f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be "
+            "charged to it. Type --unit, or set data.unit."
+        )
+    return decide(config, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan

@@ -1,0 +1,203 @@
+"""Runs side by side: what privacy cost in utility, and what it bought.
+
+Comes in: two or more run directories, in any order: at most one without differential privacy, and any number with it. Goes out:
+a table, and JSON, Markdown and pictures. They are private, because the audit and the held-out figures of a run without
+differential privacy are un-noised, unless a public comparison was asked for, which leaves out whatever may not be published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpllm.comparison import compared_runs, rows, values
+from dpllm.comparison.rows import Row
+from dpllm.errors import ConfigError
+from dpllm.run.directory import RunDir, write_json
+from dpllm.statement.claim import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FILES = ("comparison.json", "comparison.md", "comparison.png", "utility.png", "leakage.png")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs that differ in privacy, adapter or training alone.
+
+    Attributes:
+        values: Every figure, as comparison.json holds it.
+        rows: The same as text, in the order of the table.
+        output: Where the files lie.
+        files: What was written there.
+    """
+
+    values: Json
+    rows: tuple[Row, ...]
+    output: Path
+    files: tuple[Path, ...]
+
+    @property
+    def differences(self) -> dict[str, dict[str, Any]]:
+        """What else differs: dotted key -> run -> value."""
+        return dict(self.values["differences"])
+
+    def table(self) -> Table:
+        """The measures as a table for the terminal."""
+        return rows.table(self.values, " ".join(rows.caption(self.values)))
+
+
+def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> Comparison:
+    """Compares runs and writes the result.
+
+    Args:
+        runs: Two or more, on the same model, data, evaluation and canaries: at most one with ``privacy.enabled: false``.
+        output: Directory to write to; None: ``private/compare`` of the first run with differential privacy, or, of a public
+            comparison, ``comparison`` in its run directory.
+        public: Write what may be published: figures of public evaluation data and released weights, audits of runs with
+            differential privacy, and of the run without only what was trained on public data. What is left out is said.
+
+    Returns:
+        The comparison; ``comparison.json``, ``comparison.md`` and up to three pictures are written.
+
+    Raises:
+        ConfigError: The runs cannot be compared, see ``compared_runs.read`` and ``compared_runs.differences``; or `output`
+            lies in a directory that is published as it was verified.
+    """
+    with _readable(runs):
+        read, target = _ready(runs, output, public)
+        value = values.values(read, compared_runs.differences(read, public=public), public=public)
+        files = _write(value, target, public)
+        return Comparison(value, rows.rows(value), target, files)
+
+
+def check(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> None:
+    """Refuses what ``compare`` would refuse, before anything long is computed for it.
+
+    Raises:
+        ConfigError: See ``compare``.
+    """
+    with _readable(runs):
+        read, _ = _ready(runs, output, public)
+        compared_runs.differences(read, public=public)
+
+
+def public_table(runs: Sequence[RunDir]) -> Table:
+    """The table of a public comparison, without writing one: for standard output, which goes into job logs.
+
+    Raises:
+        ConfigError: See ``compare``.
+    """
+    with _readable(runs):
+        read = compared_runs.read(runs, public=True)
+        value = values.values(read, compared_runs.differences(read, public=True), public=True)
+        return rows.table(value, " ".join(rows.caption(value)))
+
+
+class DPComparison:
+    """Runs with differential privacy beside the one without, for notebooks and scripts.
+
+    Args:
+        baseline_dir: Run directory without differential privacy; None: there is none.
+        dp_dir: Run directory with differential privacy, or several.
+        public: Leave out what may not be published.
+    """
+
+    def __init__(
+        self,
+        baseline_dir: str | os.PathLike[str] | None = None,
+        dp_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+        *,
+        public: bool = False,
+    ) -> None:
+        """Nothing is read yet."""
+        several = [dp_dir] if isinstance(dp_dir, str | os.PathLike) else list(dp_dir)
+        first = [] if baseline_dir is None else [baseline_dir]
+        self.runs = [RunDir(Path(path)) for path in (*first, *several)]
+        self.public = public
+
+    def compare(self, output: str | os.PathLike[str] | None = None) -> Comparison:
+        """The comparison; see ``compare``."""
+        return compare(self.runs, None if output is None else Path(output), public=self.public)
+
+    def generate_report(self, output: str | os.PathLike[str] | None = None) -> tuple[Path, ...]:
+        """Writes JSON, Markdown and pictures.
+
+        Args:
+            output: Directory; None: see ``compare``.
+
+        Returns:
+            The files.
+
+        Raises:
+            ConfigError: The runs cannot be compared.
+        """
+        return self.compare(output).files
+
+
+@contextlib.contextmanager
+def _readable(runs: Sequence[RunDir]) -> Iterator[None]:
+    """Files that lack a key, or hold another kind of value than dpllm writes, are somebody else's."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{', '.join(str(run.root) for run in runs)}: a file of one of them does not say what this version writes "
+            f"({type(error).__name__}: {error}), so they cannot be compared. It is damaged, or of another version: train or "
+            "audit that run again."
+        ) from error
+
+
+def _ready(runs: Sequence[RunDir], output: Path | None, public: bool) -> tuple[list[compared_runs.Side], Path]:
+    read = compared_runs.read(runs, public=public)
+    target = output or _default(read, public)
+    _refuse_export(target)
+    return read, target
+
+
+def _default(read: Sequence[compared_runs.Side], public: bool) -> Path:
+    run = read[0].run  # the one without differential privacy comes last
+    return run.root / "comparison" if public else run.private / "compare"
+
+
+def _refuse_export(target: Path) -> None:
+    for folder in (target.resolve(), *target.resolve().parents):
+        if folder.name == "export" and (folder.parent / "config.yaml").exists():
+            raise ConfigError(
+                f"{target}: lies in export/, which is published as it was verified, and a comparison tells of other runs too. "
+                "Choose a directory outside export/."
+            )
+
+
+def _write(value: Json, target: Path, public: bool) -> tuple[Path, ...]:
+    from dpllm.comparison import epsilon_figure, pair_figure
+
+    try:
+        target.mkdir(mode=0o755 if public else 0o700, parents=True, exist_ok=True)
+        for name in FILES:  # of an earlier comparison
+            (target / name).unlink(missing_ok=True)
+        shown = [
+            {"section": row.section, "measure": row.measure, "cells": [cell.line() for cell in row.cells]}
+            for row in rows.rows(value)
+        ]
+        write_json(target / "comparison.json", {**value, "columns": rows.headings(value), "rows": shown})
+        pictures = {
+            "comparison.png": pair_figure.draw if pair_figure.fits(value) else epsilon_figure.draw_both,
+            "utility.png": epsilon_figure.draw_utility,
+            "leakage.png": epsilon_figure.draw_leakage,
+        }
+        drawn = [name for name, draw in pictures.items() if draw(value, target / name)]
+        temporary = target / f".comparison.md.{os.getpid()}"
+        temporary.write_text(rows.markdown(value, drawn), encoding="utf-8")
+        os.replace(temporary, target / "comparison.md")
+        files = tuple(target / name for name in FILES if (target / name).exists())
+        for path in files:
+            path.chmod(0o644 if public else 0o600)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written to ({error.strerror}). Type another --output.") from None
+    return files

@@ -1,0 +1,263 @@
+"""What is read of each compared run, and what of it may be published.
+
+Comes in: run directories. Goes out: one ``Side`` for each, or a refusal where they cannot be compared. In a public
+comparison a figure is left out, with a note that says why, unless it was computed from public data, or from released weights
+and public evaluation data; ``private/`` is then read for runs on such data only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import COST, RunDir, read_json
+from dpllm.statement import formatting
+from dpllm.statement.claim import Json, check_audit, why_not
+
+HELD_OUT, TASKS = "held_out.json", "tasks.json"
+"""Under private/: figures by example that ``dpllm.comparison.tasks`` computes once and that no report shows by themselves."""
+
+# Flags that say what may be published, how large the data are declared to be, or how fast a step runs: they change
+# neither the rows that train nor those that are evaluated.
+DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
+SAME = ("model.", "data.", "audit.canaries.")
+# They change no figure that is compared.
+BESIDE = ("card.", "telemetry.")
+# Names of places, which a public report has no use for.
+PLACES = {"privacy.ledger", "privacy.dataset", "privacy.derived_from"}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run.
+
+    Attributes:
+        name: Of its directory; of two that are alike, with the one above.
+        no_guarantee: Why it gives no guarantee; None where it gives one.
+        evaluation: ``eval_loss_before``, ``eval_loss_after`` and the like; empty where they may not be shown.
+        held_out: Losses by evaluation example of these weights; None where there are none, or they may not be shown.
+        tasks: BLEU and ROUGE-L of these weights, likewise.
+        audit: audit.json; None without canaries, or where it may not be shown.
+        left_out: What may not be published of this run, and why, in sentences.
+    """
+
+    name: str
+    run: RunDir
+    config: RunConfig
+    record: Json
+    plan: Json | None
+    no_guarantee: str | None
+    evaluation: Json
+    held_out: Json | None
+    tasks: Json | None
+    audit: Json | None
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def private(self) -> bool:
+        """Whether it trained with differential privacy, with a guarantee or without."""
+        return self.config.privacy.enabled
+
+
+def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
+    """Reads two or more runs that can be compared, the one without differential privacy last.
+
+    Args:
+        runs: In any order: at most one without differential privacy.
+        public: Leave out what may not be published.
+
+    Raises:
+        ConfigError: Fewer than two runs, one twice, two without differential privacy; one that was refused or has canaries
+            and no audit; or runs whose model, data, evaluation or canaries differ.
+    """
+    if len(runs) < 2:
+        raise ConfigError("one run leaves nothing to compare. Type two or more: dpllm compare BASELINE RUN RUN.")
+    again = [str(path) for path, number in Counter(run.root.resolve() for run in runs).items() if number > 1]
+    if again:
+        raise ConfigError(f"{again[0]}: is named twice, and a run does not differ from itself. Name each run once.")
+    configs = [run.load_config() for run in runs]
+    free = [run.root for run, config in zip(runs, configs, strict=True) if not config.privacy.enabled]
+    if len(free) > 1:
+        raise ConfigError(
+            f"{free[0]} and {free[1]}: both are without differential privacy, so neither is the one that the others are measured "
+            "by. Name one of them, and runs with privacy.enabled: true."
+        )
+    records = [_record(run) for run in runs]
+    _refuse_copies(runs, records)
+    budgeted = any((record.get("ledger") or {}).get("budget") for record in records)
+    evaluation_public = all(config.data.eval_public for config in configs)
+    names = _names(runs)
+    sides = []
+    for name, run, config, record in zip(names, runs, configs, records, strict=True):
+        sides.append(_side(name, run, config, record, public, budgeted, evaluation_public))
+    if len({(side.tasks["prompts"], side.tasks["num_tokens"]) for side in sides if side.tasks}) > 1:
+        sides = [replace(side, tasks=None) for side in sides]  # of different prompts: nothing to compare
+    return sorted(sides, key=_order)
+
+
+def _order(side: Side) -> tuple[bool, float]:
+    return not side.private, float((side.plan or {}).get("epsilon", 0.0))
+
+
+def _record(run: RunDir) -> Json:
+    record = read_json(run.run)
+    if record["status"] == "refused":
+        raise ConfigError(f"{run.root}: the run was refused, so there is nothing to compare. Train first.")
+    return record
+
+
+def _refuse_copies(runs: Sequence[RunDir], records: Sequence[Json]) -> None:
+    """A copy of a run would count as another that agrees with it."""
+    known: dict[str, RunDir] = {}
+    for run, record in zip(runs, records, strict=True):
+        weights = {name: digest for name, digest in record["artifacts"].items() if name.endswith(".safetensors")}
+        key = repr(sorted(weights.items()))
+        if weights and key in known:
+            raise ConfigError(
+                f"{run.root}: holds the weights of {known[key].root}, so they are one run. Name each once."
+            )
+        known[key] = run
+
+
+def _names(runs: Sequence[RunDir]) -> list[str]:
+    names = [run.root.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = ["/".join(run.root.resolve().parts[-2:]) for run in runs]
+    seen = Counter(names)
+    return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
+
+
+def _side(
+    name: str, run: RunDir, config: RunConfig, record: Json, public: bool, budgeted: bool, evaluation_public: bool
+) -> Side:
+    plan = read_json(run.plan) if config.privacy.enabled else None
+    open_data = config.data.public and not budgeted
+    if not public:
+        record = {**record, **_cost(run)}
+    elif not open_data or (config.data.eval is not None and not evaluation_public):
+        # An older version wrote it down all the same.
+        record = {key: value for key, value in record.items() if key not in COST}
+    left_out: list[str] = []
+    show_audit = config.audit.canaries is not None
+    if show_audit and public and not (config.privacy.enabled or open_data):
+        show_audit = False
+        left_out.append(f"{name}: the audit, because it {_unprotected(config)}.")
+    audit = _audit(run, config, plan, record) if show_audit else None
+    if public and audit is not None and not (open_data or audit.get("published", True)):
+        raise ConfigError(
+            f"{run.export}: holds an audit that says it may not be published, so the directory was changed by hand. Run dpllm "
+            f"audit {run.root} again."
+        )
+    mechanism = run.audit_dir(True) / "mechanism.json"
+    reason = why_not(config, plan, record, audit, read_json(mechanism) if mechanism.exists() else None)
+    show_evaluation = config.data.eval is not None
+    if show_evaluation and public:
+        released = open_data or reason is None  # the weights may be looked at by anyone
+        if not evaluation_public:
+            left_out.append(f"{name}: held-out figures, because not every run declares its evaluation data public.")
+        elif not released:
+            left_out.append(f"{name}: held-out figures, because it {_unprotected(config)}.")
+        show_evaluation = evaluation_public and released
+    evaluation: Json = {}
+    if show_evaluation:
+        # What run.json says it says in public.
+        evaluation = record["metrics"]["public"] if public else read_json(run.private / "summary.json")
+    return Side(
+        name,
+        run,
+        config,
+        record,
+        plan,
+        reason,
+        evaluation,
+        _cached(run, HELD_OUT, record) if show_evaluation else None,
+        _cached(run, TASKS, record) if show_evaluation else None,
+        audit,
+        tuple(left_out),
+    )
+
+
+def _cost(run: RunDir) -> Json:
+    summary = read_json(run.private / "summary.json")
+    return {key: summary[key] for key in COST if key in summary}
+
+
+def _unprotected(config: RunConfig) -> str:
+    what = "gives no guarantee" if config.privacy.enabled else "was trained without differential privacy"
+    return f"{what}, on data that are not public"
+
+
+def _audit(run: RunDir, config: RunConfig, plan: Json | None, record: Json) -> Json:
+    path = run.audit_dir(config.privacy.enabled) / "audit.json"
+    if not path.exists():
+        raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
+    audit = read_json(path)
+    check_audit(plan, record, audit)
+    return audit
+
+
+def _cached(run: RunDir, name: str, record: Json) -> Json | None:
+    """Figures of exactly these weights; None where there are none."""
+    path = run.private / name
+    if not path.exists():
+        return None
+    found = read_json(path)
+    weights = found.get("weights") or {}
+    fresh = weights and all(record["artifacts"].get(file) == digest for file, digest in weights.items())
+    return found if fresh else None
+
+
+def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:
+    """Every other setting that differs: dotted key -> a value for each run.
+
+    Raises:
+        ConfigError: One that must be the same.
+    """
+    settings = []
+    for side in sides:
+        flat = _flat(side.config.model_dump(mode="json"))
+        if not side.private:  # nothing read them
+            flat = {
+                key: value for key, value in flat.items() if not key.startswith("privacy.") or key == "privacy.enabled"
+            }
+        flat["model.commit"] = side.record["model"]["commit"]
+        flat["data.eval_tokens"] = side.evaluation.get("eval_tokens")
+        settings.append(flat)
+    found: dict[str, list[Any]] = {}
+    for key in sorted({key for flat in settings for key in flat}):
+        values = [flat.get(key) for flat in settings]
+        if key == "data.eval_tokens":  # of runs whose figures are left out it is not known
+            known = [value for value in values if value is not None]
+            values = values if len(set(known)) > 1 else known
+        elif key.startswith("privacy.") and key != "privacy.enabled" and _one_value(sides, values):
+            continue
+        if all(value == values[0] for value in values[1:]) or key == "output_dir" or key.startswith(BESIDE):
+            continue
+        if key.startswith(SAME) and key not in DECLARATIONS:
+            other = next(index for index, value in enumerate(values) if value != values[0])
+            raise ConfigError(
+                f"{key} differs: {values[0]!r} in {sides[0].name}, {values[other]!r} in {sides[other].name}, so a difference "
+                "between the two would say nothing about privacy. Train all with the same model, data, evaluation and canaries."
+            )
+        if not (public and key in PLACES):
+            found[key] = formatting.without_paths(values) if public else values
+    return found
+
+
+def _one_value(sides: Sequence[Side], values: Sequence[Any]) -> bool:
+    """Whether all runs with differential privacy agree."""
+    theirs = [value for side, value in zip(sides, values, strict=True) if side.private]
+    return all(value == theirs[0] for value in theirs[1:])
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or (prefix and not value):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat

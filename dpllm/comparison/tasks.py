@@ -1,0 +1,263 @@
+"""What a tuned model does on held-out rows: losses by example, and BLEU and ROUGE-L of what it writes.
+
+Comes in: finished runs. Goes out: ``private/held_out.json`` and ``private/tasks.json`` of each, from which comparisons take
+their intervals. They hold numbers by example of evaluation data, which is why they stay private; no text is kept. A figure that
+was computed for exactly these weights is not computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dpllm.comparison.compared_runs import HELD_OUT, TASKS
+from dpllm.errors import ConfigError, DpllmError
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir, read_json, write_json
+from dpllm.text import data
+from dpllm.text.units import each_row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dpllm.model.loading import ScoringModels
+
+MOST_TOKENS = 128
+"""Written for a prompt at most; fewer where no reference is as long."""
+TOKENS_PER_BATCH = 2**12
+Json = dict[str, Any]
+
+
+def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, console: Console | None = None) -> None:
+    """Computes what is not known yet of runs that are about to be compared.
+
+    Args:
+        runs: Finished runs of one model and evaluation; the base model is asked once for all of them.
+        rows: Evaluation prompts for BLEU and ROUGE-L, from the first on; 0: none.
+        losses: Losses by example; a run for which there can be none, say because its base model is not at hand, is left as it
+            is, and ``console`` says why.
+        console: Where to say what is computed.
+
+    Raises:
+        ConfigError: ``rows`` without references, or without the packages that score them; or a run that exported no weights.
+    """
+    if rows:
+        _check_tasks()
+    for name, wanted, compute in (
+        (HELD_OUT, losses, _losses),
+        (TASKS, rows > 0, lambda *arguments: _written(*arguments, rows=rows)),
+    ):
+        if not wanted:
+            continue
+        known = [_known(run, name, rows) for run in runs]
+        base = any(found and found.get("base") for found in known)
+        for run, found in zip(runs, known, strict=True):
+            if found and (base or found.get("base")):
+                continue
+            config = run.load_config()
+            if config.data.eval is None:
+                if name == TASKS:
+                    raise ConfigError(
+                        f"{run.root}: data.eval is not set, so there are no references. Leave --tasks out."
+                    )
+                continue
+            if console is not None:
+                what = "what it writes" if name == TASKS else "losses by example"
+                console.print(f"{run.root.name}: {what} on {data_name(config)}", markup=False, highlight=False)
+            try:
+                value = compute(run, config, not base)
+            except DpllmError as error:
+                if name == TASKS:  # which was asked for
+                    raise
+                if console is not None:
+                    console.print(f"No intervals for {run.root.name}: {error}", markup=False, highlight=False)
+                continue
+            write_json(run.private / name, value)
+            (run.private / name).chmod(0o600)
+            base = base or bool(value["base"])
+
+
+def data_name(config: RunConfig) -> str:
+    """The evaluation data in a word."""
+    from dpllm.statement.formatting import public_name
+
+    return public_name(str(config.data.eval))
+
+
+def _known(run: RunDir, name: str, rows: int) -> Json | None:
+    path = run.private / name
+    if not path.exists():
+        return None
+    found = read_json(path)
+    return found if found.get("weights") == _weights(run) and (name == HELD_OUT or found.get("asked") == rows) else None
+
+
+def _weights(run: RunDir) -> dict[str, str]:
+    from dpllm.run.checkpoint import weight_hashes
+
+    return weight_hashes(run.export)
+
+
+def _losses(run: RunDir, config: RunConfig, base: bool) -> Json:
+    """Losses by evaluation example.
+
+    Raises:
+        DpllmError: The data are gone or others than at training, the model is, or a score is not finite.
+    """
+    from dpllm.auditing.run import load_models
+
+    models = load_models(run, config)
+    table = data.load_table(str(config.data.eval), config.data, config.data.eval_split, run.private / "cache")
+    units = data.encode_units(each_row(table.rows), table.format, models.tokenizer, config.data, name=table.name)
+    expected = read_json(run.private / "summary.json").get("eval_tokens")
+    if expected not in (None, sum(sum(sequence.loss_mask) for unit in units for sequence in unit.sequences)):
+        raise ConfigError("the evaluation data are no longer those of its training. Put the file of that time back.")
+    tuned = _by_example(models.tuned, units)
+    before = None
+    if base:
+        with models.base() as base_model:
+            before = _by_example(base_model, units)
+    return {"weights": _weights(run), "tuned": tuned, "base": before}
+
+
+def _by_example(model: Any, units: Sequence[data.Unit]) -> Json:
+    """Loss in nats, target tokens and how many of them were ranked first, for each example that has targets."""
+    from dpllm.auditing.scores import score
+
+    sequences = [sequence for unit in units for sequence in unit.sequences]
+    scores = iter(score(model, sequences, [sequence.loss_mask for sequence in sequences], TOKENS_PER_BATCH))
+    found: Json = {"loss": [], "tokens": [], "correct": []}
+    for unit in units:
+        mine = [next(scores) for _ in unit.sequences]
+        if mine:
+            found["loss"].append(-sum(float(one.log_prob.sum()) for one in mine))
+            found["tokens"].append(sum(len(one.log_prob) for one in mine))
+            found["correct"].append(sum(int(one.is_argmax.sum()) for one in mine))
+    return found
+
+
+def _written(run: RunDir, config: RunConfig, base: bool, *, rows: int) -> Json:
+    """BLEU and ROUGE-L of greedy completions against the references of each prompt."""
+    table = data.load_table(str(config.data.eval), config.data, config.data.eval_split, run.private / "cache")
+    if table.format != "prompt_completion":
+        raise ConfigError(
+            f"{data_name(config)}: has no prompts with completions, and without references there is no BLEU. Leave --tasks out."
+        )
+    from dpllm.auditing.run import load_models
+
+    references = by_prompt(table.rows, rows)
+    models = load_models(run, config)
+    prompts_ids, longest = _encoded(references, models, config)
+    written = _score(models.tuned, models, prompts_ids, references, longest)
+    before = None
+    if base:
+        with models.base() as base_model:
+            before = _score(base_model, models, prompts_ids, references, longest)
+    counts = {"asked": rows, "prompts": len(references), "references": sum(map(len, references.values()))}
+    return {"weights": _weights(run), **counts, "num_tokens": longest, "tuned": written, "base": before}
+
+
+def by_prompt(rows: Sequence[Json], count: int) -> dict[str, list[str]]:
+    """The first ``count`` different prompts and all references of each: a prompt may stand in several rows."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["prompt"] in found or len(found) < count:
+            found.setdefault(row["prompt"], []).append(row["completion"].strip())
+    return found
+
+
+def _encoded(
+    references: dict[str, list[str]], models: ScoringModels, config: RunConfig
+) -> tuple[list[tuple[int, ...]], int]:
+    """Each prompt as the tokens that stand before the first target in training, and how many tokens to write."""
+    prompts, lengths = [], [1]
+    for prompt, answers in references.items():
+        for place, answer in enumerate(answers):
+            row = {"prompt": prompt, "completion": answer or "."}
+            found = data.encode(row, "prompt_completion", models.tokenizer, 2**30, "truncate")
+            if not found:
+                raise ConfigError("a prompt of the evaluation data has nothing to complete. Mend or drop the row.")
+            first = found[0].loss_mask.index(True)
+            lengths.append(len(found[0].input_ids) - first)
+            if place == 0:
+                prompts.append(found[0].input_ids[:first])
+    longest = min(MOST_TOKENS, max(lengths))
+    positions = getattr(models.tuned.config, "max_position_embeddings", None) or 2**30
+    room = int(positions) - longest
+    if any(len(prompt) > room for prompt in prompts):
+        raise ConfigError(
+            f"{data_name(config)}: a prompt is longer than the {room} tokens that the model can read before it writes {longest}. "
+            "Leave --tasks out, or evaluate on shorter prompts."
+        )
+    return prompts, longest
+
+
+def _score(
+    model: Any,
+    models: ScoringModels,
+    prompts_ids: Sequence[tuple[int, ...]],
+    references: dict[str, list[str]],
+    num_tokens: int,
+) -> Json:
+    from dpllm.auditing.decoding import complete, until_end
+
+    written = complete(model, models.tokenizer, prompts_ids, num_tokens)
+    decode: Callable[..., str] = models.tokenizer.decode
+    texts = [decode(until_end(tokens, models.tokenizer), skip_special_tokens=True).strip() for tokens in written]
+    answers = list(references.values())
+    return {"bleu": bleu(texts, answers), "rouge_l": rouge_l(texts, answers)}
+
+
+def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
+    """Corpus BLEU with sacrebleu's defaults, against all references of each text.
+
+    Args:
+        texts: What was written.
+        references: One or more for each text.
+
+    Returns:
+        ``value`` in 0..100, a 95 % ``interval`` by sacrebleu's bootstrap over texts (None for one text), and its ``signature``.
+
+    References:
+        Papineni et al. 2002; Post 2018, "A Call for Clarity in Reporting BLEU Scores"; Koehn 2004 for the bootstrap.
+    """
+    from sacrebleu.metrics import BLEU  # type: ignore[import-not-found,unused-ignore]
+
+    most = max(map(len, references))
+    streams = [[row[place] if place < len(row) else None for row in references] for place in range(most)]
+    metric = BLEU()
+    whole = metric.corpus_score(list(texts), streams)
+    limits = None
+    if len(texts) > 1:
+        drawn = metric.corpus_score(list(texts), streams, n_bootstrap=1000)
+        limits = [max(0.0, drawn._mean - drawn._ci), min(100.0, drawn._mean + drawn._ci)]
+    return {"value": float(whole.score), "interval": limits, "signature": str(metric.get_signature())}
+
+
+def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """ROUGE-L of each text: F1 of the longest common subsequence, for the reference that it is closest to.
+
+    References:
+        Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", as rouge-score computes it, without stemming.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    scorer = RougeScorer(["rougeL"], use_stemmer=False)
+    return [
+        max(float(scorer.score(reference, text)["rougeL"].fmeasure) for reference in row)
+        for text, row in zip(texts, references, strict=True)
+    ]
+
+
+def _check_tasks() -> None:
+    """Makes sure that the packages which score are there, before a model is loaded."""
+    from importlib.util import find_spec
+
+    missing = [
+        name for name, module in (("sacrebleu", "sacrebleu"), ("rouge-score", "rouge_score")) if not find_spec(module)
+    ]
+    if missing:
+        raise ConfigError(
+            f"--tasks scores what the model writes with {' and '.join(missing)}, not installed here. Type: pip install "
+            "'dpllm[tasks]'"
+        )

@@ -1,0 +1,217 @@
+"""What ``dpllm plan`` prints: rows of text from the values of planning.
+
+Comes in: a decision, a footprint, a sweep. Goes out: tables. Must not compute anything but a format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dpllm.forecast.batches import Batches, batches_of
+from dpllm.forecast.signal import Choice, Suggestion
+from dpllm.forecast.sweep import Point
+from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
+from dpllm.run.promise import Decision
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dpllm.forecast.footprint import Footprint
+
+
+def plan_table(seen: Decision, title: str) -> Table:
+    """Everything of a decision that could be computed."""
+    rows = _promise(seen.plan) if seen.plan else {}
+    schedule, plan = seen.schedule, seen.plan
+    sizes = batches_of(seen.config, schedule) if schedule else None
+    if schedule and sizes:
+        counted = "rows" if plan and plan.sampling == "example" else "units"
+        rows |= {
+            "public size N": f"{schedule.dataset_size} {counted}, of which {schedule.canary_slots} are canary slots",
+            "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin",
+            "steps T": str(schedule.num_steps),
+            "logical batch": f"B = {sizes.expected} {counted} expected, at most {sizes.largest} in 99.9% of the steps",
+            "physical batches": _physical(sizes),
+        }
+    elif seen.subject is not None:
+        rows["public size"] = f"{seen.subject.num_units} without canary slots"
+    if plan:
+        rows |= _mechanism(plan)
+        rows["ledger"] = _ledger(seen)
+    table = _two_columns(title)
+    for key, value in rows.items():
+        table.add_row(key, value)
+    return table
+
+
+def _promise(plan: Plan) -> dict[str, str]:
+    beside = ", ".join(f"{name} {_number(value)}" for name, value in plan.accountants.items())
+    unit = "example: one row"
+    if plan.max_examples_per_unit is not None:
+        how = "drawn together" if plan.sampling == "unit" else "drawn one by one"
+        unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {how}"
+    return {
+        "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
+        "delta": f"{plan.delta:g} (1/N is {1 / plan.schedule.dataset_size:.2g})",
+        "by accountant": f"{beside} (stated: {plan.accountant['name']} {plan.accountant['version']})",
+        "privacy unit": unit,
+        "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
+        "an attacker's limits": _limits(plan),
+    }
+
+
+def _physical(sizes: Batches) -> str:
+    if sizes.physical_size is None:
+        return f"of as many sequences as fit, found when training starts (auto); {sizes.assumption}"
+    assert sizes.dummy_rows is not None
+    share = sizes.dummy_rows / (sizes.expected * sizes.sequences_per_unit)
+    return (
+        f"{sizes.physical_expected} a step expected, {sizes.physical_largest} at 99.9%, of {sizes.physical_size} "
+        f"sequences; rows of nobody that fill them up: {sizes.dummy_rows:g} at most expected ({share:.1%}); one process, "
+        f"{sizes.assumption}"
+    )
+
+
+def _limits(plan: Plan) -> str:
+    names = {
+        "tpr_at_fpr_0.01": "TPR at 1% FPR",
+        "tpr_at_fpr_0.001": "TPR at 0.1% FPR",
+        "auc": "AUC",
+        "gdp_mu": "mu of Gaussian DP",
+    }
+    shown = [f"{words} {value:.3g}" for name, words in names.items() if (value := plan.limits.get(name)) is not None]
+    return "membership inference, at most: " + ", ".join(shown) if shown else "none can be certified"
+
+
+def _mechanism(plan: Plan) -> dict[str, str]:
+    split = plan.adaptive
+    return {
+        "clipping": f"{plan.clipping}, {'first C' if split else 'C'} = {plan.max_grad_norm:g}",
+        "noise multiplier sigma": f"{plan.noise_multiplier:g}"
+        + (
+            f": {split.gradient_noise_multiplier:.5g} on gradients, {split.count_noise_multiplier:.5g} on the count that moves C"
+            if split
+            else ""
+        ),
+    }
+
+
+def _ledger(seen: Decision) -> str:
+    held = seen.ledger
+    if held is None:
+        return "no ledger there yet: nothing is spent, and no budget is set"
+    budget, words = (
+        held.budget,
+        f"{held.dataset}: spent {held.spent:.3f}, after this run {held.after:.3f} at delta {held.delta:g}",
+    )
+    if held.filter_spent is not None and held.filter_after is not None:
+        words += (
+            f" (PLD, if fixed in advance); by the Renyi filter {held.filter_spent:.3f}, after {held.filter_after:.3f}"
+        )
+    if budget is None:
+        return f"{words}; no budget set, so nothing limits it"
+    decides = "the Renyi filter" if held.gate == "adaptive" else "the sealed list of runs, composed by PLD"
+    verdict = "; THIS RUN WOULD BE REFUSED" if held.refusal else "; this run fits"
+    return f"{words}; budget {budget.epsilon:g}, gate {held.gate}: {decides} decides{verdict}"
+
+
+def footprint_tables(needs: Footprint) -> list[Table]:
+    """What trains; and what noise, memory and time a step takes."""
+    from rich.table import Table
+
+    trains = Table("what trains", "tensors", "parameters")
+    for kind, tensors, size in needs.kinds:
+        trains.add_row(kind, str(tensors), f"{size:,}")
+    count = f"{sum(row[1] for row in needs.kinds)}"
+    trains.add_row("all", count, f"{needs.trainable:,} of {needs.total:,}", style="bold")
+    table = _two_columns("Noise, and estimates of memory and time")
+    if needs.noise_per_coordinate is not None and needs.noise_total is not None:
+        table.add_row(
+            "noise per coordinate", f"sigma C / B = {needs.noise_per_coordinate:.3g} in the averaged gradient"
+        )
+        table.add_row("noise in total", f"times sqrt(d) = {needs.noise_total:.3g}, beside a signal of length C at most")
+    if needs.memory:
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {size_text(getattr(needs.memory, name))}"
+            for name in needs.memory.__dataclass_fields__
+        )
+        counted = f", with {needs.physical_batch_size} sequences in one forward pass" if needs.found else ""
+        table.add_row("memory", f"about {size_text(needs.memory.total)}{counted}: {parts}")
+    if needs.seconds_per_step is not None and needs.seconds is not None and needs.flops is not None:
+        table.add_row(
+            "time",
+            f"about {_time(needs.seconds_per_step)} a step, {_time(needs.seconds)} in all ({needs.flops:.2e} FLOP a step)",
+        )
+    table.add_row("basis", needs.basis)
+    return [trains, table]
+
+
+def sweep_table(keys: Sequence[str], points: Sequence[Point]) -> Table:
+    """One row for each combination."""
+    from rich.table import Column, Table
+
+    shown = [Column(key.replace(".", ".\n"), min_width=max(map(len, key.split(".")))) for key in keys]
+    table = Table(*shown, "epsilon", "sigma", "q", "T", "noise /\nsignal", "verdict", title="Sweep")
+    for point in points:
+        figures = (
+            _number(point.epsilon),
+            _number(point.noise_multiplier),
+            _number(point.sampling_rate, 6),
+            str(point.num_steps or "-"),
+        )
+        noise = "-" if point.noise_per_signal is None else f"{point.noise_per_signal:.3g}"
+        table.add_row(*map(str, point.values), *figures, noise, "refused" if point.refusal else "fits")
+    return table
+
+
+def suggestion_text(found: Suggestion) -> str:
+    """The suggestion for the recipe's compute, with its reason."""
+    own, best, least = found.own, found.suggested, found.least_noise
+
+    def words(choice: Choice) -> str:
+        return (
+            f"B {choice.batch_size}, T {choice.num_steps}: sigma {choice.noise_multiplier:.3f}, noise per unit of signal "
+            f"{choice.noise_per_signal:.3g}"
+        )
+
+    compute = f"{own.batch_size} x {own.num_steps} = {own.batch_size * own.num_steps} examples"
+    if best == own:
+        advice = "The recipe's own batch size and step count are the suggestion."
+    else:
+        advice = f"Suggested: --train.batch_size {best.batch_size} --train.steps {best.num_steps} ({words(best)})."
+    return (
+        f"For the recipe's own compute and epsilon ({compute}; {words(own)}), where a larger batch means fewer steps: {advice} "
+        "It is the smallest batch, so the most steps, whose noise is within 10% of the least there is at this compute "
+        f"({words(least)}); noise per unit of signal, sigma / (B sqrt T), falls as the batch grows and then flattens. A planning "
+        "heuristic (Ponomareva et al. 2023; Li et al. 2021), no part of the guarantee."
+    )
+
+
+def size_text(size: int) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "none can be certified"
+    return f"{value:.{digits}f}" if value < 1e6 else f"{value:.3e}"
+
+
+def _two_columns(title: str) -> Table:
+    from rich.table import Table
+
+    return Table(title=title, show_header=False)

@@ -1,0 +1,218 @@
+"""Record and replay: one step on two neighbouring batches with the same noise, through the real engine.
+
+Comes in: a Plan and how the recipe computes it. Goes out: by how much each of some random units moved what was released.
+The noise cancels, so that what is left is the unit's contribution, exactly, whatever path it took. No statistics are
+needed: a single pair that differs by more than C contradicts the Plan. Knows no data and no ledger.
+
+Shape suffix: P trainable coordinates.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpllm.model import loading
+from dpllm.privacy.engine import Engine
+from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.noise import key_bits
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
+from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig
+from dpllm.text.data import TokenSequence, Unit
+
+SLACK = 1e-6  # of C: what the engine promises
+PHYSICAL_BATCH_SIZE = 3  # rows, so that a logical batch takes several and a unit of four rows is cut
+MAX_LENGTH, VOCABULARY = 16, 256  # of a shrunken model
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two batches that differ in one unit, and by how much what came of them differs.
+
+    Attributes:
+        units: Units of the larger batch.
+        rows: Rows of the unit that the other batch lacks.
+        physical_batches: Of the larger batch.
+        sum_difference: Norm of the difference of the clipped sums over C, before noise, in float64; at most 1 + 1e-6.
+        released_difference: The same of what one step hands to the optimizer, noise included, less what rounding to
+            float32 can explain.
+        count_difference: With adaptive clipping, how far the released count moved; at most 1/2.
+    """
+
+    units: int
+    rows: int
+    physical_batches: int
+    sum_difference: float
+    released_difference: float
+    count_difference: float | None
+
+    @property
+    def excess(self) -> float:
+        """The largest of the differences over what the Plan allows for it; more than 1 contradicts the Plan."""
+        of_count = 2 * (self.count_difference or 0.0) / (1 + SLACK)
+        return max(self.sum_difference / (1 + SLACK), self.released_difference / (1 + SLACK), of_count)
+
+
+def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Generator) -> tuple[Pair, ...]:
+    """Takes the same steps on neighbouring batches.
+
+    The model is a Llama of two narrow blocks with random weights and the recipe's kind of adapter, without dropout, in
+    float32. C is set between the lengths of its gradients, so that some are clipped and others not; nothing else of the
+    Plan is changed.
+
+    Args:
+        config: The adapter, grad_sample_mode, secure_noise.
+        plan: The clipping function, the noise, the divisor.
+        pairs: How many, >= 1. In the first the other batch is empty.
+        generator: Source of units, weights and keys.
+
+    References:
+        Cebere et al. 2026, arXiv 2602.17454 (record and replay).
+    """
+    torch.set_float32_matmul_precision("highest")
+    net = _model(config, generator)
+    several = plan.sampling == "unit"
+    batches = [_units(1 if pair == 0 else int(generator.integers(3, 8)), generator, several) for pair in range(pairs)]
+    promise = replace(plan, max_grad_norm=_median_norm(net, batches[-1]))
+    key = int.from_bytes(generator.bytes(key_bits(config.privacy.secure_noise) // 8), "little")
+    how: dict[str, Any] = {name: getattr(config.privacy, name) for name in ("grad_sample_mode", "secure_noise")}
+    one, other = (Watched(copy.deepcopy(net), promise, key, **how) for _ in range(2))
+    try:
+        return tuple(_pair(one, other, units, int(generator.integers(len(units))), promise) for units in batches)
+    finally:
+        one.engine.close()
+        other.engine.close()
+
+
+class Watched:
+    """An engine whose releases are read at the optimizer's door; the weights stay."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        plan: Plan,
+        key: int,
+        *,
+        grad_sample_mode: str,
+        secure_noise: bool = False,
+        max_length: int = MAX_LENGTH,
+    ) -> None:
+        """Arguments as of ``Engine``; ``key`` is the entropy of the noise."""
+        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.0)
+        self.engine = Engine(
+            net,
+            optimizer,
+            plan.schedule,
+            plan,
+            grad_sample_mode=grad_sample_mode,
+            noise_entropy=key,
+            secure_noise=secure_noise,
+            device=trained[0].device,
+            max_length=max_length,
+        )
+        self._released: list[Tensor] = []
+        optimizer.register_step_pre_hook(self._read)
+
+    def _read(self, *_: Any) -> None:
+        gradients = [p.grad for p in self.engine.parameters.values() if p.grad is not None]
+        self._released = [torch.cat([gradient.flatten() for gradient in gradients]).double()]
+
+    def step(self, batches: list[PhysicalBatch]) -> tuple[Tensor, Tensor, float | None]:
+        """The clipped sum before noise, what the step released, and the released count over the divisor."""
+        sum_P = self.engine.clipped_sum(batches)[0].double()
+        self.engine.step(batches)
+        return sum_P, self._released[0], self.engine.released().get("unclipped_fraction")
+
+
+def _pair(one: Watched, other: Watched, units: list[Unit], left_out: int, plan: Plan) -> Pair:
+    norm, divisor = one.engine.max_grad_norm, plan.schedule.expected_batch_size
+    slots: list[Unit | None] = list(units)
+    drawn = range(len(slots))
+    larger = physical_batches(drawn, slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
+    slots[left_out] = None
+    smaller = physical_batches(drawn, slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
+    sum_P, released_P, count = one.step(larger)
+    other_sum_P, other_released_P, other_count = other.step(smaller)
+    other.engine.max_grad_norm = one.engine.max_grad_norm  # with adaptive clipping it follows the released count
+    size = len(released_P)
+    # Each of the two is rounded to float32 twice: as a sum, and when it is divided.
+    rounding = 2.0**-22 * float(released_P.norm() + other_released_P.norm()) * divisor / norm
+    released = float((released_P - other_released_P).norm()) * divisor / norm
+    moved = None
+    if count is not None and other_count is not None:
+        exact = float((sum_P[size:] - other_sum_P[size:]).abs())
+        in_release = abs(count - other_count) * divisor - 2.0**-22 * (abs(count) + abs(other_count) + 1) * divisor
+        moved = max(exact, in_release)
+    return Pair(
+        units=len(units),
+        rows=len(units[left_out].sequences),
+        physical_batches=len(larger),
+        sum_difference=float((sum_P[:size] - other_sum_P[:size]).norm()) / norm,
+        released_difference=max(0.0, released - rounding),
+        count_difference=moved,
+    )
+
+
+def _median_norm(net: nn.Module, units: list[Unit]) -> float:
+    """The median length of the units' gradients, by plain autograd."""
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    norms = []
+    for unit in units:
+        batch = collate([unit], pad_id=0)
+        norms.append(float(torch.stack([g.norm() for g in plain_gradient(net, trained, batch)]).norm()))
+    return float(np.median(norms))
+
+
+def plain_gradient(net: nn.Module, trained: Sequence[nn.Parameter], batch: PhysicalBatch) -> list[Tensor]:
+    """The gradient of the summed losses of a batch, by plain autograd."""
+    logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
+    loss_R = sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
+    found = torch.autograd.grad(loss_R.sum(), trained, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+
+
+def _model(config: RunConfig, generator: np.random.Generator) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    adapter: LoraConfig | FrozenConfig = config.adapter
+    if isinstance(adapter, LoraConfig):
+        adapter = LoraConfig(r=min(adapter.r, 4), alpha=adapter.alpha, use_rslora=adapter.use_rslora)
+    net: nn.Module = loading.shrunken(config.model_copy(update={"adapter": adapter}), LlamaForCausalLM(shape), CPU)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.requires_grad:  # LoRA starts with a factor of zero, which hides the other's gradient
+                noise = generator.normal(0.0, 0.1, tuple(parameter.shape))
+                parameter.add_(torch.tensor(noise, dtype=parameter.dtype))
+    return net
+
+
+def _units(count: int, generator: np.random.Generator, several: bool) -> list[Unit]:
+    """Random tokens; one row each, or one to four; the first third of a row is a prompt."""
+    units = []
+    for _ in range(count):
+        rows = []
+        for _ in range(int(generator.integers(1, 5)) if several else 1):
+            length = int(generator.integers(3, 16))
+            ids = tuple(int(token) for token in generator.integers(0, VOCABULARY, length))
+            mask = tuple(position > 0 and position >= length // 3 for position in range(length))
+            rows.append(TokenSequence(ids, mask, sum(mask)))
+        units.append(Unit(tuple(rows)))
+    return units

@@ -1,0 +1,294 @@
+"""Shadow runs: the recipe of a finished run, trained again with other coins, so that an audit can see what coins change.
+
+Comes in: a run directory and its canaries. Goes out: K runs under private/shadows/, their scores, and a report. A shadow has
+the same canaries and Plan; its coins, sample and noise are drawn anew. Each is trained by ``train`` like any run, one after
+the other in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from dpllm import ledger
+from dpllm.auditing.scores import score_canaries
+from dpllm.auditing.table import CanaryScores, by_group
+from dpllm.canaries import canaries
+from dpllm.canaries.canaries import CanaryPlan
+from dpllm.errors import ConfigError, DpllmError, Refused
+from dpllm.lab.shadow_report import ShadowScores, summarise_shadows
+from dpllm.ledger.dataset_policy import Custody
+from dpllm.model import loading
+from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.run import checkpoint
+from dpllm.run.directory import RunDir, read_json
+from dpllm.run.loop import train
+from dpllm.run.promise import read_subject
+
+# A legend of shapes: K shadows, M candidates, Q references.
+
+MECHANISM = (
+    *("event", "delta", "unit", "neighbouring_relation", "dataset_size", "expected_batch_size"),
+    *("max_grad_norm", "clipping", "adaptive", "sampling", "max_examples_per_unit"),
+)
+"""Of plan.json: what two runs of one mechanism have in common."""
+
+
+def audit_shadows(
+    run: RunDir,
+    config: RunConfig,
+    plan: CanaryPlan,
+    table: Sequence[CanaryScores],
+    num_shadows: int,
+    *,
+    delta: float,
+    console: Console,
+) -> dict[str, Any]:
+    """Trains shadows where they are missing, scores them, and says what they show about the run.
+
+    Args:
+        run: A completed run.
+        config: Its config.yaml.
+        plan: Its canaries.
+        table: Its score table.
+        num_shadows: K, at least 1.
+        delta: Of the claim.
+        console: Where one line for each shadow goes.
+
+    Returns:
+        ``shadow_report.summarise_shadows``, and ``public_data``: False where shadows were trained on private data by an
+        exception of the ledger, and the report must stay in private/ whatever the run promises.
+
+    Raises:
+        ConfigError: The run is not complete, lost steps, or has other data or another Plan by now.
+        Refused: The data are not declared public, or have a budget, and no exception was recorded.
+        DpllmError: A shadow was interrupted.
+    """
+    runs, public = train_shadows(run, config, plan, num_shadows, console)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scores = score_shadows(runs, device)
+    save(scores, run.private / "shadows" / "scores.npz")
+    report = summarise_shadows(by_group(table), scores, delta=delta, alpha=config.audit.alpha)
+    return {**report, "public_data": public}
+
+
+def may_train(run: RunDir, config: RunConfig) -> bool:
+    """Makes sure that shadows of a run may be trained at all.
+
+    Every shadow is one more run on data.train that nobody planned for, and together they show more of it than the promise of
+    one run covers. So they need what a run without differential privacy needs.
+
+    Returns:
+        Whether the data are declared public and have no budget; otherwise an exception of the ledger permits it.
+
+    Raises:
+        ConfigError: The run is not complete, lost steps, or the data are other ones by now.
+        Refused: The data are not declared public, or have a budget, and no exception was recorded.
+    """
+    if (run.root / ".." / "..").resolve().name == "private" and run.root.resolve().parent.name == "shadows":
+        raise ConfigError(
+            f"{run.root}: is itself a shadow, whose shadows nobody needs. Name the run that it belongs to."
+        )
+    record = read_json(run.run)
+    if record.get("status") != "completed" or record.get("resumes"):
+        raise ConfigError(
+            f"{run.root}: the run did not complete, or lost steps in a crash, so no shadow of its recipe would be like it. "
+            "Audit it without --shadows, or train it again."
+        )
+    asked = _changed(config, data={"eval": None, "eval_public": False}, privacy={"enabled": False})
+    book = ledger.open_ledger(config.privacy.ledger, create=False)
+    with book or contextlib.nullcontext():
+        try:
+            custody = read_subject(asked, run.private / "cache").policy
+            assert custody is not None
+        except Refused as error:
+            if book and error.reason:
+                book.count_refusal(error.dataset, error.reason)
+            if error.reason != "no_privacy":
+                raise
+            raise Refused(
+                f"--shadows trains more runs on {config.data.train}, which is not declared public or has a privacy budget: "
+                "together they would show more of it than the promise of one run covers. Audit without --shadows, set "
+                "data.public: true if it is public and train again, or let whoever answers for it record an exception: "
+                f"dpllm ledger except {error.dataset} --by NAME --reason WHY.",
+                dataset=error.dataset,
+                reason=error.reason,
+            ) from None
+        if book and (record.get("ledger") or {}).get("dataset"):
+            _same_data(run, record["ledger"]["dataset"], custody, book)
+        return config.data.public and not _budgeted(custody, book)
+
+
+def train_shadows(
+    run: RunDir, config: RunConfig, plan: CanaryPlan, num_shadows: int, console: Console
+) -> tuple[tuple[RunDir, ...], bool]:
+    """Trains what is missing of the first K shadows of a run; what is finished stays, what is not is started over.
+
+    Guarantee:
+        The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. On public data nothing is booked
+        in the ledger of the run: the shadows have one of their own. On other data they are booked like any run, and refused
+        where a budget has no room for them.
+
+    Args:
+        run: A completed run.
+        config: Its config.yaml, whose data.format is that of the data.
+        plan: Its canaries.
+        num_shadows: K, at least 1.
+        console: Where one line for each shadow goes.
+
+    Returns:
+        Their directories, and what ``may_train`` returned.
+
+    Raises:
+        ConfigError: No shadow is asked for; see ``may_train``; or a shadow's Plan is not the run's.
+        Refused: See ``may_train``.
+        DpllmError: A shadow was interrupted.
+    """
+    if num_shadows < 1:
+        raise ConfigError(
+            f"--shadows {num_shadows}: there is nothing to compare with. Type --shadows 8, or leave it out."
+        )
+    public = may_train(run, config)
+    folder = RunDir(run.private / "shadows")
+    folder.root.mkdir(mode=0o700, exist_ok=True)
+    runs = tuple(RunDir(folder.root / f"{index:02d}") for index in range(num_shadows))
+    with folder.locked():
+        for number, shadow in enumerate(runs, start=1):
+            recipe = _recipe(run, config, shadow, folder.root / "ledger.sqlite" if public else None)
+            if _finished(shadow, recipe, plan):
+                console.print(f"Shadow {number} of {num_shadows}: trained earlier")
+                continue
+            shutil.rmtree(shadow.root, ignore_errors=True)
+            shadow.root.mkdir(mode=0o700)
+            shadow.private.mkdir(mode=0o700)
+            canaries.save(canaries.redraw_coins(plan), shadow.canaries)
+            try:
+                record = train(recipe, console=Console(quiet=True))
+            except Refused:  # of a budget, say, before anything was trained
+                shutil.rmtree(shadow.root, ignore_errors=True)
+                raise
+            if record["status"] != "completed":
+                raise DpllmError(
+                    f"shadow {number} of {num_shadows} was interrupted, so it cannot be compared with. Type the same command "
+                    "again: the shadows before it are kept, and it is started over."
+                )
+            console.print(f"Shadow {number} of {num_shadows}: trained")
+    for shadow in runs:
+        _same_mechanism(run, shadow)
+    return runs, public
+
+
+def score_shadows(runs: Sequence[RunDir], device: torch.device) -> ShadowScores:
+    """Scores the canaries under each shadow, one model at a time.
+
+    Args:
+        runs: K completed shadows of one run.
+        device: Where their models go.
+    """
+    tables, coins = [], []
+    for shadow in runs:
+        config, plan = shadow.load_config(), canaries.load(shadow.canaries)
+        assert config.data.format != "auto"  # training writes the format that it found
+        models = loading.load_for_scoring(config, shadow.export, device)
+        own, _ = score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)
+        tables.append(own)
+        coins.append([canary.inserted for canary in plan.canaries])
+    candidates = [place for place, row in enumerate(tables[0]) if row.group]
+    references = [place for place, row in enumerate(tables[0]) if not row.group]
+    log_prob = np.array([[row.tuned_log_prob for row in table] for table in tables])
+    num_tokens = np.array([row.num_tokens for row in tables[0]])
+    return ShadowScores(
+        canary_ids=tuple(tables[0][place].canary_id for place in candidates),
+        coins_KM=np.array(coins, dtype=np.bool_),
+        log_prob_KM=log_prob[:, candidates],
+        num_tokens_M=num_tokens[candidates],
+        reference_ids=tuple(tables[0][place].canary_id for place in references),
+        references_KQ=log_prob[:, references],
+        reference_tokens_Q=num_tokens[references],
+    )
+
+
+def save(scores: ShadowScores, path: Path) -> None:
+    """Writes the scores for the owner's eyes alone (mode 0600), atomically; numpy reads them without pickles."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "wb") as file:
+        np.savez(file, allow_pickle=False, **{name: np.asarray(value) for name, value in vars(scores).items()})
+    os.replace(temporary, path)
+
+
+def _recipe(run: RunDir, config: RunConfig, shadow: RunDir, own_ledger: Path | None) -> RunConfig:
+    """The run's recipe, with the noise that its Plan found, without what is measured or saved on the way."""
+    privacy: dict[str, Any] = {"insecure_seed": None}  # or all shadows would have the same noise
+    if config.privacy.enabled:
+        promise = read_json(run.plan)
+        privacy |= {"noise_multiplier": promise["noise_multiplier"], "delta": promise["delta"]}
+    if own_ledger:
+        privacy |= {"ledger": str(own_ledger), "derived_from": None}  # it knows no parent
+    return _changed(
+        config,
+        data={"eval": None, "eval_public": False},
+        privacy=privacy,
+        train={"eval_every": None, "checkpoint_every": None},
+        telemetry={"textfile": None, "port": None, "trackers": []},
+    ).model_copy(update={"output_dir": str(shadow.root)})
+
+
+def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
+def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
+    """Whether this very recipe was trained to its end with these canaries, and its weights are those that it exported."""
+    with contextlib.suppress(ConfigError):
+        record, trained = read_json(shadow.run), canaries.load(shadow.canaries)
+        moved = _changed(shadow.load_config(), privacy={"ledger": recipe.privacy.ledger})
+        moved = moved.model_copy(update={"output_dir": recipe.output_dir})  # however the run's path is typed today
+        return bool(
+            record.get("status") == "completed"
+            and dump_config(moved) == dump_config(recipe)
+            and _texts(trained) == _texts(plan)
+            and (weights := checkpoint.weight_hashes(shadow.export))
+            and weights.items() <= record.get("artifacts", {}).items()
+        )
+    return False
+
+
+def _texts(plan: CanaryPlan) -> list[tuple[str, int, str, str]]:
+    return [(one.canary_id, one.group, one.carrier, one.secret) for one in (*plan.canaries, *plan.references)]
+
+
+def _budgeted(custody: Custody, book: ledger.Ledger | None) -> bool:
+    if book is None:
+        return False
+    return book.budget(book.records.charged_to(custody.dataset, custody.derived_from)) is not None
+
+
+def _same_data(run: RunDir, dataset: str, custody: Custody, book: ledger.Ledger) -> None:
+    registered = book.records.of_account(dataset)
+    if custody.records and registered and custody.records.digest not in registered:
+        raise ConfigError(
+            f"{run.root}: data.train no longer holds the records that the run was trained on, so its shadows would be runs of "
+            "another mechanism. Put the file of that time back, or train again."
+        )
+
+
+def _same_mechanism(run: RunDir, shadow: RunDir) -> None:
+    if not run.plan.exists():
+        return
+    mine, other = read_json(run.plan), read_json(shadow.plan)
+    if changed := [key for key in MECHANISM if mine.get(key) != other.get(key)]:
+        raise ConfigError(
+            f"{shadow.root}: its Plan has another {changed[0]} than that of {run.root}, so they are runs of different mechanisms "
+            f"and comparing them would show nothing. Train the run again, or remove {shadow.root.parent}."
+        )

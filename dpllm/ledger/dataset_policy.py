@@ -1,0 +1,167 @@
+"""Which account a recipe's data belong to, and what may be done with them.
+
+Comes in: the recipe and its rows. Goes out: a ``Custody``, or a refusal. Every command that trains or plans asks here.
+This binds the code of dpllm: it does not stop other programs, nor somebody who changes every record a little.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.ledger.fingerprint import Fingerprint, fingerprint, share_in_common
+from dpllm.ledger.ledger import Ledger
+from dpllm.ledger.records import LEAST_SHARE
+from dpllm.privacy.renyi import Fit
+from dpllm.recipe.config import DataConfig, RunConfig, load_config
+from dpllm.text import data
+from dpllm.text.data import FIELDS, Table
+
+
+@dataclass(frozen=True)
+class Custody:
+    """Whose data a recipe trains on.
+
+    Attributes:
+        dataset: Their name in the ledger.
+        derived_from: The dataset that is charged instead, where the recipe declares one.
+        records: What the name stands for; None where there is no ledger yet.
+        exceptions: Who permitted training without differential privacy on them, when and why.
+    """
+
+    dataset: str
+    derived_from: str | None
+    records: Fingerprint | None
+    exceptions: tuple[dict[str, Any], ...]
+
+    def deviations(self) -> list[str]:
+        """What every later card must say."""
+        return [
+            f"training without differential privacy on dataset {self.dataset!r} was permitted by {e['by']} on {e['at'][:10]} "
+            f"({e['reason']}); no figure of the ledger covers what was trained that way"
+            for e in self.exceptions
+        ]
+
+
+def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custody:
+    """Finds the account of a recipe's data, and refuses what it does not permit.
+
+    Args:
+        config: The recipe.
+        table: Its training rows.
+        book: The ledger that the recipe names; None where there is none yet.
+
+    Raises:
+        Refused: Training without differential privacy on data that are not declared public, or that have a budget, and
+            no exception of its owner; records that are another dataset of the ledger; evaluation data declared public that
+            are not.
+        ConfigError: ``privacy.derived_from`` names no dataset of the ledger.
+    """
+    records = fingerprint(table.rows, FIELDS[table.format], book.records.key()) if book else None
+    known = book.records.known_as(records) if book and records else None
+    name = config.privacy.dataset or known or data.dataset_name(config.data)
+    parent = config.privacy.derived_from
+    if parent is not None and book is None:
+        raise ConfigError(f"privacy.derived_from: there is no ledger yet that knows {parent!r}. Remove the key.")
+    budgeted, excepted, exceptions = False, False, []
+    if book and records:
+        if clash := book.records.conflict(name, records, parent):
+            raise clash
+        account = book.records.charged_to(name, parent)
+        budgeted, excepted = book.budget(account) is not None, book.excepted(account)
+        exceptions = book.exceptions(account)
+    if not config.privacy.enabled and not excepted:
+        _refuse_without_privacy(config, name, budgeted)
+    if config.data.eval is not None and config.data.eval_public:
+        _check_public_evaluation(config, config.data.eval, table, book)
+    return Custody(name, parent, records, tuple(exceptions))
+
+
+class Terms(TypedDict):
+    """What a budget asks of a plan; arguments of ``make_plan``."""
+
+    fit: Fit | None
+    largest_delta: float
+
+
+def terms(book: Ledger | None, dataset: str, derived_from: str | None) -> Terms:
+    """What is left of an adaptive budget, and the largest delta that a budget leaves to ``privacy.delta: auto``."""
+    if book is None:
+        return {"fit": None, "largest_delta": 1.0}
+    budget = book.budget(book.records.charged_to(dataset, derived_from))
+    fit = book.fit(dataset, derived_from)
+    return {"fit": fit, "largest_delta": budget.delta if budget else 1.0}
+
+
+def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> None:
+    if budgeted:
+        raise Refused(
+            f"privacy.enabled: false on dataset {name!r}, which has a privacy budget: whatever it holds could be read out of the "
+            "adapter, and no ledger would show it. Set privacy.enabled: true, or let the budget's owner record an exception: "
+            f"dpllm ledger except {name} --by NAME --reason WHY.",
+            dataset=name,
+            reason="no_privacy",
+        )
+    if not config.data.public:
+        raise Refused(
+            "privacy.enabled: false trains without differential privacy, and data.train is not declared public: whatever it "
+            "holds could be read out of the adapter. Set data.public: true if it is public, or privacy.enabled: true; or let "
+            f"whoever answers for the data record an exception: dpllm ledger except {name} --by NAME --reason WHY.",
+            dataset=name,
+            reason="no_privacy",
+        )
+
+
+def _check_public_evaluation(config: RunConfig, source: str, table: Table, book: Ledger | None) -> None:
+    """Refuses evaluation data that are private after all: their exact losses would be published."""
+    with tempfile.TemporaryDirectory() as cache:
+        held_out = data.load_table(source, config.data, config.data.eval_split, Path(cache))
+    key = book.records.key() if book else b"compared here"
+    records = fingerprint(held_out.rows, FIELDS[held_out.format], key)
+    whose = None
+    if not config.data.public:
+        own = fingerprint(table.rows, FIELDS[table.format], key)
+        if share_in_common(records.hashes, own.hashes) >= LEAST_SHARE:
+            whose = "data.train, which is not"
+    if book:
+        for name, share in book.records.overlaps(records).items():
+            account = book.records.account_name(name)
+            if share >= LEAST_SHARE and book.budget(account) is not None:
+                whose = f"dataset {account!r}, which has a privacy budget"
+    if whose:
+        raise Refused(
+            f"data.eval is declared public and shares records with {whose}: exact losses on them would "
+            "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
+            reason="public_evaluation",
+        )
+
+
+def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
+    """The records of a data file, or of the training data of a recipe, for a budget that is about to be set on them.
+
+    Args:
+        source: A data file, or a recipe.
+        book: The ledger that the budget will lie in.
+        unit: The privacy unit of the budget: a column of the data, or "example".
+
+    Returns:
+        The records, and the number of units.
+
+    Raises:
+        ConfigError: Neither can be read.
+        DataError: A row that names no unit.
+    """
+    recipe = Path(source).suffix in (".yaml", ".yml")
+    wanted = load_config(source).data if recipe else DataConfig(train=source)
+    with tempfile.TemporaryDirectory() as cache:
+        table = data.load_table(wanted.train, wanted, wanted.train_split, Path(cache))
+    if recipe and wanted.unit != unit:
+        raise ConfigError(
+            f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
+        )
+    by_unit = wanted.model_copy(update={"unit": unit, "max_examples_per_unit": 1})
+    units = len(data.group_rows(table, by_unit))
+    return fingerprint(table.rows, FIELDS[table.format], book.records.key()), units

@@ -1,0 +1,457 @@
+"""The ledger itself: reservations, charges, and what they come to.
+
+Comes in: events, and who wants them. Goes out: reservations or refusals. A run reserves its whole event before the first
+gradient, charges every step before it is applied, and finishes with what was executed. How a budget decides is in
+admission.py, what people enter is in budgets.py, where the rows lie is in store.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.ledger import admission, values
+from dpllm.ledger.chain import Chain, Entry, canonical
+from dpllm.ledger.fingerprint import Fingerprint
+from dpllm.ledger.records import Records
+from dpllm.ledger.reserving import Wanted, reserve_all
+from dpllm.ledger.store import SQLite, Store, default_path
+from dpllm.ledger.values import Account, Budget, Outlook, Reservation, Run, Sealed, State
+from dpllm.privacy.accounting import Event, Relation, compose, stated
+from dpllm.privacy.renyi import Fit
+
+Status = Literal["completed", "interrupted", "refused"]
+# What decides whether a run fits; a rival's entry of one of these kinds makes a check stale.
+DECIDING = ("budget", "seal", "gate", "reserve", "reconcile", "import", "data")
+
+
+def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True) -> Ledger | None:
+    """Opens the ledger that a recipe names.
+
+    Args:
+        location: A path, a ``postgresql://`` URL, or None for the file in the user's data directory.
+        create: Make the file if there is none; otherwise None is returned.
+
+    Raises:
+        ConfigError: It cannot be opened, or the URL holds a password.
+    """
+    if isinstance(location, str) and location.startswith(("postgresql://", "postgres://")):
+        from dpllm.ledger.postgres import Postgres
+
+        return Ledger(Postgres(location))
+    if isinstance(location, str) and "://" in location:
+        raise ConfigError(
+            f"privacy.ledger {location!r} is a URL of an unknown kind, so no budget can be kept there. Set a path, or a "
+            "postgresql:// URL."
+        )
+    path = Path(location) if location else default_path()
+    return Ledger(path) if create or os.path.lexists(path) else None
+
+
+class Ledger:
+    """One open ledger, for one thread; close it or use it in a ``with`` statement.
+
+    Attributes:
+        records: Which data a name stands for.
+        location: Path or URL.
+    """
+
+    def __init__(self, store: Store | os.PathLike[str]) -> None:
+        """Opens a ledger.
+
+        Args:
+            store: Where it lies; a path is a file of SQLite, which is made if absent.
+
+        Raises:
+            ConfigError: It cannot be written, or holds something other than a ledger.
+        """
+        self.store: Store = SQLite(Path(store)) if isinstance(store, str | os.PathLike) else store
+        self.chain = Chain(self.store)
+        self.records = Records(self.chain)
+        self.location = self.store.location
+        self._claims: dict[str, tuple[Reservation, str]] = {}  # hash of an entry -> what it reserved
+        self._checked_records = False
+
+    def close(self) -> None:
+        """Closes it."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- runs ------------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        dataset: str,
+        *,
+        event: Event,
+        delta: float,
+        unit: str,
+        relation: Relation,
+        num_steps: int,
+        run: str,
+        config_hash: str | None = None,
+        extends: str | None = None,
+        records: Fingerprint | None = None,
+        derived_from: str | None = None,
+    ) -> Reservation:
+        """Charges a whole run before it starts, or refuses it and writes nothing.
+
+        Args:
+            dataset: Name of the data in this ledger.
+            event: All that the run will release.
+            delta: At which the run states its own epsilon.
+            unit: The privacy unit.
+            relation: The neighbouring relation.
+            num_steps: Logical batches to execute, no more than ``event`` pays for.
+            run: Name of the run, for people.
+            config_hash: Of the resolved recipe.
+            extends: The reservation whose lost steps this one makes up.
+            records: What the name stands for.
+            derived_from: The dataset of which ``dataset`` is a subset or a changed copy; it is charged.
+
+        Raises:
+            BudgetExceeded: The gate does not admit the run.
+            Refused: Another unit or relation than before, or a chain that was tampered with.
+            ConfigError: The event is malformed, or pays for fewer steps than ``num_steps``.
+
+        Guarantee:
+            The check and the charge are one transaction: however many processes reserve at once, what they reserve
+            together is within the budget.
+        """
+        return reserve_all(
+            self,
+            dataset,
+            [Wanted(event, delta, num_steps, run)],
+            unit=unit,
+            relation=relation,
+            config_hash=config_hash,
+            extends=extends,
+            records=records,
+            derived_from=derived_from,
+        )[0]
+
+    def outdated(self, seen: int, *datasets: str) -> bool:
+        """Whether what decides about these datasets was entered after the first ``seen`` links."""
+        added = self.chain.since(seen)
+        return any(entry.kind in DECIDING and entry.dataset in datasets for entry in added)
+
+    def charge(self, entry: str, step: int) -> None:
+        """Records that step number ``step``, counted from 1, is about to be applied; this is the heartbeat too.
+
+        Raises:
+            Refused: ``step`` is not the next one, was not reserved, or the run is finished.
+            ConfigError: This ledger has no such reservation.
+
+        Guarantee:
+            Of several processes that resume one reservation, one is let through for each step.
+        """
+        with self.chain.writing():
+            claim, steps = self._unfinished(entry)
+            if step != steps + 1:
+                raise Refused(
+                    f"step {step} of run {claim.run!r} cannot be charged: {steps} are, and each is "
+                    "released once, in order. Another process may be training this run: stop it, "
+                    f"and resume from step {steps + 1}."
+                )
+            if step > claim.num_steps:
+                raise Refused(
+                    f"run {claim.run!r} reserved {claim.num_steps} steps, so step {step} is not "
+                    "paid for. Reserve a new run for more steps."
+                )
+            done = "UPDATE progress SET steps = ?, updated_at = ? WHERE entry = ?"
+            self.store.rows(done, step, time.time(), entry)
+
+    def steps(self, entry: str) -> int:
+        """Steps charged so far, each of which may have been released.
+
+        Raises:
+            ConfigError: This ledger has no such reservation.
+        """
+        return self._claim(entry)[1]
+
+    def reservation(self, entry: str) -> Reservation:
+        """A claim by its entry.
+
+        Raises:
+            ConfigError: This ledger has no such reservation.
+        """
+        return self._claim(entry)[0]
+
+    def run(self, entry: str) -> Run:
+        """A reservation, what it pays for and what became of it.
+
+        Raises:
+            ConfigError: This ledger has no such reservation.
+        """
+        runs = self.runs(self._claim(entry)[0].dataset)
+        return next(run for run in runs if run.reservation.entry == entry)
+
+    def finish(self, entry: str, status: Status) -> None:
+        """Enters into the chain how many steps were executed; "interrupted" can be resumed.
+
+        Raises:
+            Refused: The run is completed, refused or reconciled already.
+            ConfigError: This ledger has no such reservation.
+        """
+        with self.chain.writing():
+            claim, steps = self._unfinished(entry)
+            self.chain.append("commit", claim.dataset, {"entry": entry, "steps": steps, "status": status})
+
+    def reconcile(self, entry: str, by: str, reason: str) -> Run:
+        """Closes a run that will not go on. Its executed steps stay charged.
+
+        Under an adaptive budget the steps that were never executed are given back. Otherwise they stay charged, because a
+        list that is composed as if fixed in advance may not be cut short afterwards.
+
+        Args:
+            entry: Of the reservation; the start of it will do where only one begins so, and so will the run's name.
+            by: Who takes responsibility.
+            reason: Why the run will not go on.
+
+        Raises:
+            Refused: The run is finished already.
+            ConfigError: No such reservation, or nobody is named.
+        """
+        values.check_person("a run is reconciled", by, reason)
+        self.refuse_if_tampered()
+        with self.chain.writing():
+            known = [name for (name,) in self.store.rows("SELECT entry FROM progress ORDER BY entry")]
+            claims = (run.reservation for name in self.datasets() for run in self.runs(name))
+            named = [claim.entry for claim in claims if claim.run == entry]
+            found = named or ([name for name in known if name.startswith(entry)] if entry else [])
+            if len(found) > 1 and entry not in found:
+                raise ConfigError(
+                    f"reservations {', '.join(found)} all begin with {entry!r}. Type more of the one you mean."
+                )
+            claim, steps = self._unfinished(found[0] if len(found) == 1 else entry)
+            content = {"entry": claim.entry, "steps": steps, "by": by, "reason": reason}
+            self.chain.append("reconcile", claim.dataset, content)
+        return self.run(claim.entry)
+
+    # --- what it comes to ------------------------------------------------------------------------------------------
+
+    def budget(self, dataset: str) -> Budget | None:
+        """The budget of ``dataset`` or of the one it derives from, as it stands; None where none was set."""
+        with self.chain.moment():
+            entries = self.chain.of(self.records.account_name(dataset), "budget", "gate")
+        if not entries:
+            return None
+        facts = entries[-1].facts
+        return Budget(**{name: facts[name] for name in Budget.__dataclass_fields__ if name in facts})
+
+    def account(self, dataset: str) -> Account:
+        """Everything that decides whether a run on ``dataset`` fits."""
+        with self.chain.moment():
+            name = self.records.account_name(dataset)
+            seals = self.chain.of(name, "seal")
+            imports = tuple(entry.facts["event"] for entry in self.chain.of(name, "import"))
+            return Account(
+                name, self.budget(name), _sealed(seals[-1]) if seals else None, tuple(self.runs(name)), imports
+            )
+
+    def runs(self, dataset: str) -> list[Run]:
+        """Each reservation of ``dataset`` and what became of it, oldest first."""
+        with self.chain.moment():
+            name = self.records.account_name(dataset)
+            ended: dict[str, tuple[State, int]] = {}
+            for entry in self.chain.of(name, "commit", "reconcile"):
+                ended[entry.facts["entry"]] = (entry.facts.get("status", "reconciled"), entry.facts["steps"])
+            progress = {row[0]: row for row in self.store.rows("SELECT entry, steps, updated_at FROM progress")}
+            found = []
+            for entry in self.chain.of(name, "reserve"):
+                claim, text = self._reserved(entry)
+                _, steps, heartbeat = progress.get(claim.entry, ("", 0, 0.0))
+                state, final = ended.get(claim.entry, ("running" if steps else "reserved", steps))
+                # Of a closed run the chain says how many steps it had; a row beside it could be changed.
+                steps = final if state in ("completed", "reconciled") else steps
+                found.append(Run(claim, entry.facts["event"], steps, state, heartbeat, text))
+            return found
+
+    def exceptions(self, dataset: str) -> list[dict[str, Any]]:
+        """Who permitted training without differential privacy on ``dataset``, when and why; also before it had a budget."""
+        with self.chain.moment():
+            return [entry.content() for entry in self.chain.of(self.records.account_name(dataset), "exception")]
+
+    def excepted(self, dataset: str) -> bool:
+        """Whether training without differential privacy is permitted: by the owner of the budget, where there is one."""
+        budget = self.budget(dataset)
+        return any(budget is None or exception["by"] == budget.by for exception in self.exceptions(dataset))
+
+    def spent(self, dataset: str, delta: float | None = None, planned: tuple[Event, Relation] | None = None) -> float:
+        """Epsilon of everything ever reserved or imported for ``dataset``, composed by PLD as if fixed in advance.
+
+        Args:
+            dataset: Name of the dataset.
+            delta: By default the budget's, or else the largest that a run stated.
+            planned: A run that is not reserved, counted in as if it were.
+        """
+        account = self.account(dataset)
+        events = account.events() + ([planned[0]] if planned else [])
+        if not events:
+            return 0.0
+        if delta is None:
+            known = (run.reservation.delta for run in account.runs)
+            delta = account.budget.delta if account.budget else max(known, default=1e-5)
+        return stated(compose(events), delta, self._relation(account, planned))[0]
+
+    def remaining(self, dataset: str) -> float | None:
+        """Budget less spent, by the figure that gates; None without a budget. Composed, a run may cost less than alone."""
+        account = self.account(dataset)
+        if account.budget is None:
+            return None
+        spent = admission.filter_epsilon(account)
+        return max(0.0, account.budget.epsilon - (self.spent(dataset) if spent is None else spent))
+
+    def outlook(self, dataset: str, *, event: Event, delta: float, unit: str, relation: Relation, num_steps: int,
+                derived_from: str | None = None) -> Outlook:  # fmt: skip
+        """What the ledger holds, what it would hold after a run, and whether it would admit it. Writes nothing."""
+        name = self.records.charged_to(dataset, derived_from)
+        account = self.account(name)
+        budget = account.budget
+        at = budget.delta if budget else delta
+        why = None
+        try:
+            self.refuse_if_tampered()
+            self.same_unit(name, unit, relation)
+            why = admission.refusal(account, event, num_steps)
+        except Refused as error:
+            why = str(error)
+        spent, after = self.spent(name, at), self.spent(name, at, (event, relation))
+        by_filter = admission.filter_epsilon(account), admission.filter_epsilon(account, event)
+        return Outlook(name, budget.gate if budget else "none", budget, at, spent, after, *by_filter, why)
+
+    def fit(self, dataset: str, derived_from: str | None = None) -> Fit | None:
+        """What is left of an adaptive budget, for calibration; None under another gate."""
+        return admission.filter_left(self.account(self.records.charged_to(dataset, derived_from)))
+
+    def datasets(self) -> list[str]:
+        """Every account: datasets with an entry of their own that are charged to themselves."""
+        with self.chain.moment():
+            return [name for name in self.chain.datasets() if self.records.account_name(name) == name]
+
+    def refusals(self) -> dict[tuple[str, str], int]:
+        """How often what was refused: (dataset, reason) -> number."""
+        rows = self.store.rows("SELECT dataset, reason, number FROM refusals")
+        return {(dataset, reason): number for dataset, reason, number in sorted(rows)}
+
+    def count_refusal(self, dataset: str, reason: str) -> None:
+        """Counts one refusal; the numbers lie beside the chain."""
+        with self.store.write():
+            where = "WHERE dataset = ? AND reason = ?"
+            if self.store.rows(f"SELECT 1 FROM refusals {where}", dataset, reason):
+                self.store.rows(f"UPDATE refusals SET number = number + 1 {where}", dataset, reason)
+            else:
+                self.store.rows("INSERT INTO refusals VALUES (?, ?, 1)", dataset, reason)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts what is refused inside."""
+        try:
+            yield
+        except Refused as error:
+            if error.reason:
+                with suppress(ConfigError):  # a ledger that cannot be written must not hide the refusal
+                    self.count_refusal(error.dataset, error.reason)
+                error.reason = ""  # once
+            raise
+
+    # --- the chain -------------------------------------------------------------------------------------------------
+
+    def history(self, dataset: str | None = None) -> list[Entry]:
+        """All links of the chain, or those that concern ``dataset``, oldest first."""
+        return [entry for entry in self.chain.entries() if dataset in (None, entry.dataset)]
+
+    def head(self) -> dict[str, Any]:
+        """Hash of the last link and number of links: copy it where this ledger's writers are not."""
+        return self.chain.head()
+
+    def verify(self, head: dict[str, Any] | None = None) -> list[str]:
+        """Recomputes the chain, and compares the steps of all runs and the records of all datasets with it.
+
+        Args:
+            head: An earlier ``head()``; a chain that was cut or rewritten no longer contains it.
+
+        Returns:
+            The problems, each in a sentence; empty where everything holds.
+        """
+        return self.chain.verify(head) or self.records.verify()
+
+    def refuse_if_tampered(self) -> None:
+        """Checks the chain, and once in each process the records too.
+
+        Raises:
+            Refused: Something else than dpllm changed them.
+        """
+        self.chain.refuse_if_tampered()
+        if not self._checked_records:
+            self.chain.refuse(self.records.verify())
+            self._checked_records = True
+
+    def same_unit(self, dataset: str, unit: str, relation: Relation) -> None:
+        """Makes sure that epsilons are about the same thing.
+
+        Raises:
+            Refused: The budget, a run or an import of ``dataset`` has another unit or relation.
+        """
+        # A budget that was corrected was used by nothing.
+        for entry in [*self.chain.of(dataset, "budget")[-1:], *self.chain.of(dataset, "reserve", "import")]:
+            past = entry.facts
+            if (past["unit"], past["relation"]) != (unit, relation):
+                raise Refused(
+                    f"dataset {dataset!r} is accounted per {past['unit']!r} under "
+                    f"{past['relation']!r}; epsilon per {unit!r} under {relation!r} is another "
+                    "quantity and does not add to it. Set data.unit and data.public_size as "
+                    "in its earlier runs.",
+                    dataset=dataset,
+                    reason="other_unit",
+                )
+
+    def _relation(self, account: Account, planned: tuple[Event, Relation] | None) -> Relation:
+        if planned:
+            return planned[1]
+        known = self.chain.of(account.dataset, "budget", "reserve", "import")
+        return cast(Relation, known[-1].facts["relation"])
+
+    def _reserved(self, entry: Entry) -> tuple[Reservation, str]:
+        if entry.hash not in self._claims:
+            known = {name: entry.facts[name] for name in Reservation.__dataclass_fields__ if name in entry.facts}
+            self._claims[entry.hash] = (Reservation(**known), canonical(entry.facts["event"]))
+        return self._claims[entry.hash]
+
+    def _claim(self, entry: str) -> tuple[Reservation, int]:
+        rows = self.store.rows("SELECT seq, steps FROM progress WHERE entry = ?", entry)
+        with self.chain.moment():
+            links = self.chain.since(rows[0][0] - 1)[:1] if rows else []
+        if not links or links[0].kind != "reserve" or links[0].facts["entry"] != entry:
+            raise ConfigError(
+                f"ledger {self.location} has no reservation {entry!r}, so its steps cannot be charged. "
+                "Set privacy.ledger to the ledger that the run was started with."
+            )
+        return self._reserved(links[0])[0], rows[0][1]
+
+    def _unfinished(self, entry: str) -> tuple[Reservation, int]:
+        claim, steps = self._claim(entry)
+        for ended in self.chain.of(claim.dataset, "commit", "reconcile"):
+            status = ended.facts.get("status", "reconciled")
+            if ended.facts["entry"] == entry and status != "interrupted":
+                raise Refused(
+                    f"run {claim.run!r} is {status}, so no step of it can be charged. "
+                    "Start a new run, which reserves its own steps."
+                )
+        return claim, steps
+
+
+@lru_cache(maxsize=64)
+def _sealed(entry: Entry) -> tuple[Sealed, ...]:
+    return tuple(Sealed(run["event"], run["num_steps"]) for run in entry.facts["runs"])

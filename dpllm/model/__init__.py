@@ -1,0 +1,1 @@
+"""The base model and what of it trains: loading, memory, sharding, evaluation."""

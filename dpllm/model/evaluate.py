@@ -1,0 +1,83 @@
+"""Held-out loss and accuracy.
+
+Comes in: a model and tokenised examples. Goes out: nats per target token, and the share of tokens that the model ranks
+first. Both are computed from data, so they are private unless the evaluation data are declared public; the caller decides
+where they may go.
+
+Shape suffixes: R sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import distributed, nn
+
+from dpllm.privacy.fused_loss import Autocast, TokenLosses
+from dpllm.privacy.sampling import collate
+from dpllm.text.data import TokenSequence, Unit
+
+
+class HeldOut(NamedTuple):
+    """What one pass over held-out text shows.
+
+    Attributes:
+        loss: Mean negative log-likelihood, in nats per target token.
+        accuracy: Share of target tokens to which the model gives the highest logit, in [0, 1].
+        tokens: Number of target tokens.
+    """
+
+    loss: float
+    accuracy: float
+    tokens: int
+
+
+def held_out_loss(
+    model: nn.Module,
+    sequences: Sequence[TokenSequence],
+    batch_size: int,
+    device: torch.device,
+    autocast: Autocast,
+    rank: int = 0,
+    world: int = 1,
+) -> HeldOut:
+    """Mean negative log-likelihood per target token, and next-token accuracy, in one pass.
+
+    All ranks make the same number of forward passes, because a sharded model is gathered by all of them in each.
+
+    Args:
+        model: Any causal LM; put into eval mode and back.
+        sequences: Tokenised examples.
+        batch_size: Sequences in one forward pass.
+        device: The model's.
+        autocast: Makes the context of the forward pass.
+        rank: This process; each scores its share.
+        world: Number of processes.
+
+    Returns:
+        Both over the target tokens of all sequences, and their number.
+    """
+    mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
+    training = model.training
+    model.eval()
+    totals = torch.zeros(3, dtype=torch.float64)
+    token_losses = TokenLosses(model, device, autocast)
+    longest_share = math.ceil(len(sequences) / world)
+    # Not inference_mode: what a sharded model gathers first under it could never be used in a backward pass.
+    with torch.no_grad():
+        for start in range(0, longest_share, batch_size):
+            units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
+            batch = collate(units, pad_id=0, rows=1).to(device)
+            nll_RT, hit_RT = token_losses(batch, hits=True)
+            assert hit_RT is not None
+            sums = nll_RT.double().sum(), batch.loss_mask_RT[:, 1:].sum().double(), hit_RT.sum().double()
+            totals += torch.stack(sums).cpu()
+    model.train(training)
+    if world > 1:
+        on_device = totals.float().to(device) if device.type == "mps" else totals.to(device)
+        distributed.all_reduce(on_device)
+        totals = on_device.cpu().double()
+    return HeldOut(float(totals[0] / totals[1]), float(totals[2] / totals[1]), int(totals[1]))

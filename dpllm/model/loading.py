@@ -1,0 +1,499 @@
+"""Base model and tokenizer, and what of it trains: LoRA adapters or the last blocks.
+
+Comes in: the recipe. Goes out: a model whose trainable parameters have requires_grad and are float32, and what is needed
+to score it beside its base. This module must not see data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers.pytorch_utils import Conv1D
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.model import memory, sharding
+from dpllm.privacy.guards import ROUTED
+from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig
+from dpllm.run import processes
+from dpllm.text import builtin
+
+transformers.utils.logging.disable_progress_bar()
+# peft 0.21 asks transformers 5 for an attribute that is being renamed; gone when peft asks for the new name.
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
+
+SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
+# No adapters: what sees other rows' tokens, what no gradient reaches (sparse attention's choice of tokens), and what is read
+# outside its layer (Gemma 3n).
+APART = ROUTED | {"indexer", "compressor", "altup", "gate_up_proj_adapter_list"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ScoringModels:
+    """A tuned model beside its base, both in eval mode."""
+
+    tokenizer: Any
+    tuned: nn.Module
+    _base: ModelConfig
+    _device: torch.device
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[nn.Module]:
+        """The base model: the adapter switched off, or the base checkpoint for frozen-layer runs."""
+        if isinstance(self.tuned, PeftModel):
+            with self.tuned.disable_adapter():
+                yield self.tuned
+        else:
+            yield load_base(self._base, self._device).eval()
+
+
+def source(name_or_path: str) -> str:
+    """Where transformers finds a model: builtin names become directories of the package.
+
+    Raises:
+        ConfigError: An unknown builtin name.
+    """
+    if not builtin.is_builtin(name_or_path):
+        return name_or_path
+    try:
+        return str(builtin.path(name_or_path))
+    except KeyError as error:
+        raise ConfigError(f"model.name_or_path: {error.args[0]}") from None
+
+
+def public_name(name_or_path: str) -> str:
+    """A model's name as it may be published: the Hub id or builtin name, and of a local path the last part only."""
+    return Path(name_or_path).name if Path(name_or_path).exists() else name_or_path
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The base model's tokenizer.
+
+    Raises:
+        ConfigError: It cannot be found, or it is not a fast tokenizer.
+    """
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source(model.name_or_path), revision=model.revision)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and Hub errors here
+        raise _not_found(model, "tokenizer", error) from None
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{model.name_or_path}: has no fast tokenizer, whose offsets tell which tokens are learned. "
+            "Use a model with a tokenizer.json."
+        )
+    return tokenizer
+
+
+def load_base(
+    model: ModelConfig, device: torch.device, *, force_float32: bool = False, stay_on_cpu: bool = False
+) -> Any:
+    """The base model on its device, with nothing trainable; on the CPU, but of the device's type, with ``stay_on_cpu``.
+
+    Raises:
+        ConfigError: It cannot be found, is no causal language model or does not fit, or quantization has no library.
+    """
+    if model.dtype != "auto":
+        dtype: Any = DTYPES[model.dtype]
+    else:
+        dtype = torch.float32 if device.type == "cpu" else "auto"
+    arguments: dict[str, Any] = {"revision": model.revision, "dtype": torch.float32 if force_float32 else dtype}
+    if model.quantization is not None:
+        arguments["quantization_config"] = _quantization(model.quantization, dtype)
+        arguments["device_map"] = {"": device}
+    try:
+        base: Any = transformers.AutoModelForCausalLM.from_pretrained(source(model.name_or_path), **arguments)
+        base.requires_grad_(False)
+        _keep_layout(base)
+        return base if model.quantization or stay_on_cpu else base.to(device)
+    except Exception as error:
+        if memory.out_of_memory(error):
+            raise memory.base_does_not_fit(model) from None
+        raise _not_found(model, "causal language model", error) from None
+
+
+def check_length(config: RunConfig, net: Any) -> None:
+    """Makes sure that the model reads as many tokens as the data bring.
+
+    Raises:
+        ConfigError: ``data.max_length`` is more.
+    """
+    longest = getattr(net.config, "max_position_embeddings", None)
+    if longest and config.data.max_length > longest:
+        raise ConfigError(
+            f"data.max_length {config.data.max_length} is more than the {longest} positions of {config.model.name_or_path}. "
+            f"Set data.max_length to {longest} or less."
+        )
+
+
+def build(config: RunConfig, device: torch.device) -> Any:
+    """The model as it trains.
+
+    Args:
+        config: Names the base and the adapter; ``train.seed`` seeds the adapter's initialisation.
+        device: Where it lives.
+
+    Returns:
+        A PeftModel or a transformers model, in training mode; what trains is float32. Where the launcher asks for it, its
+        frozen weights are sharded over the ranks, which must all be here.
+
+    Raises:
+        ConfigError: The adapter matches nothing, or would train weights that are packed in few bits.
+        Refused: The model cannot be sharded, or its 8-bit products couple rows.
+    """
+    sharded = sharding.requested()
+    if sharded:
+        sharding.check(config)
+    torch.manual_seed(config.train.seed)
+    adapter = config.adapter
+    # Autocast lets float32 blocks read a low-precision base; without it both must be float32.
+    frozen_float32 = isinstance(adapter, FrozenConfig) and config.train.precision in {"auto", "fp32"}
+    with sharding.loading() if sharded else contextlib.nullcontext():
+        model = load_base(config.model, device, force_float32=frozen_float32, stay_on_cpu=sharded)
+    if processes.several() and not sharded:  # of a sharded one, while it moves to its devices
+        processes.check_equal(
+            {"the fingerprint of the loaded weights": f"{processes.fingerprint(model.parameters()):x}"}
+        )
+    _check_outliers(model)
+    model = _add_lora(model, adapter, config) if isinstance(adapter, LoraConfig) else _unfreeze(model, adapter)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    _checkpoint(model, config)
+    if sharded:
+        sharding.shard(model, blocks(model)[0], device)
+    return model.train()
+
+
+def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
+    """Two blocks of the same architecture with random float32 weights, a vocabulary of 256, and the same adapter.
+
+    The engine checks itself on it to 1e-3 where the precision of the real model hides smaller errors.
+
+    Raises:
+        Refused: The architecture cannot be built from its configuration alone.
+    """
+    small = copy.deepcopy(model.config)
+    text = small.get_text_config()  # of a model that reads images too; itself elsewhere
+    layers, kept = text.num_hidden_layers, min(SHRUNKEN_BLOCKS, text.num_hidden_layers)
+    text.num_hidden_layers = kept
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == layers:  # the kind of each block
+            setattr(text, name, value[:kept])
+    text.vocab_size = SHRUNKEN_VOCABULARY
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    adapter = config.adapter
+    if isinstance(adapter, FrozenConfig):
+        adapter = adapter.model_copy(update={"last_blocks": min(adapter.last_blocks, kept)})
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        try:
+            text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+            net = transformers.AutoModelForCausalLM.from_config(
+                small, dtype=torch.float32, attn_implementation=model.config._attn_implementation
+            )
+            net = net.to(device).requires_grad_(False)
+            net = _add_lora(net, adapter, config) if isinstance(adapter, LoraConfig) else _unfreeze(net, adapter)
+        except Exception as error:  # whatever a model class of the Hub raises
+            raise Refused(
+                f"the self-check needs a small float32 copy of {type(model).__name__}, and none could be built "
+                f"({type(error).__name__}). Set train.precision: fp32 and model.dtype: float32."
+            ) from None
+    _checkpoint(net, config)
+    without_dropout(net)
+    return net.train()
+
+
+def without_dropout(model: nn.Module) -> dict[str, float]:
+    """Switches off, in place, what drops at random: masks of a whole batch would let one unit change what others add.
+
+    Modules for dropout, and rates that modules and their configurations name so, among them layer drop. The configuration
+    that the model exports keeps the values of the base model. What has other names is found by the self-check.
+
+    Returns:
+        The rates that were not zero, by the last part of their names: public.
+    """
+    exported = {id(model), id(model.get_base_model()) if isinstance(model, PeftModel) else id(model)}
+    settings: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id stays its own
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            found[path.rpartition(".")[2]], module.p = module.p, 0.0
+        found |= _zeroed(module)
+        own = vars(module).get("config")
+        if isinstance(own, transformers.PretrainedConfig) and id(module) not in exported:
+            if id(own) not in settings:
+                settings[id(own)] = own, copy.deepcopy(own)
+                found |= _zeroed(settings[id(own)][1])
+            module.config = settings[id(own)][1]  # Falcon reads its rates from there as it runs
+    return dict(sorted(found.items()))
+
+
+def _zeroed(owner: Any) -> dict[str, float]:
+    found = {
+        name: value for name, value in vars(owner).items() if "drop" in name and isinstance(value, float) and value
+    }
+    for name in found:
+        setattr(owner, name, 0.0)
+    return found
+
+
+def untied(model: Any) -> bool:
+    """A head that is tied in the base model and trains as a copy of its own (adapter.modules_to_save)."""
+    if not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
+        return False
+    copies = {id(p) for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." in name}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return any(id(parameter) in copies for end in ends if end is not None for parameter in end.parameters())
+
+
+def _checkpoint(model: Any, config: RunConfig) -> None:
+    if not config.model.gradient_checkpointing:
+        return
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
+    """What trains: (kind of layer, number of tensors, number of parameters), e.g. ("q_proj.lora_A", 5, 5120)."""
+    kinds: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts = [
+                part
+                for part in name.split(".")
+                if not part.isdigit() and part not in {"default", "base_model", "model"}
+            ]
+            kind = ".".join(parts[-3:])
+            tensors, size = kinds.get(kind, (0, 0))
+            kinds[kind] = (tensors + 1, size + parameter.numel())
+    return [(kind, tensors, size) for kind, (tensors, size) in kinds.items()]
+
+
+def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> ScoringModels:
+    """Loads what a run exported, as a stranger would, beside its base.
+
+    Raises:
+        ConfigError: The export directory holds no weights.
+    """
+    if not any(export.glob("*.safetensors")):
+        raise ConfigError(f"{export}: holds no weights; the run did not finish. Run dpllm train again, or resume it.")
+    tokenizer = load_tokenizer(config.model)
+    if isinstance(config.adapter, LoraConfig):
+        tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
+    else:
+        tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32).to(device)
+    return ScoringModels(tokenizer, tuned.eval(), config.model, device)
+
+
+def blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """The decoder blocks, with their name: of all lists of modules in the text decoder, the one with the most parameters.
+
+    Neither length nor class tells them: norms of single heads are often more than the blocks (StableLM), an encoder of images
+    may have as many, and blocks may be of two classes in turn (Jamba).
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    within = {id(module) for module in model.get_decoder().modules()}
+    lists = [item for item in lists if id(item[1]) in within] or lists  # ModernBERT calls its head a decoder
+    if not lists:
+        raise ConfigError(
+            "the base model has no list of decoder blocks, so that neither its last ones nor their linear layers can be told. "
+            "Use another base model."
+        )
+    return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+
+
+def left_out(model: Any) -> list[str]:
+    """Which weights of the decoder blocks, norms and biases aside, LoRA gave no adapter, by their layers' names in a block."""
+    layers = blocks(model)[1]
+    frozen = [
+        name
+        for name, parameter in layers.named_parameters()
+        if parameter.dim() > 1 and not parameter.requires_grad and ".base_layer." not in name
+    ]
+    return sorted({".".join(part for part in name.split(".")[:-1] if not part.isdigit()) for name in frozen})
+
+
+def _add_lora(model: Any, adapter: LoraConfig, config: RunConfig) -> Any:
+    adaptable = _adaptable(model)
+    linear = {name.rpartition(".")[2] for name in adaptable}
+    targets: Any = adapter.target_modules
+    if isinstance(targets, str) and targets in linear:
+        targets = [targets]  # peft would read a single name as an expression for whole paths
+    _check_modules_to_save(model, adapter, linear if targets == "auto" else targets)
+    if targets == "auto":
+        targets = _targets(model, adaptable)
+    conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    try:
+        peft_config = PeftLoraConfig(
+            task_type="CAUSAL_LM",
+            r=adapter.r,
+            lora_alpha=adapter.alpha,
+            lora_dropout=adapter.dropout,
+            target_modules=targets,
+            use_rslora=adapter.use_rslora,
+            modules_to_save=adapter.modules_to_save or None,
+            fan_in_fan_out=conv1d,
+        )
+        peft_model = get_peft_model(model, peft_config)
+    except (ValueError, re.error):
+        raise ConfigError(
+            f"adapter.target_modules {adapter.target_modules!r} matches no layer that LoRA knows in {config.model.name_or_path}. "
+            f"Its linear layers are {', '.join(sorted(linear))}; or set adapter.target_modules: auto."
+        ) from None
+    # The user's path means nothing to a stranger, and may tell him more than it should.
+    peft_model.peft_config["default"].base_model_name_or_path = public_name(config.model.name_or_path)
+    return peft_model
+
+
+def _check_modules_to_save(model: Any, adapter: LoraConfig, targets: Any) -> None:
+    names = dict(model.named_modules())
+    for wanted in adapter.modules_to_save:
+        found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+        whole = [name for name in found if next(names[name].children(), None) is not None]
+        if not found or whole:
+            reason = "matches no layer" if not found else f"is {whole[0]}, which holds other layers"
+            raise ConfigError(
+                f"adapter.modules_to_save: {wanted!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
+            )
+        for name in found:
+            _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
+        if not isinstance(targets, str) and wanted in targets:
+            raise ConfigError(
+                f"adapter.modules_to_save: {wanted!r} also gets an adapter. Take it out of this list or of target_modules."
+            )
+
+
+def _targets(model: Any, chosen: list[str]) -> list[str] | str:
+    """Full names as adapter_config.json says them: by last parts where those match nothing else, or an expression."""
+    prefix = blocks(model)[0]
+    names = {name.rpartition(".")[2] for name in chosen}
+    if chosen == [name for name, _ in model.named_modules() if name.rpartition(".")[2] in names]:
+        return sorted(names)
+    inside = {re.escape(name.removeprefix(f"{prefix}.").partition(".")[2]) for name in chosen}
+    return rf"{re.escape(prefix)}\.\d+\.({'|'.join(sorted(inside))})"
+
+
+def _adaptable(model: Any) -> list[str]:
+    """Full names of the linear layers in the decoder blocks that read every row's tokens, in calls of their own.
+
+    Named and not tried out, because the model may be sharded, or have shapes and no content (``dpllm plan``).
+    """
+    prefix, layers = blocks(model)
+    found = []
+    for name, module in layers.named_modules(prefix=prefix):
+        if not isinstance(module, (nn.Linear, Conv1D)) or APART & set(name.split(".")):
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        # Fused kernels of state-space mixers (Mamba) read every other weight beside its layer.
+        mixer = {"A_log", "D"} <= {own for own, _ in parent.named_parameters(recurse=False)}
+        if mixer and not name.rpartition(".")[2].startswith("in_proj"):
+            continue
+        if type(module).__name__.endswith("GroupedLinear"):  # its output has another shape than LoRA's (DeepSeek V4)
+            continue
+        found.append(name)
+    # peft 0.21 takes the names of linear layers, also of dense and shared ones, for the fused experts that replaced them.
+    asked = PeftLoraConfig(target_modules=found)
+    convert_peft_config_for_transformers(asked, model, None)
+    return [name for name in found if name in (asked.target_modules or ())]
+
+
+def _unfreeze(model: Any, adapter: FrozenConfig) -> Any:
+    name, layers = blocks(model)
+    if adapter.last_blocks > len(layers):
+        raise ConfigError(f"adapter.last_blocks is {adapter.last_blocks}, but the base model has {len(layers)} blocks.")
+    chosen: list[nn.Module] = list(layers)[len(layers) - adapter.last_blocks :]
+    if adapter.final_norm:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        siblings = list(parent.named_children())
+        position = [child for child, _ in siblings].index(name.rpartition(".")[2])
+        chosen += [
+            module
+            for index, (child, module) in enumerate(siblings)
+            # OPT names its final norm before its blocks; other norms there belong to the embedding.
+            if "norm" in type(module).__name__.lower() and (index > position or child.startswith("final"))
+        ]
+    if adapter.lm_head:
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ConfigError(
+                f"adapter.lm_head: true, but {type(model).__name__} names no output head that could train. "
+                "Set adapter.lm_head: false."
+            )
+        chosen.append(head)
+    for module in chosen:
+        _refuse_packed(module, "adapter.method: frozen")
+        module.requires_grad_(True)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("nothing trains: set adapter.last_blocks to 1 or more, or adapter.final_norm: true.")
+    return model
+
+
+def _quantization(bits: str, dtype: Any) -> Any:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            f"model.quantization {bits} needs bitsandbytes, which is not installed. Type: pip install 'dpllm[quant]'"
+        ) from None
+    if bits == "8bit":
+        # The default of 6 takes columns out of the 8-bit product wherever any token of the batch is that large.
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def _keep_layout(base: Any) -> None:
+    """Keeps 4-bit weights as they were loaded; nothing to do where there are none.
+
+    In evaluation on a CPU with AVX512-BF16, bitsandbytes 0.50 packs them anew for a kernel that no gradient passes, and later
+    training goes through it too. Can go when Linear4bit.forward unpacks them for training.
+    """
+    for module in base.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False
+
+
+def _check_outliers(model: Any) -> None:
+    """Refuses LLM.int8() with its outlier columns, which a checkpoint may bring along.
+
+    Raises:
+        Refused: One row's activations would decide in which precision other rows are computed.
+    """
+    settings = getattr(model.config, "quantization_config", None)
+    if getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 0.0) > 0:
+        raise Refused(
+            "the checkpoint is quantised to 8 bits with outlier columns, which all rows of a batch share, so one row would "
+            "change what other rows add, unclipped. Use the unquantised checkpoint with model.quantization: 8bit or 4bit."
+        )
+
+
+def _refuse_packed(module: nn.Module, who: str) -> None:
+    if any(not parameter.is_floating_point() for parameter in module.parameters()):
+        raise ConfigError(
+            f"{who} trains whole weights, and these are packed in few bits, which no gradient can move. Give them adapters "
+            "(adapter.method: lora, adapter.target_modules), or use the unquantised checkpoint and model.quantization: null."
+        )
+
+
+def _not_found(model: ModelConfig, kind: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model.name_or_path {model.name_or_path!r}: no {kind} could be loaded ({type(error).__name__}). Check the spelling "
+        "and the network, or name a local directory, or builtin:tiny."
+    )

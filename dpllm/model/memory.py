@@ -1,0 +1,321 @@
+"""How many sequences fit in one forward and backward pass, measured before anything is reserved.
+
+Comes in: the engine as it will train, and public numbers of the recipe. Goes out: a physical batch size, or one error that
+says what to change. Sequences are synthetic and as long as the recipe allows; this module must not see data, the sampler or
+the Plan.
+
+Shape suffixes: R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.recipe.config import ModelConfig, RunConfig
+from dpllm.run import environment, processes
+
+if TYPE_CHECKING:
+    from dpllm.privacy.engine import Engine
+
+SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
+TOKENS = {"cpu": 2048}  # of one pass, beyond which a larger one was no faster; docs/howto/memory.md has the figures
+MANY_TOKENS = 65_536  # elsewhere
+UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
+_STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
+# Version 2 and version 1: the limit of a container, and what is used of it.
+_CONTAINER = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.device, *, world: int = 1) -> int:
+    """The number of sequences in one forward pass, the same on every rank; all ranks call it together.
+
+    With a number in the recipe: that number. On a GPU it is tried once, at ``data.max_length`` tokens, so that a batch that
+    does not fit is an error here and not after steps that were charged. With auto: the largest that fits in 90% of what is
+    free, at most ``most_rows``.
+
+    Args:
+        engine: As it will train, before or after its self-check.
+        config: The recipe.
+        vocab_size: Tokens are drawn below this.
+        device: Where the model is.
+        world: Number of processes.
+
+    Raises:
+        ConfigError: The number does not fit, or not even one sequence does.
+        Refused: A layer that trains has gradients that cannot be clipped; see ``Engine.step``.
+    """
+    named = config.train.physical_batch_size
+    if named != "auto" and device.type != "cuda":
+        return named  # a step that does not fit pages or is killed, and the rehearsal would be too
+    many = (config.data.max_examples_per_unit or 1) > 1 or config.data.long_examples == "chunk"
+    meter = _Meter(device)
+    trial = _Trial(engine, meter, config.data.max_length, vocab_size, several=config.data.sampling == "unit" and many)
+    if named == "auto":
+        found = largest(trial.bytes_of, budget(meter.free), most_rows(config, device, world))
+        if not found:
+            raise _nothing_fits(config, meter.free, trial)
+        return found
+    if trial.bytes_of(named) == UNKNOWN:
+        found = largest(trial.bytes_of, budget(meter.free), named - 1)
+        if not found:
+            raise _nothing_fits(config, meter.free, trial)
+        need = line(sorted(one for one in trial.seen.items() if one[1] != UNKNOWN), named)
+        raise ConfigError(
+            f"train.physical_batch_size {named}: {named} sequences of {config.data.max_length} tokens need about "
+            f"{_gigabytes(need)} beside the model, and {_gigabytes(meter.free)} are free, so the run would end with its steps "
+            f"charged. Set train.physical_batch_size: auto, or {found} or less."
+        )
+    return named
+
+
+def largest(bytes_of: Callable[[int], int], limit: int, most: int) -> int:
+    """The largest number of rows found to stay within a limit: doubled while the next is expected to, then in quarters.
+
+    Nothing is tried that the line through the two last measurements puts beyond the limit, since on a CPU the system may
+    end a process that tries.
+
+    Args:
+        bytes_of: Measures a number of rows, 0 among them; not smaller for more rows.
+        limit: Bytes.
+        most: The answer is at most this.
+
+    Returns:
+        A power of two, or 1.25, 1.5 or 1.75 times one, or ``most``; 0 if not even one row fits.
+    """
+    points = [(0, bytes_of(0))]
+    while (fits := points[-1][0]) < most:
+        rows = min(max(1, 2 * fits), most)
+        if line(points, rows) > limit or (used := bytes_of(rows)) > limit:
+            break
+        points.append((rows, used))
+    else:
+        return fits
+    quarter = max(1, fits // 4)
+    for more in range(fits + 3 * quarter, fits, -quarter):
+        if fits and more < rows and line(points, more) <= limit and bytes_of(more) <= limit:
+            return more
+    return fits
+
+
+def line(points: Sequence[tuple[int, int]], rows: int) -> int:
+    """Bytes of so many rows, on the line through the last two measurements; at least those of the only one."""
+    (last, used), (before, less) = points[-1], points[max(0, len(points) - 2)]
+    return used + max(0, used - less) * (rows - last) // max(1, last - before)
+
+
+def most_rows(config: RunConfig, device: torch.device, world: int = 1) -> int:
+    """Beyond so many sequences a physical batch gains nothing: the device is busy, or a process's share is over.
+
+    Args:
+        config: For the logical batch and the length of its sequences; public numbers alone.
+        device: Where the model is.
+        world: Number of processes, which share a logical batch.
+    """
+    busy = TOKENS.get(device.type, MANY_TOKENS) // config.data.max_length
+    together = config.data.max_examples_per_unit if config.data.sampling == "unit" else 1
+    batch = config.train.batch_size / world
+    share = math.ceil(batch + 3 * math.sqrt(batch)) * (together or 1)  # few Poisson draws are larger
+    return max(1, min(busy, share))
+
+
+def budget(free: int) -> int:
+    """What may be used of free memory, in bytes."""
+    return free if free == UNKNOWN else int(SHARE * free)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take: of its GPU's memory, or of main memory; a very large number if unknown.
+
+    Main memory is what the system or the container has left, divided by the processes that the launcher started here.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if device.type != "cpu" or not _MEMORY.exists():
+        return UNKNOWN
+    free = _kib(_MEMORY, "MemAvailable")
+    for limit, used in _CONTAINER:
+        with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+            free = min(free, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def synthetic(rows: int, tokens: int, vocab_size: int, *, one_unit: bool = False) -> PhysicalBatch:
+    """Random tokens, every one but the first learned: one unit each row, or all rows one unit's.
+
+    Args:
+        rows: R.
+        tokens: T, >= 2.
+        vocab_size: Tokens are drawn below this.
+        one_unit: All rows are of one unit.
+    """
+    ids_RT = torch.randint(0, vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    learned_RT = torch.ones((rows, tokens), dtype=torch.bool)
+    learned_RT[:, 0] = False
+    unit_R = torch.zeros(rows, dtype=torch.long) if one_unit else torch.arange(rows)
+    return PhysicalBatch(
+        ids_RT,
+        learned_RT,
+        torch.full((rows,), float(tokens - 1)),
+        unit_R,
+        1 if one_unit else rows,
+    )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there was no memory; libraries under torch raise their own kinds."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and bool(re.search("out of memory|allocate memory", str(error), re.IGNORECASE))
+    )
+
+
+def explain_oom(error: BaseException, config: RunConfig, size: int) -> ConfigError | None:
+    """What a user can do about an exception of the loop; None if it was not about memory.
+
+    Args:
+        error: As it was raised.
+        config: The recipe.
+        size: Sequences in one forward pass, as ``resolve`` returned them.
+    """
+    if not out_of_memory(error):
+        return None
+    smaller = f"{size // 2} or less" if size > 1 else f"what needs less memory: {_other_knobs(config)}"
+    number = f"train.physical_batch_size: {smaller}" if size > 1 else smaller
+    return ConfigError(
+        f"out of memory with {size} sequences in one forward pass, so the run ended early; its steps so far stay charged. Close "
+        f"what else uses this memory, or set {number}; and add --resume where checkpoints were kept."
+    )
+
+
+def base_does_not_fit(model: ModelConfig) -> ConfigError:
+    """What to change where the weights alone are more than the device holds."""
+    advice = ["model.dtype: bfloat16"] if model.dtype in {"auto", "float32"} else []
+    advice += ["model.quantization: 4bit"] if model.quantization is None else []
+    advice += ["model.name_or_path to a smaller model"]
+    return ConfigError(
+        f"model.name_or_path {model.name_or_path!r}: its weights do not fit into this device's memory. Set "
+        f"{', or '.join(advice)}; or launch on several GPUs that share them (recipes/accelerate/gpu_fsdp2.yaml)."
+    )
+
+
+@contextlib.contextmanager
+def explained(config: RunConfig, size: int) -> Iterator[None]:
+    """Turns an exception about memory into ``explain_oom``'s error.
+
+    Raises:
+        ConfigError: There was no memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        found = explain_oom(error, config, size)
+        if found is None:
+            raise
+        raise found from None
+
+
+@dataclass
+class _Trial:
+    """Rehearsals of one engine, each number of rows once; ``seen`` has their bytes, the largest of all ranks."""
+
+    engine: Engine
+    meter: _Meter
+    tokens: int
+    vocab_size: int
+    several: bool
+    seen: dict[int, int] = field(default_factory=dict)
+
+    def bytes_of(self, rows: int) -> int:
+        """Bytes at the peak beside what the model holds; UNKNOWN where they did not fit."""
+        if rows not in self.seen:
+            used = self.meter.peak_of(lambda: self.engine.rehearse(self._batches(rows)))
+            self.seen[rows] = -processes.least(-used)
+        return self.seen[rows]
+
+    def _batches(self, rows: int) -> list[PhysicalBatch]:
+        if not rows:
+            return []
+        batches = [synthetic(rows, self.tokens, self.vocab_size)]
+        if self.several:  # a unit of more rows than a physical batch: what it has so far is kept beside the next
+            rest = synthetic(rows, self.tokens, self.vocab_size, one_unit=True)
+            batches += [replace(rest, goes_on=True), rest]
+        return batches
+
+
+class _Meter:
+    """Memory of one device: what was free when it was made (least of all ranks), and what a call adds to what was held."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._collect()
+        self._held, self.free = self._now(), processes.least(free_memory(device))
+
+    def peak_of(self, call: Callable[[], None]) -> int:
+        """Bytes held at the peak of the call, beside those held when the meter was made; UNKNOWN if there was no memory."""
+        environment.reset_peak_memory()
+        try:
+            call()
+            fits = True
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            fits = False
+        peak = self._now(peak=True) if fits else UNKNOWN
+        self._collect()  # behind the exception, whose frames hold tensors
+        environment.reset_peak_memory()
+        return peak if peak == UNKNOWN else max(0, peak - self._held)
+
+    def _collect(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _now(self, *, peak: bool = False) -> int:
+        if self._device.type == "cuda":
+            count = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+            return int(count(self._device))
+        return _kib(_STATUS, "VmHWM" if peak else "VmRSS") if _STATUS.exists() else 0
+
+
+def _kib(path: Path, key: str) -> int:
+    """Bytes of an entry that Linux gives in KiB."""
+    found = re.search(rf"^{key}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    return 1024 * int(found[1]) if found else UNKNOWN
+
+
+def _nothing_fits(config: RunConfig, free: int, trial: _Trial) -> ConfigError:
+    used = trial.seen.get(1, UNKNOWN)
+    need = "more" if used == UNKNOWN else f"about {_gigabytes(used)}"
+    return ConfigError(
+        f"one sequence of {config.data.max_length} tokens does not fit: {_gigabytes(free)} are free beside the model, of which "
+        f"{round(100 * SHARE)}% may be used, and its forward and backward pass needs {need}. Set {_other_knobs(config)}."
+    )
+
+
+def _other_knobs(config: RunConfig) -> str:
+    """What else makes a step smaller, without what is set already."""
+    knobs = []
+    if not config.model.gradient_checkpointing:
+        knobs.append("model.gradient_checkpointing: true")
+    if config.model.quantization is None:
+        knobs += ["model.dtype: bfloat16"] if config.model.dtype in {"auto", "float32"} else []
+        knobs.append("model.quantization: 4bit")
+    return ", or ".join([*knobs, f"data.max_length below {config.data.max_length}"])
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

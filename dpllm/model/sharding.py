@@ -1,0 +1,262 @@
+"""A base model that no device holds whole: its frozen weights, cut over the ranks by torch's FSDP2.
+
+Comes in: what `accelerate launch` put into the environment, and a model on the CPU that is ready to train. Goes out: the same
+model on its devices, of which each rank keeps a part of every decoder block. What trains is left alone: whole, in float32 and
+equal on every rank, so that clipping, noise and checkpoints need no word about sharding. Must not know data or the Plan.
+
+A block is gathered for its forward pass, dropped, gathered again for its backward pass, and dropped. Every forward and every
+backward pass is therefore a meeting of all ranks: a rank with fewer rows than the others runs dummy rows.
+
+References:
+    Zhao et al. 2023, PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel (the idea; fully_shard is its second
+    version, which shards each parameter by itself and can leave some out).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import parse_flag_from_env
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.model import memory
+from dpllm.recipe.config import LoraConfig, RunConfig
+from dpllm.run import processes
+
+_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads it too
+
+
+def requested() -> bool:
+    """Whether the launcher asks for a sharded base (`distributed_type: FSDP`)."""
+    return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``shard`` was here, so that all ranks must make the same forward and backward passes."""
+    return isinstance(model, FSDPModule)
+
+
+def check(config: RunConfig) -> None:
+    """What recipe and launch file show, before anything is loaded.
+
+    Raises:
+        Refused: The recipe trains what would be sharded, or the launch file asks for what cannot be held.
+        ConfigError: There is one process only.
+    """
+    if not isinstance(config.adapter, LoraConfig):
+        raise Refused(
+            "adapter.method frozen trains layers of the base model, and a sharded base (distributed_type: FSDP) gives each "
+            "process a part of them, while clipping needs every example's gradient of the whole layer. "
+            "Set adapter.method: lora, or launch with recipes/accelerate/gpu_ddp.yaml."
+        )
+    if config.model.quantization is not None:
+        raise Refused(
+            f"model.quantization {config.model.quantization} packs weights with scales beside them, which sharding would tear "
+            "apart. Set model.quantization: null, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is a "
+            "quarter or half as large."
+        )
+    _check_plugin(_plugin())
+    if not processes.several():
+        raise ConfigError(
+            "the launch file asks for a sharded base (distributed_type: FSDP), but there is one process, which would hold all "
+            "of it. Start several, or launch with recipes/accelerate/gpu.yaml."
+        )
+
+
+def _plugin() -> FullyShardedDataParallelPlugin:
+    """What accelerate reads in the environment."""
+    version = os.environ.get(
+        "FSDP_VERSION", "1"
+    )  # accelerate's default; its first version has other words for the rest
+    if version != "2":
+        raise Refused(
+            f"fsdp_version is {version}: it flattens a layer's weights into one, trained and frozen together, so that no "
+            "example's gradient of an adapter could be told. Set fsdp_version: 2, as recipes/accelerate/gpu_fsdp2.yaml does."
+        )
+    try:
+        return FullyShardedDataParallelPlugin()
+    except (ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise ConfigError(f"fsdp_config: {error} See recipes/accelerate/gpu_fsdp2.yaml.") from None
+
+
+def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
+    """What of a launch file cannot be honoured."""
+    wishes = {
+        "fsdp_offload_params: true": (
+            isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            "every block would cross to the device again for each physical batch, and it was never measured here",
+            "false",
+        ),
+        "fsdp_reshard_after_forward: false": (
+            not plugin.reshard_after_forward,
+            "every device would hold the whole base by the end of a forward pass",
+            "true",
+        ),
+        "fsdp_activation_checkpointing: true": (
+            plugin.activation_checkpointing,
+            "it would wrap layers that the recipe knows by name",
+            "false, and model.gradient_checkpointing: true in the recipe",
+        ),
+        "fsdp_auto_wrap_policy": (
+            # The plugin makes one value of NO_WRAP and of nothing.
+            os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP",
+            "what is gathered together is a decoder block",
+            "TRANSFORMER_BASED_WRAP",
+        ),
+        "fsdp_ignored_modules": (bool(plugin.ignored_modules), "what is not sharded is decided by what trains", "null"),
+        "use_parallelism_config": (
+            bool(parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")),
+            "all processes share one base, and none shares the rows of another",
+            "false",
+        ),
+    }  # fmt: skip
+    for wish, (wished, why, instead) in wishes.items():
+        if wished:
+            raise Refused(f"the launch file sets {wish}, which cannot be held: {why}. Set it to {instead}.")
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Every rank reads the base model itself.
+
+    With fsdp_cpu_ram_efficient_loading, accelerate's default, transformers may leave weights of all ranks but one empty and
+    expects accelerate to fill them. Weights in safetensors are mapped from the file, so that the ranks of one machine hold one
+    copy in memory anyway, as long as model.dtype is that of the file.
+    """
+    before = os.environ.get(_LOADING)
+    os.environ[_LOADING] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LOADING]
+        else:
+            os.environ[_LOADING] = before
+
+
+def shard(model: Any, blocks: str, device: torch.device) -> None:
+    """Moves a model to its device, one decoder block after the other, and keeps this rank's part of each.
+
+    Input embedding and output head are cut as well, where they are two. A tied one is needed from the first layer to the last,
+    so that cutting it would save nothing while it matters; with the final norm and positions it stays whole.
+
+    Args:
+        model: On the CPU, with its adapter, equal on all ranks; called as a whole ever after. Its frozen parameters keep their
+            type; they become DTensors.
+        blocks: Name of its list of decoder blocks.
+        device: This rank's.
+
+    Raises:
+        ConfigError: The ranks loaded different weights, or one rank's part does not fit.
+        Refused: Parts of the model share frozen weights or are quantised, or it uses some outside their layer.
+    """
+    layers = list(model.get_submodule(blocks))
+    names = set(_plugin().transformer_cls_names_to_wrap or ()) - {type(layers[0]).__name__}
+    if names:
+        raise Refused(
+            f"fsdp_transformer_layer_cls_to_wrap names {', '.join(sorted(names))}, but what is gathered together is a decoder "
+            f"block, {type(layers[0]).__name__}. Leave the key out."
+        )
+    units = [*layers, *_ends(model)]
+    cut = _to_cut(units)
+    world = distributed.get_world_size()
+    mesh = init_device_mesh(device.type, (world,))
+    whole = {parameter for parameter in model.parameters() if id(parameter) not in cut}
+    fingerprint = 0
+    try:
+        for unit in units:
+            fingerprint += _place(unit, device)
+            _shard(unit, mesh, whole)
+        fingerprint += _place(model, device)  # what is left
+        processes.check_equal({"the fingerprint of the loaded weights": f"{fingerprint:x}"})
+        _shard(model, mesh, whole)  # nothing of its own; the root, through which the others know each other
+        _try(model, device)
+    except (RuntimeError, MemoryError) as error:
+        if not memory.out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"one decoder block and 1/{world} of the others do not fit into this device's memory. Start more processes "
+            "(--num_processes), set model.dtype: bfloat16, or name a smaller model."
+        ) from None
+
+
+def recover(model: nn.Module) -> None:
+    """Makes a sharded model fit for another pass after one that an exception ended, on all ranks alike.
+
+    Where it ended on one rank only, nothing helps: the others wait for it.
+    """
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # new in torch 2.13
+        model.reset_iter_state()
+
+
+def _ends(model: Any) -> list[nn.Module]:
+    """Embedding and head, if they share nothing; without adapters around them, whose class is the key to their rule."""
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    layers = [[layer for layer in end.modules() if _frozen(layer)] for end in ends]
+    frozen = [{id(p) for layer in some for p in _frozen(layer)} for some in layers]
+    return [] if len(ends) == 2 and frozen[0] & frozen[1] else [layer for some in layers for layer in some]
+
+
+def _frozen(layer: nn.Module) -> list[nn.Parameter]:
+    return [p for p in layer.parameters(recurse=False) if not p.requires_grad]
+
+
+def _to_cut(units: list[nn.Module]) -> set[int]:
+    """Identities of the frozen parameters of the units; a number without dimension cannot be cut."""
+    found: set[int] = set()
+    for unit in units:
+        if any(not p.is_floating_point() for p in unit.parameters()):
+            raise Refused(
+                "the base model's files are quantised: they pack weights with scales beside them, which sharding would tear "
+                "apart. Name the unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml."
+            )
+        mine = {id(p) for p in unit.parameters() if not p.requires_grad and p.dim()}
+        if mine & found:
+            raise Refused(
+                "decoder blocks of the base model share weights, so that gathering one would change another. Launch with "
+                "recipes/accelerate/gpu_ddp.yaml."
+            )
+        found |= mine
+    return found
+
+
+def _place(module: nn.Module, device: torch.device) -> int:
+    """Moves what is not sharded yet; returns its fingerprint."""
+    parameters = [p for p in module.parameters() if not isinstance(p, DTensor)]
+    for tensor in (*parameters, *module.buffers()):
+        tensor.data = tensor.data.to(device)
+    return processes.fingerprint(parameters)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, whole: set[nn.Parameter]) -> None:
+    # Resharding after every forward pass keeps the ranks alike whatever one of them does with its state_dict alone.
+    fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+
+
+def _try(model: Any, device: torch.device) -> None:
+    """One forward pass from the top, which tells every part where the top is; and that the model bears it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            ids_RT = torch.zeros((1, 2), dtype=torch.long, device=device)
+            model(input_ids=ids_RT, attention_mask=torch.ones_like(ids_RT), use_cache=False)
+    except RuntimeError as error:
+        if memory.out_of_memory(error):
+            raise
+        raise Refused(
+            f"{type(model.get_base_model()).__name__} uses weights outside the layer that holds them ({type(error).__name__}), "
+            "which works only where they are whole. Launch with recipes/accelerate/gpu_ddp.yaml."
+        ) from error
+    finally:
+        for module in training:
+            module.training = True

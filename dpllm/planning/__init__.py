@@ -1,1 +1,0 @@
-"""What ``dpllm plan`` answers before anything runs: the promise, its price, what would refuse it, and what may hurt."""

@@ -1,0 +1,260 @@
+"""Text from a tuned model: post-processing, which spends no further budget.
+
+Comes in: a run directory, an export or a merged model, and prompts. Goes out: samples. Must not read training text or anything in
+``private/``; errors name lines of a file of prompts and never their text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from transformers import GenerationConfig
+
+from dpllm.errors import ConfigError, DataError
+from dpllm.model import loading
+from dpllm.recipe.config import ModelConfig, RunConfig
+from dpllm.run.directory import RunDir, read_json
+
+ROWS_PER_BATCH = 16
+Prompt = str | list[dict[str, Any]]
+"""Text, or the messages of a conversation so far."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A tuned model, ready to write.
+
+    Attributes:
+        chat: Whether a prompt that is text is a user's turn, for the tokenizer's chat template.
+        unprotected: Why the model gives no guarantee, as its card or record says; None where it gives one.
+    """
+
+    model: Any
+    tokenizer: Any
+    chat: bool
+    unprotected: str | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text that the model wrote: the prompt's number from 0, the prompt (None: none was given), what came behind it."""
+
+    number: int
+    prompt: Prompt | None
+    text: str
+
+
+def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Generator:
+    """Loads a tuned model for sampling.
+
+    Args:
+        path: A run directory, its ``export``, or what ``dpllm merge`` wrote.
+        base: Where the base model of an adapter lies; None: as the run, or else the adapter, names it.
+        chat: Overrides whether prompts are turns of a conversation; None: they are if the run's data were.
+
+    Raises:
+        ConfigError: There is no model, or its base cannot be found.
+    """
+    run = RunDir(path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = run.load_config() if run.config.exists() else None
+    export = run.export if config else path
+    if not any(export.glob("*.safetensors")):
+        raise ConfigError(
+            f"{path}: holds no weights to sample from. Type a finished run, its export, or what dpllm merge wrote."
+        )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    if (export / "adapter_config.json").exists():
+        start = loading.load_base(_base(export, config, base), device)
+        tuned: Any = PeftModel.from_pretrained(start, str(export))
+    else:
+        dtype: Any = "auto" if device.type == "cuda" else torch.float32
+        tuned = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device)
+    talks = config is not None and config.data.format == "messages" if chat is None else chat
+    return Generator(tuned.eval(), tokenizer, talks, _unprotected(run if config else None, export))
+
+
+def sample(
+    generator: Generator,
+    prompts: Sequence[Prompt] | None,
+    num: int,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+) -> list[Sample]:
+    """Writes ``num`` texts behind every prompt.
+
+    Args:
+        generator: Of ``load``.
+        prompts: None: texts are written from their beginning.
+        num: Texts for each prompt, >= 1.
+        max_new_tokens: At most this many tokens each, >= 1; an end token ends a text.
+        temperature: 0: the likeliest token each time.
+        top_p: Only the likeliest tokens that together have this probability, in (0, 1].
+        seed: Decides everything random, on one kind of device; None: the operating system does.
+
+    Returns:
+        The samples, those of one prompt together.
+
+    Raises:
+        ConfigError: A value is out of range, the prompt and what is to follow it are longer than the model reads, or the model
+            has no way to begin without a prompt.
+        DataError: The chat template does not take a prompt's messages, or a prompt is no text.
+    """
+    if num < 1 or max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+        raise ConfigError(
+            f"num {num}, max-new-tokens {max_new_tokens}, temperature {temperature:g} and top-p {top_p:g} ask for no text: the "
+            "first two are at least 1, temperature is at least 0, and top-p above 0 and at most 1."
+        )
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"seed {seed}: is beyond what torch takes. Type one from 0 to {2**63 - 1}.")
+    asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
+    encoded = [_encode(generator, prompt, number) for number, prompt in enumerate(asked)]
+    longest = max(map(len, encoded), default=0)
+    most = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and longest + max_new_tokens > most:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and {max_new_tokens} behind it are more than the {most} that the model reads. Type a "
+            "smaller --max-new-tokens, or a shorter prompt."
+        )
+    settings = _settings(generator, max_new_tokens, temperature, top_p)
+    device = next(generator.model.parameters()).device
+    found = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode():
+        torch.manual_seed(secrets.randbits(63) if seed is None else seed)
+        for number, ids in enumerate(encoded):
+            for start in range(0, num, ROWS_PER_BATCH):
+                ids_BT = torch.tensor([ids] * min(ROWS_PER_BATCH, num - start), device=device)
+                written_BT = generator.model.generate(
+                    input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=settings
+                )
+                for row in written_BT[:, len(ids) :].tolist():
+                    text = generator.tokenizer.decode(row, skip_special_tokens=True)
+                    found.append(Sample(number, asked[number], text))
+    return found
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads prompts from a jsonl file: on each line a string, or an object with ``prompt`` or ``messages``.
+
+    Raises:
+        DataError: It cannot be read, a line is none of these, or there is no line.
+    """
+    prompts: list[Prompt] = []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other separators of lines may stand in a string
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({type(error).__name__}). Type a jsonl file of prompts.") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        found = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+        if not isinstance(found, str) and not (isinstance(found, list) and all(isinstance(m, dict) for m in found)):
+            raise DataError(
+                f'{path}: line {number} holds no prompt. Write {{"prompt": "..."}}, or {{"messages": [...]}} for a conversation.'
+            )
+        prompts.append(found)
+    if not prompts:
+        raise DataError(f"{path}: holds no prompts. Write one JSON object a line.")
+    return prompts
+
+
+def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConfig:
+    """Which base model an adapter belongs to."""
+    if config is not None:
+        commit = read_json(export.parent / "run.json").get("model", {}).get("commit")
+        changes = {"name_or_path": base or config.model.name_or_path, "revision": commit or config.model.revision}
+        return config.model.model_copy(update={**changes, **({"revision": None} if base else {})})
+    named = read_json(export / "adapter_config.json").get("base_model_name_or_path")
+    if base is None and not isinstance(named, str):
+        raise ConfigError(
+            f"{export}: the adapter does not name its base model. Type --base with its name or directory."
+        )
+    revision = None
+    if base is None and (export / "privacy.json").exists():
+        stated = read_json(export / "privacy.json").get("base_model")
+        revision = stated.get("revision") if isinstance(stated, dict) and stated.get("name") == named else None
+    try:
+        wanted = ModelConfig(name_or_path=str(base or named), revision=revision)
+        loading.load_tokenizer(wanted)
+    except ConfigError:
+        raise ConfigError(
+            f"{export}: its base model {base or named!r} was not found; an adapter names a local base by its last part only. "
+            "Type --base with its Hub id or directory."
+        ) from None
+    return wanted
+
+
+def _unprotected(run: RunDir | None, export: Path) -> str | None:
+    if (export / "privacy.json").exists():
+        block = read_json(export / "privacy.json")
+        if block.get("guarantee") is not True:
+            return str(block.get("reason", "its card gives no reason"))
+    if run is not None:
+        held = read_json(run.run).get("guarantee") or {}
+        return None if held.get("holds") is True else str(held.get("reason", "its record gives no reason"))
+    return None if (export / "privacy.json").exists() else "no privacy statement lies beside it"
+
+
+def _encode(generator: Generator, prompt: Prompt | None, number: int) -> list[int]:
+    tokenizer = generator.tokenizer
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(
+            f"prompt {number + 1}: holds half of a character, which no tokenizer takes. Write UTF-8."
+        ) from None
+    if isinstance(prompt, str) and generator.chat:
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list):
+        try:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever a template raises
+            raise DataError(
+                f"prompt {number + 1}: the tokenizer's chat template does not take it ({type(error).__name__}). Each message "
+                "needs role and content, and the tokenizer a chat template; or type --no-chat and prompts of plain text."
+            ) from None
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = list(tokenizer(prompt or "")["input_ids"])
+    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # of a tokenizer that ends every text
+        ids.pop()
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if not ids and start is None:
+        raise ConfigError(
+            "the model has no token with which a text begins, so it cannot begin alone. Type --prompt TEXT."
+        )
+    return ids or [start]
+
+
+def _settings(generator: Generator, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:
+    """What was asked for and nothing else: penalties and temperatures that a model brings with it are put aside."""
+    inner = generator.model.get_base_model() if isinstance(generator.model, PeftModel) else generator.model
+    own = inner.generation_config.eos_token_id
+    ends = {*(own if isinstance(own, list) else [own]), generator.tokenizer.eos_token_id} - {None}
+    inner.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
+    padding = generator.tokenizer.pad_token_id
+    chance = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=padding if padding is not None else min(ends, default=0),
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        **(chance or {"do_sample": False}),
+    )

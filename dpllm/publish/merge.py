@@ -1,0 +1,217 @@
+"""A run's adapter merged into its base model: plain transformers weights for servers that take no adapters.
+
+Comes in: a finished run directory with its card. Goes out: a directory of safetensors, tokenizer, the same card and the same
+privacy block about the new files. Must not read training text or anything in ``private/``, nor state another epsilon:
+merging reads nothing but what was released.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import BLOCK, CARD, keep_publishable
+from dpllm.model import loading
+from dpllm.recipe.config import LoraConfig, RunConfig
+from dpllm.run.directory import RunDir, read_json
+from dpllm.statement import card, lineage, privacy_record, section
+from dpllm.statement.fields import Lineage, MergedFrom
+from dpllm.statement.privacy_record import PrivacyRecord
+
+Json = dict[str, Any]
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # of logits, of their spread
+
+
+def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto", max_shard_size: str = "5GB") -> Path:
+    """Writes a run's base model with its adapter merged in.
+
+    Args:
+        run: A finished run that trained an adapter, with its card.
+        output: Where; None: ``merged`` in the run directory. A merged model that lies there is replaced.
+        dtype: Of the written weights: float32, bfloat16, float16, or auto (that in which the recipe loads the base, or else the
+            base checkpoint's). The sum is rounded to it once.
+        max_shard_size: Larger models are written in several files.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ConfigError: No such run, no card, a card of other weights, a run that trained whole layers, or an output directory that
+            holds something else.
+        Refused: A quantised base model, a base whose own statement changed since the run, or a merged model that computes
+            something else.
+
+    Guarantee:
+        The guarantee of the run, unchanged: the output is a function of the released adapter and of public files
+        (post-processing; Dwork and Roth 2014, "The Algorithmic Foundations of Differential Privacy", proposition 2.1).
+    """
+    config, statement = _subject(run)
+    output = output or run.root / "merged"
+    _check_output(run, output)
+    base_config = _pinned(run, config)
+    _check_base(base_config, statement.lineage)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        merge_weights(base_config, run.export, temporary, dtype, max_shard_size)
+        _write_statement(config, run, statement, temporary)
+        shutil.rmtree(output, ignore_errors=True)
+        os.replace(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return output
+
+
+def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
+    config = run.load_config()
+    if not isinstance(config.adapter, LoraConfig):
+        raise ConfigError(
+            f"{run.root}: trained whole layers, so there is no adapter to merge: {run.export} is a plain transformers model "
+            f"already. Use {run.export} as it is."
+        )
+    if config.model.quantization is not None:
+        raise Refused(
+            f"{run.root}: the adapter was trained on a base in {config.model.quantization}, and merged into the full-precision "
+            "base it would give a model that nobody trained or audited. Serve base and adapter together, as the card's Use says."
+        )
+    if not all((run.export / name).exists() for name in (BLOCK, CARD)):
+        raise ConfigError(
+            f"{run.export}: has no card yet, and merged weights would say nothing about their privacy. Type dpllm card "
+            f"{run.root} first."
+        )
+    block = read_json(run.export / BLOCK)
+    shown = section.front_matter((run.export / CARD).read_text(encoding="utf-8")).get("privacy")
+    if shown != block or block.get("files") != card.hashes(run.export):
+        raise ConfigError(
+            f"{run.export}: its card speaks of other files than lie here, so it would be about another model. "
+            f"Type dpllm card {run.root} again."
+        )
+    return config, privacy_record.read(block)
+
+
+def _check_output(run: RunDir, output: Path) -> None:
+    if any(output.resolve().is_relative_to(part.resolve()) for part in (run.export, run.private)):
+        raise ConfigError(
+            f"--output {output}: lies in a part of the run directory that belongs to the run. Type another directory."
+        )
+    if not output.exists():
+        return
+    ours = (output / BLOCK).is_file() and read_json(output / BLOCK).get("merged_from")
+    if not ours and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(
+            f"{output}: already holds something that dpllm merge did not write, which would be lost. Type another --output."
+        )
+
+
+def _pinned(run: RunDir, config: RunConfig) -> RunConfig:
+    """The recipe with the very commit of the base model that the run used."""
+    commit = read_json(run.run).get("model", {}).get("commit")
+    return (
+        config.model_copy(update={"model": config.model.model_copy(update={"revision": commit})}) if commit else config
+    )
+
+
+def _check_base(config: RunConfig, stated: Lineage | None) -> None:
+    base = lineage.of_base(config) if stated else None
+    if stated and (base is None or base.statement["files_digest"] != stated.base.files_digest):
+        raise Refused(
+            f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
+            "block is another), so the sum of the two would be a model that nobody trained. Put the former base back."
+        )
+
+
+def merge_weights(config: RunConfig, adapter: Path, output: Path, dtype: str, max_shard_size: str = "5GB") -> None:
+    """Writes a base model with an adapter added to its weights, and compares what was written with the two.
+
+    Args:
+        config: Names the base model.
+        adapter: Directory of the adapter.
+        output: Where.
+        dtype: See ``merge``.
+        max_shard_size: See ``merge``.
+
+    Raises:
+        Refused: The base is quantised, or what was written computes other logits than base and adapter.
+    """
+    wanted = _dtype(config, dtype)
+    name = next(name for name, known in loading.DTYPES.items() if known == wanted)
+    cpu = torch.device("cpu")
+    base = loading.load_base(config.model.model_copy(update={"dtype": name}), cpu)
+    if getattr(base.config, "quantization_config", None) is not None:
+        raise Refused(
+            f"{config.model.name_or_path}: its checkpoint is quantised, so an adapter cannot be added to its weights exactly. "
+            "Serve base and adapter together, as the card's Use says."
+        )
+    tuned: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
+    probe_BT = torch.randint(
+        base.config.get_text_config().vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)
+    )
+    with torch.inference_mode():
+        before = tuned(input_ids=probe_BT).logits.float()
+    _untie(tuned)
+    merged = tuned.merge_and_unload(safe_merge=True)
+    merged.save_pretrained(output, max_shard_size=max_shard_size)
+    del base, tuned, merged  # before what was written is loaded: one copy at a time
+    written = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=wanted).eval()
+    with torch.inference_mode():
+        after = written(input_ids=probe_BT).logits.float()
+    error = float((after - before).square().mean().sqrt() / before.std().clamp_min(1e-12))
+    if not error <= TOLERANCE[wanted]:
+        raise Refused(
+            f"{config.model.name_or_path}: the merged model computes other logits than base and adapter do (they differ by "
+            f"{error:.1e} of their spread), so its card would be about another model. Nothing was written; serve base and "
+            "adapter together, as the card's Use says, and report the architecture."
+        )
+
+
+def _dtype(config: RunConfig, dtype: str) -> torch.dtype:
+    if dtype == "auto":
+        dtype = config.model.dtype
+    if dtype == "auto":
+        settings = transformers.AutoConfig.from_pretrained(
+            loading.source(config.model.name_or_path), revision=config.model.revision
+        )
+        stored = getattr(settings, "dtype", None)
+        return stored if stored in TOLERANCE else torch.float32
+    return loading.DTYPES[dtype]
+
+
+def _untie(tuned: Any) -> None:
+    """Gives head and input embedding weights of their own where only one of them was tuned.
+
+    Merging adds to a weight in place, and a tied one would change at both ends.
+    """
+    ends = (tuned.get_input_embeddings(), tuned.get_output_embeddings())
+    settings = tuned.config.get_text_config()
+    if not settings.tie_word_embeddings or None in ends:
+        return
+    if not any(isinstance(end, BaseTunerLayer | ModulesToSaveWrapper) for end in ends):
+        return
+    head = ends[1].get_base_layer() if isinstance(ends[1], BaseTunerLayer) else ends[1]
+    if not isinstance(head, ModulesToSaveWrapper):  # which has weights of its own
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    settings.tie_word_embeddings = tuned.config.tie_word_embeddings = False
+
+
+def _write_statement(config: RunConfig, run: RunDir, statement: PrivacyRecord, output: Path) -> None:
+    """Tokenizer, audit and card, and the privacy block with the hashes of what lies here now."""
+    adapter = {name for name in statement.files if Path(name).name.startswith("adapter_")}
+    for name in statement.files.keys() - adapter:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(run.export / name, output / name)
+    keep_publishable(output)
+    merged_from = MergedFrom(files={name: statement.files[name] for name in sorted(adapter)})
+    merged = statement.model_copy(update={"files": card.hashes(output), "merged_from": merged_from})
+    (output / CARD).write_text(card.compose(config, read_json(run.run), merged), encoding="utf-8", newline="\n")
+    (output / BLOCK).write_text(card.dump_block(merged.to_json()), encoding="utf-8", newline="\n")

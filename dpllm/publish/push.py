@@ -1,0 +1,228 @@
+"""Publishing: export/ to the Hugging Face Hub, once everything that can be checked holds.
+
+Comes in: a run directory and the name of a repository. Goes out: a commit with the very files that were verified. Must not
+upload anything outside export/, nor contact anybody before every refusal is behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import warnings
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import BLOCK, CARD, UNHASHED, sha256
+from dpllm.run.directory import RunDir, read_json
+from dpllm.statement import privacy_record
+from dpllm.statement.fields import Composed
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.verification import check_leaks
+from dpllm.verification.check_files import regular_files
+from dpllm.verification.values import Wrong
+from dpllm.verification.verify import verify
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_AT_ONCE = 16 * 2**20
+OF_THE_HUB = frozenset({".gitattributes"})
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One file that goes up."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Push:
+    """What was uploaded, or would be.
+
+    Attributes:
+        repository: On the Hub.
+        files: All of export/.
+        stale: Files of the repository that a former push left and that are removed with this one.
+        url: Of the commit; None for a dry run.
+        unsearched: What could not be searched for private text, in sentences.
+    """
+
+    repository: str
+    files: tuple[Upload, ...]
+    stale: tuple[str, ...] = ()
+    url: str | None = None
+    unsearched: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``dpllm push --json`` prints it."""
+        return {
+            **asdict(self),
+            "files": [asdict(file) for file in self.files],
+            "stale": list(self.stale),
+            "unsearched": list(self.unsearched),
+        }
+
+
+def push(
+    run: RunDir,
+    repository: str,
+    *,
+    dry_run: bool = False,
+    private: bool = False,
+    without_guarantee: bool = False,
+    replace: bool = False,
+    ledger: str | None = None,
+) -> Push:
+    """Uploads export/ of a run, and nothing else.
+
+    Args:
+        run: A finished run with its card.
+        repository: NAME or OWNER/NAME; made if it does not exist. HF_ENDPOINT and HF_TOKEN are honoured.
+        dry_run: List what would go, and contact nobody.
+        private: Make the repository a private one; one that is public is refused.
+        without_guarantee: Publish a run without a guarantee although its data are not declared public.
+        replace: Remove files of the repository that export/ does not hold; else they are a reason to refuse.
+        ledger: Where the ledger lies now, if not where the recipe says.
+
+    Raises:
+        Refused: There is no card, a check fails, private text stands in a file, the run is not in its ledger, it gives no
+            guarantee, or the repository holds other files or is public.
+        ConfigError: No such run, or no such name.
+        DpllmError: The Hub could not be reached, or refused.
+    """
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+        raise ConfigError(f"{repository}: is no name that the Hub allows. Type OWNER/NAME, such as alice/notes-dp.")
+    statement = _statement(run, ledger, without_guarantee)
+    files = _files(run, statement.files)
+    unsearched = _search(run, files)
+    if dry_run:
+        return Push(repository, files, unsearched=unsearched)
+    return dataclasses.replace(_upload(run, repository, files, private=private, replace=replace), unsearched=unsearched)
+
+
+def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
+    """The privacy statement, once every refusal is behind it."""
+    config = run.load_config()
+    for name in (CARD, BLOCK):
+        if not (run.export / name).is_file():
+            raise Refused(
+                f"{run.export}: has no {name}, so whoever downloads the model could not know what it promises. Type dpllm card "
+                f"{run.root} first."
+            )
+    found = verify(run.root, ledger=ledger)
+    wrong = [check for check in found.checks if check.status == "failed"]
+    if wrong:
+        more = f" ({len(wrong)} checks fail)" if len(wrong) > 1 else ""
+        raise Refused(
+            f"{run.root}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
+            f"{wrong[0].detail}"
+        )
+    statement = privacy_record.read(read_json(run.export / BLOCK))
+    if statement.terms is not None:
+        _registered(run, statement.composed, {check.name for check in found.checks if check.status == "verified"})
+    if not statement.guarantee and not config.data.public and not without_guarantee:
+        raise Refused(
+            f"{run.root}: gives no differential privacy guarantee ({statement.reason}), so that the model may reveal its "
+            "training text to whoever downloads it, and that cannot be taken back. Declare data.public: true and train again if "
+            "everybody may read that text, or insist with --without-guarantee."
+        )
+    return statement
+
+
+def _registered(run: RunDir, composed: Composed | None, verified: set[str]) -> None:
+    if composed is None:
+        raise Refused(
+            f"{run.root}: is in no ledger, so nobody could add it to other runs on the same data. Train it with a ledger, "
+            "privacy.ledger."
+        )
+    if not {"ledger", "ledger: entry"} <= verified:
+        raise Refused(
+            f"{run.root}: says that it is entry {composed.entry} of a ledger that is not at hand, so the total on its card "
+            "cannot be checked. Type --ledger FILE, or an export of it."
+        )
+
+
+def _files(run: RunDir, listed: dict[str, str]) -> tuple[Upload, ...]:
+    """Everything in export/, with the hashes that were verified."""
+    try:
+        names, strange = regular_files(run.export, strict=True)
+    except Wrong as error:
+        raise Refused(f"{run.export}: {error}") from None
+    hashes = {name: sha256(run.export / name, follow=False) for name in names}
+    changed = [name for name, digest in hashes.items() if name not in UNHASHED and listed.get(name) != digest]
+    if strange or changed:
+        raise Refused(
+            f"{run.export}: {[*strange, *changed][0]} changed while it was looked at. Type the command again."
+        )
+    return tuple(Upload(name, (run.export / name).stat().st_size, hashes[name]) for name in names)
+
+
+def _search(run: RunDir, files: tuple[Upload, ...]) -> tuple[str, ...]:
+    """What could not be searched for private text.
+
+    Raises:
+        Refused: Text of a canary or of the training data stands in a file.
+    """
+    try:
+        checks = list(check_leaks.search(run, [file.path for file in files]))
+    except Wrong as error:
+        raise Refused(f"{run.export}: {error}") from None
+    for check in checks:
+        if check.status == "failed":
+            raise Refused(f"{run.export}: {check.name}: {check.detail}")
+    return tuple(f"{check.name}: {check.detail}" for check in checks if check.status == "asserted")
+
+
+def _upload(run: RunDir, repository: str, files: tuple[Upload, ...], *, private: bool, replace: bool) -> Push:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    from dpllm.publish import hub
+
+    api = HfApi(endpoint=hub.endpoint())
+    with hub.asking(repository):
+        name = str(api.create_repo(repository, private=private or None, exist_ok=True).repo_id)
+        stale = _stale(api, name, files, private=private, replace=replace)
+        added = [CommitOperationAdd(file.path, str(run.export / file.path)) for file in files]
+        # Large files are sent as the content that was hashed here, or refused there; small ones as they are now.
+        for file, operation in zip(files, added, strict=True):
+            if operation.upload_info.sha256.hex() != file.sha256:
+                raise Refused(f"{run.export}: {file.path} changed while it was looked at. Type the command again.")
+            if file.size <= _AT_ONCE:
+                operation.path_or_fileobj = (run.export / file.path).read_bytes()
+                if hashlib.sha256(operation.path_or_fileobj).hexdigest() != file.sha256:
+                    raise Refused(f"{run.export}: {file.path} changed while it was looked at. Type the command again.")
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [*added]
+        operations += [CommitOperationDelete(path) for path in stale]
+        with warnings.catch_warnings():
+            # It takes the token table of the audit for a dataset.
+            warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
+            done = api.create_commit(name, operations, commit_message="Upload with dpllm push")
+    return Push(name, files, stale, str(done.commit_url))
+
+
+def _stale(api: HfApi, name: str, files: tuple[Upload, ...], *, private: bool, replace: bool) -> tuple[str, ...]:
+    """What the repository holds beside these files.
+
+    Raises:
+        Refused: It is public and was to be private, or it holds files that export/ does not.
+    """
+    there = api.model_info(name)
+    if private and there.private is False:
+        raise Refused(
+            f"{name}: exists and is public, so --private would publish all the same. Name another repository, or make that one "
+            "private in its settings first."
+        )
+    known = {file.path for file in files} | OF_THE_HUB
+    stale = tuple(sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known))
+    if stale and not replace:
+        raise Refused(
+            f"{name}: already holds files that export/ does not ({', '.join(stale[:3])}), of which the card would say nothing, "
+            "so that it would not verify there. Name another repository, or type --replace to remove them."
+        )
+    return stale

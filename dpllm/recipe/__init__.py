@@ -1,0 +1,1 @@
+"""The recipe: typed sections, parsing, messages."""

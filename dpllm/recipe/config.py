@@ -1,0 +1,457 @@
+"""The recipe: frozen, typed, and closed to keys that nobody reads.
+
+Comes in: a YAML file and command-line overrides. Goes out: one ``RunConfig``. What is in the config is public; this
+module must never see data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+
+from dpllm.errors import ConfigError
+from dpllm.recipe.section import Section, UnclearYAML, describe, explain, read_yaml
+
+# What a recipe may no longer say -> what to write instead.
+RETIRED = {
+    "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
+}
+
+
+class ModelConfig(Section):
+    """The base model. Its pretraining data are not covered by any guarantee of the run."""
+
+    name_or_path: str
+    """Hub id, local directory, or builtin:tiny."""
+    revision: str | None = None
+    """Commit, tag or branch of the Hub repository; the resolved commit is recorded in run.json."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the frozen base; auto is the checkpoint's on a GPU and float32 on a CPU. What trains is float32."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Load the frozen base through bitsandbytes (extra: quant)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021) made and saved by peft."""
+
+    method: Literal["lora"] = "lora"
+    r: PositiveInt = 16
+    """Rank. Servers such as vLLM accept up to 16 by default."""
+    alpha: float = Field(default=32, gt=0)
+    """The adapter's output is scaled by alpha / r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input, in training only, and only without differential privacy."""
+    target_modules: Literal["auto"] | list[str] | str = "auto"
+    """auto: every linear layer of the decoder blocks. Otherwise names as peft takes them; an embedding may be among them."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead (Kalajdzievski 2023)."""
+    use_dora: bool = False
+    """Only false is possible; the key exists to say why."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Names of layers that train whole beside the adapters, such as lm_head. A tied one is copied, and so untied."""
+
+    @field_validator("use_dora")
+    @classmethod
+    def _no_dora(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "the magnitude of DoRA is used inside a fused expression that gives no gradient of single rows, so it could not "
+                "be clipped; set adapter.use_dora: false (LoRA and rsLoRA are exact)"
+            )
+        return value
+
+
+class FrozenConfig(Section):
+    """Frozen-layer fine-tuning: the last blocks train, everything below them does not."""
+
+    method: Literal["frozen"]
+    last_blocks: int = Field(default=2, ge=0)
+    """How many of the last decoder blocks train."""
+    lm_head: bool = False
+    """Train the output head too; where it is tied to the input embedding, that is the same weight, and it trains as both."""
+    final_norm: bool = True
+    """Train the norm before the head too."""
+
+
+class DataConfig(Section):
+    """Where the text lies, what its rows look like, and whose they are."""
+
+    train: str
+    """jsonl, csv or parquet file, directory of datasets, Hub id, or builtin:clinic."""
+    eval: str | None = None
+    """Held-out data in the same format; null: no evaluation."""
+    train_split: str = "train"
+    """Split to read where data.train is a directory of datasets or a Hub id."""
+    eval_split: str = "validation"
+    """Split to read where data.eval is a directory of datasets or a Hub id."""
+    revision: str | None = None
+    """Commit, tag or branch, where the data come from the Hub."""
+    public: bool = False
+    """The training data are public. A run without differential privacy needs this, or an exception in the ledger."""
+    eval_public: bool = False
+    """The evaluation data are public, so that figures computed from them may be published."""
+    public_size: PositiveInt | None = None
+    """Declared number of privacy units (rows, with sampling: example), not read from the data (the relation is then
+    add/remove-one). null: counted, and the count is published (the relation is then zero-out)."""
+    format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
+    """How a row reads; auto goes by the columns that hold something, and refuses rows that fit several formats or that differ."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Other names of the columns that hold text, as {prompt: meaning_representation, ...}; used where such a column exists."""
+    unit: str = "example"
+    """The privacy unit: example, or the name of a column that says whose row it is. Values that differ only by surrounding or
+    invisible spaces, Unicode form, or as 1 and 1.0, are one unit; upper and lower case differ."""
+    max_examples_per_unit: PositiveInt | None = None
+    """With a unit column: at most so many rows of one unit train, chosen by a rule that reads that unit's rows only."""
+    sampling: Literal["unit", "example"] = "unit"
+    """What is drawn and clipped as a whole. unit: everything a unit brings. example: single rows, and the guarantee for a
+    unit of up to max_examples_per_unit rows follows by a mixture of Gaussians (Charles et al. 2024)."""
+    max_length: int = Field(default=512, ge=2)
+    """Tokens in one sequence."""
+    long_examples: Literal["chunk", "truncate", "refuse"] = "truncate"
+    """What happens to a row longer than max_length; chunks stay one privacy unit with their row."""
+    packing: bool = False
+    """Only false is possible; the key exists to say why."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _builtin_is_public(cls, values: Any) -> Any:
+        """The embedded data are generated, so what is computed from them may be published."""
+        if isinstance(values, dict):
+            values = dict(values)
+            for source, flag in (("train", "public"), ("eval", "eval_public")):
+                if str(values.get(source)).startswith("builtin:"):
+                    values[flag] = True
+        return values
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_of_text(cls, value: dict[str, str]) -> dict[str, str]:
+        if wrong := sorted(value.keys() - {"text", "prompt", "completion", "messages"}):
+            raise ValueError(
+                f"{wrong[0]!r} holds no text that a format reads, and another column under the name of a unit would change whose "
+                "protection is counted. Rename text, prompt, completion or messages; name the unit's own column in data.unit."
+            )
+        return value
+
+    @field_validator("packing")
+    @classmethod
+    def _no_packing(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "packing puts several people's text in one row, so clipping would bound rows and not people; "
+                "set data.packing: false"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _unit(self) -> DataConfig:
+        if self.unit == "example" and self.max_examples_per_unit is not None:
+            raise ValueError("max_examples_per_unit needs data.unit: <column>; with unit: example remove it")
+        if self.unit == "example" and self.sampling == "example":
+            raise ValueError("sampling: example needs data.unit: <column>; where each row is a unit they are the same")
+        if self.unit != "example" and self.max_examples_per_unit is None:
+            raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the rows that one unit may bring")
+        return self
+
+
+class AdaptiveConfig(Section):
+    """Adaptive clipping (Andrew et al. 2021)."""
+
+    quantile: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the gradients that should not be clipped."""
+    learning_rate: float = Field(default=0.2, gt=0, le=10)
+    """How fast C moves: C exp(-learning_rate (noisy share of unclipped gradients - quantile)) at each step, within 1e-6 to
+    1e6 of the first C."""
+    count_noise_multiplier: float | None = Field(default=None, gt=0)
+    """Standard deviation of the noise on the count of unclipped units; null: the larger of batch_size / 20 and twice the
+    noise multiplier."""
+
+
+class PrivacyConfig(Section):
+    """The promise, and where it is booked."""
+
+    enabled: bool = True
+    """false: no differential privacy at all; only for data declared public."""
+    epsilon: float = Field(default=8.0, gt=0)
+    """Target; the stated epsilon is at most this."""
+    delta: Literal["auto"] | float = "auto"
+    """auto: 1/(10 N) rounded down to one digit. 1/N or more is refused."""
+    noise_multiplier: float | None = Field(default=None, gt=0)
+    """Noise standard deviation over max_grad_norm; null: calibrated to epsilon. If set, the epsilon it gives is stated,
+    and refused above the target."""
+    max_grad_norm: float = Field(default=1.0, ge=1e-20, le=1e20)
+    """C: the L2 norm to which each privacy unit's gradient is clipped."""
+    clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat"
+    """The clipping function, part of the Plan: flat shortens what is longer than C; automatic gives every gradient about
+    the length C (no threshold to tune); per_layer clips each of L layers to C / sqrt(L); adaptive lets C follow a quantile
+    of the norms, with noise that is part of the same epsilon."""
+    adaptive: AdaptiveConfig = AdaptiveConfig()
+    """Read where clipping is adaptive."""
+    grad_sample_mode: Literal["auto", "per_sample", "ghost"] = "auto"
+    """How the clipped sum is computed, not part of the Plan: auto chooses for each layer, from max_length, between
+    materialised per-example gradients (per_sample forces them) and ghost norms (ghost forces them); all three need one
+    backward pass and give the same sum."""
+    ledger: str | None = None
+    """Path of the ledger, or a postgresql:// URL; null: one file in the user's data directory."""
+    dataset: str | None = None
+    """Name of the dataset in the ledger; null: the name under which the ledger knows these records, or else made from
+    data.train."""
+    derived_from: str | None = None
+    """Name of the dataset in the ledger of which data.train is a subset, an extended or a re-tokenised copy: the parent is
+    charged."""
+    secure_noise: bool = False
+    """true: noise and sampling are drawn on the CPU from ChaCha20, a cryptographic generator. Slower; meant for adapters."""
+    insecure_seed: int | None = Field(default=None, ge=0)
+    """For tests only: seeds noise and sampling, so that the run says guarantee: false."""
+
+    @field_validator("delta")
+    @classmethod
+    def _delta(cls, value: str | float) -> str | float:
+        if isinstance(value, float) and not 0 < value < 1:
+            raise ValueError("delta must lie strictly between 0 and 1, and well below 1/N; or type auto")
+        return value
+
+
+class TrainConfig(Section):
+    """The loop. Nothing here is read from private data while it runs."""
+
+    batch_size: PositiveInt = 256
+    """Expected logical batch size B, in privacy units (rows, with data.sampling: example); the sampling rate is B / N and
+    the divisor of the sum is B."""
+    physical_batch_size: Literal["auto"] | PositiveInt = 16
+    """Sequences in one forward pass: memory and speed, never the promise. auto: as many as free memory and speed ask for,
+    found before training with synthetic sequences of data.max_length; run.json has the number."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Expected passes over the data; give epochs or steps."""
+    steps: PositiveInt | None = None
+    """Number of logical steps; give epochs or steps."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape after the warm-up; depends on the step alone."""
+    warmup: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the steps over which the learning rate rises from zero."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast of the forward pass; auto is bf16 on a GPU that has it and fp32 elsewhere. fp16 uses a constant scale."""
+    seed: int = 0
+    """Initialisation, and dropout without differential privacy, only. Noise and sampling are seeded by the operating system."""
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations; null: only before the first and after the last step."""
+    checkpoint_every: PositiveInt | None = None
+    """Steps between checkpoints; null: only when interrupted."""
+    process_timeout: float = Field(default=1800.0, gt=0)
+    """With several processes: seconds that one step may take before the run ends, because a process hangs or the network is
+    cut."""
+
+    @field_validator("physical_batch_size", mode="wrap")
+    @classmethod
+    def _number_or_auto(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return read(value)
+        except ValidationError:  # one line for each of the two types that it might have been
+            raise ValueError("should be a whole number of sequences, 1 or more, or auto") from None
+
+    @model_validator(mode="after")
+    def _length(self) -> TrainConfig:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give train.epochs or train.steps, one of the two")
+        return self
+
+
+class CanaryConfig(Section):
+    """Random secrets behind carrier sentences, each inserted or not by its own fair coin."""
+
+    kind: Literal["digits", "random_tokens", "new_tokens", "pii"] = "digits"
+    """What the secrets are. digits: a number. random_tokens: any ordinary tokens. new_tokens: for each canary one token that
+    the base model hardly expects behind a carrier, where the output head trains (none is added to the vocabulary). pii:
+    invented phone numbers, card numbers and e-mail addresses of invented people."""
+    groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
+        default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
+    )
+    """Repetitions, 1 to 32 -> number of candidates. Every candidate holds its slots in N whatever its coin says."""
+    digits: int = Field(default=8, ge=4, le=16)
+    """With kind: digits: length of the secret; it is one of 10^digits."""
+    tokens: int = Field(default=6, ge=1, le=32)
+    """With kind: random_tokens: length of the secret, in tokens of the base model."""
+    temperature: float = 1.0
+    """Only 1.0 is possible; the key stands in the recipes of earlier runs, and so in their digests."""
+    references: int = Field(default=1000, ge=100)
+    """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number)."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _retired_kind(cls, value: Any) -> Any:
+        if value in ("rare_tokens", "synthetic"):
+            raise ValueError("is planted no more; use audit.canaries.kind: random_tokens, or digits")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _retired_temperature(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError("was for kind synthetic, which is planted no more; leave the key out")
+        return value
+
+
+class AuditConfig(Section):
+    """What is planted before training and measured afterwards."""
+
+    canaries: CanaryConfig | None = None
+    """null: no canaries, so the audit has nothing to measure."""
+    alpha: float = Field(default=0.05, gt=0, lt=0.5)
+    """Probability that the epsilon lower bound exceeds the truth."""
+    guesses: list[PositiveInt] = Field(default_factory=lambda: [40, 120, 400], min_length=1)
+    """Numbers of guesses tried by the one-run bound, half of them in and half out, fixed before training; alpha is divided by
+    how many there are, those of guesses_in included."""
+    guesses_in: list[PositiveInt] = Field(default_factory=lambda: [30, 120])
+    """The same for guesses that are all in: stronger where only some canaries are memorised."""
+
+    def fixed(self) -> dict[str, Any]:
+        """What of the test has to be fixed before training, as plan.json commits to it."""
+        return self.model_dump(mode="json", include={"alpha", "guesses", "guesses_in"})
+
+
+class CardConfig(Section):
+    """What the model card says beside the numbers."""
+
+    title: str | None = None
+    """Heading of the card; null: the name of the run directory."""
+    license: str | None = None
+    """Licence identifier of the Hub, for the adapter."""
+    language: str | list[str] | None = None
+    tags: list[str] = Field(default_factory=list)
+    description: str | None = None
+    """One paragraph on what the model is for."""
+    contact: str | None = None
+    """Whom to ask about the privacy statement."""
+    tuning: str | None = None
+    """How hyper-parameters were chosen: on which data, in how many runs, and whether these are in the ledger."""
+
+
+class TelemetryConfig(Section):
+    """Metrics for those who run the job. Released and public values only, unless said otherwise."""
+
+    textfile: str | None = None
+    """Directory of the node exporter's textfile collector: one .prom file for each run, rewritten as the run goes on."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on the loopback interface where Prometheus can scrape the running job."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
+    """Experiment trackers, through accelerate. They get released and public values only."""
+    private_metrics: bool = False
+    """true: metrics and trackers also get un-noised figures of private data, such as the loss and the share of clipped
+    gradients. They are outside the guarantee, and the card says so."""
+
+
+class RunConfig(Section):
+    """One run, fully described by public values."""
+
+    model: ModelConfig
+    adapter: Annotated[LoraConfig | FrozenConfig, Field(discriminator="method")] = LoraConfig()
+    data: DataConfig
+    privacy: PrivacyConfig = PrivacyConfig()
+    train: TrainConfig
+    audit: AuditConfig = AuditConfig()
+    card: CardConfig = CardConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    output_dir: str
+    """The run directory; one that already holds a run is refused unless resumed or overwritten."""
+
+    @model_validator(mode="after")
+    def _packed_weights_do_not_train(self) -> RunConfig:
+        if self.model.quantization is not None and self.adapter.method == "frozen":
+            raise ValueError(
+                f"adapter.method: frozen trains whole weights, and model.quantization: {self.model.quantization} packs them in "
+                "few bits, which no gradient can move; set model.quantization: null, or adapter.method: lora"
+            )
+        return self
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Turns ``--a.b value`` and ``--a.b=value`` into {"a.b": value}; values are read as YAML.
+
+    Raises:
+        ConfigError: An argument is not of that form.
+    """
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise ConfigError(f"{word!r} is no override: type --section.key value, as in --privacy.epsilon 3")
+        key, separator, text = word[2:].partition("=")
+        if not separator:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key} needs a value: type --{key} VALUE")
+            text = rest.pop(0)
+        try:
+            overrides[key.replace("-", "_")] = read_yaml(text)
+        except yaml.YAMLError:
+            overrides[key.replace("-", "_")] = text
+    return overrides
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Reads a recipe and applies overrides.
+
+    Args:
+        path: YAML file.
+        overrides: Dotted key -> value, as ``parse_overrides`` returns them.
+
+    Returns:
+        The validated, frozen recipe.
+
+    Raises:
+        ConfigError: Missing file, broken or unclear YAML, unknown key, wrong type or impossible value; one line for each.
+    """
+    path = Path(path)
+    try:
+        raw = read_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml."
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory, and a recipe is a YAML file. Type the file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a recipe ({type(error).__name__}).") from None
+    except UnclearYAML as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}: is not valid YAML{where}.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections (model, adapter, data, privacy, train, ...).")
+    for key, value in (overrides or {}).items():
+        _set(raw, key, value)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error, RunConfig, RETIRED))) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved recipe as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def describe_keys() -> str:
+    """Every key of a recipe with its default and meaning, for ``--help``."""
+    return describe(RunConfig)
+
+
+def _set(raw: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    here = raw
+    for parent in parents:
+        if not isinstance(here.get(parent), dict):
+            here[parent] = {}
+        here = here[parent]
+    here[last] = value

@@ -1,0 +1,232 @@
+"""A run directory: where each value of a run is written, and the only way it is written.
+
+Comes in: a path. Goes out: paths and JSON values. ``export/`` is the only part that may ever be uploaded; ``private/``
+is readable by its owner alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import RunConfig, load_config
+
+SCHEMA_VERSION = 1
+COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
+"""What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe."""
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The promise."""
+        return self.root / "plan.json"
+
+    @property
+    def run(self) -> Path:
+        """What happened."""
+        return self.root / "run.json"
+
+    @property
+    def export(self) -> Path:
+        """The only directory that is ever uploaded."""
+        return self.root / "export"
+
+    @property
+    def private(self) -> Path:
+        """Mode 0700; never leaves."""
+        return self.root / "private"
+
+    @property
+    def canaries(self) -> Path:
+        """Canary texts, coins and references: secret."""
+        return self.private / "canaries.json"
+
+    @property
+    def resume(self) -> Path:
+        """The checkpoints that a resumed run starts from: secret."""
+        return self.private / "resume"
+
+    def checkpoints(self) -> list[Path]:
+        """Their directories, such as step-00000040, of the highest step first; none that is still being written."""
+        found = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
+        return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+    @property
+    def metrics(self) -> Path:
+        """Un-noised diagnostics, one JSON value a line: private."""
+        return self.private / "metrics.jsonl"
+
+    def audit_dir(self, private_enabled: bool) -> Path:
+        """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""
+        return self.export / "audit" if private_enabled else self.private / "audit"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from training in this directory, whose files would then speak of two runs.
+
+        Raises:
+            ConfigError: Another process trains here, or the directory cannot be written to.
+        """
+        path = self.root / ".lock"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = open(path, "w")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(
+                f"{self.root}: cannot be written to ({error.strerror}). Type another --output_dir."
+            ) from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Not one that its holder removed meanwhile.
+                mine = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino
+            except BlockingIOError:
+                mine = False
+            if not mine:
+                raise ConfigError(
+                    f"{self.root}: another process trains in this directory, and two would write one record. Wait for it, or "
+                    "type another --output_dir."
+                ) from None
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def make(self) -> None:
+        """Creates the directories; private/ for its owner alone."""
+        self.export.mkdir(parents=True, exist_ok=True)
+        self.private.mkdir(parents=True, exist_ok=True)
+        self.private.chmod(0o700)
+
+    def clear(self, keep: Path | None = None) -> None:
+        """Removes what a run writes and nothing else: the ledger, say, may lie in the same directory.
+
+        The canaries go first: where no config.yaml stands beside them, they count as planned for a run that is to come.
+        ``keep`` is a directory in private/ that the run that is to come reads already.
+        """
+        for path in (self.canaries, self.config, self.plan, self.run):
+            path.unlink(missing_ok=True)
+        for directory in (self.export, self.private):
+            _remove(directory, keep)
+
+    def load_config(self) -> RunConfig:
+        """The resolved recipe of an existing run.
+
+        Raises:
+            ConfigError: The directory holds no run.
+        """
+        if not self.config.exists():
+            raise ConfigError(f"{self.root}: holds no run (no config.yaml). Type the output_dir of a run.")
+        return load_config(self.config)
+
+
+def _remove(directory: Path, keep: Path | None) -> None:
+    """Removes a directory and all in it, but what is kept and the way there."""
+    if keep is None or not keep.is_relative_to(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+    elif directory != keep:
+        for part in directory.iterdir():
+            if part.is_dir() and not part.is_symlink():
+                _remove(part, keep)
+            else:
+                part.unlink()
+
+
+def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
+    """Refuses to lose a run, or the ledger; of a complete run that is to be resumed, checkpoints left behind are removed.
+
+    Raises:
+        ConfigError: The directory holds a run, has nothing to resume, or would take the ledger with it.
+    """
+    status = read_json(run.run).get("status") if run.run.exists() else None
+    book = Path(config.privacy.ledger).resolve() if config.privacy.ledger else None
+    if book and any(book.is_relative_to(part.resolve()) for part in (run.private, run.export)):
+        raise ConfigError(
+            f"privacy.ledger {config.privacy.ledger} lies in the part of the run directory that a new run replaces, and the "
+            "budget would go with it. Keep it elsewhere; the run directory itself will do."
+        )
+    if resume:
+        if status == "completed":
+            # Of a process that was killed after run.json and before it had removed them.
+            shutil.rmtree(run.resume, ignore_errors=True)
+            raise ConfigError(f"{run.root}: the run is complete, so there is nothing to resume.")
+        if not run.checkpoints():
+            raise ConfigError(
+                f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be."
+            )
+    elif not overwrite and (run.config.exists() or status not in (None, "refused")):
+        raise ConfigError(
+            f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
+            "or another --output_dir."
+        )
+    elif not overwrite and status is None and _strangers(config, run):
+        raise ConfigError(
+            f"{run.root}: holds no run, but {run.export.name}/ or {run.private.name}/ of something else, which a run replaces. "
+            "Type another --output_dir, or --overwrite if they may go."
+        )
+
+
+def _strangers(config: RunConfig, run: RunDir) -> list[Path]:
+    """What neither a run that was refused nor ``dpllm canaries plan`` leaves behind."""
+    known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.canaries else set())
+    return [
+        part
+        for folder in (run.export, run.private)
+        if folder.is_dir()
+        for part in folder.iterdir()
+        if part not in known
+    ]
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes JSON atomically (temporary file, fsync, rename), keys sorted, with a schema version."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, sort_keys=True, allow_nan=False)
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def digest(value: dict[str, Any]) -> str:
+    """SHA-256 of a JSON object, the same however it is laid out."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ConfigError: Missing or damaged file.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing; the run did not get that far, or this is no run directory.") from None
+    except (OSError, ValueError, RecursionError):
+        raise ConfigError(f"{path}: is not readable as JSON; the file is damaged.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds no JSON object; the file is damaged.")
+    return value

@@ -1,0 +1,143 @@
+"""The one loop. Read this first.
+
+Comes in: a recipe. Goes out: a run directory. LoRA, frozen layers and the baseline without differential privacy all run
+through ``train``, in one process or many; they differ in what ``loading.build`` unfreezes and in whether there is a Plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+
+from dpllm.model import memory
+from dpllm.model.evaluate import HeldOut, held_out_loss
+from dpllm.privacy.sampling import PhysicalBatch, physical_batches
+from dpllm.recipe.config import RunConfig
+from dpllm.run import environment, processes
+from dpllm.run.build import Prepared, check_processes, prepare
+from dpllm.run.directory import RunDir, check_directory, read_json
+from dpllm.run.failures import one_fate
+from dpllm.run.optimizer import learning_rate
+from dpllm.run.processes import ahead, stop_signal
+from dpllm.run.promise import Start
+from dpllm.run.record import Recorder
+from dpllm.telemetry import Telemetry
+from dpllm.text import tokens
+
+COMPARE_EVERY = 50  # steps after which the ranks compare their weights; also at every stop and at the end
+
+
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    make_up_lost_steps: bool = False,
+    entry: str | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Runs a recipe from data to export/.
+
+    Args:
+        config: The recipe.
+        resume: Go on with the interrupted run in ``output_dir``: same reservation, fresh noise.
+        overwrite: Replace a run that lies in ``output_dir``. What it spent stays in the ledger.
+        make_up_lost_steps: With ``resume``: steps that were charged and lost in a crash are reserved once more and repeated;
+            the stated epsilon then covers them too.
+        entry: A reservation that was made for this run before, as one of a tuning group; None: it makes its own.
+        console: Where progress and tables go.
+
+    Returns:
+        run.json as a dictionary.
+
+    Raises:
+        ConfigError: The recipe or the data cannot be used (exit code 2).
+        Refused: A guard or the ledger's budget refuses (exit code 3).
+    """
+    started, start = time.time(), Start(resume, make_up_lost_steps, overwrite, entry)
+    state, run = processes.join(), RunDir(Path(config.output_dir))
+    main = state.is_main_process
+    console = console or Console(quiet=not main)
+    torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
+    environment.reset_peak_memory()
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(one_fate(config.train.process_timeout))  # where one process fails, all end
+        check_processes(config, state)
+        if main:  # rank 0 alone reads and writes the run directory
+            check_directory(config, run, resume=resume, overwrite=overwrite)  # before anything is made
+            stack.enter_context(run.locked())
+        telemetry = stack.enter_context(Telemetry(config, run, main=main))
+        p = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
+        stack.enter_context(contextlib.closing(p.payment))
+        recorder = stack.enter_context(Recorder(p, started, telemetry, watch, console, main=main))
+        settings, total, step = p.config.train, p.schedule.num_steps, p.first_step
+
+        recorder.evaluated(_evaluate(p, state), "before")
+        with (
+            stop_signal() as stopping,
+            contextlib.closing(ahead(partial(_next_batches, p, state), total - step)) as logical_batches,
+        ):
+            (stop,) = processes.totals(len(stopping))
+            while step < total and not stop:
+                watch.step(step + 1)
+                rate = learning_rate(settings, step, total)
+                for group in p.optimizer.param_groups:
+                    group["lr"] = rate
+                batches = next(logical_batches)
+                p.payment.charge(step + 1)  # written before the update exists
+                with memory.explained(p.config, p.physical_batch_size):
+                    mine = p.engine.step(batches)
+                step += 1
+                stop, loss_sum, units, clipped = processes.totals(
+                    len(stopping), mine.loss_sum, mine.units, mine.clipped
+                )
+                if step % COMPARE_EVERY == 0 or stop or step == total:
+                    processes.check_same_weights(p.engine.parameters.values(), step)
+                recorder.step(step, rate, loss_sum, units, clipped)
+                watch.rest()  # what comes now may take as long as it wants
+                # once in a while:
+                if settings.eval_every and step % settings.eval_every == 0 and step < total:
+                    recorder.evaluated(_evaluate(p, state), "during")
+                if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+                    recorder.save()
+
+        p.engine.close()
+        if step < total or (settings.checkpoint_every and step > p.first_step):
+            recorder.save()  # a crash from here on must not lose paid steps
+        recorder.evaluated(_evaluate(p, state), "after")
+        recorder.finish()
+        if step == total and state.is_local_main_process:  # a copy of private text that nobody reads again
+            shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
+        record: dict[str, Any] = read_json(run.run) if main else {}
+        try:
+            record = processes.shared(record)
+        except RuntimeError:  # another process died; rank 0 has written everything down
+            if not main:
+                raise
+        return record
+
+
+def _next_batches(p: Prepared, state: PartialState) -> list[PhysicalBatch]:
+    """This rank's part of the next logical batch, in physical batches."""
+    pad_id = p.tokenizer.pad_token_id if p.tokenizer.pad_token_id is not None else 0
+    rank, world, longest = state.process_index, state.num_processes, p.config.data.max_length
+    found = physical_batches(p.sampler.draw(), p.units, p.physical_batch_size, pad_id, longest, rank, world)
+    return [batch.pinned() for batch in found] if state.device.type == "cuda" else found
+
+
+def _evaluate(p: Prepared, state: PartialState) -> HeldOut | None:
+    """Held-out loss and accuracy; None where there are no held-out rows."""
+    if not p.held_out:
+        return None
+    size = p.physical_batch_size * (4 if state.device.type == "cpu" else 1)
+    rank, world = state.process_index, state.num_processes
+    with memory.explained(p.config, p.physical_batch_size):
+        return held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)

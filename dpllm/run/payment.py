@@ -1,0 +1,139 @@
+"""What pays for a run: its reservations in the ledger, charged step by step.
+
+Comes in: the decision, the ledger. Goes out: a ``Payment``, or a refusal that writes nothing. Must not know what a step does.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dpllm import ledger
+from dpllm.errors import Refused
+from dpllm.ledger import Ledger, admission, dataset_policy, groups
+from dpllm.ledger.reserving import take
+from dpllm.privacy.plan import Plan
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir
+from dpllm.run.promise import Decision, Start
+from dpllm.text import data
+
+
+@dataclass(frozen=True)
+class Payment:
+    """The reservations of one run: its own, then those that make up lost steps.
+
+    Attributes:
+        claims: Their entries and steps, in the order in which they are charged; none without differential privacy.
+        ledger: Where they lie; None without differential privacy, and in other processes than the first, whose calls do
+            nothing.
+    """
+
+    claims: tuple[tuple[str, int], ...] = ()
+    ledger: Ledger | None = None
+
+    @property
+    def entry(self) -> str | None:
+        """Of the run's own reservation."""
+        return self.claims[0][0] if self.claims else None
+
+    def charge(self, step: int) -> None:
+        """Writes down that step ``step``, counted from 1, is about to be taken.
+
+        Raises:
+            Refused: It was not reserved, or another process took it.
+        """
+        if self.ledger is None:
+            return
+        for entry, size in self.claims:
+            if step <= size:
+                return self.ledger.charge(entry, step)
+            step -= size
+        raise Refused("this step was not reserved. Reserve a new run for more steps.")
+
+    def finish(self, status: Literal["completed", "interrupted"]) -> None:
+        """Closes the reservations, but for what a process closed that was killed before it wrote run.json."""
+        for entry, _ in self.claims if self.ledger else ():
+            if self.ledger and self.ledger.run(entry).state != "completed":
+                self.ledger.finish(entry, status)
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def to_json(self, plan: Plan | None) -> dict[str, Any] | None:
+        """What run.json says of the ledger."""
+        if self.ledger is None or plan is None or self.entry is None:
+            return None
+        book, claim = self.ledger, self.ledger.reservation(self.entry)
+        budget, account = book.budget(claim.dataset), book.account(claim.dataset)
+        return {
+            "dataset": claim.dataset,
+            "entry": claim.entry,
+            "made_up_by": [entry for entry, _ in self.claims[1:]],
+            "head": book.head(),
+            "budget": {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")}
+            if budget
+            else None,
+            "spent_epsilon": book.spent(claim.dataset, None if budget else plan.delta),
+            "filter_epsilon": admission.filter_epsilon(account),
+            "imported": len(account.imports),
+            "group": groups.of_entry(book, claim.entry),
+        }
+
+
+def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table: data.Table) -> Payment:
+    """Reserves what a run will spend, or goes on with what was reserved for it.
+
+    Args:
+        config: The recipe.
+        decision: That nothing refused.
+        start: How the run begins.
+        run: Its directory.
+        table: Its training rows, for a ledger that does not exist yet.
+
+    Raises:
+        BudgetExceeded: The budget has no room for the run, or for the steps to be made up.
+        Refused: The reservation that was made before is of another run.
+
+    Guarantee:
+        What is returned covers every step that the Plan has, and nothing was written if this raises.
+    """
+    plan, resumed = decision.plan, decision.resumed
+    if plan is None:
+        return Payment()
+    policy, steps = decision.policy, plan.schedule.num_steps
+    book = ledger.open_ledger(config.privacy.ledger)  # the first reservation makes the file; a refusal makes none
+    assert book is not None
+    try:
+        if policy.records is None:  # there was no ledger to tell the data by
+            policy = dataset_policy.take_custody(config, table, book)
+        if resumed is None and start.entry is not None:
+            account = book.records.charged_to(policy.dataset, policy.derived_from)
+            steps = plan.schedule.num_steps
+            claim = take(book, start.entry, dataset=account, event=plan.event, num_steps=steps, records=policy.records)
+            return Payment(((claim.entry, claim.num_steps),), book)
+        steps = plan.schedule.num_steps
+        if resumed is not None:
+            steps = resumed.to_make_up if start.make_up_lost_steps else 0
+        claims = resumed.claims if resumed else ()
+        if steps:
+            claim = book.reserve(
+                policy.dataset,
+                event=plan.event_after(steps),
+                delta=plan.delta,
+                unit=plan.unit,
+                relation=plan.neighbouring_relation,
+                num_steps=steps,
+                run=f"{run.root.name}-{secrets.token_hex(4)}",
+                extends=claims[0][0] if claims else None,
+                records=policy.records,
+                derived_from=policy.derived_from,
+            )
+            claims += ((claim.entry, claim.num_steps),)
+        return Payment(claims, book)
+    except BaseException:
+        book.close()
+        raise

@@ -1,0 +1,246 @@
+"""The processes of one run, called ranks: how they find each other, what they tell each other, how they are stopped.
+
+Comes in: what the launcher put into the environment; values of one rank. Goes out: the same values on all ranks, or a refusal
+where they differ. Everything is a no-op in a run of one process. Must not know what is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import secrets
+import signal
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
+
+from dpllm.errors import ConfigError, DpllmError, Refused
+
+T = TypeVar("T")
+# dpllm.run.failures ends a run whose ranks no longer answer; the group's own time-out would also end one whose rank 0 tokenises.
+TO_COME = datetime.timedelta(minutes=10)  # until all processes are there
+NEVER = datetime.timedelta(days=30)
+PIECE = 2**22  # numbers of which a fingerprint is taken at once
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # less than 64 bits: their sign must count
+
+
+def join() -> PartialState:
+    """This process's place among the ranks: device, index, number.
+
+    Raises:
+        ConfigError: The launcher started several processes that found no group; each would train alone, and charge. Or more
+            processes than this machine has GPUs.
+    """
+    check_devices()
+    try:  # without cpu, accelerate starts no gloo group
+        state = PartialState(cpu=not torch.accelerator.is_available(), timeout=TO_COME)
+    except distributed.DistError as error:
+        raise DpllmError(
+            f"the processes of the run did not find each other within {TO_COME.seconds // 60} minutes: one ended before, and its "
+            "own messages say why, or the address or port of the first cannot be reached. Nothing was reserved. Start all again."
+        ) from error
+    if several():
+        _set_pg_timeout(NEVER)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != state.num_processes:
+        raise ConfigError(
+            f"the launcher started {started} processes, but they form a group of {state.num_processes}: each would train and "
+            "charge the ledger alone. Use a launch file of recipes/accelerate/, or one process."
+        )
+    return state
+
+
+def check_devices() -> None:
+    """Compares the processes of this machine with its GPUs; to be called before the process group is made.
+
+    Raises:
+        ConfigError: There are more processes, of which several would share a GPU or fail.
+    """
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    local = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    if gpus and local > gpus:
+        raise ConfigError(
+            f"{local} processes were started on a machine that shows {gpus} GPU{'s' if gpus > 1 else ''}: each needs one of its "
+            f"own. Type --num_processes {gpus} (accelerate; for several machines, of all of them together) or "
+            f"--nproc_per_node {gpus} (torchrun), or free the other GPUs; CUDA_VISIBLE_DEVICES may hide some."
+        )
+
+
+def several() -> bool:
+    """There is more than this one."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def shared(value: Any) -> Any:
+    """Rank 0's value on every rank; the value must survive pickling."""
+    if not several():
+        return value
+    box: list[Any] = [value]
+    distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def totals(*values: float) -> tuple[float, ...]:
+    """The sums over all ranks, in float64."""
+    if not several():
+        return values
+    numbers = torch.tensor(values, dtype=torch.float64, device=_device())
+    distributed.all_reduce(numbers)
+    return tuple(numbers.tolist())
+
+
+def least(value: int) -> int:
+    """The smallest of all ranks' values."""
+    if not several():
+        return value
+    number = torch.tensor(value, device=_device())
+    distributed.all_reduce(number, op=distributed.ReduceOp.MIN)
+    return int(number)
+
+
+def check_equal(facts: Mapping[str, Any]) -> None:
+    """Makes sure that all ranks are about to do the same.
+
+    Args:
+        facts: What to compare -> its value here.
+
+    Raises:
+        ConfigError: One has another value, or lacks it, on some rank; names the fact, the rank and both values.
+    """
+    if not several():
+        return
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, dict(facts))
+    for rank, theirs in enumerate(found):
+        for name in sorted(found[0].keys() | theirs.keys()):
+            ours, other = found[0].get(name, "missing"), theirs.get(name, "missing")
+            if ours != other:
+                raise ConfigError(
+                    f"{name} is {ours} in process 0 and {other} in process {rank}, so they would not train the same model. "
+                    "Install, copy and type the same on every machine."
+                )
+
+
+def salted(secret: str) -> str:
+    """A hash of a secret that ranks may compare and show: of no use without the salt, which is never kept."""
+    salt = shared(secrets.token_bytes(16))
+    return hashlib.blake2b(secret.encode(), salt=salt, digest_size=4).hexdigest()
+
+
+def check_same_weights(parameters: Iterable[Tensor], step: int) -> None:
+    """Makes sure that all ranks hold bit for bit the same trainable parameters.
+
+    Raises:
+        Refused: They do not.
+    """
+    if not several():
+        return
+    here = torch.tensor(fingerprint(parameters), dtype=torch.int64, device=_device())
+    both = torch.stack([here, ~here])  # ~x falls as x rises, and has no value that cannot be turned round
+    distributed.all_reduce(both, op=distributed.ReduceOp.MAX)
+    if int(both[0]) != ~int(both[1]):
+        raise Refused(
+            f"after step {step} the processes no longer hold the same weights, so that what noise was added to is not what they "
+            "train. Nothing is exported, and the steps stay charged. Look for unequal machines or failing memory: resume from "
+            "the last checkpoint on fewer of them."
+        )
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """64 bits that change with any bit of any tensor, and with their order; computed where the tensors lie.
+
+    A sum modulo 2^64 of each number's bits times an odd factor that depends on its place. Any one changed bit changes it;
+    it is no protection against someone who forges. Of a sharded tensor, the part that lies here.
+    """
+    total = 0
+    for index, tensor in enumerate(tensors):
+        local = tensor.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        bits = local.contiguous().view(-1).view(_INTEGERS[local.element_size()])
+        for number, piece in enumerate(torch.split(bits, PIECE)):
+            place = torch.arange(len(piece), device=piece.device) + (number * PIECE + index * 2**40)
+            total += int(((piece.long() + 1) * _odd(place)).sum())
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def _odd(place: Tensor) -> Tensor:
+    """An odd factor for each place, by a mixing step of splitmix64 (Steele et al. 2014); int64 wraps around."""
+    mixed = place * -7_046_029_254_386_353_131
+    mixed ^= mixed >> 31
+    return mixed * -7_723_592_293_110_705_685 | 1
+
+
+def replicate(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Rank 0's values of the parameters, and its optimizer's state of them, on every rank."""
+    if not several():
+        return
+    kept = optimizer.state_dict()
+    names = shared(
+        {key: {name: _described(value) for name, value in entry.items()} for key, entry in kept["state"].items()}
+    )
+    for parameter in parameters:
+        distributed.broadcast(parameter.data, src=0)
+    state: dict[Any, dict[str, Any]] = {}
+    for key, entry in names.items():
+        state[key] = {}
+        for name, (value, shape, dtype) in entry.items():
+            if shape is None:
+                state[key][name] = value
+                continue
+            mine = kept["state"].get(key, {}).get(name)
+            here = mine if mine is not None else torch.empty(shape, dtype=dtype, device=_device())
+            distributed.broadcast(here, src=0)
+            state[key][name] = here
+    optimizer.load_state_dict({**kept, "state": state})
+
+
+def _described(value: Any) -> tuple[Any, torch.Size | None, torch.dtype | None]:
+    """A value that travels as it is, or shape and dtype of a tensor that is broadcast."""
+    if isinstance(value, Tensor) and value.dim():
+        return None, value.shape, value.dtype
+    return value, None, None
+
+
+def _device() -> torch.device:
+    """Where the group's backend reads tensors."""
+    device: torch.device = PartialState().device
+    return device
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[list[int]]:
+    """Collects Ctrl-C and SIGTERM, so that the loop stops between steps; a second Ctrl-C stops at once."""
+    received: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ahead(make: Callable[[], T], times: int) -> Generator[T]:
+    """What ``make`` returns, so many times; the next is made in a thread while the caller works on the last."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        waiting = thread.submit(make) if times else None
+        for number in range(times):
+            assert waiting is not None
+            made = waiting.result()
+            waiting = thread.submit(make) if number + 1 < times else None
+            yield made

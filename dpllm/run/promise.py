@@ -1,0 +1,316 @@
+"""The one decision: may this run happen, and what does it promise?
+
+Comes in: a recipe, and how the run would begin. Goes out: a ``Decision``. ``dpllm plan`` prints it, training obeys it, and
+sweeps, shadow runs and ``dpllm ledger seal`` take from it what they need. Refusals are collected, not raised, so that what can
+still be computed beside one is. Must not import torch, read weights or write to the ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from dpllm import ledger
+from dpllm.errors import BudgetExceeded, DpllmError
+from dpllm.ledger import dataset_policy
+from dpllm.privacy import guards
+from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir, check_directory
+from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_recipe
+from dpllm.statement import lineage
+from dpllm.text import data
+
+UNBOUNDED = 1e9  # a target epsilon that refuses nothing
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    Attributes:
+        resume: Go on with the interrupted run in ``output_dir``: same reservation, fresh noise.
+        make_up_lost_steps: With ``resume``: reserve and repeat the steps that were charged and lost in a crash.
+        overwrite: Replace a run that lies in ``output_dir``.
+        entry: A reservation that was made for this run before, as one of a tuning group.
+    """
+
+    resume: bool = False
+    make_up_lost_steps: bool = False
+    overwrite: bool = False
+    entry: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is known of the training data, none of which is kept.
+
+    Attributes:
+        num_units: Public number of things that are sampled, without canaries: declared or counted.
+        format: Of the rows, as they were found.
+        dataset: Their name in the ledger.
+        policy: Whose they are and what may be done with them; None where that is refused.
+    """
+
+    num_units: int
+    format: data.Format
+    dataset: str
+    policy: dataset_policy.Custody | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is known of a run before it starts.
+
+    Attributes:
+        config: The recipe, with the format that the data were found to have.
+        subject: None where the data could not be read.
+        schedule: None where the recipe has none, say because the batch is larger than the dataset.
+        plan: The promise. Where it exceeds its own target or the budget, the figures are those that the refused run would
+            have; None where there is nothing to compute, or without differential privacy.
+        ledger: What the ledger holds and would hold; None where there is no ledger yet, or nothing to ask it.
+        lineage: What this run and the models before it promise together.
+        resumed: The run that goes on; None for a new one.
+        refusals: Everything that would refuse the run, but for what needs a tokenizer, the model or a second accountant,
+            which needs torch: rows and canaries longer than ``data.max_length``, what the model cannot be, PRV.
+    """
+
+    config: RunConfig
+    subject: Subject | None = None
+    schedule: Schedule | None = None
+    plan: Plan | None = None
+    ledger: ledger.Outlook | None = None
+    lineage: dict[str, Any] | None = None
+    resumed: ResumeState | None = None
+    refusals: tuple[DpllmError, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if nothing refuses; else the largest exit code of the refusals."""
+        return max((error.exit_code for error in self.refusals), default=0)
+
+    @property
+    def policy(self) -> dataset_policy.Custody:
+        """Whose data these are, of a decision that nothing refused."""
+        assert self.subject is not None
+        assert self.subject.policy is not None
+        return self.subject.policy
+
+    def __str__(self) -> str:
+        """The promise in one line, and what would refuse it in one line each."""
+        lines = [f"Refused: {error}" for error in self.refusals]
+        plan, schedule = self.plan, self.schedule
+        if plan is not None:
+            size, rate, steps = plan.schedule.dataset_size, plan.schedule.sampling_rate, plan.schedule.num_steps
+            drawn = f"N {size}, q {rate:.4f}, {steps} steps, noise multiplier {plan.noise_multiplier:g}"
+            promised = f"epsilon {plan.epsilon:.3f} at delta {plan.delta:g} per {plan.unit}"
+            lines.insert(0, f"Plan: {promised}, {drawn}, C {plan.max_grad_norm:g}")
+        elif schedule is not None and not self.config.privacy.enabled:
+            lines.insert(0, f"No differential privacy: {schedule.num_steps} steps")
+        return "\n".join(lines)
+
+    def obeyed(self) -> Self:
+        """The same, where nothing refuses.
+
+        Raises:
+            DpllmError: The first refusal.
+        """
+        if self.refusals:
+            raise self.refusals[0]
+        return self
+
+
+class _Refusals:
+    """Collects refusals, each message once."""
+
+    def __init__(self) -> None:
+        self.errors: list[DpllmError] = []
+
+    def add(self, error: DpllmError) -> None:
+        if str(error) not in map(str, self.errors):
+            self.errors.append(error)
+
+    def attempt(self, call: Callable[..., Value], *arguments: Any, **more: Any) -> Value | None:
+        """The value of ``call``; None, and one refusal more, where it refuses."""
+        try:
+            return call(*arguments, **more)
+        except DpllmError as error:
+            self.add(error)
+            return None
+
+
+def decide(
+    config: RunConfig,
+    start: Start | None = None,
+    *,
+    subject: Subject | None = None,
+    terms: dataset_policy.Terms | None = None,
+    fetch: bool = False,
+    cache: Path | None = None,
+) -> Decision:
+    """Everything that the recipe, the data, the ledger and the base model's statement say about a run.
+
+    Args:
+        config: The recipe.
+        start: How it would begin; None: no run directory is looked at.
+        subject: What is known of the data already; None: they are read.
+        terms: What a budget leaves to the run, one of several that are reserved together, so that the ledger is not asked
+            about this one alone; None: what the ledger says.
+        fetch: Whether the base model's statement may be downloaded.
+        cache: Where the rows that are read may be kept; None: nowhere.
+
+    Returns:
+        The decision, with all refusals.
+    """
+    found = _Refusals()
+    found.attempt(guards.check_modes, config)
+    if start is not None:
+        run = RunDir(Path(config.output_dir))
+        found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
+        if start.resume:
+            found.attempt(same_recipe, config, run)
+    book = found.attempt(ledger.open_ledger, config.privacy.ledger, create=False)
+    with book or contextlib.nullcontext():
+        subject = subject or _read_subject(config, book, found, cache)
+        if subject is None:
+            return Decision(config, refusals=tuple(found.errors))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"format": subject.format})})
+        resumed = None
+        if start and start.resume and subject.policy:
+            resumed = found.attempt(read_resume_state, config, run, book, subject.policy)
+        if start and start.resume and found.errors:
+            return Decision(config, subject, resumed=resumed, refusals=tuple(found.errors))
+        schedule = found.attempt(make_schedule, config, subject.num_units)
+        plan, over = None, None
+        if resumed is not None and schedule and config.privacy.enabled:
+            plan = found.attempt(_resumed_plan, config, subject.num_units, resumed, start)
+            schedule = plan.schedule if plan else schedule
+        elif config.privacy.enabled:
+            asked = (
+                terms
+                or found.attempt(_terms, config, subject, book)
+                or dataset_policy.terms(None, subject.dataset, None)
+            )
+            plan, over = _plan(config, subject.num_units, schedule, asked, found)
+        seen = None
+        if book and plan and resumed is None and terms is None and not (start and start.entry):
+            seen = found.attempt(_ask, book, config, subject, plan)
+        if seen and seen.refusal:
+            found.add(BudgetExceeded(seen.refusal, dataset=seen.dataset, reason="over_budget"))
+        elif over:
+            found.add(over)
+        ancestry = found.attempt(_ancestry, config, subject, book, plan, fetch)
+        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors))
+
+
+def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
+    """Reads the training data for their number and name, once for many decisions.
+
+    Raises:
+        DataError: The training data cannot be read as declared.
+        Refused: The ledger does not permit them to be trained on in this way.
+    """
+    found = _Refusals()
+    with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
+        subject = _read_subject(config, book, found, cache)
+    if found.errors:
+        raise found.errors[0]
+    assert subject is not None
+    return subject
+
+
+def accounting_cache() -> Path:
+    """Where calibrations are remembered; they depend on public numbers only."""
+    return ledger.default_path().parent / "calibration"
+
+
+def _read_subject(
+    config: RunConfig, book: ledger.Ledger | None, found: _Refusals, cache: Path | None
+) -> Subject | None:
+    with tempfile.TemporaryDirectory() if cache is None else contextlib.nullcontext(cache) as folder:
+        where = Path(folder)
+        table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
+        if table is None:
+            return None
+        policy = found.attempt(dataset_policy.take_custody, config, table, book)
+        rows = found.attempt(data.sampled_rows, table, config.data)
+        if config.data.eval is not None:
+            found.attempt(data.load_table, config.data.eval, config.data, config.data.eval_split, where)
+    if rows is None:
+        return None
+    # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
+    dataset = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
+    return Subject(config.data.public_size or len(rows), table.format, dataset, policy)
+
+
+def _terms(config: RunConfig, subject: Subject, book: ledger.Ledger | None) -> dataset_policy.Terms:
+    return dataset_policy.terms(book, subject.dataset, config.privacy.derived_from if subject.policy else None)
+
+
+def _plan(
+    config: RunConfig, num_units: int, schedule: Schedule | None, terms: dataset_policy.Terms, found: _Refusals
+) -> tuple[Plan | None, BudgetExceeded | None]:
+    """The Plan, and what is to be said where an adaptive budget leaves too little for its noise to be calibrated."""
+    cache, over = accounting_cache(), None
+    if schedule is None:  # delta can be judged all the same
+        found.attempt(make_plan, _with_nothing_but_delta(config), num_units, cache)
+        return None, None
+    try:
+        return make_plan(config, num_units, cache, **terms), None
+    except BudgetExceeded as error:
+        over = error
+    except DpllmError as error:
+        found.add(error)
+    # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
+    relaxed = _update(config, "privacy", epsilon=UNBOUNDED) if config.privacy.noise_multiplier else config
+    try:
+        plan = make_plan(relaxed, num_units, cache, largest_delta=terms["largest_delta"])
+    except DpllmError:  # what refuses even that was said already
+        return None, over
+    return replace(plan, target_epsilon=config.privacy.epsilon), over
+
+
+def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start: Start | None) -> Plan:
+    """The same promise once more: its noise was calibrated to what was left of the budget then."""
+    then = {key: resumed.plan[key] for key in ("noise_multiplier", "delta")}
+    again, cache = _update(config, "privacy", **then), accounting_cache()
+    plan = make_plan(again, num_units, cache, extra_steps=resumed.extra_steps)
+    check_promise(plan, resumed)
+    if not (start and start.make_up_lost_steps and resumed.to_make_up):
+        return plan
+    return make_plan(again, num_units, cache, extra_steps=resumed.extra_steps + resumed.to_make_up)
+
+
+def _ancestry(
+    config: RunConfig, subject: Subject, book: ledger.Ledger | None, plan: Plan | None, fetch: bool
+) -> dict[str, Any] | None:
+    parent = config.privacy.derived_from if subject.policy else None
+    base = lineage.of_base(config, fetch=fetch)
+    return lineage.settle(base, config, dataset=subject.dataset, derived_from=parent, book=book, plan=plan)
+
+
+def _ask(book: ledger.Ledger, config: RunConfig, subject: Subject, plan: Plan) -> ledger.Outlook:
+    return book.outlook(
+        subject.dataset,
+        event=plan.event,
+        delta=plan.delta,
+        unit=plan.unit,
+        relation=plan.neighbouring_relation,
+        num_steps=plan.schedule.num_steps,
+        derived_from=config.privacy.derived_from if subject.policy else None,
+    )
+
+
+def _with_nothing_but_delta(config: RunConfig) -> RunConfig:
+    """A recipe in which only delta can be refused: one step, one unit, a noise that meets any target."""
+    config = _update(config, "train", batch_size=1, steps=1, epochs=None)
+    return _update(config, "privacy", epsilon=UNBOUNDED, noise_multiplier=100.0, clipping="flat")
+
+
+def _update(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

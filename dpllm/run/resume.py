@@ -1,0 +1,178 @@
+"""Where a stopped run goes on: what the ledger charged, what the checkpoint holds, and whether it is the same run.
+
+Comes in: the recipe, the run directory, the ledger. Goes out: a ``ResumeState``, or a refusal. Steps that were charged and
+whose update no checkpoint has are lost: they are repeated only if as many more are reserved.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dpllm import ledger
+from dpllm.errors import ConfigError, Refused
+from dpllm.ledger import Ledger
+from dpllm.ledger.dataset_policy import Custody
+from dpllm.privacy.plan import Plan
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir, read_json
+
+MAY_CHANGE = {
+    *("train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "train.process_timeout"),
+    *("card", "telemetry"),
+}
+WITH_STEPS = {
+    "num_steps",
+    "event",
+    "epsilon",
+    "accountants",
+    "curve",
+    "limits",
+}  # of plan.json: what grows with the steps
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """A stopped run.
+
+    Attributes:
+        plan: plan.json; empty for a run without differential privacy.
+        claims: Its reservations and their steps, in the order in which they are charged.
+        charged: Steps that may have been released, by the ledger.
+        extra_steps: Steps beyond the recipe's, reserved by earlier resumes to make up lost ones.
+        to_make_up: Of the charged steps that the checkpoint does not have, how many none of these stand for.
+        notes: What earlier resumes noted for run.json.
+        units: Digest of the units on which the checkpoint was trained; None in one that does not say.
+    """
+
+    plan: dict[str, Any]
+    claims: tuple[tuple[str, int], ...]
+    charged: int
+    extra_steps: int
+    to_make_up: int
+    notes: tuple[str, ...]
+    units: str | None = None
+
+
+def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody) -> ResumeState:
+    """Reads checkpoint and ledger, and refuses where one cannot belong to the other.
+
+    Raises:
+        ConfigError: There is no checkpoint, or the ledger has no such reservation.
+        Refused: No checkpoint is intact; the ledger was cut or replaced since; or the data are others than reserved for.
+    """
+    from dpllm.run import checkpoint  # which imports torch
+
+    saved = checkpoint.newest(run)
+    record = read_json(run.run) if run.run.exists() else {}
+    notes = tuple(record.get("resumes", ()))
+    if not config.privacy.enabled:
+        return ResumeState({}, (), int(saved["step"]), 0, 0, notes, saved.get("units"))
+    if book is None:
+        where = config.privacy.ledger or ledger.default_path()
+        raise ConfigError(
+            f"{run.root}: its ledger, {where}, is not there, so nothing knows which steps were released. "
+            "Put back the ledger that the run was started with."
+        )
+    if record and "lattice" not in record:
+        raise Refused(
+            f"{run.root}: the run began with an older dpllm, which added noise off the lattice, so no statement holds for all "
+            "its steps. Start anew with --overwrite; what it spent stays in the ledger."
+        )
+    plan = read_json(run.plan)
+    problems = book.verify(saved["head"])
+    if problems:
+        raise _cut(run, problems[0])
+    first, dataset = book.reservation(saved["entry"]), custody.dataset
+    if book.run(first.entry).state == "reconciled":
+        raise Refused(
+            f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and what never ran may have been given "
+            "to other runs. Start anew with --overwrite."
+        )
+    if first.dataset != book.records.charged_to(dataset, custody.derived_from):
+        raise Refused(
+            f"{run.root}: the run reserved for dataset {first.dataset!r}, and data.train is dataset {dataset!r}. Resume with "
+            f"{run.config} and the data of that time."
+        )
+    registered = book.records.of_account(first.dataset)
+    if custody.records and registered and custody.records.digest not in registered:
+        raise Refused(
+            f"{run.root}: data.train no longer holds the records that the run reserved for, so its steps would be charged to "
+            "other people's data. Put the file of that time back, or start anew."
+        )
+    claims = [first, *(r.reservation for r in book.runs(first.dataset) if r.reservation.extends == first.entry)]
+    charged = sum(book.steps(claim.entry) for claim in claims)
+    if charged < saved["step"]:
+        raise _cut(run, f"it has charged {charged} steps to this run, whose checkpoint has {saved['step']}.")
+    for claim in claims:
+        event = {**plan["event"], "count": claim.num_steps}
+        if book.run(claim.entry).event != event:
+            raise Refused(
+                f"{run.plan} is about another event than the run reserved, so its steps would be accounted as what they were "
+                "not. Start anew with --overwrite."
+            )
+    if saved["event"] != {**plan["event"], "count": saved["step"]}:
+        raise Refused(
+            f"{run.resume}: the checkpoint is of a run with another event than plan.json has, so its steps would be accounted as "
+            "what they were not. Start anew with --overwrite."
+        )
+    sizes = tuple((claim.entry, claim.num_steps) for claim in claims)
+    extra = sum(claim.num_steps for claim in claims[1:])
+    lost = charged - int(saved["step"])
+    since = sum(size for _, size in sizes) - int(saved["reserved"])  # the checkpoint stands on steps made up before it
+    return ResumeState(plan, sizes, charged, extra, max(0, lost - since), notes, saved.get("units"))
+
+
+def check_promise(plan: Plan, resumed: ResumeState) -> None:
+    """Makes sure that the recipe still promises what plan.json does.
+
+    Raises:
+        Refused: It promises something else.
+    """
+    promised = json.loads(json.dumps(plan.to_json()))
+    # Steps that were reserved to make up lost ones may not have reached plan.json yet.
+    fixed = promised.keys() - (WITH_STEPS if resumed.extra_steps else set())
+    if changed := sorted(key for key in fixed if resumed.plan.get(key) != promised[key]):
+        raise Refused(
+            f"the recipe now promises another {changed[0]} than the run that is resumed, which would change a promise already "
+            "spent. Resume with the config.yaml of the run directory."
+        )
+
+
+def same_recipe(config: RunConfig, run: RunDir) -> None:
+    """A resumed run is the run that was interrupted: other data would escape their budget, a seed its confession.
+
+    Raises:
+        Refused: A key differs that the run's promise or its record depends on.
+    """
+    saved = run.load_config()
+    before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
+    # The saved recipe names the format that was found.
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    changed = [key for key in changed if not (key == "data.format" and now[key] == "auto")]
+    changed = [key for key in changed if not {key, key.partition(".")[0]} & MAY_CHANGE]
+    if changed:
+        raise Refused(
+            f"{run.root}: {', '.join(changed)} differs from the run that is resumed, whose reservation and record are about "
+            f"that run only. Resume with {run.config}."
+        )
+
+
+def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dictionary as one of dotted keys; groups and columns, which are values, stay whole."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, dict) and key not in {"groups", "columns"}:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _cut(run: RunDir, problem: str) -> Refused:
+    return Refused(
+        f"the ledger does not go on from where {run.resume} was written, so it was cut or replaced by an older copy and steps "
+        f"already released are missing: {problem} Restore the ledger that the run was started with.",
+        reason="tampered",
+    )

@@ -1,0 +1,259 @@
+"""The model card: Hugging Face front matter with a privacy block, and the same statement in words.
+
+Comes in: ``config.yaml``, ``plan.json``, ``run.json``, the audits under ``export/audit`` of a run, and hashes of what else
+lies in ``export/``. Goes out: ``export/README.md``, ``export/privacy.json`` and, with a guarantee, ``export/privacy.svg``.
+Must not read ``private/``: what is written here is published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from dpllm import files as exported_files
+from dpllm.errors import ConfigError
+from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED
+from dpllm.recipe.config import LoraConfig, RunConfig
+from dpllm.run.directory import RunDir, read_json, write_json
+from dpllm.statement import formatting, section, tradeoff_figure
+from dpllm.statement.claim import Json, statement_of
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.text.builtin import is_builtin
+
+DP_TAGS = ("differential-privacy", "dp-sgd")
+
+
+def write_card(run: RunDir) -> Path:
+    """Writes the model card of a run, the same privacy statement as JSON, and its figure.
+
+    A signature of another statement is removed.
+
+    Args:
+        run: A finished or interrupted run. Of a run without differential privacy the audit is not read: it lies in
+            ``private/``.
+
+    Returns:
+        The path of ``export/README.md``.
+
+    Raises:
+        ConfigError: A file is missing or damaged, the run was refused, export/ does not hold what the run wrote, or the audit
+            belongs to other weights.
+    """
+    config, record, statement = _read(run)
+    drawing = tradeoff_figure.figure(statement.terms) if statement.guarantee else None
+    figure = run.export / tradeoff_figure.FILE
+    if drawing is None:
+        figure.unlink(missing_ok=True)
+    else:
+        _write(figure, drawing)
+    files = hashes(run.export)
+    _check_artifacts(run, record, files)
+    statement = statement.model_copy(update={"files": files})
+    text, block = compose(config, record, statement), statement.to_json()
+    before = run.export / BLOCK
+    if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != dump_block(block):
+        (run.export / SIGNATURE).unlink(missing_ok=True)
+    write_json(before, block)
+    _write(run.export / CARD, text)
+    return run.export / CARD
+
+
+def rerender(directory: Path) -> dict[str, str]:
+    """The files that ``write_card`` writes, made again without the weights.
+
+    Args:
+        directory: Holds config.yaml, run.json, plan.json (with differential privacy) and, in export/, the folder audit/ of the
+            run as it was published. For the other files of export/ the hashes of run.json are taken.
+            ``published_recipe.publishable`` makes a config.yaml that may be published.
+
+    Returns:
+        File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg; byte for byte what ``write_card``
+        wrote, unless something was added to export/ between the end of training and the card.
+
+    Raises:
+        ConfigError: See ``write_card``.
+    """
+    run = RunDir(directory)
+    config, record, statement = _read(run)
+    audits = {name: digest for name, digest in hashes(run.export).items() if name.startswith("audit/")}
+    files, made = {**record["artifacts"], **audits}, {}
+    if statement.guarantee:
+        made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.terms)
+        files[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
+    statement = statement.model_copy(update={"files": dict(sorted(files.items()))})
+    return {CARD: compose(config, record, statement), BLOCK: dump_block(statement.to_json()), **made}
+
+
+def compose(config: RunConfig, record: Json, statement: PrivacyRecord) -> str:
+    """A card around a privacy statement.
+
+    Args:
+        config: The resolved recipe.
+        record: ``run.json``.
+        statement: With ``merged_from`` the card is that of a whole model.
+
+    Returns:
+        Markdown with YAML front matter.
+
+    Raises:
+        ConfigError: A text of the recipe holds one of the card's markers.
+    """
+    parts, block = section.render(statement), statement.to_json()
+    record = formatting.without_paths(record)
+    front = ModelCardData(**_front_matter(config, record, statement), privacy=block).to_yaml()
+    marked = {name: section.marked(name, part) for name, part in parts.items()}
+    body = section.template("card.md.j2").render(**marked, **_context(config, record, statement))
+    text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
+    try:
+        whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == block
+    except ConfigError:
+        whole = False
+    if not whole:
+        raise ConfigError(
+            "the card does not read back as it was written, so nobody could check it: a text of its front matter looks like one "
+            "of its parts. Change card.license, card.language or card.tags."
+        )
+    return text
+
+
+def hashes(export: Path) -> dict[str, str]:
+    """SHA-256 of every file in export/ but the card, privacy.json and its signature, by path with forward slashes."""
+    return exported_files.hashes(export, UNHASHED)
+
+
+def dump_block(block: Json) -> str:
+    """A privacy block as privacy.json holds it."""
+    return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _read(run: RunDir) -> tuple[RunConfig, Json, PrivacyRecord]:
+    """Recipe and record of a run, and its statement, which names no files yet."""
+    config, record = run.load_config(), read_json(run.run)
+    if record["status"] == "refused":
+        raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
+    if not record["artifacts"]:
+        raise ConfigError(
+            f"{run.root}: the run ended before it exported weights, so there are none to describe. Go on with it, dpllm train "
+            "RECIPE --resume, or train again."
+        )
+    if not config.privacy.enabled:
+        return config, record, statement_of(config, None, record, None, None, {})
+    folder = run.export / "audit"
+    audit, mechanism = (
+        read_json(path) if path.exists() else None for path in (folder / "audit.json", folder / "mechanism.json")
+    )
+    return config, record, statement_of(config, read_json(run.plan), record, audit, mechanism, {})
+
+
+def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> None:
+    if strange := exported_files.unknown(files):
+        raise ConfigError(
+            f"{run.export}: {strange[0]} is no file of an export, and what stands beside the card is published with it. Move it "
+            "elsewhere, then type the command again."
+        )
+    changed = sorted(name for name, digest in record["artifacts"].items() if files.get(name) != digest)
+    if changed:
+        raise ConfigError(
+            f"{run.export}: {', '.join(changed[:3])} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so a card "
+            "would describe other files. Restore them, or train again."
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(temporary, path)
+
+
+def _front_matter(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
+    holds, whole = statement.guarantee, statement.merged_from is not None
+    lora = isinstance(config.adapter, LoraConfig)
+    # A search for models with differential privacy must not find those that have none.
+    own = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
+    tags = [*(DP_TAGS if holds else ()), "dpllm", *(["lora"] if lora else []), *own]
+    return {
+        "base_model": _base_model(config, record),
+        "library_name": "peft" if lora and not whole else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": list(dict.fromkeys(tags)),
+        "license": config.card.license,
+        "language": config.card.language,
+        "datasets": [config.data.train] if _hub_dataset(config) else None,
+    }
+
+
+def _base_model(config: RunConfig, record: Json) -> str | None:
+    """The base model's Hub id; None for one that is embedded or local."""
+    name = config.model.name_or_path
+    return name if record["model"]["commit"] and formatting.is_hub_id(name) else None
+
+
+def _hub_dataset(config: RunConfig) -> bool:
+    return config.data.public and "/" in config.data.train and formatting.is_hub_id(config.data.train)
+
+
+def _context(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
+    """What stands outside the marked parts: title, use, and the recipe as a table."""
+    metrics = record["metrics"]
+    name = config.model.name_or_path
+    lora = isinstance(config.adapter, LoraConfig)
+    return {
+        "w": formatting,
+        "config": config,
+        "record": record,
+        "title": " ".join((config.card.title or formatting.last_part(config.output_dir)).split()),
+        "description": config.card.description or "",
+        "lora": lora,
+        "adapter": lora and statement.merged_from is None,
+        "base_model": _base_model(config, record),
+        "base_name": name if is_builtin(name) else formatting.last_part(name),
+        "evaluation": metrics["public"] if config.data.eval_public else {},
+        "released": metrics["released"] if statement.guarantee else {},
+        "settings": _settings(config, record),
+    }
+
+
+def _settings(config: RunConfig, record: Json) -> list[tuple[str, object]]:
+    """The recipe as a table, without a path, and without anything that depends on the data."""
+    model, data, train = config.model, config.data, config.train
+    sizes = record["model"]
+    adapter = [f"{key} {value}" for key, value in config.adapter.model_dump().items() if key != "method"]
+    quantized = f", {model.quantization} quantisation" if model.quantization else ""
+    return [
+        ("Method", ", ".join([{"lora": "LoRA", "frozen": "frozen layers"}[config.adapter.method], *adapter])),
+        ("Architecture", sizes["architecture"]),
+        (
+            "Trained parameters",
+            f"{formatting.count(sizes['trainable_parameters'])} of {formatting.count(sizes['total_parameters'])}",
+        ),
+        ("Precision", f"base {model.dtype}{quantized}; autocast {train.precision}; trained parameters float32"),
+        (
+            "Text",
+            f"format {data.format}; at most {data.max_length} tokens in a sequence, longer ones: {data.long_examples}",
+        ),
+        ("Optimizer", f"{train.optimizer}, learning rate {train.learning_rate:g}, weight decay {train.weight_decay:g}"),
+        ("Learning rate", f"{train.lr_scheduler}, warm-up over {100 * train.warmup:g}% of the steps"),
+        ("Batch", f"{train.batch_size} expected; {_physical(config, record)} in one forward pass"),
+        ("Seed of initialisation and dropout", train.seed),
+        *((f"Hardware: {key}", value) for key, value in sorted(record["hardware"].items()) if _plain(value)),
+        *((f"Version of {name}", version) for name, version in sorted(record["versions"].items())),
+    ]
+
+
+def _physical(config: RunConfig, record: Json) -> str:
+    """The recipe's number, or the one that the run found where the recipe says auto."""
+    named, found = config.train.physical_batch_size, record.get("physical_batch_size")
+    if named != "auto":
+        return f"{named} sequences" if found in (None, named) else f"{found} sequence, for the sake of equal rounding,"
+    return f"{found} sequences, found automatically," if found else "an automatic number of sequences"
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, str | int | float)

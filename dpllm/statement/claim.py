@@ -1,0 +1,361 @@
+"""The privacy statement of a run: what is promised, under which assumptions, or why not.
+
+Comes in: the recipe, the Plan, the record of the run, its audits, hashes of files. Goes out: a ``PrivacyRecord``, which the
+card's front matter and ``export/privacy.json`` both carry, and of which the card's privacy section is a function. Must not read
+``private/``, nor state an epsilon as a guarantee where there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from dpllm.auditing.families import gaussian_epsilon
+from dpllm.auditing.verdict import Claim
+from dpllm.errors import ConfigError
+from dpllm.privacy import guards
+from dpllm.recipe.config import LoraConfig, RunConfig
+from dpllm.run.directory import digest
+from dpllm.statement import formatting, privacy_record, published_recipe, tradeoff_figure
+from dpllm.statement.fields import DEFINITION, Composed, Sampling, Terms
+from dpllm.statement.privacy_record import Audit, PrivacyRecord
+from dpllm.text.builtin import is_builtin
+
+Json = dict[str, Any]
+
+_PROFILE = ("accountants", "limits", "curve")
+
+
+def statement_of(
+    config: RunConfig,
+    plan: Json | None,
+    record: Json,
+    audit: Json | None,
+    mechanism: Json | None = None,
+    files: Mapping[str, str] | None = None,
+) -> PrivacyRecord:
+    """The privacy statement of a run.
+
+    Args:
+        config: The resolved recipe.
+        plan: ``plan.json``; None for a run without differential privacy.
+        record: ``run.json``.
+        audit: ``audit.json``; None where these weights were not audited.
+        mechanism: ``mechanism.json``; None where the engine was not audited.
+        files: Path in export/ -> SHA-256, of all that is published beside the card; None: those of the record.
+
+    Returns:
+        The statement. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict it. Otherwise
+        ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
+
+    Raises:
+        ConfigError: See ``check_recipe``, ``check_plan`` and ``check_audit``; the Plan and the record speak of different deltas;
+            or one of them holds what no statement may say.
+    """
+    check_recipe(config, record)
+    if plan is not None:
+        check_plan(plan, record)
+    if audit is not None:
+        check_audit(plan, record, audit)
+    reason = why_not(config, plan, record, audit, mechanism)
+    terms = None if plan is None else _terms(config, plan, record)
+    block: Json = {"schema_version": privacy_record.SCHEMA_VERSION, "guarantee": reason is None}
+    if reason is not None:
+        block |= {"reason": reason, **({} if terms is None else {"attempted": terms.to_json()})}
+    elif terms is not None:
+        block |= terms.to_json()
+    model, ledger = record["model"], record["ledger"]
+    base = str(model["name_or_path"])
+    if not model["commit"] and not is_builtin(base):
+        base = formatting.last_part(base)
+    block |= {
+        "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
+        "dataset": ledger["dataset"] if ledger else formatting.public_name(config.data.train),
+        "data_public": config.data.public,
+        "steps": {"planned": record["steps_planned"], "taken": record["steps_taken"]},
+        "status": record["status"],
+        "composed": _composed(record),
+        "lineage": record.get("lineage"),
+        "base_model": {"name": base, "revision": model["commit"], "covered": False},
+        "not_covered": _not_covered(config, plan, record)
+        if reason is None
+        else ["everything: this run gives no guarantee"],
+        "deviations": record["deviations"],
+        "tuning": config.card.tuning,
+        "contact": config.card.contact,
+        "audit": None if audit is None else audit_part(audit, terms if reason is None else None).to_json(),
+        "mechanism_audit": None if mechanism is None else privacy_record.MechanismAudit.pick(mechanism).to_json(),
+        "software": record["versions"],
+        "hardware": {name: value for name, value in record["hardware"].items() if _plain(value)},
+        "date": str(record["started_at"])[:10],
+        "recipe_digest": published_recipe.digest(config),
+        "files": dict(sorted((record["artifacts"] if files is None else files).items())),
+    }
+    return privacy_record.read(formatting.without_paths(block))
+
+
+def why_not(
+    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None = None
+) -> str | None:
+    """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
+    if not config.privacy.enabled or plan is None:
+        where = ", on data that the recipe declares public" if config.data.public else ""
+        return f"this model was trained without differential privacy (privacy.enabled: false){where}"
+    if not record["guarantee"]["holds"]:
+        return str(record["guarantee"]["reason"] or "an assumption of the guarantee was broken").rstrip(". ")
+    if (broken := guards.deviations(config)[0]) is not None:  # whatever the record says
+        return broken
+    if mechanism is not None and mechanism["verdict"] == "falsified":
+        return f"the audit of the engine that trained contradicts it: {str(mechanism['reason']).rstrip('. ')}"
+    if audit is not None and contradicts(audit, stated_epsilon(plan, record)):
+        finding = _finding(audit, stated_epsilon(plan, record)).rstrip(". ")
+        return f"the audit of these weights contradicts it: {finding}"
+    return None
+
+
+def _finding(audit: Json, epsilon: float) -> str:
+    found = audit["epsilon_lower_bound"]
+    if found["value"] is None or found["value"] <= epsilon:
+        return str(audit["verdict_reason"])
+    sure, at_least = formatting.percent(1 - found["alpha"]), formatting.measured(found["value"])
+    return f"epsilon is at least {at_least} with {sure} confidence, and the run was planned for {formatting.bound(epsilon)}"
+
+
+def contradicts(audit: Json, epsilon: float) -> bool:
+    """Whether an audit found more leakage than epsilon allows."""
+    found = audit["epsilon_lower_bound"]["value"]
+    return audit["verdict"] == "falsified" or (found is not None and found > epsilon)
+
+
+def stated_epsilon(plan: Json, record: Json) -> float:
+    """The epsilon of the whole Plan, or more if more was spent.
+
+    An interrupted run states no less: whoever stopped it may have looked at figures that carry no noise.
+
+    Raises:
+        ConfigError: What was spent is given at another delta than what was planned, so the two cannot be compared.
+    """
+    spent = record["epsilon_spent"]
+    if spent is not None and record["delta"] not in (None, plan["delta"]):
+        raise ConfigError(
+            f"run.json gives the epsilon spent at delta {record['delta']}, plan.json at delta {plan['delta']}, so the "
+            "card cannot state one of them. The run directory is damaged: train again."
+        )
+    return max(float(plan["epsilon"]), float(spent or 0.0))
+
+
+def check_recipe(config: RunConfig, record: Json) -> None:
+    """Makes sure that the recipe is the one that trained; a record of an earlier version does not say.
+
+    Raises:
+        ConfigError: A key was changed since, other than the card's own words.
+    """
+    trained = published_recipe.of_training(config)
+    if record.get("training_digest", trained) != trained:
+        raise ConfigError(
+            "config.yaml was changed after the run, so the card would describe another one. Restore it; of a finished run only "
+            "the section card may change."
+        )
+
+
+def check_plan(plan: Json, record: Json) -> None:
+    """Makes sure that the promise and the record are those of one run.
+
+    Raises:
+        ConfigError: The record names another Plan, or another number of steps.
+    """
+    if record.get("plan_digest", digest(plan)) != digest(plan) or record["steps_planned"] != plan["num_steps"]:
+        raise ConfigError(
+            "plan.json is not the Plan of the run in run.json, so its figures say nothing about these weights. The run "
+            "directory holds parts of two runs: train again."
+        )
+
+
+def check_audit(plan: Json | None, record: Json, audit: Json) -> None:
+    """Makes sure that an audit is about the weights and the canaries of this run.
+
+    Raises:
+        ConfigError: It names no weights or others than those of the record, or other canaries than those that the
+            Plan committed to before training.
+    """
+    weights: Mapping[str, str] = audit["weights"]
+    strangers = sorted(name for name, digest in weights.items() if record["artifacts"].get(name) != digest)
+    if strangers or not weights:
+        which = ", ".join(strangers) or "no weights at all"
+        raise ConfigError(
+            f"audit.json belongs to other weights ({which}), so its figures say nothing about these. "
+            "Run dpllm audit again."
+        )
+    if plan is not None and plan["canary_commitment"] != audit["canaries"]["commitment"]:
+        raise ConfigError(
+            "audit.json is about other canaries than those fixed before training (the commitments differ), so it could "
+            "have been chosen to look well. Run dpllm audit again with the canaries of this run."
+        )
+    if plan is not None and audit.get("settings") != plan.get("audit"):
+        raise ConfigError(
+            "audit.json was made with another alpha or other numbers of guesses than plan.json fixed before training, so they "
+            "could have been chosen to look well. Run dpllm audit again."
+        )
+    claim = audit["claim"]
+    if plan is not None and any(claim.get(name) != plan.get(name) for name in ("epsilon", "delta", "unit")):
+        raise ConfigError(
+            "audit.json tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. "
+            "Run dpllm audit again."
+        )
+
+
+def _terms(config: RunConfig, plan: Json, record: Json) -> Terms:
+    """The numbers of the Plan: everything that is needed to compute epsilon again."""
+    epsilon = stated_epsilon(plan, record)
+    spent_more = epsilon > float(plan["epsilon"])
+    # Other words for the planned epsilon are not true of one that is larger.
+    left_out = {name for name in ("adaptive", *_PROFILE) if not plan.get(name)} | set(_PROFILE if spent_more else ())
+    curve = None if spent_more else tradeoff_figure.trade_off(plan["event"], plan["neighbouring_relation"])
+    terms = Terms.pick(
+        {name: value for name, value in plan.items() if name not in left_out},
+        epsilon=epsilon,
+        definition=DEFINITION,
+        holds_for="run",
+        trust_model="central",
+        mechanism="dp-sgd",
+        optimizer=config.train.optimizer,
+        sampling=Sampling.pick(plan, scheme="poisson", of=plan.get("sampling", "unit"), implemented_as_accounted=True),
+        without_amplification=None,
+        randomness={
+            "generator": "chacha20" if config.privacy.secure_noise else "philox",
+            "secure_noise": config.privacy.secure_noise,
+            **({"lattice": record["lattice"]} if record.get("lattice") else {}),
+        },
+        **({"trade_off": curve} if curve else {}),
+    )
+    if spent_more:
+        return terms
+    return terms.model_copy(update={"without_amplification": without_amplification(terms, plan["num_steps"])})
+
+
+def without_amplification(terms: Terms, num_steps: int) -> float | None:
+    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
+
+    Args:
+        terms: What is promised.
+        num_steps: For which.
+
+    Returns:
+        Rounded up to four digits; None where it is 10,000 or more.
+
+    Guarantee:
+        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
+        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
+
+    References:
+        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
+    """
+    sampling = terms.sampling
+    epochs = math.ceil(Fraction(num_steps * sampling.expected_batch_size, sampling.dataset_size))
+    try:
+        value = gaussian_epsilon(terms.group_size * math.sqrt(epochs) / terms.noise_multiplier, terms.delta)
+    except (ArithmeticError, ValueError):  # hardly any noise
+        return None
+    return float(formatting.bound(value * (1 + 1e-9)))  # more than the error of its root
+
+
+def _composed(record: Json) -> Json | None:
+    """The total over all runs on the dataset, as the ledger had it after this one."""
+    ledger = record["ledger"]
+    if ledger is None:
+        return None
+    budget = ledger["budget"]
+    return Composed.pick(
+        ledger,
+        gate=budget["gate"] if budget else None,
+        order=budget["order"] if budget else None,
+        delta=budget["delta"] if budget else record["delta"],
+        entries=ledger["head"]["count"],
+        head=ledger["head"]["hash"],
+        group=ledger.get("group"),
+    ).to_json()
+
+
+def _not_covered(config: RunConfig, plan: Json | None, record: Json) -> list[str]:
+    """Every use of data that the guarantee is not about, each named."""
+    data, tuning = config.data, config.card.tuning
+    evaluation = "evaluation data: this run had none"
+    if data.eval is not None:
+        declared = "declared public" if data.eval_public else "not declared public; no figure from them is published"
+        evaluation = f"evaluation data ({declared}) and every figure computed from them"
+    logs = "un-noised figures of the training, such as logs and telemetry, kept by whoever trained the model"
+    if config.telemetry.private_metrics and not data.public:
+        logs += "; here they also went to metrics and trackers"
+    lines = [
+        "the data on which the base model was trained, and any text that they share with the data of this run",
+        "the tokenizer, which came with the base model and was not made from the data of this run",
+        "the format of prompts, the chat template, and the filters and clean-up of the data before this run, where somebody "
+        "chose them by looking at the data",
+        "facts that many units share; k units together have k times the epsilon and a larger delta",
+        "what can be learnt about a person from other sources, or from what all people of the data have in common",
+        evaluation,
+        "the choice of hyper-parameters and of this run among others, where un-noised figures guided it"
+        + ("; what is stated about it stands in the table above" if tuning else ""),
+        logs,
+        "text given to the model when it is used",
+        "who could read the data, the logs and the checkpoints on the machines that trained the model",
+        "side channels such as time and memory, and that a generator has finitely many states"
+        if record.get("lattice")  # runs of before noise was added on a lattice
+        else "the difference between floating-point arithmetic and real numbers (in bf16 or fp16 one unit can move the "
+        "rounding of the others' gradients), and side channels such as time and memory",
+    ]
+    if plan is not None and plan["neighbouring_relation"] == "zero_out":
+        lines.append("the number of units, which is published")
+    if record["status"] == "interrupted":
+        lines.append("the decision when to stop the run, which may rest on un-noised figures")
+    return lines
+
+
+def audit_part(audit: Json, terms: Terms | None) -> Audit:
+    """What the statement holds of an audit: everything that the card shows.
+
+    Args:
+        audit: ``audit.json``.
+        terms: The terms that the run guarantees, whose limits then stand beside each attack; None without a guarantee.
+    """
+    whole = None if terms is None or terms.limits is None else terms.limits.to_json()
+
+    def limits(attack: Json) -> Json | None:
+        if terms is None:
+            return None
+        return dict(Claim(terms.epsilon, terms.delta, terms.unit).limits(int(attack["group"]), whole))
+
+    bound, controls, canaries = audit["epsilon_lower_bound"], audit["controls"], audit["canaries"]
+    words_control = controls["words"]
+    return Audit.pick(
+        audit,
+        epsilon_lower_bound=privacy_record.Bound.pick(bound),
+        attacks={name: privacy_record.Attack.pick(one, limits=limits(one)) for name, one in audit["attacks"].items()},
+        exposure={group: privacy_record.Exposure.pick(seen) for group, seen in audit["exposure"].items()},
+        extraction={group: privacy_record.Extraction.pick(got) for group, got in audit["extraction"].items()},
+        controls=privacy_record.Controls.pick(
+            controls, words=privacy_record.WordsControl.pick(words_control) if words_control else None
+        ),
+        canaries=privacy_record.Canaries.pick(canaries, secrets=_secrets(canaries)),
+        commitment=canaries["commitment"],
+    )
+
+
+def _secrets(canaries: Json) -> str:
+    """What the canaries of an audit hide, in words."""
+    settings = canaries["settings"]
+    return {  # rare_tokens and synthetic: of earlier audits
+        "digits": f"random secrets of {settings.get('digits')} digits",
+        "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
+        "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",
+        "new_tokens": "secrets of tokens that no text has",
+        "synthetic": f"secrets of {settings.get('tokens')} tokens that the base model made up",
+        "pii": "invented personal details",
+    }[canaries["kind"]]
+
+
+def _plain(value: object) -> bool:
+    names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return isinstance(value, str | int | float) or names

@@ -1,0 +1,239 @@
+"""Lineage: what a run and the models before it promise together, and what a run may not do to them.
+
+Comes in: what the base model says (``base_block.py``), the recipe, its account in the ledger, its Plan. Goes out: the value
+that run.json and the card carry under ``lineage``; or a refusal. Must not import torch or read training text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy import accounting, guards
+from dpllm.recipe.config import RunConfig
+from dpllm.statement.base_block import Base, of_base
+
+if TYPE_CHECKING:
+    from dpllm.ledger import Ledger
+    from dpllm.privacy.plan import Plan
+
+__all__ = ["Base", "deviations", "of_base", "settle", "why_not"]
+
+Json = dict[str, Any]
+
+
+def settle(
+    base: Base | None,
+    config: RunConfig,
+    *,
+    dataset: str,
+    derived_from: str | None,
+    book: Ledger | None,
+    plan: Plan | None,
+) -> Json | None:
+    """Judges a run by its base model's statement, and composes the two where they are about the same data.
+
+    Args:
+        base: Of ``of_base``.
+        config: The recipe.
+        dataset: The name of its data in the ledger.
+        derived_from: The dataset that is charged instead, where the recipe declares one.
+        book: The ledger that the recipe names; None where there is none yet.
+        plan: The promise; None without differential privacy, or where only refusals are asked for.
+
+    Returns:
+        None without a block. Otherwise {"base", "ancestors", "same_dataset", "dataset", "composed", "reason", "excepted"}:
+        ``dataset`` is the common one; ``composed`` is {"epsilon", "delta", "accountant"} of this run and every guaranteed one
+        before it on the same dataset, or None for ``reason``; ``excepted`` says who permitted what would be refused.
+
+    Raises:
+        Refused: The run would continue a model with differential privacy on the same data without it, or outside the
+            ledger that holds their budget, and nobody excepted it; or the ledger contradicts the block.
+
+    Guarantee:
+        ``composed`` bounds what all these runs together reveal about one unit of the common dataset: each is an adaptive
+        composition of sampled Gaussian sums, whose parameters must have been fixed before any result was seen.
+
+    References:
+        Dwork, Rothblum and Vadhan 2010, "Boosting and Differential Privacy", section 3 (a mechanism may read what came
+        before it); Doroshenko et al. 2022 (PLD). Against parameters chosen later: Rogers et al. 2016, "Privacy Odometers
+        and Filters".
+    """
+    if base is None:
+        return None
+    account = _account(dataset, derived_from, book)
+    mine = [parent for parent in (base.statement, *base.ancestors) if _shares(parent, account)]
+    _refuse_contradictions(base, book)
+    excepted = _permission(base, config, mine, account, book)
+    composed, reason = _compose(mine, plan, guards.deviations(config)[0])
+    return {
+        "base": base.statement,
+        "ancestors": list(base.ancestors),
+        "same_dataset": bool(mine),
+        "dataset": account if mine else None,
+        "composed": composed,
+        "reason": reason,
+        "excepted": excepted,
+    }
+
+
+def why_not(lineage: Json | None) -> str | None:
+    """Why a run's own guarantee does not hold because of the models before it; None if it does."""
+    if lineage is None or not lineage["same_dataset"]:
+        return None
+    for parent in _parents(lineage):
+        if not parent["guarantee"] and _shares(parent, lineage["dataset"]):
+            return (
+                f"its base model goes back to {parent['name']}, which was trained on the same dataset "
+                f"({lineage['dataset']}) without a guarantee"
+            )
+    return None
+
+
+def deviations(lineage: Json | None) -> list[str]:
+    """What the card must name: who excepted what, and models before this one that promise nothing for their own data."""
+    if lineage is None:
+        return []
+    notes = [lineage["excepted"]] if lineage["excepted"] else []
+    for parent in _parents(lineage):
+        if not parent["guarantee"] and not (lineage["same_dataset"] and _shares(parent, lineage["dataset"])):
+            notes.append(
+                f"{parent['name']}, from which this model was made, states no differential privacy guarantee for the data it was "
+                "trained on: these weights may reveal them; a guarantee of this run is about this run's own training data, "
+                "and only as far as they are not among those"
+            )
+    return list(dict.fromkeys(notes))
+
+
+def _parents(lineage: Json) -> Iterator[Json]:
+    yield lineage["base"]
+    yield from lineage["ancestors"]
+
+
+def _account(dataset: str, derived_from: str | None, book: Ledger | None) -> str:
+    return book.records.charged_to(dataset, derived_from) if book else derived_from or dataset
+
+
+def _shares(parent: Json, account: str | None) -> bool:
+    return parent["dataset"] is not None and parent["dataset"] == account
+
+
+def _refuse_contradictions(base: Base, book: Ledger | None) -> None:
+    parent = base.statement
+    if book is None or not _holds(book, parent["entry"]):
+        return
+    run = book.run(parent["entry"])
+    other_data = run.reservation.dataset != parent["dataset"]
+    if other_data or (base.whole_event and parent["event"] is not None and run.event != parent["event"]):
+        raise Refused(
+            f"the privacy block of the base model {parent['name']} names entry {parent['entry']} of the ledger, which is about "
+            f"{'another dataset' if other_data else 'another event'}: one of the two was changed. Take a copy that dpllm verify "
+            "passes.",
+            dataset=run.reservation.dataset,
+            reason="lineage",
+        )
+
+
+def _holds(book: Ledger | None, entry: str | None) -> bool:
+    if book is None or entry is None:
+        return False
+    try:
+        book.reservation(entry)
+    except ConfigError:
+        return False
+    return True
+
+
+def _permission(base: Base, config: RunConfig, mine: list[Json], account: str, book: Ledger | None) -> str | None:
+    """Who permitted this continuation; None where nobody has to.
+
+    Raises:
+        Refused: Somebody has to, and nobody did.
+    """
+    guaranteed = [parent for parent in mine if parent["guarantee"]]
+    if not config.privacy.enabled:
+        if not guaranteed:
+            return None
+        what = f"continuing {guaranteed[0]['name']} on dataset {account!r} without differential privacy"
+        return _exception(what, account, book) or _refuse(
+            f"privacy.enabled: false would continue {guaranteed[0]['name']}, which was trained on dataset {account!r} with "
+            "differential privacy, on the same data without it: its guarantee would be gone, and no figure would show it. Set "
+            "privacy.enabled: true, or let whoever answers for the data record an exception: "
+            f"dpllm ledger except {account} --by NAME --reason WHY.",
+            account,
+            "no_privacy",
+        )
+    outside = [parent for parent in guaranteed if not _holds(book, parent["entry"])]
+    elsewhere = base.budgeted and base.statement in outside
+    if not elsewhere and (book is None or book.budget(account) is None or _entered(outside, book, account)):
+        return None
+    entry = outside[0]["entry"]
+    what = (
+        f"continuing {outside[0]['name']} on the budgeted dataset {account!r} outside the ledger that holds its entry"
+    )
+    enter = f"enter what it cost with dpllm ledger import {account}, " if not elsewhere else ""
+    return _exception(what, account, book) or _refuse(
+        f"{outside[0]['name']} was trained on dataset {account!r}, which has a budget, and its entry {entry} is not in this "
+        "recipe's ledger: the two runs would be booked apart, and neither would show what both cost. Set privacy.ledger to "
+        f"the ledger that holds the entry, {enter}or let the budget's owner record an exception: "
+        f"dpllm ledger except {account} --by NAME --reason WHY.",
+        account,
+        "outside_ledger",
+    )
+
+
+def _entered(outside: list[Json], book: Ledger, account: str) -> bool:
+    """Whether the ledger holds an import for each of these runs: the same event, or an epsilon and delta as large."""
+    imports = list(book.account(account).imports)
+    for parent in outside:
+        covers = [
+            event
+            for event in imports
+            if event == parent["event"]
+            or (
+                event["type"] == "imported"
+                and event["epsilon"] >= parent["epsilon"]
+                and event["delta"] >= parent["delta"]
+            )
+        ]
+        if not covers:
+            return False
+        imports.remove(covers[0])
+    return True
+
+
+def _exception(what: str, account: str, book: Ledger | None) -> str | None:
+    if book is None or not book.excepted(account):
+        return None
+    budget = book.budget(account)
+    by_owner = [e for e in book.exceptions(account) if budget is None or e["by"] == budget.by]
+    return f"{what} was permitted by {by_owner[-1]['by']} on {by_owner[-1]['at'][:10]} ({by_owner[-1]['reason']})"
+
+
+def _refuse(message: str, account: str, reason: str) -> str:
+    raise Refused(message, dataset=account, reason=reason)
+
+
+def _compose(mine: list[Json], plan: Plan | None, broken: str | None) -> tuple[Json | None, str | None]:
+    """Epsilon of this run and all guaranteed ones before it on the same data; or why there is none."""
+    if not mine:
+        return None, "the runs are on different datasets: each statement is about its own data"
+    if plan is None or broken:
+        return None, f"this run gives no guarantee: {broken or 'nothing was planned'}"
+    if not all(parent["guarantee"] for parent in mine):
+        return None, "a run before this one on the same dataset has no guarantee, so both together have none"
+    for key, own in (("unit", plan.unit), ("neighbouring_relation", plan.neighbouring_relation)):
+        if other := next((parent for parent in mine if parent[key] != own), None):
+            label = key.replace("_", " ")
+            return None, f"{other['name']} was protected by another {label} ({other[key]}, here {own})"
+    event = accounting.compose([plan.event, *(parent["event"] for parent in mine)])
+    try:
+        epsilon, name = accounting.stated(event, plan.delta, plan.neighbouring_relation)
+    except Refused:
+        return None, "no accountant knows every part of what the runs released"
+    if not math.isfinite(epsilon):
+        return None, f"no finite epsilon can be certified at delta {plan.delta:g} for all runs together"
+    accountant = f"dp-accounting {name.upper()} {accounting.versions()['version']}"
+    return {"epsilon": epsilon, "delta": plan.delta, "accountant": accountant}, None

@@ -1,0 +1,194 @@
+"""The parts of a card that are a function of its privacy block: the banner, and everything about privacy and audit.
+
+Comes in: a privacy statement, or the Markdown of a card. Goes out: the text between the markers, written or read back. Must not
+read any file but its template, nor know the recipe, the record or the audit: whoever has ``privacy.json`` can render the
+same text, and jinja2 and pydantic are all that it takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, TemplateError
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.limits import attacker_limits
+from dpllm.statement import formatting, tradeoff_figure
+from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
+
+Json = dict[str, Any]
+
+TEMPLATES = Path(__file__).parent / "templates"
+PARTS = ("banner", "privacy")
+TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
+"""Where HTML would begin: a text of a statement could hide what stands behind it."""
+MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
+MOST_MATTER = 2**19
+"""Letters of a front matter; YAML takes ten seconds for a million."""
+MOST_LEVELS = 60
+
+
+def render(record: PrivacyRecord) -> dict[str, str]:
+    """The marked parts of a card.
+
+    Args:
+        record: The privacy statement, as ``privacy_record.read`` makes it of what ``privacy.json`` holds.
+
+    Returns:
+        "banner" and "privacy": Markdown, as it stands between the markers. Equal statements give equal text, however their
+        keys are ordered, and any two that differ give different text: the last line holds ``digest``.
+
+    Raises:
+        ConfigError: A number cannot be put into words, or a text holds a marker.
+    """
+    try:
+        terms = record.terms
+        context = {
+            "w": formatting,
+            "b": record,
+            "t": terms,
+            "holds": record.guarantee,
+            "limits": AttackLimits.pick(dict(attacker_limits(terms.epsilon, terms.delta))) if terms else None,
+            "figure": tradeoff_figure,
+            "digest": digest(record.to_json()),
+        }
+        found = {name: _tidy(template(f"{name}.md.j2").render(context)) for name in PARTS}
+    # A stranger's statement may keep to the schema and have exposure of one group and extraction of another.
+    except (ArithmeticError, LookupError, TypeError, ValueError, TemplateError) as error:
+        raise ConfigError(
+            f"the privacy statement cannot be put into words ({type(error).__name__}), so no card can be made of it. Restore "
+            "privacy.json, or write the card again: dpllm card RUN."
+        ) from None
+    for name, text in found.items():
+        if any(marker in text for part in PARTS for marker in _markers(part)):
+            raise ConfigError(
+                f"a text in the privacy block holds a marker of the card's {name}, so the card could not be read back. Take "
+                "<!-- dpllm: ... --> out of card.contact, card.tuning and the names in the recipe."
+            )
+    return {name: TAG.sub("&lt;", text) for name, text in found.items()}
+
+
+def marked(name: str, text: str) -> str:
+    """A part of a card between its markers."""
+    start, end = _markers(name)
+    return f"{start}\n{text}\n{end}"
+
+
+def parts(markdown: str) -> dict[str, str]:
+    """The marked parts of a card, as ``render`` makes them.
+
+    Args:
+        markdown: A whole card. Line ends may be those of any system.
+
+    Raises:
+        ConfigError: A marker is missing, doubled or out of order.
+    """
+    text = _unix(markdown)
+    found = {}
+    for name in PARTS:
+        start, end = _markers(name)
+        counts = (text.count(start), text.count(end))
+        if counts != (1, 1) or text.index(start) > text.index(end):
+            raise ConfigError(
+                f"the card holds {counts[0]} times {start} and {counts[1]} times {end}, so what it says about privacy cannot "
+                "be told from what was written by hand. Write it again: dpllm card RUN."
+            )
+        inside = text[text.index(start) + len(start) : text.index(end)]
+        # The line ends of the markers; any other space is part of the text.
+        found[name] = inside[1:-1] if len(inside) > 1 and inside[0] == inside[-1] == "\n" else inside
+    return found
+
+
+@lru_cache(maxsize=4)
+def body(markdown: str) -> str:
+    """What a reader of a card sees: all that stands behind its front matter."""
+    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
+    return MATTER.sub("", text, count=1).lstrip()
+
+
+def front_matter(markdown: str) -> Json:
+    """The YAML between the first two rules of a card, which may be a stranger's; not to be changed.
+
+    Raises:
+        ConfigError: There is none, or it is no mapping; a key stands twice; or it uses anchors or is nested without end, so that
+            a short text stands for a value of any size.
+    """
+    import yaml
+
+    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
+    matter = MATTER.match(text)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    value = None
+    try:
+        # Readers differ over whether a carriage return alone ends a line.
+        if matter and "\r" not in text and len(matter[1]) <= MOST_MATTER:
+            _refuse_tricks(yaml.parse(matter[1], Loader=loader))
+            _unique_keys(yaml.compose(matter[1], Loader=loader))
+            value = yaml.load(matter[1], Loader=loader)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            "README.md has no front matter of YAML with each key once and no anchors, so nothing that it states can be found. "
+            "Take the file from where the model was published, or write it again: dpllm card RUN."
+        )
+    return value
+
+
+def _refuse_tricks(events: Iterable[Any]) -> None:
+    import yaml
+
+    depth = 0
+    for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or depth > MOST_LEVELS:
+            raise ValueError("anchors, or nested without end")
+
+
+def _unique_keys(node: Any) -> None:
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value if isinstance(key, yaml.ScalarNode) else "?" for key, _ in node.value]
+        if len(set(keys)) != len(keys) or "<<" in keys:
+            raise ValueError("a key stands twice")
+        for _, value in node.value:
+            _unique_keys(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _unique_keys(value)
+
+
+def digest(block: Json) -> str:
+    """SHA-256 of a block as JSON with sorted keys and without spaces."""
+    text = json.dumps(block, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def template(name: str) -> Template:
+    """A template of a card or of a part of it."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, autoescape=False, keep_trailing_newline=False
+    )
+    found: Template = environment.get_template(name)
+    return found
+
+
+def _markers(name: str) -> tuple[str, str]:
+    return f"<!-- dpllm:{name} -->", f"<!-- /dpllm:{name} -->"
+
+
+def _tidy(text: str) -> str:
+    lines = "\n".join(line.rstrip() for line in text.splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
+
+
+def _unix(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,0 +1,144 @@
+"""OpenSSH signatures over privacy.json: who vouches for a card.
+
+Comes in: an export directory, and a key or a list of allowed signers. Goes out: ``privacy.json.sig``, and what such a
+signature proves. ssh-keygen does the cryptography; it is never given a terminal, so that it cannot wait for a passphrase.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from dpllm.errors import ConfigError
+from dpllm.files import BLOCK, SIGNATURE
+from dpllm.verification.reading import read_bytes
+from dpllm.verification.values import Check, Wrong, asserted, failed, plain, verified
+
+NAMESPACE = "dpllm-card"
+"""A signature made for another purpose with the same key does not count here."""
+_NAME = "signature"
+_MOST_BYTES = 2**20
+_SECONDS = 60.0  # a key on a token waits for a touch
+
+
+def sign(directory: Path, key: Path) -> Path:
+    """Signs privacy.json.
+
+    Args:
+        directory: An export directory with a card.
+        key: A private key, or the public part of one that ssh-agent holds.
+
+    Returns:
+        The path of the signature, which replaces an older one.
+
+    Raises:
+        ConfigError: There is no card, no such key, the key asks for a passphrase, or ssh-keygen is not installed.
+    """
+    signed = directory / BLOCK
+    if not signed.is_file():
+        raise ConfigError(f"{directory}: holds no privacy.json to sign. Type dpllm card RUN first.")
+    if not key.is_file():
+        raise ConfigError(f"--sign {key}: no such key. Make one with ssh-keygen -t ed25519, or type its path.")
+    tool = _tool()
+    if tool is None:
+        raise ConfigError("ssh-keygen is not installed, and a card is signed with it. Install OpenSSH 8.2 or newer.")
+    answer = _run([tool, "-Y", "sign", "-f", str(key), "-n", NAMESPACE], signed.read_bytes())
+    if answer is None or answer.returncode != 0 or b"BEGIN SSH SIGNATURE" not in answer.stdout:
+        said = plain(answer.stderr.decode(errors="replace")) if answer else "it did not answer"
+        raise ConfigError(
+            f"--sign {key}: ssh-keygen could not sign ({said}). A key with a passphrase is used through ssh-agent: type "
+            "ssh-add KEY first. A public key alone does not sign."
+        )
+    path = directory / SIGNATURE
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(answer.stdout)
+    os.replace(temporary, path)
+    return path
+
+
+def check(directory: Path, signers: Path | None = None) -> Check:
+    """What the signature of an export proves.
+
+    Args:
+        directory: An export directory.
+        signers: Allowed signers, one "IDENTITY KEYTYPE KEY" a line (ssh-keygen(1), ALLOWED SIGNERS); None: nobody is known.
+
+    Guarantee:
+        ``verified`` is said only if a key that `signers` allows signed these very bytes of privacy.json for this purpose.
+    """
+    try:
+        return _check(directory, signers)
+    except Wrong as error:
+        return failed(_NAME, str(error))
+
+
+def _check(directory: Path, signers: Path | None) -> Check:
+    path = directory / SIGNATURE
+    if not os.path.lexists(path):
+        if signers is not None:
+            return failed(
+                _NAME, "--signers was given and the card is unsigned. Ask its author: dpllm card RUN --sign KEY."
+            )
+        return asserted(
+            _NAME, "unsigned: integrity, not authenticity. Whoever made all these files could have made others."
+        )
+    read_bytes(path, _MOST_BYTES)
+    signed = read_bytes(directory / BLOCK)
+    if signers is not None and not signers.is_file():
+        raise Wrong(f"--signers {signers}: no such file. Name a file of allowed signers.")
+    tool = _tool()
+    if tool is None:
+        said = (
+            "the card is signed, and ssh-keygen, which would check it, is not installed. Install OpenSSH 8.2 or newer."
+        )
+        return failed(_NAME, said) if signers is not None else asserted(_NAME, said)
+    common = ["-n", NAMESPACE, "-s", str(path)]
+    answer = _run([tool, "-Y", "check-novalidate", *common], signed)
+    if answer is None or answer.returncode != 0:
+        return failed(
+            _NAME,
+            "privacy.json.sig is no valid signature of this privacy.json. Take both files from where the model was published, "
+            "or sign again: dpllm card RUN --sign KEY.",
+        )
+    key = plain(answer.stdout.decode(errors="replace")).partition(" with ")[2] or "a key"
+    if signers is None:
+        return asserted(
+            _NAME,
+            f"signed with {key}; whose key that is, is asserted. Name those whom you trust with --signers FILE.",
+        )
+    for identity in _identities(tool, path, signers):
+        answer = _run([tool, "-Y", "verify", "-f", str(signers), "-I", identity, *common], signed)
+        if answer is not None and answer.returncode == 0:
+            return verified(_NAME, f"{identity} signed it with {key}; text outside the marked parts is not signed.")
+    return failed(_NAME, f"signed with {key}, which {signers.name} does not allow. Do not trust it, or add the key.")
+
+
+def _identities(tool: str, signature: Path, signers: Path) -> list[str]:
+    answer = _run([tool, "-Y", "find-principals", "-s", str(signature), "-f", str(signers)], b"")
+    if answer is None or answer.returncode != 0:
+        return []
+    lines = answer.stdout.decode(errors="replace").splitlines()
+    return [name for line in lines for name in line.split(",") if name and not name.startswith("!")]
+
+
+def _tool() -> str | None:
+    return shutil.which("ssh-keygen")
+
+
+def _run(command: list[str], standard_input: bytes) -> subprocess.CompletedProcess[bytes] | None:
+    """Without a terminal, in which a passphrase could be asked for; None where it took too long."""
+    env = {**os.environ, "SSH_ASKPASS_REQUIRE": "never", "LC_ALL": "C"}
+    try:
+        return subprocess.run(
+            command,
+            input=standard_input,
+            capture_output=True,
+            timeout=_SECONDS,
+            env=env,
+            start_new_session=True,
+            check=False,
+        )
+    except (subprocess.TimeoutExpired, OSError):
+        return None

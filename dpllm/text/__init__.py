@@ -1,0 +1,1 @@
+"""Text: sources, rows, the units whose text it is, tokens on disk."""

@@ -1,0 +1,421 @@
+"""Rows of text become tokenised units: whose text it is, which tokens are learned, and by what they are divided.
+
+Comes in: a data source, its format, a tokenizer. Goes out: ``Unit`` values, one for each privacy unit. This module reads
+private text; its errors name files, rows and columns and never the text of a row. It must not know the model or the
+Plan, nor how sources are read (``dpllm.text.sources``) or units are kept on disk (``dpllm.text.tokens``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from dpllm.errors import DataError
+from dpllm.recipe.config import DataConfig
+from dpllm.text import builtin
+from dpllm.text.rows import Row, StoredRows
+from dpllm.text.sources import read_rows
+from dpllm.text.units import Groups, each_row
+
+Format = Literal["text", "prompt_completion", "messages"]
+FIELDS: dict[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+AT_ONCE = 2**18
+"""Characters that a tokenizer gets in one call."""
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence as the model reads it.
+
+    Attributes:
+        input_ids: Token ids, at most ``max_length``.
+        loss_mask: True where the token is a target (it is predicted from the tokens before it). Never at position 0.
+        denominator: Number of target tokens of the whole example, of which this may be one chunk.
+    """
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    denominator: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Everything that one privacy unit brings; it is sampled, clipped and bounded as a whole."""
+
+    sequences: tuple[TokenSequence, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Raw rows with the canonical column names, and where they came from.
+
+    Attributes:
+        name: The source.
+        rows: As often as asked for, in any order; those of ``load_table`` may be more than memory holds.
+        format: How they read.
+        digest: Of the columns that the format reads, of all rows in their order, in hexadecimal; None of a table that
+            ``load_table`` did not make. Private: a hash of a short text tells whoever guesses it.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    format: Format
+    digest: str | None = None
+
+
+def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Table:
+    """Reads a data source, once from its beginning to its end.
+
+    Args:
+        source: jsonl, csv or parquet file, directory of datasets, Hub id, or builtin name.
+        data: The recipe's data section: format, columns, revision.
+        split: Which split, where the source has several.
+        cache_dir: Where copies of the data may lie; under the run's private directory, never shared. What does not fit in
+            memory lies there in a file without a name, which ends with the process.
+
+    Returns:
+        The rows, with columns renamed to those of the format.
+
+    Raises:
+        DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
+            that fits several formats, or another one than the rows before it.
+
+    Guarantee:
+        How a row reads depends on the recipe and on that row alone; what the others hold can only make the whole be refused.
+    """
+    rows, fmt, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
+    for number, raw in enumerate(read_rows(source, data, split, cache_dir), start=1):
+        row = _rename(raw, data.columns)
+        if isinstance(row.get("messages"), list):
+            row["messages"] = _filled(row["messages"])
+        fmt = _format_of(source, number, row, data.format, fmt)
+        for field in FIELDS[fmt]:
+            text = _checked(source, number, row, field, fmt)
+            content.update(b"%d:" % len(text) + text)
+        rows.append(row)
+    if fmt is None:
+        raise DataError(f"{source}: holds no rows, so there is nothing to learn from. Check data.train and its split.")
+    return Table(name=source, rows=rows, format=fmt, digest=content.hexdigest())
+
+
+def _checked(source: str, number: int, row: Row, field: str, fmt: Format) -> bytes:
+    """A field of a row as bytes, where it is what the format reads."""
+    value = row.get(field)
+    good = isinstance(value, list) and value if field == "messages" else isinstance(value, str)
+    if not good:
+        kind = "a list of messages" if field == "messages" else "text"
+        raise DataError(
+            f"{source}: row {number} has no {kind} in column {field!r}, which format {fmt} reads. "
+            f"Mend or drop the row, or name the column with data.columns."
+        )
+    try:
+        return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{source}: row {number} holds half a character (an unpaired surrogate) in column {field!r}, which no "
+            "tokenizer reads. Mend or drop the row."
+        ) from None
+
+
+def group_rows(table: Table, data: DataConfig) -> Groups:
+    """Splits rows by privacy unit, see ``unit_name``, at most ``max_examples_per_unit`` each.
+
+    Which rows of a unit stay is decided by the smallest hashes of its own texts, so that it depends on no other unit. Units
+    stand in the order of their first rows. In memory are 32 bytes for each row: units and rows are known by hashes of
+    128 bits, of which two are equal by chance in one of 10^20 corpora of 10^9 rows.
+
+    Raises:
+        DataError: A row whose unit is missing or null.
+    """
+    import numpy as np
+
+    if data.unit == "example":
+        return each_row(table.rows)
+    owners, hashes = bytearray(), bytearray()
+    for number, row in enumerate(table.rows, start=1):
+        owner = unit_name(row.get(data.unit))
+        if owner is None:
+            raise DataError(
+                f"{table.name}: row {number} has no value in the unit column {data.unit!r}, so nobody could be protected "
+                f"as its owner. Fill the column, drop the row, or name the column that says whose row it is."
+            )
+        owners += hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=16).digest()
+        hashes += _row_hash(row, FIELDS[table.format])
+    owner_N2 = np.frombuffer(owners, ">u8").reshape(-1, 2)
+    _, first_U, inverse_N = np.unique(owner_N2, axis=0, return_index=True, return_inverse=True)
+    unit_N = np.argsort(np.argsort(first_U))[inverse_N.reshape(-1)]
+    hash_N2 = np.frombuffer(hashes, ">u8").reshape(-1, 2)
+    order_N = np.lexsort((hash_N2[:, 1], hash_N2[:, 0], unit_N))  # stable: equal rows keep their order
+    count_U = np.bincount(unit_N)
+    start_U = np.cumsum(count_U) - count_U
+    place_N = np.arange(len(order_N)) - np.repeat(start_U, count_U)
+    most = data.max_examples_per_unit or len(order_N)
+    starts = np.concatenate([[0], np.cumsum(np.minimum(count_U, most))])
+    return Groups(table.rows, order_N[place_N < most], starts)  # type: ignore[arg-type]
+
+
+def unit_name(value: Any) -> str | None:
+    """Whose row it is, as every comparison of units reads the unit column; None where nobody is named.
+
+    One person written in several ways is one unit. Exports add what nobody typed: spaces around, repeated or of another kind,
+    invisible letters, another Unicode form (NFKC: full-width letters too), 1.0 for 1. A person taken for two would be bounded
+    as two, and so protected by less than is stated; two persons taken for one are bounded together, which is safe and makes
+    N smaller. Upper and lower case, leading zeros and single spaces make different units: they may be different people.
+    """
+    if value is None or value != value:
+        return None
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    if not text.isascii():
+        visible = "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
+        text = unicodedata.normalize("NFKC", visible)
+    text = " ".join(text.split())
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text) or None
+
+
+def sampled_rows(table: Table, data: DataConfig) -> Groups:
+    """The rows of each thing that is sampled as a whole: a unit, or, with ``sampling: example``, one of its rows.
+
+    Raises:
+        DataError: See ``group_rows``.
+    """
+    groups = group_rows(table, data)
+    return groups if data.sampling == "unit" else groups.each_alone()
+
+
+def count_units(data: DataConfig, cache_dir: Path) -> int:
+    """How many things can be sampled from the training data, N without canaries; needs no tokenizer."""
+    return len(sampled_rows(load_table(data.train, data, data.train_split, cache_dir), data))
+
+
+def encode_units(
+    groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
+) -> list[Unit]:
+    """Tokenises every unit, in memory; errors name ``name``, or else the training data.
+
+    Raises:
+        DataError: ``long_examples: refuse`` and a longer row, or a row that the chat template does not take.
+    """
+    return list(iter_units(groups, fmt, tokenizer, data, name=name))
+
+
+def iter_units(
+    groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
+) -> Iterator[Unit]:
+    """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out.
+
+    Raises:
+        DataError: See ``encode_units``.
+    """
+
+    def finished(waiting: list[list[_Rendered]], last: int) -> Iterator[Unit]:
+        encoded = iter(_tokenise([one for unit in waiting for one in unit], tokenizer))
+        for number, unit in enumerate(waiting, start=last - len(waiting) + 1):
+            sequences: list[TokenSequence] = []
+            for one in unit:
+                try:
+                    sequences += _cut(one, *next(encoded), tokenizer.eos_token_id, data.max_length, data.long_examples)
+                except DataError as error:
+                    raise DataError(f"{name or data.train}: unit {number}: {error}") from None
+            yield Unit(tuple(sequences))
+
+    waiting: list[list[_Rendered]] = []
+    number = characters = 0
+    for number, rows in enumerate(groups, start=1):
+        waiting.append([])
+        for row in rows:
+            try:
+                waiting[-1].append(_render(row, fmt, tokenizer))
+            except DataError as error:
+                yield from finished(waiting, number)  # an error in a row before it comes first
+                raise DataError(f"{name or data.train}: unit {number}: {error}") from None
+            characters += len(waiting[-1][-1].text)
+        if characters > AT_ONCE:
+            yield from finished(waiting, number)
+            waiting, characters = [], 0
+    yield from finished(waiting, number)
+
+
+def encode(
+    example: Mapping[str, Any], fmt: Format, tokenizer: Any, max_length: int, long_examples: str
+) -> list[TokenSequence]:
+    """Tokenises one example.
+
+    Args:
+        example: A row with the fields of the format.
+        fmt: text, prompt_completion or messages.
+        tokenizer: A fast transformers tokenizer.
+        max_length: Tokens in one sequence.
+        long_examples: chunk, truncate or refuse.
+
+    Returns:
+        No sequence (nothing to predict), one, or several chunks. Chunks overlap by one token, so that every target is
+        predicted exactly once.
+
+    Raises:
+        DataError: See ``encode_units``.
+    """
+    rendered = _render(example, fmt, tokenizer)
+    ((ids, mask),) = _tokenise([rendered], tokenizer)
+    return _cut(rendered, ids, mask, tokenizer.eos_token_id, max_length, long_examples)
+
+
+def _tokenise(rendered: Sequence[_Rendered], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+    """Token ids of each text, and which of them are learned. All of them come from one format."""
+    import numpy as np
+
+    if not rendered:
+        return
+    encoding = tokenizer(
+        [one.text for one in rendered],
+        add_special_tokens=not rendered[0].template,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    for one, ids, offsets in zip(rendered, encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        offset_T2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        mask_T = np.zeros(len(ids), dtype=bool)
+        for low, high in one.spans:
+            mask_T |= (offset_T2[:, 0] < high) & (low < offset_T2[:, 1])
+        yield list(ids), mask_T.tolist()
+
+
+def _cut(
+    one: _Rendered, ids: list[int], mask: list[bool], eos: int | None, max_length: int, long_examples: str
+) -> list[TokenSequence]:
+    """The sequences of one text."""
+    if not one.template and eos is not None:
+        if not ids or ids[-1] != eos:
+            ids, mask = [*ids, eos], [*mask, True]
+        mask[-1] = True
+    if len(ids) > max_length and long_examples == "refuse":
+        raise DataError(
+            f"a row is longer than data.max_length ({max_length} tokens) and data.long_examples is refuse. "
+            "Raise data.max_length, or set data.long_examples to chunk or truncate."
+        )
+    if long_examples == "truncate":
+        ids, mask = ids[:max_length], mask[:max_length]
+    if mask:
+        mask[0] = False
+    total = sum(mask)
+    stride = max_length - 1
+    sequences = []
+    for start in range(0, max(1, len(ids) - 1), stride):
+        piece = tuple(ids[start : start + max_length])
+        targets = (False, *mask[start + 1 : start + max_length])
+        if any(targets):
+            sequences.append(TokenSequence(piece, targets, total))
+    return sequences
+
+
+def dataset_name(data: DataConfig) -> str:
+    """The ledger's default name of a dataset: the Hub id or builtin name, or a file's folder and stem."""
+    path = Path(data.train)
+    if builtin.is_builtin(data.train) or not path.exists():
+        return data.train
+    path = path.resolve()
+    return f"{path.parent.name}/{path.stem}"
+
+
+def _rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    given = {name: row[column] for name, column in columns.items() if column in row}
+    return {**row, **given}
+
+
+def _format_of(source: str, number: int, row: Row, wanted: str, before: Format | None) -> Format:
+    """The format of a row: the one asked for, or with auto the only one that it fits, which is that of the rows before it."""
+    if wanted != "auto":
+        return cast("Format", wanted)
+    # In a table, a column that only another row fills is null here.
+    fitting = [fmt for fmt, fields in FIELDS.items() if all(row.get(field) is not None for field in fields)]
+    mend = "Set data.format, and mend or drop the rows that lack what it reads."
+    if len(fitting) > 1:
+        raise DataError(
+            f"{source}: row {number} reads as {' and as '.join(fitting)}, and data.format: auto does not choose: one row could "
+            f"then decide what is learned of all others. {mend}"
+        )
+    if fitting and before not in (None, *fitting):
+        raise DataError(
+            f"{source}: row {number} reads as {fitting[0]}, and the rows before it as {before}; with data.format: auto all rows "
+            f"read alike, so that none decides for the others. {mend}"
+        )
+    if before or fitting:
+        return before or fitting[0]
+    # A csv file without a header has text where the names of its columns should be.
+    headed = Path(source).suffix.lower() not in {".csv", ".tsv"}
+    filled = ", ".join(sorted(str(name) for name, value in row.items() if value is not None))
+    columns = f"fills the columns {filled or 'none'}" if headed else "lacks them, or the file its header line"
+    raise DataError(
+        f"{source}: a row needs text, or prompt and completion, or messages; row {number} {columns}. "
+        "Name other columns with data.columns, as in --data.columns '{text: body}'."
+    )
+
+
+def _filled(value: Any) -> Any:
+    """Without keys that hold nothing: a table gives every message the keys of any other. The content may be nothing."""
+    if isinstance(value, list):
+        return [_filled(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None or key == "content"}
+    return value
+
+
+def _row_hash(row: Mapping[str, Any], fields: Sequence[str]) -> bytes:
+    # Of the text alone: how a table reads another column, such as 7 or "7", depends on how the rows of others fill it.
+    text = json.dumps([row[field] for field in fields], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), key=b"dpllm rows of a unit", digest_size=16).digest()
+
+
+class _Rendered(NamedTuple):
+    """The text of an example, the character spans that are learned, and whether a chat template made it."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    template: bool
+
+
+def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> _Rendered:
+    if fmt == "text":
+        text = example["text"]
+        return _Rendered(text, [(0, len(text))], False)
+    if fmt == "prompt_completion":
+        prompt, completion = example["prompt"], example["completion"]
+        # As a person would write it: one space, unless the data bring their own separator.
+        joined = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
+        text = prompt + joined + completion
+        return _Rendered(text, [(len(prompt), len(text))], False)
+    messages = example["messages"]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+            after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+            if not (text.startswith(before) and text.startswith(after)):
+                raise DataError(
+                    "the chat template rewrites earlier turns, so the assistant's turns cannot be told apart. "
+                    "Set another template on the tokenizer, or use format prompt_completion."
+                )
+            spans.append((len(before), len(after)))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"the tokenizer's chat template does not take a row's messages ({type(error).__name__}). Each message needs "
+            "role and content, and the tokenizer a chat template; base models often have none: use prompt_completion."
+        ) from None
+    if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
+        raise DataError("the chat template gives overlapping turns; use format prompt_completion.")
+    return _Rendered(text, spans, True)

@@ -1,0 +1,292 @@
+"""Tokenised units on disk: a corpus larger than memory trains, and is tokenised once.
+
+Comes in: rows by unit and a tokenizer, or a directory written before. Goes out: a ``Sequence`` of units, each read when it
+is asked for. It must not know the model or the Plan.
+
+An entry of the cache is a directory, private/cache/tokens/KEY, with
+    tokens.bin  unit after unit, sequence after sequence: two int32 (tokens, denominator), int32 ids, the loss mask
+                in bits; integers in this machine's byte order
+    index.npy   int64, one row a unit: its first byte in tokens.bin, its sequences, the tokens of the longest
+    meta.json   the digest of both, and how many bytes and units they hold
+It is written elsewhere and renamed, so that whatever has its name is whole.
+
+Shape suffixes: U units, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpllm.errors import DataError
+from dpllm.recipe.config import DataConfig
+from dpllm.text.data import Table, TokenSequence, Unit, iter_units
+from dpllm.text.rows import OpenFile
+from dpllm.text.units import Groups
+
+ENCODING = 1
+"""To be raised when ``data.encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
+FOLDER = "tokens"
+_PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at a time
+
+
+class Units(Sequence[Unit | None]):
+    """Tokenised units: from disk, and slots behind them that are held in memory.
+
+    Attributes:
+        path: The entry of the cache.
+        digest: Of all tokens, masks and denominators in their order; equal in two processes that train on the same units.
+            Private: a hash of a short text tells whoever guesses it.
+    """
+
+    def __init__(
+        self, path: Path, digest: str, index_U3: NDArray[np.int64], file: OpenFile, slots: Sequence[Unit | None] = ()
+    ) -> None:
+        """Made by ``make_units`` and ``open_units``; ``file`` is tokens.bin."""
+        self.path, self.digest = path, digest
+        self._index_U3, self._file, self._slots = index_U3, file, slots
+
+    @property
+    def key(self) -> str:
+        """Of the entry: what another process of the run opens."""
+        return self.path.name
+
+    def __len__(self) -> int:
+        return self._on_disk + len(self._slots)
+
+    @property
+    def _on_disk(self) -> int:
+        return len(self._index_U3) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Unit | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Unit | None]: ...
+
+    def __getitem__(self, index: int | slice) -> Unit | list[Unit | None] | None:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        if number >= self._on_disk:
+            return self._slots[number - self._on_disk]
+        start, end = int(self._index_U3[number, 0]), int(self._index_U3[number + 1, 0])
+        return _unpack(self._file.read(start, end - start), int(self._index_U3[number, 1]))
+
+    def sizes(self, index: int) -> tuple[int, int]:
+        """Sequences of a slot, and tokens of the longest of them; (0, 0) where there is nothing. No token is read."""
+        number = range(len(self))[index]
+        if number >= self._on_disk:
+            return _sizes(self._slots[number - self._on_disk])
+        return int(self._index_U3[number, 1]), int(self._index_U3[number, 2])
+
+    def with_slots(self, slots: Sequence[Unit | None]) -> Units:
+        """The same units and further slots behind them, which stay in memory; None for a slot without data."""
+        digest = hashlib.blake2b(self.digest.encode(), digest_size=32)
+        for slot in slots:
+            digest.update(b"none" if slot is None else b"unit" + _pack(slot))
+        return Units(self.path, digest.hexdigest(), self._index_U3, self._file, (*self._slots, *slots))
+
+
+def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, cache_dir: Path) -> Units:
+    """Tokenises units, unless the cache holds them.
+
+    Several processes may call this at once: one writes, the others wait for it. What killed processes left behind is
+    removed. An entry that is damaged is made again.
+
+    Args:
+        table: Of ``data.load_table``.
+        groups: The rows of each unit, of ``data.sampled_rows`` of the same table.
+        tokenizer: A fast transformers tokenizer.
+        data: max_length, long_examples.
+        cache_dir: The run's private cache.
+
+    Returns:
+        The same as ``data.encode_units`` gives, on disk.
+
+    Raises:
+        DataError: See ``data.encode_units``; a disk that is full.
+    """
+    key = cache_key(table, groups, tokenizer, data)
+    path = cache_dir / FOLDER / key
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _alone(path.parent):
+            if (found := _open(path, check=True)) is None:
+                with _whole(path) as part:
+                    _write(part, iter_units(groups, table.format, tokenizer, data, name=table.name))
+                found = _open(path, check=False)
+    except OSError as error:
+        raise DataError(
+            f"{path.parent}: cannot hold the tokens of {table.name} ({error.strerror}), from which training reads. Free some "
+            "space, or type an --output_dir on another disk."
+        ) from None
+    if found is None:
+        raise DataError(
+            f"{path.parent}: what was written there cannot be read back. Type an --output_dir on another disk."
+        )
+    return found
+
+
+def open_units(cache_dir: Path, key: str) -> Units:
+    """Opens what another process of this machine made, and has checked.
+
+    Raises:
+        DataError: There is no such entry.
+    """
+    found = _open(cache_dir / FOLDER / key, check=False)
+    if found is None:
+        raise DataError(
+            f"{cache_dir / FOLDER}: holds no tokens of the training data of this run. Either another process removed them, or "
+            "the machines of this run read different data: give all of them the same files."
+        )
+    return found
+
+
+def cache_key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
+    """Under which the units are kept: everything that decides which tokens they hold, hashed.
+
+    Args:
+        table: Of ``data.load_table``.
+        groups: See ``make_units``.
+        tokenizer: With its chat template.
+        data: max_length, long_examples.
+
+    Raises:
+        ValueError: The table was not made by ``data.load_table``.
+    """
+    import transformers
+
+    if table.digest is None:
+        raise ValueError("only rows of load_table have a digest, without which two corpora could not be told apart")
+    tokenizer(["a"])  # takes off what a file or an earlier call left of truncation and padding, as encoding does
+    parts = {
+        "encoding": ENCODING,
+        "transformers": transformers.__version__,
+        "rows": table.digest,
+        "groups": groups.digest(),
+        "format": table.format,
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "eos": tokenizer.eos_token_id,
+        "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
+        "template": tokenizer.chat_template if table.format == "messages" else None,
+        "max_length": data.max_length,
+        "long_examples": data.long_examples,
+    }
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One writer at a time; whatever is half written by then is of a process that was killed."""
+    path = folder / ".lock"
+    while True:
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:  # not one that its holder removed meanwhile
+                mine = path.stat().st_ino == os.fstat(file.fileno()).st_ino
+            except FileNotFoundError:
+                mine = False
+            if mine:
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A directory to write into, which gets its name when all is written, and else is removed."""
+    for left in path.parent.glob(".part-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    part = path.parent / f".part-{secrets.token_hex(8)}"
+    part.mkdir(mode=0o700)
+    try:
+        yield part
+        shutil.rmtree(path, ignore_errors=True)  # one that is damaged
+        os.rename(part, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(part: Path, units: Iterable[Unit]) -> None:
+    index, position = array("q"), 0
+    digest = hashlib.blake2b(digest_size=32)
+    with open(part / "tokens.bin", "wb", buffering=_PIECE) as file:
+        for unit in units:
+            packed = _pack(unit)
+            index.extend((position, *_sizes(unit)))
+            digest.update(packed)
+            file.write(packed)
+            position += len(packed)
+    index.extend((position, 0, 0))
+    index_U3 = np.frombuffer(index, np.int64).reshape(-1, 3)
+    np.save(part / "index.npy", index_U3)
+    digest.update(index_U3.tobytes())
+    meta = {"digest": digest.hexdigest(), "bytes": position, "units": len(index_U3) - 1}
+    (part / "meta.json").write_text(json.dumps(meta, sort_keys=True), encoding="utf-8")
+
+
+def _open(path: Path, *, check: bool) -> Units | None:
+    """An entry, or None where it is missing or damaged; ``check`` reads all of it, and else its sizes only."""
+    try:
+        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        index_U3 = np.load(path / "index.npy", allow_pickle=False)
+        file = OpenFile(os.open(path / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC))
+        fits = index_U3.shape == (meta["units"] + 1, 3) and file.size() == meta["bytes"] == index_U3[-1, 0]
+        if not fits or (check and _digest(file, index_U3) != meta["digest"]):
+            return None
+        return Units(path, str(meta["digest"]), index_U3, file)
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        return None
+
+
+def _digest(file: OpenFile, index_U3: NDArray[np.int64]) -> str:
+    digest, size = hashlib.blake2b(digest_size=32), file.size()
+    for start in range(0, size, _PIECE):
+        digest.update(file.read(start, min(_PIECE, size - start)))
+    digest.update(index_U3.tobytes())
+    return digest.hexdigest()
+
+
+def _sizes(unit: Unit | None) -> tuple[int, int]:
+    if unit is None or not unit.sequences:
+        return 0, 0
+    return len(unit.sequences), max(len(sequence.input_ids) for sequence in unit.sequences)
+
+
+def _pack(unit: Unit) -> bytes:
+    parts = []
+    for sequence in unit.sequences:
+        # array and bytes: numpy is slow over tuples of Python numbers
+        ids = array("i", (len(sequence.input_ids), sequence.denominator, *sequence.input_ids))
+        parts += [ids.tobytes(), np.packbits(np.frombuffer(bytes(sequence.loss_mask), np.uint8)).tobytes()]
+    return b"".join(parts)
+
+
+def _unpack(packed: bytes, num_sequences: int) -> Unit:
+    sequences, start = [], 0
+    for _ in range(num_sequences):
+        tokens, denominator = np.frombuffer(packed, np.int32, 2, start).tolist()
+        start += 8
+        ids_T = np.frombuffer(packed, np.int32, tokens, start)
+        start += 4 * tokens
+        bits = np.frombuffer(packed, np.uint8, (tokens + 7) // 8, start)
+        start += len(bits)
+        mask_T = np.unpackbits(bits, count=tokens).astype(bool)
+        sequences.append(TokenSequence(tuple(ids_T.tolist()), tuple(mask_T.tolist()), denominator))
+    return Unit(tuple(sequences))

@@ -1,0 +1,347 @@
+"""The audits: that they are about these weights, and that their numbers follow from the published scores.
+
+Comes in: export/audit/. Goes out: checks. What the models wrote when they were asked cannot be asked again without
+them, and is asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dpllm.auditing.bounds import epsilon_from_guesses, one_run_ceiling
+from dpllm.auditing.summary import SCHEMA_VERSION, Claim, summarise
+from dpllm.auditing.table import CanaryScores, by_group, read_scores
+from dpllm.auditing.tokens import TokenTable
+from dpllm.errors import DpllmError
+from dpllm.lab import mechanism
+from dpllm.privacy import events
+from dpllm.statement import claim
+from dpllm.statement.fields import Terms
+from dpllm.statement.privacy_record import Audit, PrivacyRecord
+from dpllm.verification import costs
+from dpllm.verification.reading import read_bytes, read_object
+from dpllm.verification.values import (
+    MAGNIFIED,
+    Check,
+    Json,
+    Published,
+    Wrong,
+    asserted,
+    close,
+    differences,
+    failed,
+    listed,
+    verified,
+)
+
+MOST_ROWS, MOST_TOKENS, MOST_TABLE = 200_000, 10_000_000, 2**24
+BESIDE = {"audits_run", "canaries", "generation", "published", "settings", "shadows", "weights"}
+"""What audit.json holds beside its statistics."""
+EARLIER, RETIRED = (1, 2), {"estimates", "exposure_tail"}
+"""Versions of audit.json that held these beside its statistics; nothing rested on them, and they are computed no more."""
+_ID = re.compile(r"[cr]\d{5,9}")
+_AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
+_SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the whole
+_SLACK = 1e-6
+
+
+def check(found: Published) -> Iterator[Check]:
+    """The audit of the weights."""
+    folder, record = found.directory / "audit", found.record
+    files = sorted(name for name in found.hashes if name.startswith("audit/") and name != "audit/mechanism.json")
+    if record.audit is None:
+        if files:
+            raise Wrong(f"{listed(files)} lie in export/, and the card names no audit. Write it again: dpllm card RUN.")
+        yield asserted("audit", "none of these weights is published.")
+        return
+    report = read_object(folder / "audit.json", MOST_TABLE)
+    if record.terms is None:
+        raise Wrong(
+            "an audit of a run without differential privacy is private, and lies in export/. Delete export/audit."
+        )
+    yield _belongs(found, record.terms, report)
+    yield _in_block(record, record.audit, report)
+    table, tokens = _tables(folder)
+    yield _rows(record.terms, table, tokens, report)
+    yield _statistics(record.terms, report, table, tokens)
+    left = [name for name in ("estimates", "exposure_tail", "generation", "shadows") if report.get(name)]
+    if (report.get("controls") or {}).get("words"):
+        left.append("the control by words")
+    if (report.get("controls") or {}).get("twin"):
+        left.append("the twin on which the attack is said to work")
+    left.append("alpha and the numbers of guesses, which training fixed")
+    yield asserted(
+        "audit: what needs the models",
+        f"that these scores are those of these weights, that the coins were fair, that there were {report.get('audits_run')} "
+        f"audits{'' if not left else ', and ' + ', '.join(left)}. Whoever has the weights and the canaries can score them again.",
+    )
+
+
+def _belongs(found: Published, terms: Terms, report: Json) -> Check:
+    """Weights, canaries and claim are those of the block."""
+    weights = {name: value for name, value in found.hashes.items() if name.endswith(".safetensors")}
+    merged = found.record.merged_from
+    if merged:
+        weights = {name: value for name, value in merged.files.items() if name.endswith(".safetensors")}
+    if not weights or report.get("weights") != weights:
+        raise Wrong(f"audit.json is about other weights than these. {_AUDIT_AGAIN}")
+    tested = report.get("claim") or {}
+    same = (tested.get("delta"), tested.get("unit")) == (terms.delta, terms.unit)
+    if not same or not close(tested.get("epsilon"), terms.epsilon):
+        raise Wrong(f"audit.json tested another epsilon, delta or unit than the card states. {_AUDIT_AGAIN}")
+    if report.get("published") is not True:
+        raise Wrong("audit.json tells of other, private runs and was not to be published. Delete it, and audit again.")
+    if merged:
+        return asserted("audit: weights", "it is about the adapter; that it was merged into these weights is asserted.")
+    return verified("audit: weights", f"it is about {listed(sorted(weights))} and about the epsilon that is stated.")
+
+
+def _in_block(record: PrivacyRecord, part: Audit, report: Json) -> Check:
+    """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
+    expected = claim.audit_part(report, record.terms if record.guarantee else None)
+    wrong = list(differences(part.to_json(), expected.to_json()))
+    if wrong:
+        raise Wrong(
+            f"audit.{listed(wrong)} of privacy.json is not what audit.json says. Write the card again: dpllm card RUN."
+        )
+    if record.guarantee and claim.contradicts(report, record.epsilon):
+        raise Wrong(
+            "the audit contradicts the epsilon that is stated as a guarantee. There is none: do not rely on it."
+        )
+    return verified("audit: in the card", "the card shows what audit.json says.")
+
+
+def _tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    files = [folder / "tokens.parquet"]
+    read_bytes(files[0])
+    if (old := folder / "scores.csv").exists():  # of an audit before version 3
+        read_bytes(old, MOST_TABLE)
+        files.append(old)
+    try:
+        _only_numbers(files[0], coins=len(files) == 1)
+        return _read_tables(str(folder), *map(_seen, files))
+    except DpllmError as error:
+        raise Wrong(str(error).replace(f"{folder}/", "")) from None
+
+
+def _only_numbers(path: Path, *, coins: bool) -> None:
+    """The columns of a token table and nothing else, before any of it is unpacked."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        described = parquet.read_metadata(path)
+    except (ArrowException, OSError):
+        raise Wrong(f"{path.name} is no parquet file. {_AUDIT_AGAIN}") from None
+    wanted = {"canary_id", "zlib_bytes"} | ({"group", "inserted"} if coins else set())
+    wanted |= {
+        field.name.removesuffix("_N") for field in fields(TokenTable) if field.name.startswith(("tuned", "base"))
+    }
+    if set(described.schema.names) != wanted or (described.metadata or {}).keys() - {b"ARROW:schema"}:
+        raise Wrong(f"{path.name} holds other columns than a token table, which could be text. {_AUDIT_AGAIN}")
+    fields_of = described.schema.to_arrow_schema()
+    if fields_of.metadata or any(one.metadata for one in fields_of):
+        raise Wrong(f"{path.name} describes its columns in text of its own. {_AUDIT_AGAIN}")
+    if described.num_rows <= MOST_TOKENS:
+        # As a dictionary: a few bytes can stand for any number of long names.
+        names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"])["canary_id"]
+        if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
+            raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
+    if described.num_rows > MOST_TOKENS:
+        raise Wrong(f"{path.name} has {described.num_rows:,} rows, more than any audit of dpllm. {_AUDIT_AGAIN}")
+
+
+def _seen(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=8)
+def _read_tables(folder: str, *seen: tuple[int, int]) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    table, tokens = read_scores(Path(folder))
+    if len(table) > MOST_ROWS:
+        raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {_AUDIT_AGAIN}")
+    return table, tokens
+
+
+def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: Json) -> Check:
+    """Scores, tokens and the numbers of canaries speak of the same canaries."""
+    rows = {row.canary_id: row for row in table}
+    values = [value for row in table for value in (row.tuned_log_prob, row.base_log_prob)]
+    if not all(_ID.fullmatch(row.canary_id) for row in table):
+        raise Wrong(f"its table names a canary in another way than dpllm does, which could be text. {_AUDIT_AGAIN}")
+    if len(rows) != len(table) or not all(math.isfinite(value) and value <= 0 for value in values):
+        raise Wrong(f"its table names a canary twice, or holds a score that is no log-probability. {_AUDIT_AGAIN}")
+    if any((row.inserted is None) != (row.group == 0) or row.group < 0 for row in table):
+        raise Wrong(f"its table has a coin of a reference, or a candidate without one. {_AUDIT_AGAIN}")
+    groups = by_group(table)
+    references = len(groups.pop(0, []))
+    counted = {
+        str(group): {"candidates": len(of_group), "inserted": sum(bool(row.inserted) for row in of_group)}
+        for group, of_group in groups.items()
+    }
+    canaries = report["canaries"]
+    planned = {str(group): number for group, number in canaries["settings"]["groups"].items()}
+    sizes = {group: counts["candidates"] for group, counts in counted.items()}
+    if (canaries["groups"], canaries["references"]) != (counted, references) or planned != sizes:
+        raise Wrong(f"its table holds other canaries than audit.json counts. {_AUDIT_AGAIN}")
+    row_by_row = terms.unit == "example" or terms.sampling.of == "example"
+    slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())
+    if terms.sampling.canary_slots != slots:
+        raise Wrong(
+            f"the canaries that were scored hold {slots} slots of N, and canary_slots is another number. {_AUDIT_AGAIN}"
+        )
+    if set(tokens.canary_ids) != rows.keys():
+        raise Wrong(f"tokens.parquet is about other canaries than scores.csv. {_AUDIT_AGAIN}")
+    # Of an audit before version 3, whose scores stand in a file of their own.
+    starts = tokens.starts()
+    sums = {
+        "num_tokens": tokens.lengths(),
+        "tuned_log_prob": np.add.reduceat(tokens.tuned_log_prob_N, starts),
+        "base_log_prob": np.add.reduceat(tokens.base_log_prob_N, starts),
+        "tuned_greedy": np.logical_and.reduceat(tokens.tuned_argmax_N, starts),
+        "base_greedy": np.logical_and.reduceat(tokens.base_argmax_N, starts),
+    }
+    for name, added in sums.items():
+        stated = np.array([getattr(rows[canary], name) for canary in tokens.canary_ids], dtype=np.float64)
+        gap = np.abs(stated - added.astype(np.float64))
+        if not (gap <= _SUM_GAP * np.maximum(1.0, np.abs(stated))).all():
+            raise Wrong(f"column {name} of scores.csv is not what tokens.parquet adds up to. {_AUDIT_AGAIN}")
+    return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
+
+
+def _statistics(terms: Terms, report: Json, table: tuple[CanaryScores, ...], tokens: TokenTable) -> Check:
+    """Everything that the summary of an audit says, computed again from the tables."""
+    costs.bounded(costs.text(terms.event))
+    stated_terms = terms.to_json()
+    promise = {key: stated_terms[key] for key in ("event", "neighbouring_relation", "limits") if key in stated_terms}
+    canaries, controls, version = report["canaries"], report["controls"], report.get("schema_version")
+    if canaries["kind"] == "digits" and not close(
+        canaries["log2_secrets"], canaries["settings"]["digits"] * math.log2(10), 1e-9
+    ):
+        raise Wrong(f"audit.json counts other secrets than its digits allow. {_AUDIT_AGAIN}")
+    fixed = {
+        "claim": report["claim"],
+        "settings": report["settings"],
+        "promise": promise,
+        "words": controls["words"],
+        "twin": controls["twin"],
+        # The version is compared too: one that is not known is not the newest.
+        "version": version if version in EARLIER else SCHEMA_VERSION,
+    }
+    fresh = _summary(table, _Hashed(tokens), costs.text(fixed))
+    stated = {name: report.get(name) for name in fresh}
+    beside = BESIDE | (RETIRED if version in EARLIER else set())
+    wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - beside)
+    if wrong:
+        raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
+    bound = fresh["epsilon_lower_bound"]
+    return verified(
+        "audit: statistics",
+        f"{len(fresh)} parts of audit.json follow from the scores; verdict {fresh['verdict']}, lower bound {bound['value']:.3g}, "
+        f"of at most {bound['ceiling']:.3g}.",
+    )
+
+
+class _Hashed:
+    """A token table that can be a key: it is the same object as long as its file is the same."""
+
+    def __init__(self, tokens: TokenTable) -> None:
+        self.tokens = tokens
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and other.tokens is self.tokens
+
+    def __hash__(self) -> int:
+        return id(self.tokens)
+
+
+@lru_cache(maxsize=8)
+def _summary(table: tuple[CanaryScores, ...], tokens: _Hashed, fixed: str) -> Json:
+    given: dict[str, Any] = json.loads(fixed)
+    tested, settings = Claim(**given.pop("claim")), given.pop("settings")
+    fresh = summarise(table, tested, tokens=tokens.tokens, **given, **settings)
+    return dict(json.loads(json.dumps(fresh)))
+
+
+def check_mechanism(found: Published) -> Iterator[Check]:
+    """The audit of the engine: its verdict from its own figures, and its figures as far as they follow from the event."""
+    part, path = found.record.mechanism_audit, found.directory / "audit" / "mechanism.json"
+    name = "audit of the engine"
+    if part is None:
+        if "audit/mechanism.json" in found.hashes:
+            raise Wrong(
+                "mechanism.json lies in export/, and the card does not name it. Write it again: dpllm card RUN."
+            )
+        yield asserted(name, "none is published.")
+        return
+    report, terms = read_object(path), found.record.terms
+    again = "Audit the engine again: dpllm audit RUN --mechanism, then dpllm card RUN."
+    if terms is None or {key: report.get(key) for key in ("verdict", "reason", "steps")} != part.to_json():
+        raise Wrong(f"mechanism_audit of privacy.json is not what mechanism.json says. {again}")
+    sampling, steps = terms.sampling, found.record.steps.planned
+    claimed = {
+        key: getattr(terms, key) for key in ("epsilon", "delta", "noise_multiplier", "clipping", "max_grad_norm")
+    }
+    claimed |= {"num_steps": steps, **{key: getattr(sampling, key) for key in ("sampling_rate", "expected_batch_size")}}
+    if wrong := list(differences(report.get("claimed"), claimed)):
+        raise Wrong(f"mechanism.json tested another {listed(wrong)} than the card states. {again}")
+    bound = report["bound"]
+    canaries, promised = report["canaries"], min(report["steps"], steps)
+    # Of one thing that is sampled, as the audit has it.
+    event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, promised)
+    epsilon, _ = costs.pld(costs.text(event), float(bound["delta"]), terms.neighbouring_relation)
+    ways = len(bound["guesses"]) + len(bound["guesses_in"])
+    least = epsilon_from_guesses(
+        canaries, bound["best_guesses"], bound["correct"], delta=bound["delta"], alpha=bound["alpha"] / ways
+    )
+    ceiling = one_run_ceiling(
+        canaries, delta=bound["delta"], alpha=bound["alpha"], guesses=bound["guesses"], guesses_in=bound["guesses_in"]
+    )
+    shown = {
+        "bound": {**bound, "value": max(least, 0.0), "ceiling": ceiling, "num_canaries": canaries},
+        "bound.alpha": mechanism.ALPHA / 2,
+        "bound.delta": min(terms.delta, mechanism.ALPHA / 1000 / canaries),
+        "level": mechanism.ALPHA / 2 / len(report["tests"]),
+        "promised_steps": promised,
+        "epsilon": epsilon,
+        "scope": mechanism.SCOPE,
+    }
+    stated = {**report, "bound.alpha": bound["alpha"], "bound.delta": bound["delta"]}
+    if wrong := list(differences({key: stated.get(key) for key in shown}, shown, tolerance=1e-3)):
+        raise Wrong(f"{listed(wrong)} of mechanism.json does not follow from its own counts. {again}")
+    pairs = [SimpleNamespace(**{**pair, "excess": _excess(pair)}) for pair in report["pairs"]]
+    if any(not close(pair.excess, stated["excess"]) for pair, stated in zip(pairs, report["pairs"], strict=True)):
+        raise Wrong(f"pairs of mechanism.json: an excess is not that of its differences. {again}")
+    seen: Any = SimpleNamespace(
+        **{
+            **report,
+            "bound": SimpleNamespace(**bound),
+            "tests": [SimpleNamespace(**test) for test in report["tests"]],
+            "pairs": pairs,
+            "resolution": math.inf if report["resolution"] is None else report["resolution"],
+        }
+    )
+    if list(mechanism.verdict(seen)) != [report["verdict"], report["reason"]]:
+        raise Wrong(f"the verdict of mechanism.json is not that of its own figures. {again}")
+    if found.record.guarantee and report["verdict"] == "falsified":
+        yield failed(
+            name, "it falsified the mechanism, and the card states a guarantee. There is none: do not rely on it."
+        )
+        return
+    yield verified(name, f"{report['verdict']}, by its own figures; that they were measured is asserted.")
+
+
+def _excess(pair: Json) -> float:
+    of_count = 2 * (pair["count_difference"] or 0.0)
+    differences_of = (pair["sum_difference"], pair["released_difference"], of_count)
+    return max(float(difference) for difference in differences_of) / (1 + _SLACK)

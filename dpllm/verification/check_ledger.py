@@ -1,0 +1,232 @@
+"""The ledger: that its chain is whole, holds the head that the card states and the run with this very event.
+
+Comes in: what a card says of its ledger, and a ledger (a file, an export of one, a PostgreSQL URL) or none. Goes out: checks.
+A ledger's file is copied before it is opened: verifying writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dpllm.errors import DpllmError
+from dpllm.ledger import admission
+from dpllm.ledger.chain import Entry, canonical
+from dpllm.ledger.exchange import read_export, verify_export
+from dpllm.ledger.ledger import Ledger, open_ledger
+from dpllm.ledger.store import default_path
+from dpllm.ledger.values import Account, Budget, Reservation, Run
+from dpllm.privacy import events
+from dpllm.statement import fields
+from dpllm.statement.fields import Composed, Terms
+from dpllm.verification import costs
+from dpllm.verification.check_promise import rounding
+from dpllm.verification.reading import MOST_BYTES, read_bytes, read_object
+from dpllm.verification.values import Check, Json, Published, Wrong, asserted, close, listed, verified
+
+_NAME = "ledger"
+_SQLITE = b"SQLite format 3\x00"
+_URL = ("postgresql://", "postgres://")
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A ledger at one moment."""
+
+    entries: Sequence[Entry]
+    steps: dict[str, int]
+    where: str
+
+
+def check(found: Published) -> Iterator[Check]:
+    """What the card says of the budget."""
+    composed, terms = found.record.composed, found.record.terms
+    if composed is None:
+        if found.ledger is not None and terms is not None:
+            raise Wrong("a ledger was given, and the card names no entry in any. Ask its author which run this is.")
+        yield asserted(_NAME, "the card names none, so no total over several runs is stated.")
+        return
+    if terms is None:
+        raise Wrong(
+            "the card names an entry of a ledger, and no event that it was for. Write it again: dpllm card RUN."
+        )
+    yield _coherent(composed, terms)
+    where = found.ledger if found.ledger is not None else _of_run(found)
+    if where is None:
+        yield asserted(
+            _NAME,
+            f"entry {composed.entry} of dataset {composed.dataset} and its total are what the author says. Whoever has the "
+            "ledger, or an export of it, can check: --ledger FILE.",
+        )
+        return
+    try:
+        chain = _open(where, {"hash": composed.head, "count": composed.entries})
+    except (DpllmError, sqlite3.Error, OSError) as error:
+        raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
+    yield _entry(chain, composed, terms, found.record.steps.taken)
+    yield _total(chain, composed, terms)
+
+
+def _coherent(composed: Composed, terms: Terms) -> Check:
+    """What has to hold whatever the ledger says."""
+    budget = composed.budget
+    gate, order = (budget.gate, budget.order) if budget else (None, None)
+    delta = budget.delta if budget else terms.delta
+    problems = []
+    if (composed.gate, composed.order) != (gate, order) or composed.delta != delta:
+        problems.append("gate, order or delta are not the budget's")
+    if (composed.filter_epsilon is not None) != (gate == "adaptive"):
+        problems.append("filter_epsilon belongs to an adaptive budget")
+    # One run alone cannot cost more than all of them.
+    if delta == terms.delta and not (composed.spent_epsilon or 0.0) >= terms.epsilon * (1 - 1e-3):
+        problems.append("the total is less than the run alone")
+    if problems:
+        raise Wrong(f"{listed(problems)}. Write the card again: dpllm card RUN.")
+    return verified("ledger: total", "is not less than the run alone, and goes with the budget that is named.")
+
+
+def _of_run(found: Published) -> str | None:
+    """The ledger that the recipe of a run names, if it is there."""
+    if found.run is None:
+        return None
+    named = found.run.load_config().privacy.ledger
+    if named is None:
+        return str(default_path()) if default_path().exists() else None
+    return named if named.startswith(_URL) or Path(named).exists() else None
+
+
+def _open(where: str, head: Json) -> _Chain:
+    if where.startswith(_URL):
+        with closing(_opened(where)) as book:
+            return _follow(book, where, head)
+    path = Path(where)
+    with open(path, "rb") as file:
+        start = file.read(len(_SQLITE))
+    if start == _SQLITE:
+        with TemporaryDirectory() as folder:
+            copy = Path(folder) / "ledger.sqlite"
+            with (
+                closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
+                closing(sqlite3.connect(copy)) as target,
+            ):
+                source.backup(target)
+            with closing(_opened(str(copy))) as book:
+                return _follow(book, path.name, head)
+    read_bytes(path.resolve(), MOST_BYTES)
+    value = read_object(path.resolve())
+    entries = read_export(value, Path(path.name))
+    if problems := verify_export(value, head):
+        raise Wrong(f"{path.name}: {problems[0]} Do not trust what it says of this run.")
+    return _Chain(entries, value["progress"], path.name)
+
+
+def _opened(where: str) -> Ledger:
+    book = open_ledger(where, create=False)
+    if book is None:
+        raise Wrong(f"{where}: no such ledger. Name its file with --ledger FILE.")
+    return book
+
+
+def _follow(book: Ledger, where: str, head: Json) -> _Chain:
+    if problems := book.verify(head):
+        raise Wrong(f"{where}: {problems[0]} Do not trust what it says of this run.")
+    steps = dict(book.store.rows("SELECT entry, steps FROM progress"))
+    return _Chain(book.history(), steps, where)
+
+
+def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check:
+    """The run's own entries pay for its event."""
+    names = [str(name) for name in (composed.entry, *composed.made_up_by)]
+    found = {e.facts["entry"]: e for e in chain.entries[: composed.entries] if e.kind == "reserve"}
+    missing = [name for name in names if name not in found or found[name].dataset != composed.dataset]
+    if missing:
+        raise Wrong(
+            f"{chain.where} has no entry {listed(missing)} of dataset {composed.dataset} before the stated head, so the run "
+            "is not in it. Name the ledger that it was charged to."
+        )
+    own = [found[name].facts for name in names]
+    paid = events.normal_form({"type": "composed", "events": [facts["event"] for facts in own]})
+    if paid != events.normal_form(terms.event):
+        raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for another event than the card states.")
+    for facts in own:
+        if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
+            raise Wrong(
+                f"entry {facts['entry']} of {chain.where} is about another unit or relation than the card states."
+            )
+    executed = sum(chain.steps.get(name, 0) for name in names)
+    if executed < taken:
+        raise Wrong(f"{chain.where} charged {executed} steps for this run, and the card states more.")
+    return verified(
+        "ledger: entry",
+        f"{composed.entry} of {chain.where} was reserved for this very event, and {executed} steps were charged.",
+    )
+
+
+def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
+    """The total as it was at the stated head."""
+    account = _account(chain.entries[: composed.entries], composed.dataset)
+    budget, relation = account.budget, terms.neighbouring_relation
+    delta = composed.budget.delta if composed.budget else terms.delta
+    spent = costs.together(costs.text(account.events()), delta, relation)
+    filtered = admission.filter_epsilon(account)
+    problems = []
+    if not close(composed.spent_epsilon, spent, rounding(terms)):
+        problems.append(f"the total is {spent:.6g}, and {composed.spent_epsilon} is stated")
+    if not close(
+        composed.filter_epsilon, filtered if filtered is None or math.isfinite(filtered) else None, rounding(terms)
+    ):
+        problems.append("filter_epsilon is not the filter's")
+    stated = composed.budget
+    if (stated and _terms_of(stated)) != (budget and _terms_of(budget)):
+        problems.append("the budget is another")
+    if composed.imported != len(account.imports):
+        problems.append("the number of imported runs is another")
+    own = next(r for r in account.runs if r.reservation.entry == composed.entry)
+    problems += _group(composed.group, own.reservation.group, account, terms)
+    if problems:
+        raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. Write the card again: dpllm card RUN.")
+    later = len(chain.entries) - composed.entries
+    return verified(
+        _NAME,
+        f"{chain.where}: the chain is unbroken and contains the stated head, where the total of dataset {composed.dataset} "
+        f"was {spent:.6g}{f'; {later} entries came later' if later else ''}.",
+    )
+
+
+def _terms_of(budget: fields.Budget | Budget) -> tuple[object, ...]:
+    return budget.epsilon, budget.delta, budget.gate, budget.order
+
+
+def _group(stated: fields.Group | None, name: str | None, account: Account, terms: Terms) -> list[str]:
+    if stated is None or name is None:
+        return [] if stated is None and name is None else ["the tuning group is another"]
+    runs = [run for run in account.runs if run.reservation.group == name]
+    total = costs.together(costs.text([run.event for run in runs]), stated.delta, terms.neighbouring_relation)
+    same = (stated.name, stated.runs) == (name, len(runs)) and close(stated.epsilon, total, rounding(terms))
+    return [] if same else ["the tuning group is another"]
+
+
+def _account(entries: Sequence[Entry], dataset: str) -> Account:
+    """What the ledger held for a dataset after these entries; steps matter of reconciled runs only."""
+    mine = [entry for entry in entries if entry.dataset == dataset]
+    reconciled = {e.facts["entry"]: e.facts["steps"] for e in mine if e.kind == "reconcile"}
+    budgets = [entry.facts for entry in mine if entry.kind in ("budget", "gate")]
+    runs = []
+    for facts in (entry.facts for entry in mine if entry.kind == "reserve"):
+        claim = Reservation(dataset=dataset, **_fields(facts, Reservation, {"dataset"}))
+        state: Any = "reconciled" if claim.entry in reconciled else "completed"
+        runs.append(Run(claim, facts["event"], reconciled.get(claim.entry, 0), state, 0.0, canonical(facts["event"])))
+    budget = Budget(**_fields(budgets[-1], Budget, set())) if budgets else None
+    imports = tuple(json.loads(canonical(entry.facts["event"])) for entry in mine if entry.kind == "import")
+    return Account(dataset, budget, None, tuple(runs), imports)
+
+
+def _fields(facts: Any, kind: Any, but: set[str]) -> dict[str, Any]:
+    return {name: facts[name] for name in kind.__dataclass_fields__ if name in facts and name not in but}

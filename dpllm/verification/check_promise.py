@@ -1,0 +1,296 @@
+"""The promise: epsilon and every number beside it, computed again from the stored event, also of the models before this one.
+
+Comes in: the terms and the lineage of a privacy statement. Goes out: checks. That this event is what ran is asserted, and so is
+that the base model said what lineage has of it: its own card is verified by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import cast, get_args
+
+from dpllm.privacy import accounting, events
+from dpllm.privacy.lattice import noise_scale
+from dpllm.privacy.privacy_loss import Relation
+from dpllm.statement import claim
+from dpllm.statement.fields import DEFINITION, Ancestor, ComposedLineage, Terms
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.verification import costs
+from dpllm.verification.values import (
+    MAGNIFIED,
+    TOLERANCE,
+    Check,
+    Json,
+    Published,
+    Wrong,
+    asserted,
+    close,
+    differences,
+    listed,
+    tried,
+    verified,
+)
+
+ACCOUNTANT = "dp-accounting PLD"
+OTHER_VERSION = 1e-3
+"""Relative; how far PLD of another version may lie from this one."""
+OTHER_RDP = 1e-2
+"""The same of RDP, whose orders differ between versions."""
+COARSE = 2e-2
+"""How far PLD on a coarser grid may lie above."""
+OF_THE_EVENT = ("accountants", "limits", "curve", "trade_off")
+MOST_PARENTS = 10
+_WRITE_AGAIN = "Write the card again: dpllm card RUN."
+_AGAIN = "Restore privacy.json from where the model was published, or write the card again: dpllm card RUN."
+
+
+def check(found: Published) -> Iterator[Check]:
+    """Every number of the promise that follows from the event and the public sizes."""
+    record, terms = found.record, found.record.terms
+    if not record.guarantee:
+        attempted = "" if terms is None else " What was attempted is looked at."
+        yield verified("promise", f"none is made: {record.reason}.{attempted}")
+    if terms is None:
+        return
+    steps: tuple[tuple[str, Callable[[PrivacyRecord, Terms], Check]], ...] = (
+        ("epsilon", _epsilon),
+        ("sizes", _sizes),
+        ("other accountants", _accountants),
+        ("cross-check", _cross_check),
+        ("limits of attackers", _attackers),
+        ("without amplification", _shuffled),
+        ("terms", _generator),
+    )
+    for name, step in steps:
+        yield tried(name, step, record, terms)
+
+
+def _epsilon(record: PrivacyRecord, terms: Terms) -> Check:
+    accountant = terms.accountant
+    if accountant.name != ACCOUNTANT or accountant.interval != accounting.FINE_INTERVAL:
+        raise Wrong(f"accountant is not {ACCOUNTANT} at interval {accounting.FINE_INTERVAL:g}. {_AGAIN}")
+    delta, stated = terms.delta, terms.epsilon
+    least, coarse = costs.pld(costs.text(terms.event), delta, terms.neighbouring_relation)
+    slack = COARSE if coarse else rounding(terms)
+    if not math.isfinite(least) or stated < least * (1 - slack):
+        raise Wrong(
+            f"the event costs epsilon {least:.12g} at delta {delta:g}, and {stated:.12g} is stated{_by(terms)}. {_AGAIN}"
+        )
+    # What was spent beyond the plan is stated without the plan's other figures.
+    if any(getattr(terms, name) is not None for name in OF_THE_EVENT) and stated > least * (1 + slack):
+        raise Wrong(
+            f"epsilon {stated:.12g} is stated, and the event costs {least:.12g}: parts of two statements{_by(terms)}. {_AGAIN}"
+        )
+    return verified(
+        "epsilon", f"PLD gives {least:.6g} at delta {delta:g} for the stored event; {stated:.6g} is stated."
+    )
+
+
+def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
+    """The event against N, q, T, sigma and delta."""
+    sampling, event = terms.sampling, terms.event
+    size, batch, delta, group = sampling.dataset_size, sampling.expected_batch_size, terms.delta, terms.group_size
+    step = event["event"]
+    taken, planned = record.steps.taken, record.steps.planned
+    rules = {
+        "the event is not that of Poisson sampled steps": event["type"] == "self_composed"
+        and step["type"] == ("poisson_sampled_group" if group > 1 else "poisson_sampled"),
+        "max_examples_per_unit is not the event's group": step.get("group_size", 1) == group,
+        "max_examples_per_unit belongs to another unit": terms.unit != "example" or terms.max_examples_per_unit is None,
+        "sampling_rate is not the event's": sampling.sampling_rate == step["probability"],
+        "sampling_rate is not expected_batch_size / dataset_size": close(sampling.sampling_rate, batch / size, 1e-12),
+        "steps.planned is not the event's count": planned == event["count"],
+        "clipping is not what the event is about": (terms.clipping == "adaptive") == (terms.adaptive is not None),
+        "noise_multiplier is not the event's": _noise(terms, step["event"]),
+        "randomness.lattice.noise_over_max_grad_norm is not sigma's": _lattice(terms),
+        "canary_slots do not fit into dataset_size": sampling.canary_slots < size and batch <= size,
+        "delta is not below 1/N, so that publishing one record outright would satisfy it": delta * size < 1,
+        "steps.taken is more than planned": taken <= planned,
+        "a completed run took other steps than planned": record.status != "completed" or taken == planned,
+    }
+    wrong = [problem for problem, good in rules.items() if not good]
+    if wrong:
+        raise Wrong(f"{listed(wrong)}. {_AGAIN}")
+    return verified(
+        "sizes",
+        f"N {size}, batch {batch}, {planned} steps and noise multiplier {terms.noise_multiplier:.4g} are the event's; delta "
+        f"is {delta * size:.2g} / N.",
+    )
+
+
+def _noise(terms: Terms, mechanism: Json) -> bool:
+    if terms.adaptive is None:
+        return mechanism == {"type": "gaussian", "noise_multiplier": terms.noise_multiplier}
+    gradient, count = terms.adaptive.gradient_noise_multiplier, terms.adaptive.count_noise_multiplier
+    parts = {"gradient_noise_multiplier": gradient, "count_noise_multiplier": count}
+    joint = events.joint_noise_multiplier(gradient, count)
+    return mechanism == {"type": "adaptive_clipping", **parts} and close(terms.noise_multiplier, joint)
+
+
+def _lattice(terms: Terms) -> bool:
+    """The noise that was added is sigma times the sensitivity, rounding to the lattice counted."""
+    stated = terms.randomness.lattice
+    if stated is None:  # a run of before
+        return True
+    sigma = terms.adaptive.gradient_noise_multiplier if terms.adaptive else terms.noise_multiplier
+    return close(stated.noise_over_max_grad_norm, noise_scale(sigma, 1.0, stated.coordinates), 1e-12)
+
+
+def _accountants(record: PrivacyRecord, terms: Terms) -> Check:
+    name = "other accountants"
+    if terms.accountants is None:
+        return asserted(name, "none are stated: more was spent than planned.")
+    fresh = costs.beside(costs.text(terms.event), terms.delta, terms.neighbouring_relation)
+    _, coarse = costs.pld(costs.text(terms.event), terms.delta, terms.neighbouring_relation)
+    slack = max(rounding(terms, OTHER_RDP), COARSE if coarse else 0.0)
+    wrong = list(differences(terms.accountants, fresh, tolerance=slack))
+    if wrong:
+        raise Wrong(f"accountants.{listed(wrong)} is not what the event costs{_by(terms)}. {_AGAIN}")
+    return verified(name, ", ".join(f"{key} {value:.6g}" for key, value in fresh.items() if value is not None) + ".")
+
+
+def _cross_check(record: PrivacyRecord, terms: Terms) -> Check:
+    name, stated = "cross-check", terms.cross_check
+    event, delta, relation = costs.text(terms.event), terms.delta, terms.neighbouring_relation
+    if stated is None:
+        if {"pld", "rdp"} <= accounting.accountants(terms.event):
+            raise Wrong(f"cross_check is missing, and RDP knows this event. {_AGAIN}")
+        return verified(name, "no second accountant knows this event.")
+    value = stated.epsilon
+    if stated.name == "opacus-prv":
+        pld, _ = costs.pld(event, delta, relation)
+        room = max(accounting.PRV_GAP, 1e-3 * pld)
+        if delta >= accounting.LEAST_COMPARED and not pld - 1e-3 <= value <= pld + room:
+            raise Wrong(f"cross_check states {value}, which PRV cannot find where PLD gives {pld:.6g}. {_AGAIN}")
+        return asserted(
+            name,
+            f"{stated.name} is said to give {value:.6g}, which is where it has to lie; it is not asked, for it needs torch.",
+        )
+    if not stated.name.startswith("dp-accounting-rdp"):
+        raise Wrong(f"cross_check names an accountant that dpllm never asks. {_AGAIN}")
+    fresh = costs.beside(event, delta, relation)["rdp"]
+    if not close(value, fresh, rounding(terms, OTHER_RDP)):
+        raise Wrong(f"cross_check states {value}, and RDP gives {fresh}{_by(terms)}. {_AGAIN}")
+    return verified(name, f"RDP gives {fresh:.6g}.")
+
+
+def _attackers(record: PrivacyRecord, terms: Terms) -> Check:
+    """Limits and curves: the same event in other words."""
+    name, stated = "limits of attackers", terms.to_json()
+    present = [key for key in OF_THE_EVENT if stated.get(key) is not None]
+    if not present:
+        return asserted(name, "none are stated beside those that follow from epsilon and delta.")
+    if len(present) != len(OF_THE_EVENT):
+        raise Wrong(f"only {', '.join(present)} stand beside epsilon. {_AGAIN}")
+    _, coarse = costs.pld(costs.text(terms.event), terms.delta, terms.neighbouring_relation)
+    if coarse:
+        return asserted(name, "not computed again: an epsilon of hundreds limits nobody.")
+    fresh = costs.attackers(costs.text(terms.event), terms.neighbouring_relation)
+    wrong = list(differences(_points(stated), _points(fresh), tolerance=0.0))
+    # The rates themselves are rounded up to four digits, so that one version gives one text.
+    for key, same in (("limits", MAGNIFIED), ("curve", MAGNIFIED), ("trade_off", 0.0)):
+        wrong += differences(stated[key], fresh[key], key, rounding(terms, OTHER_RDP, same))
+    if wrong:
+        raise Wrong(f"{listed(wrong)} does not follow from the event{_by(terms)}. {_AGAIN}")
+    return verified(name, "limits and curve, to six digits, and trade_off follow from the event.")
+
+
+def _points(stated: Json) -> Json:
+    """Where curves are stated: the same in every version."""
+    return {key: [point[0] for point in stated[key]] for key in ("curve", "trade_off")}
+
+
+def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
+    name, stated = "without amplification", terms.without_amplification
+    if stated is None and terms.accountants is None:
+        return asserted(name, "none is stated: more was spent than planned.")
+    fresh = claim.without_amplification(terms, record.steps.planned)
+    if stated != fresh:  # rounded up to four digits, by no accountant's version
+        raise Wrong(f"{stated} is stated, and the same noise without credit for sampling costs {fresh}. {_AGAIN}")
+    return verified(name, f"epsilon {stated}, if batches had come from shuffling.")
+
+
+def _generator(record: PrivacyRecord, terms: Terms) -> Check:
+    """What the schema, which fixes the other words, does not say."""
+    if terms.randomness.secure_noise != (terms.randomness.generator == "chacha20"):
+        raise Wrong(f"randomness.secure_noise is not true of {terms.randomness.generator}. {_AGAIN}")
+    return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples; the base model is not covered.")
+
+
+def rounding(terms: Terms, other: float = OTHER_VERSION, same: float = TOLERANCE) -> float:
+    """How far a figure may lie from what is computed here: hardly, where the accountant's version is the same."""
+    return other if _by(terms) else same
+
+
+def _by(terms: Terms) -> str:
+    """Which other version of the accountant computed the statement; empty where it is this one."""
+    stated, here = terms.accountant.version, accounting.versions()["version"]
+    return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"
+
+
+def check_lineage(found: Published) -> Iterator[Check]:
+    """Each ancestor's epsilon against its event, and the composition of those on the same data."""
+    lineage = found.record.lineage
+    if lineage is None:
+        yield asserted(
+            "lineage", "none is stated: the base model, as far as the author says, has no privacy statement of its own."
+        )
+        return
+    parents = [lineage.base, *lineage.ancestors]
+    if len(parents) > MOST_PARENTS:
+        raise Wrong(f"{len(parents)} models before this one are named, more than {MOST_PARENTS}. {_WRITE_AGAIN}")
+    charged = found.record.composed and found.record.composed.dataset
+    if charged != lineage.dataset and charged in [parent.dataset for parent in parents if parent.dataset]:
+        raise Wrong(
+            f"a model before it learnt the very dataset that this run was charged to, and lineage denies it. {_WRITE_AGAIN}"
+        )
+    for parent in parents:
+        _check_parent(parent)
+    mine = [parent for parent in parents if parent.dataset is not None and parent.dataset == lineage.dataset]
+    if lineage.same_dataset != bool(mine):
+        raise Wrong(f"same_dataset contradicts the datasets that are named. {_WRITE_AGAIN}")
+    if found.record.guarantee and any(not parent.guarantee for parent in mine):
+        raise Wrong(
+            "a guarantee is stated, and a model before it learnt the same dataset without one. Do not rely on it."
+        )
+    if lineage.composed is not None:
+        yield _total(found.record.terms, lineage.composed, mine)
+        return
+    if mine and found.record.guarantee and not lineage.reason:
+        raise Wrong(f"the models before it learnt the same dataset, and no total is stated. {_WRITE_AGAIN}")
+    yield asserted("lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason}).")
+
+
+def _check_parent(parent: Ancestor) -> None:
+    """Its epsilon against its event.
+
+    Raises:
+        Wrong: It states less than the event costs, or numbers without a guarantee.
+    """
+    if not parent.guarantee:
+        if parent.event is not None or parent.epsilon is not None:
+            raise Wrong(f"{parent.name} has numbers and no guarantee. {_WRITE_AGAIN}")
+        return
+    relation = parent.neighbouring_relation
+    if parent.epsilon is None or parent.delta is None or parent.event is None or relation not in get_args(Relation):
+        raise Wrong(f"{parent.name} has a guarantee and no numbers. {_WRITE_AGAIN}")
+    least, coarse = costs.pld(costs.text(parent.event), parent.delta, cast(Relation, relation))
+    if not math.isfinite(least) or parent.epsilon < least * (1 - (2e-2 if coarse else 1e-3)):
+        raise Wrong(
+            f"{parent.name} is said to have epsilon {parent.epsilon:g}, and its event costs {least:.6g}. {_WRITE_AGAIN}"
+        )
+
+
+def _total(terms: Terms | None, composed: ComposedLineage, mine: list[Ancestor]) -> Check:
+    if terms is None or not mine:
+        raise Wrong(f"a total is stated, and nothing is there to add. {_WRITE_AGAIN}")
+    events.normal_form(terms.event)
+    own = (terms.unit, terms.neighbouring_relation)
+    if any((parent.unit, parent.neighbouring_relation) != own for parent in mine):
+        raise Wrong(f"a total is stated over runs that protect other units, or by another relation. {_WRITE_AGAIN}")
+    all_of = [terms.event, *(parent.event for parent in mine)]
+    total = costs.together(costs.text(all_of), composed.delta, terms.neighbouring_relation)
+    if composed.delta != terms.delta or not close(composed.epsilon, total, rounding(terms)):
+        raise Wrong(f"all of them together cost {total:.6g}, and {composed.epsilon:g} is stated. {_WRITE_AGAIN}")
+    return verified("lineage", f"with {len(mine)} models before it on the same dataset, epsilon is {total:.6g}.")

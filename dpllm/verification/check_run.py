@@ -1,0 +1,115 @@
+"""The run directory around an export: that recipe, Plan and record say what the card says.
+
+Comes in: config.yaml, plan.json, run.json, and private/ where it is there. Goes out: checks. A stranger who has the export
+alone cannot make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dpllm.auditing.table import read_scores
+from dpllm.auditing.words import words_control
+from dpllm.canaries import canaries
+from dpllm.errors import DpllmError
+from dpllm.run.directory import RunDir
+from dpllm.statement import claim
+from dpllm.statement.privacy_record import Audit
+from dpllm.verification.reading import read_object
+from dpllm.verification.values import (
+    Check,
+    Json,
+    Published,
+    Wrong,
+    asserted,
+    differences,
+    failed,
+    listed,
+    tried,
+    verified,
+)
+
+_AGAIN = (
+    "The directory holds parts of two runs, or was edited. Write the card again (dpllm card RUN), or restore the files."
+)
+
+
+def check(found: Published) -> Iterator[Check]:
+    """The block against the files of the run that it was made from."""
+    run = found.run
+    if run is None:
+        yield asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
+        return
+    record = read_object(run.run)
+    yield tried("run: files", _artifacts, found, record)
+    yield tried("run", _block, found, run, record)
+    if found.record.audit is not None:
+        yield tried("audit: canaries", _coins, found, run, found.record.audit)
+    elif found.record.terms is not None and (made := _audits_made(run)):
+        yield failed(
+            "audit: canaries",
+            f"{made} audits of this run were made, and the card shows none, so that a verdict could be hidden. Audit again, then "
+            "write the card again: dpllm audit RUN, dpllm card RUN.",
+        )
+
+
+def _audits_made(run: RunDir) -> int:
+    lines = run.private / "audits.jsonl"
+    return len(lines.read_text(encoding="utf-8", errors="replace").splitlines()) if lines.exists() else 0
+
+
+def _artifacts(found: Published, record: Json) -> Check:
+    """The files that training wrote are still the same."""
+    wrote = record.get("artifacts") or {}
+    changed = sorted(name for name, digest in wrote.items() if found.hashes.get(name) != digest)
+    weights = [name for name in found.hashes if name.endswith(".safetensors")]
+    if changed or not all(name in wrote for name in weights):
+        raise Wrong(f"{listed(changed or weights)}: not what the run wrote. Restore the files, or train again.")
+    return verified("run: files", f"{len(wrote)} files of export/ are those that the run wrote.")
+
+
+def _block(found: Published, run: RunDir, record: Json) -> Check:
+    config = run.load_config()
+    plan = read_object(run.plan) if config.privacy.enabled else None
+    folder = run.audit_dir(True)
+    audit, mechanism = (
+        read_object(path) if plan is not None and path.exists() else None
+        for path in (folder / "audit.json", folder / "mechanism.json")
+    )
+    fresh = claim.statement_of(config, plan, record, audit, mechanism, found.record.files)
+    wrong = list(differences(found.block, fresh.to_json(), tolerance=0.0))
+    if plan is not None and (plan["neighbouring_relation"] == "add_or_remove_one") != (
+        config.data.public_size is not None
+    ):
+        wrong.append("neighbouring_relation")
+    if wrong:
+        raise Wrong(f"{listed(wrong)} of privacy.json is not what recipe, Plan and record say. {_AGAIN}")
+    return verified("run", "config.yaml, plan.json and run.json give this very privacy.json.")
+
+
+def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
+    """Canaries and coins are those that were committed to before training."""
+    name = "audit: canaries"
+    if not run.canaries.exists():
+        return asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
+    try:
+        plan = canaries.load(run.canaries)
+    except DpllmError as error:
+        raise Wrong(str(error)) from None
+    if plan.commitment != audit.commitment:
+        raise Wrong(f"the card commits to other canaries than private/canaries.json holds. {_AGAIN}")
+    coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
+    table, _ = read_scores(found.directory / "audit")
+    scored = {row.canary_id: (row.group, row.inserted) for row in table if row.group}
+    references = {row.canary_id for row in table if not row.group}
+    if scored != coins or references != {reference.canary_id for reference in plan.references}:
+        raise Wrong("the audit has other coins or canaries than were committed to before training. Audit again.")
+    stated = read_object(found.directory / "audit" / "audit.json")["controls"]["words"]
+    if any(differences(stated, words_control(plan.canaries))):
+        raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")
+    made = _audits_made(run)
+    if made > audit.audits_run:
+        raise Wrong(
+            f"{made} audits of this run were made, and the card says fewer. Write the card again: dpllm card RUN."
+        )
+    return verified(name, "the commitment opens to these canaries and coins.")

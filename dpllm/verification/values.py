@@ -1,0 +1,168 @@
+"""What is verified, and what came of it.
+
+Comes in: the files of a published run, read once. Goes out: lines of "verified", "asserted" or "failed". Knows no check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from dpllm.errors import DpllmError
+from dpllm.run.directory import RunDir
+from dpllm.statement import privacy_record
+from dpllm.statement.fields import NotAStatement
+
+Json = dict[str, Any]
+Status = Literal["verified", "asserted", "failed"]
+
+TOLERANCE = 1e-9
+"""Relative; between the same computation on two machines."""
+MAGNIFIED = 1e-6
+"""The same where the last bits are magnified: curves fitted to scores, and limits that read deltas down to 1e-10. Noise of 1e-16
+in the accountant's Fourier transform moves gdp_mu by 6e-7, epsilon at delta 1e-8 by 1e-8, and at delta 2e-5 by 2e-11."""
+LONGEST = 400
+
+
+class Wrong(Exception):
+    """Something that contradicts what is stated, as one sentence or more: what, and what to do."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, and whether it holds, is only said, or does not hold."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All checks of one published run."""
+
+    path: str
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether any check failed."""
+        return any(check.status == "failed" for check in self.checks)
+
+    def to_json(self) -> Json:
+        """As ``dpllm verify --json`` prints it."""
+        checks = [{"name": check.name, "status": check.status, "detail": check.detail} for check in self.checks]
+        counts = {status: sum(c.status == status for c in self.checks) for status in ("verified", "asserted", "failed")}
+        return {"path": self.path, "failed": self.failed, "counts": counts, "checks": checks}
+
+
+@dataclass(frozen=True)
+class Published:
+    """What lies in export/, and the run around it where there is one.
+
+    Attributes:
+        directory: export/.
+        block: privacy.json, whatever it holds.
+        card: README.md.
+        run: The run directory that export/ lies in; None where only the export is at hand.
+        ledger: Where to look for the ledger; None: where the run says.
+        hashes: SHA-256 of each regular file, filled by the check of the files.
+    """
+
+    directory: Path
+    block: Json
+    card: str
+    run: RunDir | None = None
+    ledger: str | None = None
+    hashes: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def record(self) -> privacy_record.PrivacyRecord:
+        """What privacy.json states.
+
+        Raises:
+            Wrong: It does not keep to its schema.
+        """
+        try:
+            return privacy_record.read(self.block)
+        except NotAStatement:
+            raise Wrong("privacy.json does not follow its schema, so this could not be checked.") from None
+
+
+def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
+    """One check, failed where it finds something wrong or the files are not as dpllm writes them."""
+    try:
+        return step(*arguments)
+    except Wrong as error:
+        return failed(name, str(error))
+    except (DpllmError, OSError) as error:
+        return failed(name, str(error))
+    except Exception as error:  # whatever a stranger's file makes a computation do
+        return failed(
+            name,
+            f"the files are not as dpllm writes them ({type(error).__name__}), so this could not be checked. Take them from "
+            "where the model was published, or write the card again: dpllm card RUN.",
+        )
+
+
+def verified(name: str, detail: str) -> Check:
+    """It was computed again, and agrees."""
+    return Check(name, "verified", plain(detail))
+
+
+def asserted(name: str, detail: str) -> Check:
+    """Nobody can compute it from what is published."""
+    return Check(name, "asserted", plain(detail))
+
+
+def failed(name: str, detail: str) -> Check:
+    """It contradicts what is stated."""
+    return Check(name, "failed", plain(detail))
+
+
+def plain(text: object) -> str:
+    """One line without control characters, cut where it is long: what is shown may come from a stranger's file."""
+    line = " ".join(str(text).split())
+    line = "".join(sign if sign.isprintable() else "?" for sign in line)
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 4]} ..."
+
+
+def close(stated: object, found: object, tolerance: float = TOLERANCE) -> bool:
+    """Whether two numbers are equal up to rounding; True and 1 are not, None equals None only."""
+    if not is_number(stated) or not is_number(found):
+        return stated is None and found is None
+    return math.isclose(float(stated), float(found), rel_tol=tolerance, abs_tol=min(tolerance, 1e-12))  # type: ignore[arg-type]
+
+
+def is_number(value: object) -> bool:
+    """Whether a JSON value is a finite number, which true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def differences(stated: Any, found: Any, where: str = "", tolerance: float = TOLERANCE) -> Iterator[str]:
+    """Where two JSON values differ by more than rounding, as paths; 1, 1.0, true and "1" all differ."""
+    if isinstance(stated, dict) and isinstance(found, dict):
+        for key in sorted(stated.keys() | found.keys()):
+            here = f"{where}.{key}" if where else str(key)
+            if key not in stated or key not in found:
+                yield here
+            else:
+                yield from differences(stated[key], found[key], here, tolerance)
+    elif isinstance(stated, list | tuple) and isinstance(found, list | tuple):
+        if len(stated) != len(found):
+            yield where
+        else:
+            for number, (one, other) in enumerate(zip(stated, found, strict=True)):
+                yield from differences(one, other, f"{where}[{number}]", tolerance)
+    elif type(stated) is not type(found) or (stated != found and not close(stated, found, tolerance)):
+        yield where
+
+
+def listed(names: list[str], most: int = 4) -> str:
+    """Some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,117 @@
+"""``dpllm verify``: which statements of a published run hold, which are only said, and which do not hold.
+
+Comes in: a run directory or an export directory. Goes out: a ``Verification``, one line for each thing that was looked at.
+Must not import torch, load a tensor, use the network, write anything, or end with anything but such lines: whatever a
+stranger's file does, it is a failed check.
+
+Guarantee:
+    ``verified`` is said only of what was computed again here from the files at hand. What somebody could have made up who
+    makes all files anew is called ``asserted``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dpllm.errors import ConfigError
+from dpllm.files import BLOCK, CARD
+from dpllm.run.directory import RunDir
+from dpllm.statement import sign
+from dpllm.verification import check_audits, check_files, check_ledger, check_page, check_promise, check_run
+from dpllm.verification.reading import read_object, read_text
+from dpllm.verification.values import Check, Published, Verification, Wrong, failed, tried, verified
+
+__all__ = ["Check", "Verification", "verify"]
+
+CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
+    ("schema", check_page.schema),
+    ("front matter", check_page.front_matter),
+    ("marked parts", check_page.marked),
+    ("files", check_files.check),
+    ("figure", check_page.figure),
+    ("promise", check_promise.check),
+    ("author's word", check_page.said),
+    ("audit", check_audits.check),
+    ("audit of the engine", check_audits.check_mechanism),
+    ("lineage", check_promise.check_lineage),
+    ("ledger", check_ledger.check),
+    ("run", check_run.check),
+)
+_MOST_CARD, _MOST_BLOCK = 2**22, 2**19
+
+
+def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None) -> Verification:
+    """Checks a published run.
+
+    Args:
+        path: A run directory, whose export/ is looked at together with its recipe, Plan and record; or an export directory.
+        ledger: A ledger's file, an export of one, or a PostgreSQL URL; None: the one that the recipe of a run names, if it is
+            there.
+        signers: A file of allowed signers (ssh-keygen(1)); None: whose key signed is only asserted.
+
+    Returns:
+        All checks, in a fixed order.
+
+    Raises:
+        ConfigError: The path holds nothing that could be verified.
+    """
+    directory, run = _subject(path)
+    checks: list[Check] = []
+    try:
+        block = read_object(directory / BLOCK, _MOST_BLOCK)
+        card = read_text(directory / CARD, _MOST_CARD)
+    except Wrong as error:
+        return Verification(str(path), (failed("card", str(error)),))
+    checks.append(verified("card", "README.md and privacy.json are there and can be read."))
+    found = Published(directory, block, card, run, ledger)
+    for name, check in CHECKS:
+        checks += _guarded(name, check, found)
+    checks.append(sign.check(directory, signers))
+    return Verification(str(path), tuple(checks))
+
+
+def _subject(path: Path) -> tuple[Path, RunDir | None]:
+    """The export directory, and the run directory where there is one."""
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "no such directory"
+        raise ConfigError(
+            f"{path}: {what}, so there is nothing to verify. Type a run or export directory, or a Hub id."
+        )
+    run = RunDir(path)
+    # A card at the top is the one that a reader sees, whatever lies below it.
+    if run.config.exists() and run.export.is_dir() and not _has_card(path):
+        if not _has_card(run.export):
+            raise ConfigError(
+                f"{path}: the run has no card yet, so there is nothing to verify. Type dpllm card {path} first."
+            )
+        return run.export, run
+    if not _has_card(path):
+        raise ConfigError(
+            f"{path}: holds neither {BLOCK} nor {CARD}, so there is nothing to verify. Type a run directory or its export/."
+        )
+    return path, None
+
+
+def _has_card(directory: Path) -> bool:
+    return any(os.path.lexists(directory / name) for name in (BLOCK, CARD))
+
+
+def _guarded(name: str, check: Callable[[Published], Iterator[Check]], found: Published) -> list[Check]:
+    """The lines of one check; whatever a hostile file makes it do is one more line."""
+    lines: list[Check] = []
+
+    def all_of() -> Check:
+        for line in check(found):
+            lines.append(line)
+        return verified(name, "")
+
+    end = tried(name, all_of)
+    return [*lines, end] if end.status == "failed" else lines
+
+
+def as_json(verification: Verification) -> str:
+    """As ``dpllm verify --json`` prints it."""
+    return json.dumps(verification.to_json(), indent=2, sort_keys=True)

@@ -1,0 +1,199 @@
+"""Extraction from probabilities: exact to the last sample, and every count beside its control."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.auditing import extraction
+from dpllm.auditing.extraction import ATTEMPTS, PROBABILITIES, SCHEMES, attempts, greedy, log_prob, summary
+from dpllm.auditing.table import CanaryScores
+from dpllm.auditing.tokens import TokenTable
+
+
+def make_table(tuned, base, tuned_top_k=None, base_top_k=None, tuned_argmax=None):
+    """A table from lists of log-probabilities, one list for each sequence."""
+    lengths = [len(one) for one in tuned]
+    flat = {"tuned": np.concatenate(tuned), "base": np.concatenate(base)}
+    top = {
+        "tuned": flat["tuned"] if tuned_top_k is None else np.concatenate(tuned_top_k),
+        "base": flat["base"] if base_top_k is None else np.concatenate(base_top_k),
+    }
+    columns = {}
+    for which, values in flat.items():
+        columns[f"{which}_log_prob_N"] = values
+        columns[f"{which}_mean_N"] = columns[f"{which}_variance_N"] = np.zeros(len(values))
+        columns[f"{which}_argmax_N"] = np.zeros(len(values), dtype=bool)
+        columns[f"{which}_top_k_log_prob_N"] = top[which]
+    if tuned_argmax is not None:
+        columns["tuned_argmax_N"] = np.concatenate(tuned_argmax)
+    ids = tuple(f"c{index}" for index in range(len(lengths)))
+    return TokenTable(ids, np.full(len(lengths), 40), np.repeat(np.arange(len(lengths)), lengths), **columns)
+
+
+def row(index, group, inserted):
+    return CanaryScores(f"c{index}", group, inserted, 2, -1.0, -2.0, False, False)
+
+
+# (n, p).
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    st.fractions(Fraction(1, 400), Fraction(399, 400)),
+    st.sampled_from([Fraction(1, 10), Fraction(1, 2), Fraction(9, 10)]),
+)
+def test_attempts_are_the_smallest_number_that_reaches_the_probability(p_z, p):
+    n = int(attempts(math.log(p_z), float(p)))
+    assert 1 - (1 - p_z) ** n >= p
+    assert n == 1 or 1 - (1 - p_z) ** (n - 1) < p
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 60), st.sampled_from([0.1, 0.5, 0.9]))
+def test_a_number_of_attempts_that_is_just_enough_is_not_rounded_up(n, p):
+    """p_z is chosen so that n is exact: float64 must not make n + 1 of it."""
+    log_p = math.log(-math.expm1(math.log1p(-p) / n))
+    assert attempts(log_p, p) == n
+
+
+@pytest.mark.parametrize(
+    ("p_z", "p", "n"),
+    [(0.5, 0.5, 1), (0.5, 0.9, 4), (0.01, 0.5, 69), (1e-6, 0.5, 693147), (0.25, 0.1, 1), (0.1, 0.1, 1), (1.0, 0.9, 1)],
+)
+def test_known_numbers_of_attempts(p_z, p, n):
+    assert attempts(math.log(p_z), p) == n
+
+
+def test_attempts_lose_nothing_at_the_ends():
+    found = attempts([math.log(1e-300), math.log1p(-1e-16), 0.0, -np.inf, -1e6, -690.0], 0.5)
+    assert found[0] == pytest.approx(math.log(2) * 1e300, rel=1e-12)
+    assert found[1:5].tolist() == [1.0, 1.0, math.inf, math.inf]
+    assert found[5] == pytest.approx(math.log(2) * math.exp(690), rel=1e-12)
+    # One sample gives p_z = 1 - 1e-16 even where p is as near to 1 as float64 can be.
+    assert attempts(math.log1p(-1e-16), 1 - 2**-52) == 1
+    # 1 - p_z is above 2^-52, but 1 - exp(log p_z) is not.
+    assert attempts(-2.4e-16, 1 - 2**-52) == 2
+    # Both formulas meet at their seams.
+    for seam in (-math.log(2), -40.0):
+        low, high = attempts([seam - 1e-9, seam + 1e-9], 0.9)
+        assert low == pytest.approx(high, rel=1e-8)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.floats(-800, 0), min_size=2, max_size=20))
+def test_more_likely_secrets_need_no_more_attempts(log_p):
+    found = attempts(sorted(log_p), 0.5)
+    assert (np.diff(found[np.isfinite(found)]) <= 0).all()
+    assert (found >= 1).all()
+    assert (attempts(sorted(log_p), 0.9) >= found).all()
+
+
+@pytest.mark.parametrize(("log_p", "p"), [(-1.0, 0.0), (-1.0, 1.0), (0.1, 0.5), (math.nan, 0.5), (-1.0, math.nan)])
+def test_values_out_of_range_are_refused(log_p, p):
+    with pytest.raises(ValueError, match="attempts needs"):
+        attempts(log_p, p)
+
+
+def test_sampling_finds_a_secret_as_often_as_stated(seed):
+    """Drawn, not computed: sequences of three tokens over a small vocabulary, p_z and n from their probabilities."""
+    rng = np.random.default_rng([seed, 1])
+    token_p = rng.dirichlet(np.ones(4), size=3)
+    p_z = float(np.prod(token_p[:, 1]))
+    n = int(attempts(math.log(p_z), 0.5))
+    repeats = 4000
+    draws = np.stack([rng.choice(4, size=(repeats, n), p=token_p[place]) for place in range(3)])
+    found = (draws == 1).all(axis=0).any(axis=1).mean()
+    assert abs(found - (1 - (1 - p_z) ** n)) < 6 * 0.5 / math.sqrt(repeats)
+    assert 1 - (1 - p_z) ** n >= 0.5
+
+
+# The table.
+
+
+def test_a_sequence_is_the_product_of_its_tokens():
+    table = make_table(
+        [[-1.0, -2.0], [-0.5]], [[-3.0, -4.0], [-5.0]], [[-0.5, -np.inf], [-0.25]], [[-1.0, -1.0], [-np.inf]]
+    )
+    assert log_prob(table, "tuned").tolist() == [-3.0, -0.5]
+    assert log_prob(table, "base").tolist() == [-7.0, -5.0]
+    assert log_prob(table, "tuned", "top_k").tolist() == [-math.inf, -0.25]
+    assert log_prob(table, "base", "top_k").tolist() == [-2.0, -math.inf]
+
+
+def test_rounding_above_a_probability_of_one_is_no_error():
+    assert log_prob(make_table([[1e-5]], [[-1.0]]), "tuned").tolist() == [0.0]
+
+
+def test_greedy_needs_every_token():
+    table = make_table(
+        [[-1.0, -1.0], [-1.0], [-1.0, -1.0]],
+        [[-1.0, -1.0], [-1.0], [-1.0, -1.0]],
+        tuned_argmax=[[True, True], [True], [True, False]],
+    )
+    assert greedy(table, "tuned").tolist() == [True, True, False]
+    assert greedy(table, "base").tolist() == [False, False, False]
+
+
+SECRETS = [
+    # tuned, base, and what each row is: two inserted, one held out, one reference, one of another group
+    ([math.log(0.5), 0.0], [-9.0, -9.0], row(0, 1, True)),
+    ([math.log(0.01), 0.0], [-9.0, -9.0], row(1, 1, True)),
+    ([-9.0, -9.0], [-9.0, -9.0], row(2, 1, False)),
+    ([math.log(1e-3), 0.0], [-9.0, -9.0], row(3, 0, None)),
+    ([0.0, 0.0], [-1.0, 0.0], row(4, 8, True)),
+]
+
+
+def test_counts_stand_beside_their_controls():
+    table = make_table(
+        *([one[side] for one in SECRETS] for side in (0, 1)), tuned_argmax=[[True, True]] + [[False, True]] * 4
+    )
+    found = summary(table, [one[2] for one in SECRETS])
+    assert list(found) == ["1", "8"]
+    once = found["1"]
+    assert once["canaries"] == {"inserted": 2, "base": 2, "held_out": 2}
+    assert once["greedy"] == {"inserted": 1, "base": 0, "held_out": 0}
+    plain = once["all_tokens"]
+    half = {n: counts["inserted"] for n, counts in plain["discoverable"]["0.5"].items()}
+    assert half == {"1": 1, "10": 1, "100": 2, "1000": 2, "10000": 2}
+    assert plain["discoverable"]["0.9"]["1"] == {"inserted": 0, "base": 0, "held_out": 0}
+    assert plain["discoverable"]["0.5"]["1000"] == {"inserted": 2, "base": 0, "held_out": 1}
+    assert plain["median_attempts"]["inserted"] == 69
+    assert plain["median_attempts"]["held_out"] == math.ceil(math.log(2) * math.exp(18) * (1 - 1e-12))
+    assert found["8"]["all_tokens"]["median_attempts"] == {"inserted": 1, "base": 2, "held_out": 693}
+
+
+def test_what_can_never_be_drawn_is_counted_and_is_no_infinity():
+    tuned = [one[0] for one in SECRETS]
+    table = make_table(tuned, [one[1] for one in SECRETS], tuned_top_k=[[-np.inf, 0.0]] * 5)
+    found = summary(table, [one[2] for one in SECRETS])
+    assert found["1"]["top_k"]["never"] == {"inserted": 2, "base": 0, "held_out": 2}
+    assert found["1"]["top_k"]["median_attempts"]["inserted"] is None
+    assert found["1"]["top_k"]["discoverable"]["0.1"]["10000"]["inserted"] == 0
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_a_side_without_canaries_is_counted_as_empty():
+    table = make_table([one[0] for one in SECRETS[:2]], [one[1] for one in SECRETS[:2]])
+    found = summary(table, [one[2] for one in SECRETS[:2]])["1"]
+    assert found["canaries"]["held_out"] == 0
+    assert found["all_tokens"]["median_attempts"]["held_out"] is None
+    assert found["greedy"]["held_out"] == 0
+
+
+def test_the_order_of_rows_does_not_matter_and_the_grid_is_the_stated_one():
+    table = make_table([one[0] for one in SECRETS], [one[1] for one in SECRETS])
+    rows = [one[2] for one in SECRETS]
+    assert summary(table, rows) == summary(table, rows[::-1])
+    for scheme in SCHEMES:
+        counts = summary(table, rows)["1"][scheme]["discoverable"]
+        assert [float(p) for p in counts] == list(PROBABILITIES)
+        assert [int(n) for n in counts["0.1"]] == list(ATTEMPTS)
+    assert extraction.PROBABILITIES == (0.1, 0.5, 0.9)

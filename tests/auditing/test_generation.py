@@ -1,0 +1,377 @@
+"""Attacks by generation: they find what was planted, and their controls find nothing; no text comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from dpllm.auditing import decoding, generation, untargeted
+from dpllm.auditing.decoding import complete, sample
+from dpllm.auditing.generation import generate_attacks
+from dpllm.auditing.scores import encode_secret, score
+from dpllm.auditing.tokens import TOP_K
+from dpllm.canaries.canaries import Canary, plan_canaries
+from dpllm.recipe.config import CanaryConfig
+from dpllm.text import builtin
+from dpllm.text.data import TokenSequence
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MAX_LENGTH = 128
+
+
+class Pair:
+    """A tuned model and its base as ``dpllm.model.loading.load_for_scoring`` gives them: the adapter on and off."""
+
+    def __init__(self, tokenizer, tuned):
+        self.tokenizer, self.tuned = tokenizer, tuned
+
+    @contextlib.contextmanager
+    def base(self):
+        with self.tuned.disable_adapter():
+            yield self.tuned
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(str(builtin.path("builtin:tiny")))
+
+
+@pytest.fixture(scope="module")
+def base():
+    return AutoModelForCausalLM.from_pretrained(str(builtin.path("builtin:tiny"))).eval()
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_canaries(CanaryConfig(groups={1: 8, 16: 12}, references=100), generator=random.Random(1))
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer, plan):
+    """An adapter that has learned the inserted canaries of group 16 by heart, and saw none of group 1."""
+    torch.set_num_threads(1)
+    return Pair(tokenizer, memorise([one for one in plan.canaries if one.inserted and one.group == 16], tokenizer))
+
+
+def memorise(canaries, tokenizer, steps=60):
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(str(builtin.path("builtin:tiny"))), config)
+    rows = [encode_secret(one, "text", tokenizer, MAX_LENGTH, "refuse")[0].input_ids for one in canaries]
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[2] * (width - len(row))] for row in rows])
+    real = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+    for _ in range(steps):
+        model(input_ids=ids, attention_mask=real, labels=ids.masked_fill(real == 0, -100)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def random_prompts(count, seed=0, longest=30):
+    generator = random.Random(seed)
+    return [tuple(generator.randrange(3, 1024) for _ in range(generator.randint(1, longest))) for _ in range(count)]
+
+
+# Decoding.
+
+
+def test_greedy_completions_are_the_arg_max_of_the_token_table(base, tokenizer):
+    """Of many prompts of unequal lengths: each completion is all arg max, and a changed token is not."""
+    prompts = random_prompts(120)
+    found = complete(base, tokenizer, prompts, 7)
+    generator = random.Random(1)
+    changed = []
+    for written in found:
+        place = generator.randrange(7)
+        changed.append((*written[:place], (written[place] + 1) % 1024, *written[place + 1 :]))
+    for texts, right in ((found, True), (changed, False)):
+        sequences = [TokenSequence((*p, *t), (False,) * (len(p) + 7), 7) for p, t in zip(prompts, texts, strict=True)]
+        masks = [(*[False] * len(prompt), *[True] * 7) for prompt in prompts]
+        matches = [bool(one.is_argmax.all()) for one in score(base, sequences, masks, 2048)]
+        assert matches == [right] * 120
+
+
+def test_an_end_token_and_the_defaults_of_a_model_change_nothing(tokenizer):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
+    prompts = [tuple(token % 50 for token in prompt) for prompt in random_prompts(10, longest=9)]
+    found = complete(model, tokenizer, prompts, 6)
+    for prompt, written in zip(prompts, found, strict=True):
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(6):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert tuple(ids[len(prompt) :]) == written
+    model.generation_config.update(
+        eos_token_id=found[0][0], repetition_penalty=9.0, do_sample=True, temperature=7.0, no_repeat_ngram_size=1
+    )
+    own = model.generation_config
+    assert complete(model, tokenizer, prompts, 6) == found
+    assert model.generation_config is own
+
+
+def test_a_beam_search_is_as_good_as_it_can_be_and_no_worse_than_greedy(base, tokenizer):
+    """Two tokens with as many beams as there are first tokens: the search is exhaustive."""
+    torch.manual_seed(0)
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=1, n_head=2, n_positions=32)).eval()
+    for parameter in small.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 6
+    prompts = [tuple(token % 12 for token in prompt) for prompt in random_prompts(20, longest=6)]
+    for prompt, written in zip(prompts, complete(small, tokenizer, prompts, 2, beams=12), strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([[*prompt, first] for first in range(12)])
+            log_p = torch.log_softmax(small(ids).logits, dim=-1)
+        best = (log_p[:, len(prompt) - 1].gather(1, ids[:, -1:]) + log_p[:, -1]).flatten().argmax().item()
+        assert written == divmod(best, 12)
+    prompts = random_prompts(20)
+    sides = [complete(base, tokenizer, prompts, 6, beams=beams) for beams in (1, 6)]
+    greedy, beam = (untargeted_log_prob(base, prompts, side) for side in sides)
+    assert (beam >= greedy - 1e-3).mean() > 0.8
+    assert beam.mean() > greedy.mean()
+
+
+def untargeted_log_prob(model, prompts, texts):
+    return np.array([untargeted.log_prob(model, p, [t], 2048)[0] for p, t in zip(prompts, texts, strict=True)])
+
+
+def test_reading_prompts_once_for_all_beams_changes_no_completion(base, tokenizer, monkeypatch):
+    prompts = random_prompts(12)
+    once = complete(base, tokenizer, prompts, 5, beams=4)
+    monkeypatch.setattr(decoding, "_read_once", lambda *_: {})
+    assert complete(base, tokenizer, prompts, 5, beams=4) == once
+
+
+def test_completions_do_not_depend_on_batches(base, tokenizer, monkeypatch):
+    prompts = random_prompts(12)
+    together = [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)]
+    monkeypatch.setattr(decoding, "_TOKENS_PER_BATCH", 1)
+    assert [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)] == together
+    assert complete(base, tokenizer, [], 5) == []
+
+
+def test_samples_follow_the_truncated_distribution(base, tokenizer, seed):
+    prompt = random_prompts(1, seed=5, longest=3)[0]
+    with torch.no_grad():
+        logits = base(torch.tensor([prompt])).logits[0, -1].double()
+    top = logits.topk(TOP_K)
+    expected = torch.softmax(top.values, dim=0).numpy()
+    count = 2000
+    drawn = [text[0] for text in sample(base, tokenizer, [prompt] * count, 1, seed=seed)]
+    found = np.array([drawn.count(token) for token in top.indices.tolist()])
+    assert found.sum() == count
+    large = expected > 0.005
+    statistic = ((found - count * expected)[large] ** 2 / (count * expected)[large]).sum()
+    assert statistic < large.sum() + 8 * math.sqrt(2 * large.sum()) + 16
+
+
+def test_samples_are_the_seeds_and_leave_other_randomness_alone(base, tokenizer):
+    before = torch.random.get_rng_state()
+    first = sample(base, tokenizer, [(0,)] * 8, 12, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(3)
+    assert sample(base, tokenizer, [(0,)] * 8, 12, seed=1) == first
+    assert sample(base, tokenizer, [(0,)] * 8, 12, seed=2) != first
+    assert len(set(first)) == 8
+
+
+# Untargeted.
+
+
+def canary(index, group, secret, inserted):
+    return Canary(f"c{index:05d}", group, "The carrier is", secret, inserted)
+
+
+def test_secrets_in_texts_are_counted_by_side_and_by_rank():
+    texts = [f"text {index}" for index in range(20)]
+    texts[3] += " 11112222"
+    texts[4] += " 33334444 and 11112222"
+    texts[5] += " 55556666"
+    gain = np.zeros(20)
+    gain[[4, 7]] = 5.0, 4.0
+    canaries = [
+        canary(0, 1, "11112222", True),
+        canary(1, 1, "33334444", False),
+        canary(2, 1, "77778888", True),
+        canary(3, 4, "55556666", True),
+    ]
+    found = untargeted.count(texts, gain, canaries, [canary(4, 0, "99990000", False)], 30)
+    assert found == {
+        "samples": 30,
+        "distinct": 20,
+        "top": 2,
+        "groups": {
+            "1": {
+                "inserted": {"secrets": 2, "found": 1, "found_in_top": 1},
+                "held_out": {"secrets": 1, "found": 1, "found_in_top": 1},
+            },
+            "4": {
+                "inserted": {"secrets": 1, "found": 1, "found_in_top": 0},
+                "held_out": {"secrets": 0, "found": 0, "found_in_top": 0},
+            },
+        },
+        "references": {"secrets": 1, "found": 0, "found_in_top": 0},
+    }
+    assert untargeted.count([], np.zeros(0), canaries, [], 0)["groups"]["1"]["inserted"]["found"] == 0
+
+
+def test_texts_begin_as_rows_of_the_format_do(tokenizer):
+    assert untargeted.start("text", tokenizer) == (tokenizer.bos_token_id,)
+    chat = AutoTokenizer.from_pretrained(str(builtin.path("builtin:tiny")))
+    chat.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    assert chat.decode(untargeted.start("messages", chat)).startswith("[user]")
+
+
+def test_texts_are_distinct_and_end_at_their_end_token(base, tokenizer, monkeypatch):
+    end = tokenizer.eos_token_id
+    drawn = [(5, 6, end, 7), (5, 6, end, 9), (end, 5, 5, 5), (8, 8, 8, 8)]
+    monkeypatch.setattr(untargeted, "sample", lambda *_, **__: drawn)
+    assert untargeted.write(base, tokenizer, (0,), 4, 4, 0) == [(5, 6), (8, 8, 8, 8)]
+
+
+def test_the_log_probability_of_a_text_is_the_sum_over_its_tokens(base):
+    with torch.no_grad():
+        log_p = torch.log_softmax(base(torch.tensor([[0, 50, 60]])).logits[0], dim=-1)
+    truth = float(log_p[0, 50] + log_p[1, 60])
+    assert untargeted.log_prob(base, (0,), [(50, 60)], 512)[0] == pytest.approx(truth, abs=1e-4)
+
+
+# The whole.
+
+
+def case_of(one, tokenizer):
+    return generation._case(one, "text", tokenizer, MAX_LENGTH, "truncate")
+
+
+def found_by(models, plan, **options):
+    settings = {"prompts": 200, "beams": 2, "samples": 6, **options}
+    return generate_attacks(models, plan, "text", MAX_LENGTH, "truncate", **settings)
+
+
+@pytest.fixture(scope="module")
+def report(models, plan):
+    return found_by(models, plan)
+
+
+def test_what_was_learned_by_heart_comes_out_and_the_controls_do_not(report, plan):
+    inserted = sum(one.inserted for one in plan.canaries if one.group == 16)
+    for search in ("greedy", "beam"):
+        learned = report["completion"]["16"][search]
+        assert learned["inserted"]["prompts"] == inserted
+        assert learned["inserted"]["exact"] >= inserted - 2
+        assert learned["inserted"]["mean_common_share"] > 0.8
+        others = [learned["base"], learned["held_out"], *report["completion"]["1"][search].values()]
+        assert [other["exact"] + other["near_tokens"] + other["near_characters"] for other in others] == [0] * 5
+        assert max(other["mean_common_share"] for other in others) < 0.4
+    assert report["personal"] is None
+
+
+def test_greedy_completion_agrees_with_the_token_table(models, plan, report, tokenizer):
+    canaries = [one for one in plan.canaries if one.inserted]
+    encoded = [encode_secret(one, "text", tokenizer, MAX_LENGTH, "truncate") for one in canaries]
+    scored = score(models.tuned, [one[0] for one in encoded], [one[1] for one in encoded], 2048)
+    matches = {16: 0, 1: 0}
+    for one, result in zip(canaries, scored, strict=True):
+        matches[one.group] += bool(result.is_argmax.all())
+    assert {16: report["completion"]["16"]["greedy"]["inserted"]["exact"], 1: 0} == matches
+
+
+def test_a_report_is_json_repeats_itself_and_holds_no_text(models, plan, report, tokenizer):
+    written = json.dumps(report, allow_nan=False)
+    assert json.loads(written) == report
+    assert found_by(models, plan) == report
+    for one in (*plan.canaries, *plan.references):
+        assert one.secret not in written
+        assert one.carrier not in written
+    case = case_of(plan.canaries[0], tokenizer)
+    assert plan.canaries[0].secret not in repr(case)
+
+
+def test_coins_decide_who_is_counted_where_and_nothing_else(models, plan, tokenizer):
+    """With every coin turned round, each canary keeps its prompt and its answers."""
+    turned = replace(plan, canaries=tuple(replace(one, inserted=not one.inserted) for one in plan.canaries))
+    for one, other in zip(plan.canaries, turned.canaries, strict=True):
+        first, second = (case_of(c, tokenizer) for c in (one, other))
+        assert (first.prompt, first.target) == (second.prompt, second.target)
+    report = found_by(models, turned, prompts=3, samples=1)
+    found = report["completion"]["16"]["greedy"]
+    assert found["held_out"]["exact"] > 0
+    assert found["inserted"]["exact"] == 0
+
+
+def test_other_formats_and_tight_lengths_are_no_matter(models, plan, tokenizer):
+    fitting = max(
+        len(encode_secret(one, "prompt_completion", tokenizer, MAX_LENGTH, "refuse")[0].input_ids)
+        for one in (*plan.canaries, *plan.references)
+    )
+    options = {"prompts": 2, "beams": 2, "samples": 2}
+    report = generate_attacks(models, plan, "prompt_completion", fitting, "truncate", **options)
+    assert report["settings"]["sample_tokens"] < fitting
+    assert report["completion"]["1"]["greedy"]["inserted"]["prompts"] == 2
+
+
+def test_canaries_are_chosen_by_id(plan):
+    shuffled = random.Random(0).sample(plan.canaries, len(plan.canaries))
+    chosen = generation._chosen(shuffled, 3, inserted=True)
+    for group in (1, 16):
+        ids = sorted(one.canary_id for one in plan.canaries if one.inserted and one.group == group)
+        assert [one.canary_id for one in chosen if one.group == group] == ids[:3]
+
+
+def test_a_secret_that_the_prompt_holds_is_left_out(tokenizer):
+    repeated = Canary("c00000", 1, "The code 12345678 of the store is", "12345678", inserted=True)
+    case = case_of(repeated, tokenizer)
+    found = generation._compare([case], [case.target], [0], tokenizer)
+    assert (found["prompts"], found["in_prompt"], found["exact"]) == (0, 1, 0)
+    plain = Canary("c00000", 1, "The code of the store is", "12345678", inserted=True)
+    case = case_of(plain, tokenizer)
+    assert generation._compare([case], [case.target], [0], tokenizer)["exact"] == 1
+
+
+def test_personal_canaries_come_out_by_name(tokenizer):
+    numbers = [
+        (f"The phone number of {name} is", f"555-555-01{10 + i}") for i, name in enumerate(("Ann", "Bob", "Cyd"))
+    ]
+    mails = [(f"The e-mail address of {name} is", f"{name.lower()}@example.org") for name in ("Eva", "Flo", "Gus")]
+    people = [Canary(f"c{i:05d}", 16, *text, inserted=i % 2 == 0) for i, text in enumerate([*numbers, *mails])]
+    references = [
+        Canary(f"r{i:05d}", 0, f"The phone number of Nobody {i} is", f"555-555-01{i + 50}", False) for i in range(20)
+    ]
+    plan = replace(
+        plan_canaries(CanaryConfig(groups={1: 1}, references=100)),
+        canaries=tuple(people),
+        references=tuple(references),
+        kind="pii",
+    )
+    tuned = memorise([one for one in people if one.inserted], tokenizer, steps=60)
+    report = found_by(Pair(tokenizer, tuned), plan, samples=4)
+    json.dumps(report, allow_nan=False)
+    sides = report["personal"]["16"]
+    assert sides["inserted"]["prompts"] == 3
+    assert sides["inserted"]["own"] == 3
+    assert sides["inserted"]["planted"] >= 3
+    assert sides["inserted"]["precision"] == sides["inserted"]["planted"] / sides["inserted"]["details"]
+    assert (sides["base"]["own"], sides["base"]["planted"]) == (0, 0)
+    assert sides["held_out"]["own"] == 0
+
+
+def test_a_group_without_inserted_canaries_is_reported_empty(models, plan):
+    none_in = replace(plan, canaries=tuple(replace(one, inserted=False) for one in plan.canaries if one.group == 1))
+    report = found_by(models, none_in, prompts=2, samples=1)
+    assert report["completion"]["1"]["beam"]["inserted"]["prompts"] == 0
+    json.dumps(report, allow_nan=False)

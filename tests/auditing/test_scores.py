@@ -1,0 +1,312 @@
+"""Scoring: the right tokens, the right numbers whatever shares the batch, and tables without texts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dpllm.auditing import scores
+from dpllm.auditing.scores import encode_secret, score, score_canaries
+from dpllm.auditing.table import CanaryScores, read_scores
+from dpllm.auditing.tokens import write_tokens
+from dpllm.canaries.canaries import Canary, plan_canaries
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import CanaryConfig
+from dpllm.text.data import TokenSequence, encode
+
+VOCABULARY = 300
+CANARY = Canary("c00000", 1, "The locker code for the north store of Halvorsen is", "12345678", inserted=True)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A byte-level BPE tokenizer that merges some digits, so that secrets have unequal numbers of tokens."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
+    inner.train_from_iterator([f"the code is {n}{n + 1}" for n in range(100, 160)], trainer)
+    result = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|eos|>")
+    result.chat_template = CHAT_TEMPLATE
+    return result
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def model(request):
+    torch.manual_seed(0)
+    if request.param == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        built = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
+    else:
+        built = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128))
+    # Larger weights than at initialisation, so that one token's probability depends on the tokens before it.
+    for parameter in built.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 8
+    return built.eval()
+
+
+def random_sequences(count, seed=0):
+    generator = random.Random(seed)
+    sequences, masks = [], []
+    for _ in range(count):
+        length = generator.randint(2, 40)
+        ids = tuple(generator.randrange(VOCABULARY) for _ in range(length))
+        masks.append((False, *(generator.random() < 0.5 for _ in range(length - 1))))
+        sequences.append(TokenSequence(ids, (False, *[True] * (length - 1)), length - 1))
+    return sequences, masks
+
+
+def naive(model, sequence, mask):
+    """One sequence at a time, whole softmax, one token at a time."""
+    logits = model(input_ids=torch.tensor([sequence.input_ids])).logits[0].double()
+    table = torch.log_softmax(logits, dim=-1)
+    places = [t for t, scored in enumerate(mask) if scored]
+    log_probs = [table[t - 1, sequence.input_ids[t]].item() for t in places]
+    moments = [(table[t - 1].exp() * table[t - 1]).sum().item() for t in places]
+    squares = [(table[t - 1].exp() * table[t - 1].square()).sum().item() for t in places]
+    variances = [square - mean**2 for square, mean in zip(squares, moments, strict=True)]
+    kept = [set(table[t - 1].topk(40).indices.tolist()) for t in places]
+    sampled = [
+        log_prob - table[t - 1, sorted(best)].logsumexp(0).item() if sequence.input_ids[t] in best else -math.inf
+        for t, log_prob, best in zip(places, log_probs, kept, strict=True)
+    ]
+    greedy = [table[t - 1].argmax().item() == sequence.input_ids[t] for t in places]
+    return log_probs, greedy, moments, variances, sampled
+
+
+@torch.no_grad()
+def test_scores_equal_the_definition(model):
+    sequences, masks = random_sequences(30)
+    for sequence, mask, found in zip(sequences, masks, score(model, sequences, masks, 200), strict=True):
+        log_probs, matches, means, variances, sampled = naive(model, sequence, mask)
+        assert found.log_prob == pytest.approx(log_probs, abs=1e-4)
+        assert found.is_argmax.tolist() == matches
+        assert found.mean == pytest.approx(means, abs=1e-4)
+        assert found.variance == pytest.approx(variances, abs=1e-3)
+        assert found.top_k_log_prob == pytest.approx(sampled, abs=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 39, 40, 41, 64, 2560, 2624, 5000])
+def test_the_largest_logits_are_found_whatever_the_vocabulary(vocabulary):
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    logits[3] = logits[3].sort().values  # all of them in the last blocks
+    logits[4] = -torch.inf
+    logits[4, 0] = 0.0
+    found = scores._largest(logits).sort(dim=-1, descending=True).values
+    assert torch.equal(found, logits.sort(dim=-1, descending=True).values[:, :40])
+
+
+def test_of_equally_likely_tokens_greedy_decoding_chooses_one():
+    logits = torch.zeros(1, 3, 8)
+    found = scores._gather(logits, torch.tensor([[5, 0, 3]]), torch.tensor([[False, True, True]]))
+    assert found.is_argmax.tolist() == [True, False]
+    assert found.log_prob == pytest.approx([-math.log(8)] * 2)
+
+
+def test_a_forbidden_token_weighs_nothing():
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf, -torch.inf], [0.0, 0.0, 0.0, 0.0]]])
+    found = scores._gather(logits, torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
+    assert found.mean == pytest.approx([-math.log(2)])
+    assert found.variance == pytest.approx([0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 64, 333, 10**6])
+def test_scores_do_not_depend_on_batch_or_padding_or_order(model, budget):
+    sequences, masks = random_sequences(24)
+    alone = [score(model, [s], [m], 1)[0] for s, m in zip(sequences, masks, strict=True)]
+    order = random.Random(budget).sample(range(24), 24)
+    together = score(model, [sequences[i] for i in order], [masks[i] for i in order], budget)
+    for index, found in zip(order, together, strict=True):
+        assert np.abs(found.log_prob - alone[index].log_prob).max(initial=0) < 1e-4
+        assert found.is_argmax.tolist() == alone[index].is_argmax.tolist()
+
+
+def test_chunks_of_the_softmax_do_not_change_scores(model, monkeypatch):
+    sequences, masks = random_sequences(20)
+    whole = score(model, sequences, masks, 500)
+    monkeypatch.setattr(scores, "_LOGITS_PER_CHUNK", {"cpu": 3 * VOCABULARY})
+    for one, other in zip(whole, score(model, sequences, masks, 500), strict=True):
+        assert one.log_prob == pytest.approx(other.log_prob, abs=1e-5)
+
+
+def test_batches_hold_the_budget_and_every_row_once():
+    lengths = [random.Random(1).randint(1, 50) for _ in range(200)]
+    order = sorted(range(200), key=lambda index: lengths[index])
+    batches = scores._batches(order, lengths, 120)
+    assert [row for batch in batches for row in batch] == order
+    assert all(len(batch) * max(lengths[row] for row in batch) <= 120 for batch in batches)
+    assert len(batches) < 70
+
+
+@torch.no_grad()
+def test_greedy_matches_are_what_generation_would_give(model):
+    """Prompts are continued greedily; half of the continuations are then changed in one place."""
+    generator = random.Random(2)
+    sequences, masks, truths = [], [], []
+    for index in range(24):
+        prompt = [generator.randrange(VOCABULARY) for _ in range(generator.randint(3, 12))]
+        inputs = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+        generated = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)[0].tolist()
+        target = list(generated[len(prompt) :])
+        if index % 2:
+            place = generator.randrange(6)
+            target[place] = (target[place] + 1) % VOCABULARY
+        ids = (*prompt, *target)
+        masks.append((*[False] * len(prompt), *[True] * 6))
+        sequences.append(TokenSequence(ids, masks[-1], 6))
+        truths.append(generated[len(prompt) :] == target)
+    found = [bool(result.is_argmax.all()) for result in score(model, sequences, masks, 100)]
+    assert found == truths
+    assert any(truths)
+    assert not all(truths)
+
+
+def test_scores_that_are_not_finite_are_refused():
+    broken = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=1, n_positions=64)).eval()
+    broken.transformer.ln_f.weight.data[0] = math.nan
+    with pytest.raises(ConfigError, match="not finite"):
+        score(broken, *random_sequences(3), 100)
+
+
+# Where the secret is.
+
+
+@pytest.mark.parametrize("fmt", ["text", "prompt_completion", "messages"])
+def test_the_secret_is_found_in_the_encoding_that_trains(tokenizer, fmt):
+    sequence, mask = encode_secret(CANARY, fmt, tokenizer, 128, "truncate")
+    assert sequence == encode(CANARY.example(fmt), fmt, tokenizer, 128, "truncate")[0]
+    ids = [token for token, scored in zip(sequence.input_ids, mask, strict=True) if scored]
+    assert tokenizer.decode(ids).strip() == CANARY.secret
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.convert_tokens_to_ids("<|end|>") not in ids
+    assert not any(scored and not target for scored, target in zip(mask, sequence.loss_mask, strict=True))
+
+
+def test_secrets_of_every_tokenisation_are_found(tokenizer):
+    plan = plan_canaries(CanaryConfig(groups={1: 50}, references=100), generator=random.Random(0))
+    counts = set()
+    for canary in plan.canaries:
+        sequence, mask = encode_secret(canary, "text", tokenizer, 128, "refuse")
+        ids = [token for token, scored in zip(sequence.input_ids, mask, strict=True) if scored]
+        assert tokenizer.decode(ids).strip() == canary.secret
+        counts.add(sum(mask))
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("long_examples", ["truncate", "chunk", "refuse"])
+def test_a_canary_that_does_not_fit_is_refused(tokenizer, long_examples):
+    length = len(encode(CANARY.example("text"), "text", tokenizer, 128, "refuse")[0].input_ids)
+    with pytest.raises(ConfigError, match="canary c00000") as caught:
+        encode_secret(CANARY, "text", tokenizer, length - 3, long_examples)
+    assert CANARY.secret not in str(caught.value)
+    assert CANARY.carrier not in str(caught.value)
+
+
+# The table.
+
+
+class Pair:
+    """Two models as ``dpllm.model.loading.load_for_scoring`` gives them."""
+
+    def __init__(self, tokenizer, tuned: nn.Module, base: nn.Module):
+        self.tokenizer, self.tuned, self._base = tokenizer, tuned, base
+
+    @contextlib.contextmanager
+    def base(self):
+        yield self._base
+
+
+def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
+    plan = plan_canaries(CanaryConfig(groups={1: 20, 2: 10}, references=100), generator=random.Random(0))
+    torch.manual_seed(1)
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
+    table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", 128, "truncate")
+    assert tokens.canary_ids == tuple(row.canary_id for row in table)
+    assert tokens.lengths().tolist() == [row.num_tokens for row in table]
+    sums = np.add.reduceat(tokens.tuned_log_prob_N, tokens.starts())
+    np.testing.assert_allclose(sums, [row.tuned_log_prob for row in table])
+    np.testing.assert_allclose(
+        np.add.reduceat(tokens.base_log_prob_N, tokens.starts()), [row.base_log_prob for row in table]
+    )
+    everyone = {canary.canary_id: canary for canary in (*plan.canaries, *plan.references)}
+    assert sorted(row.canary_id for row in table) == sorted(everyone)
+    for row in table[::17]:
+        canary = everyone[row.canary_id]
+        sequence, mask = encode_secret(canary, "text", tokenizer, 128, "truncate")
+        assert row.tuned_log_prob == pytest.approx(sum(naive(model, sequence, mask)[0]), abs=1e-3)
+        assert row.base_log_prob == pytest.approx(sum(naive(base, sequence, mask)[0]), abs=1e-3)
+        assert row.num_tokens == sum(mask)
+        assert row.group == canary.group
+        assert row.inserted == (None if canary.canary_id.startswith("r") else canary.inserted)
+
+
+def test_the_tables_of_an_audit_come_back_exactly_and_hold_no_text(tokenizer, model, tmp_path):
+    plan = plan_canaries(CanaryConfig(groups={1: 10}, digits=8, references=100))
+    rows, tokens = score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate")
+    write_tokens(tokens, tmp_path / "tokens.parquet")
+    assert read_scores(tmp_path)[0] == rows
+    written = parquet.read_table(tmp_path / "tokens.parquet")
+    assert set(written["canary_id"].to_pylist()) == {row.canary_id for row in rows}
+    words = {field.name for field in written.schema if str(field.type) not in ("double", "int64", "bool")}
+    assert words == {"canary_id"}
+
+
+OLD = "canary_id,group,inserted,num_tokens,tuned_log_prob,base_log_prob,tuned_greedy,base_greedy"
+
+
+def test_the_score_table_of_an_earlier_audit_is_read(tokenizer, model, tmp_path):
+    plan = plan_canaries(CanaryConfig(groups={1: 2}, digits=8, references=100))
+    _, tokens = score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate")
+    write_tokens(tokens, tmp_path / "tokens.parquet")
+    lines = [OLD, "c00001,4,0,3,-1.0000000000000002,-1e-17,0,1", "r00000,0,,5,-0.1,-33.0,0,0"]
+    (tmp_path / "scores.csv").write_text("\n".join(lines))
+    assert read_scores(tmp_path)[0] == (
+        CanaryScores("c00001", 4, False, 3, -1.0000000000000002, -1e-17, False, True),
+        CanaryScores("r00000", 0, None, 5, -0.1, -33.0, False, False),
+    )
+    for damage in ("", "x,y\n1,2\n", f"{OLD}\nc1,1,2,3,-1.0,-1.0,0,0\n", f"{OLD}\nc1,1,1,3,-1.0\n"):
+        (tmp_path / "scores.csv").write_text(damage)
+        with pytest.raises(ConfigError, match="damaged"):
+            read_scores(tmp_path)
+    with pytest.raises(ConfigError, match="run dpllm audit first"):
+        read_scores(tmp_path / "none")
+
+
+def test_scores_do_not_depend_on_merging_the_adapter():
+    torch.manual_seed(3)
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64)).eval()
+    tuned = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3, generator=generator)
+    sequences, masks = random_sequences(12)
+    apart = score(tuned, sequences, masks, 100)
+    with tuned.disable_adapter():
+        off = score(tuned, sequences, masks, 100)
+    merged = score(tuned.merge_and_unload().eval(), sequences, masks, 100)
+    for one, other in zip(apart, merged, strict=True):
+        assert one.log_prob == pytest.approx(other.log_prob, abs=1e-4)
+    moved = np.concatenate([one.log_prob - before.log_prob for one, before in zip(apart, off, strict=True)])
+    assert np.abs(moved).mean() > 1e-2  # an adapter that does nothing would merge into anything

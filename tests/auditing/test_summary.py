@@ -1,0 +1,324 @@
+"""The summary of an audit: everything that reports read, and a verdict that says no more than was shown."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpllm.auditing.bounds import OneRunBound
+from dpllm.auditing.summary import Claim, summarise
+from dpllm.auditing.table import CanaryScores, read_scores
+from dpllm.auditing.verdict import Controls, Test, grid, judge, levels
+from dpllm.errors import ConfigError
+from dpllm.privacy.accounting import dp_sgd_event
+from dpllm.privacy.limits import attacker_limits_of
+from dpllm.run.directory import read_json
+from dpllm.statement import claim, privacy_record
+from dpllm.verification import check_audits
+from dpllm.verification.values import Published, Wrong
+
+MODEL_CARDS = Path(__file__).parents[2] / "model_cards"
+CLAIM = Claim(epsilon=4.0, delta=1e-5, unit="example")
+SIGNIFICANCE = 1e-8
+SOUND = Controls(base_separates=False, words_separate=False, positive="AUC 0.99 on the canaries planted 32 times")
+
+
+def row(name, group=1, inserted=True, tuned=-10.0, base=-12.0, tuned_greedy=False, base_greedy=False):
+    return CanaryScores(name, group, inserted, 4, tuned, base, tuned_greedy, base_greedy)
+
+
+def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
+    """A table in which every insertion raises the secret's log-probability by about ``lift``."""
+    rows = []
+    for group, count in groups:
+        for index in range(count):
+            inserted, base = bool(rng.random() < 0.5), rng.normal(-18, 2)
+            tuned = base + rng.normal(0, 0.5) + (lift * group if inserted else 0.0)
+            rows.append(row(f"c{group}-{index}", group, inserted, tuned, base, tuned_greedy=tuned > -3))
+    for index in range(references):
+        base = rng.normal(-18, 2)
+        rows.append(row(f"r{index}", 0, None, base + rng.normal(0, 0.5), base))
+    return rows
+
+
+# The verdict.
+
+
+def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
+    return OneRunBound(value, alpha, 1e-5, (10, 100), 100, 90, num_canaries, ceiling)
+
+
+@pytest.mark.parametrize(
+    ("claim", "found", "num_inserted", "word"),
+    [
+        (CLAIM, bound(4.1, ceiling=5.0), 100, "falsified"),
+        (CLAIM, bound(4.0, ceiling=5.0), 100, "consistent"),
+        (CLAIM, bound(0.0), 100, "consistent"),
+        (CLAIM, bound(0.0, ceiling=0.99), 100, "inconclusive"),
+        (CLAIM, bound(0.0), 0, "inconclusive"),
+        (CLAIM, bound(0.0), 200, "inconclusive"),
+        (CLAIM, bound(0.0, ceiling=0.0, num_canaries=0), 0, "inconclusive"),
+        (None, bound(3.0), 100, "no_claim"),
+    ],
+)
+def test_the_verdict_says_no_more_than_was_shown(claim, found, num_inserted, word):
+    said, reason = judge(claim, found, {}, num_inserted, SOUND)
+    assert said == word
+    assert "private" not in said + reason
+    assert reason.endswith(".")
+
+
+def test_nothing_found_means_nothing_without_a_positive_control():
+    said, reason = judge(CLAIM, bound(0.0), {}, 100, Controls(False, False, None))
+    assert said == "inconclusive"
+    assert "seen to work nowhere" in reason
+    # What was found needs no proof that anything can be found.
+    assert judge(CLAIM, bound(5.0), {}, 100, Controls(False, False, None))[0] == "falsified"
+
+
+@pytest.mark.parametrize("controls", [Controls(True, False, "seen"), Controls(False, True, "seen")])
+@pytest.mark.parametrize("value", [0.0, 9.0])
+def test_coins_that_were_none_give_no_verdict(controls, value):
+    said, reason = judge(CLAIM, bound(value), {}, 100, controls)
+    assert said == "inconclusive"
+    assert "cannot be trusted" in reason
+
+
+def test_a_repeated_group_refutes_what_the_claim_allows_for_it_and_no_less():
+    tests = {8: Test(Claim(0.1, 1e-6, "example").of(8), bound(0.79))}
+    assert judge(Claim(0.1, 1e-6, "example"), bound(0.0), tests, 100, SOUND)[0] == "consistent"
+    tests = {8: Test(Claim(0.1, 1e-6, "example").of(8), bound(0.81, alpha=0.025))}
+    said, reason = judge(Claim(0.1, 1e-6, "example"), bound(0.0), tests, 100, SOUND)
+    assert said == "falsified"
+    assert "planted 8 times, at confidence 0.975" in reason
+
+
+def test_a_canary_is_one_unit_where_the_unit_is_no_row():
+    assert Claim(1.0, 1e-5, "example").of(4).epsilon == 4.0
+    assert Claim(1.0, 1e-5, "patient_id").of(4).epsilon == 1.0
+
+
+def test_alpha_is_divided_among_the_groups_that_can_refute_anything():
+    sizes, grids = {1: 200, 4: 20, 32: 20}, ([40, 120], [30])
+    assert levels(sizes, Claim(4.0, 1e-5, "example"), 0.05, *grids) == {1: 0.05}
+    assert levels(sizes, Claim(0.01, 1e-6, "example"), 0.05, *grids) == {1: 0.05 / 3, 4: 0.05 / 3, 32: 0.05 / 3}
+    assert levels(sizes, Claim(4.0, 1e-5, "patient_id"), 0.05, *grids) == {1: 0.05}
+    assert grid(20, *grids) == ([10, 20], [])
+    assert grid(100, *grids) == ([40], [30])
+
+
+def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_together(seed, full):
+    """Randomised response is what uses up a claim; k copies of a canary are under k times the epsilon."""
+    rng, claim, audits, false = np.random.default_rng([seed, 8]), Claim(0.02, 0.0, "example"), 2000 if full else 300, 0
+    sizes = {1: 200, 4: 60, 32: 60}
+    assert set(levels(sizes, claim, 0.05, [40, 120], [30])) == {1, 4, 32}
+    for _ in range(audits):
+        rows = [row(f"r{index}", 0, None, 0.0, 0.0) for index in range(2)]
+        for group, size in sizes.items():
+            coins = rng.random(size) < 0.5
+            truthful = rng.random(size) < 1 / (1 + np.exp(-group * claim.epsilon))
+            answers = np.where(truthful, coins, ~coins) + rng.uniform(0, 0.1, size)
+            named = enumerate(zip(coins, answers, strict=True))
+            rows += [row(f"c{group}-{i}", group, bool(coin), answer, 0.0) for i, (coin, answer) in named]
+        found = summarise(rows, claim, alpha=0.05, guesses=[40, 120], guesses_in=[30])
+        false += found["verdict"] == "falsified"
+    assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
+
+
+def test_repeated_groups_find_a_broken_claim_that_the_once_planted_cannot_show(seed):
+    rng = np.random.default_rng([seed, 9])
+    rows = make_table(rng, 0.05, groups=((1, 100), (32, 60)))
+    report = summarise(rows, Claim(0.02, 1e-7, "example"), alpha=0.05, guesses=[40, 100])
+    assert report["epsilon_lower_bound"]["value"] <= 0.02
+    assert report["repeated"]["32"]["test"]["refuted"]
+    assert report["verdict"] == "falsified"
+
+
+def test_a_base_model_that_tells_the_coins_is_noticed(seed):
+    rng = np.random.default_rng([seed, 10])
+    rows = [row(f"r{i}", 0, None, rng.normal(), rng.normal()) for i in range(100)]
+    for index in range(200):
+        coin = bool(rng.random() < 0.5)
+        rows.append(row(f"c{index}", 1, coin, rng.normal(9 * coin), rng.normal(2 * coin)))
+    report = summarise(rows, CLAIM, alpha=0.05, guesses=[40])
+    assert report["controls"]["base_separates"]
+    assert report["verdict"] == "inconclusive"
+
+
+def test_limits_stand_beside_every_attack(seed):
+    report = summarise(make_table(np.random.default_rng([seed, 11]), 0.0), CLAIM, alpha=0.05, guesses=[40])
+    assert report["attacks"]["ratio"]["limits"]["auc"] < report["repeated"]["4"]["attacks"]["ratio"]["limits"]["auc"]
+    assert report["repeated"]["4"]["claim"]["epsilon"] == 16.0
+
+
+def test_the_limit_of_single_units_is_that_of_the_whole_mechanism_where_it_is_lower():
+    rows, people = Claim(2.0, 1e-5, "example"), Claim(2.0, 1e-5, "patient_id")
+    pair, whole = rows.limits(1, None), {"auc": 0.6, "tpr_at_fpr_0.01": 1.0, "gdp_mu": None}
+    assert rows.limits(1, whole) == {**pair, "auc": 0.6}
+    assert rows.limits(4, whole) == rows.limits(4, None)  # of four units the mechanism's curve for one says nothing
+    assert people.limits(4, whole) == {**pair, "auc": 0.6}
+
+
+def test_the_line_in_the_roc_is_the_limit_of_the_whole_mechanism(seed):
+    event = dp_sgd_event(0.1, 1.0, 20)
+    promise = {"event": event, "neighbouring_relation": "add_or_remove_one"}
+    rows = make_table(np.random.default_rng([seed, 14]), 0.0, ((1, 40),))
+    fpr, tpr = np.array(summarise(rows, CLAIM, alpha=0.05, guesses=[40], promise=promise)["roc_limit"]).T
+    assert (np.diff(fpr) >= 0).all()
+    for at in (0.01, 0.001):
+        limit = attacker_limits_of(event, "add_or_remove_one")[f"tpr_at_fpr_{at}"]
+        assert np.interp(at, fpr, tpr) == pytest.approx(limit, rel=0.02)
+
+
+# The summary.
+
+
+def test_a_summary_has_what_reports_read_and_is_json(seed):
+    report = summarise(make_table(np.random.default_rng([seed, 4]), 0.0), CLAIM, alpha=0.05, guesses=[10, 50])
+    json.dumps(report, allow_nan=False)
+    assert report["claim"] == {"epsilon": 4.0, "delta": 1e-5, "unit": "example"}
+    assert set(report["attacks"]) == {"calibrated", "ratio", "loss", "rmia"}
+    for attack in report["attacks"].values():
+        wanted = {
+            "group",
+            "auc",
+            "auc_interval",
+            "confidence",
+            "tpr_at_1_percent_fpr",
+            "tpr_at_0.1_percent_fpr",
+            "limits",
+        }
+        assert wanted | {"positives", "negatives", "base_control_auc"} <= set(attack)
+        assert attack["positives"] + attack["negatives"] == 500
+    assert set(report["exposure"]) == set(report["extraction"]) == {"1", "4"}
+    assert {"mean", "null_mean", "p_value", "maximum", "base_mean", "inserted"} <= set(report["exposure"]["1"])
+    wanted = {"value", "alpha", "delta", "method", "guesses", "best_guesses", "correct", "num_canaries", "ceiling"}
+    assert set(report["epsilon_lower_bound"]) == wanted | {"guesses_in", "best_side", "slope"}
+    assert report["epsilon_lower_bound"]["num_canaries"] == 200
+    assert 0.9 < report["attacker_limits"]["auc"] < 1
+
+
+def test_a_summary_finds_what_was_memorised_and_only_that(seed):
+    rng = np.random.default_rng([seed, 5])
+    nothing = summarise(make_table(rng, 0.0), CLAIM, alpha=0.05, guesses=[10, 50, 100])
+    assert nothing["epsilon_lower_bound"]["value"] < 2
+    assert nothing["exposure"]["1"]["p_value"] > SIGNIFICANCE
+    much = summarise(make_table(rng, 8.0), Claim(1.0, 1e-5, "example"), alpha=0.05, guesses=[10, 50, 100])
+    assert much["attacks"]["ratio"]["auc"] > 0.99
+    assert 0.3 < much["attacks"]["ratio"]["base_control_auc"] < 0.7
+    assert much["exposure"]["1"]["mean"] > 5 > 3 > much["exposure"]["1"]["base_mean"]
+    assert much["exposure"]["1"]["p_value"] < 1e-9
+    assert much["extraction"]["4"]["tuned"] > 0 == much["extraction"]["4"]["base"]
+    assert much["verdict"] == "falsified"
+
+
+def test_repeated_canaries_do_not_speak_about_the_claim(seed):
+    rng = np.random.default_rng([seed, 6])
+    report = summarise(make_table(rng, 5.0, groups=((4, 300),)), CLAIM, alpha=0.05, guesses=[10, 50])
+    assert report["attacks"]["ratio"]["group"] == 4
+    assert report["epsilon_lower_bound"]["num_canaries"] == 0
+    assert report["verdict"] == "inconclusive"
+
+
+def test_without_a_claim_the_bound_states_its_delta(seed):
+    report = summarise(make_table(np.random.default_rng([seed, 7]), 3.0), None, alpha=0.05, guesses=[10, 50])
+    assert (report["claim"], report["attacker_limits"], report["verdict"]) == (None, None, "no_claim")
+    assert report["epsilon_lower_bound"]["delta"] == 1e-5
+    assert report["epsilon_lower_bound"]["value"] > 0
+
+
+def test_groups_of_which_none_or_all_were_inserted_are_summarised():
+    rng = np.random.default_rng(0)
+    for coin in (True, False):
+        rows = [row(f"c{i}", 1, coin, rng.normal(), rng.normal()) for i in range(20)]
+        rows += [row(f"r{i}", 0, None, rng.normal(), rng.normal()) for i in range(100)]
+        report = summarise(rows, CLAIM, alpha=0.05, guesses=[10, 20])
+        json.dumps(report, allow_nan=False)
+        assert report["verdict"] == "inconclusive"
+        assert (report["exposure"]["1"]["mean"] is None) == (not coin)
+
+
+def test_a_table_without_references_is_refused():
+    with pytest.raises(ConfigError, match="no references"):
+        summarise([row("a")], CLAIM, alpha=0.05, guesses=[10])
+
+
+@pytest.mark.parametrize("left", [0.0, 0.9])
+def test_fitting_the_score_to_the_candidates_does_not_cost_validity(left, seed, full):
+    """A true claim of randomised response, behind base scores that explain all or nothing of the noise."""
+    rng, audits, false = np.random.default_rng([seed, 13]), 2000 if full else 300, 0
+    claim = Claim(1.0, 0.0, "example")
+    for _ in range(audits):
+        rows = [row(f"r{index}", 0, None, 0.0, 0.0) for index in range(2)]
+        coins, base = rng.random(100) < 0.5, rng.normal(size=100)
+        answers = np.where(rng.random(100) < 1 / (1 + np.exp(-claim.epsilon)), coins, ~coins)
+        tuned = left * base + 100.0 * answers + rng.uniform(0, 0.1, 100)
+        rows += [row(f"c{i}", 1, bool(coins[i]), tuned[i], base[i]) for i in range(100)]
+        false += summarise(rows, claim, alpha=0.05, guesses=[40, 100])["verdict"] == "falsified"
+    assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
+
+
+# What is computed again.
+
+
+def checked(folder, report):
+    """The checks of an audit that is published in ``folder`` and shown on its card."""
+    (folder / "audit" / "audit.json").write_text(json.dumps(report))
+    block = read_json(folder / "privacy.json")
+    block["audit"] = claim.audit_part(report, privacy_record.read(block).terms).to_json()
+    found = Published(folder, block, card="", hashes=dict(report["weights"]))
+    return {check.name: check.status for check in check_audits.check(found)}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path):
+    """Those of version 1 are too narrow, and follow from the scores of what was published with them."""
+    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
+    report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
+    rows, tokens = read_scores(card / "audit")
+    fresh = summarise(
+        rows,
+        Claim(**report["claim"]),
+        tokens=tokens,
+        promise=block,
+        words=report["controls"]["words"],
+        twin=report["controls"]["twin"],
+        version=version,
+        **report["settings"],
+    )
+    assert fresh["schema_version"] == version
+    assert checked(card, {**report, **fresh})["audit: statistics"] == "verified"
+    for other in (3 - version, 3, "1", None):
+        with pytest.raises(Wrong, match="does not follow from the scores"):
+            checked(card, {**report, **fresh, "schema_version": other})
+
+
+@pytest.mark.parametrize("column", range(8))
+def test_every_changed_column_of_an_earlier_score_table_is_seen(column, tmp_path):
+    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
+    path = card / "audit" / "scores.csv"
+    table = [line.split(",") for line in path.read_text().splitlines()]
+    forge = {
+        "canary_id": lambda text: text.replace("c", "d"),
+        "tuned_log_prob": lambda text: repr(float(text) * 1.0001),
+        "base_log_prob": lambda text: repr(float(text) * 1.0001),
+        "num_tokens": lambda text: str(int(text) + 1),
+        "group": lambda text: {"1": "4", "4": "1", "32": "1"}[text],
+    }.get(table[0][column], lambda text: {"0": "1", "1": "0"}[text])
+    for row in table[1:]:
+        if row[2]:
+            row[column] = forge(row[column])
+    path.write_text("\n".join(map(",".join, table)))
+    with pytest.raises(Wrong):
+        checked(card, read_json(card / "audit" / "audit.json"))
+
+
+@pytest.mark.parametrize("name", ["clinic-epsilon-1", "clinic-epsilon-8", "e2e-epsilon-8"])
+def test_every_published_audit_follows_from_its_scores(name, tmp_path):
+    card = shutil.copytree(MODEL_CARDS / name / "export", tmp_path / "card")
+    assert checked(card, read_json(card / "audit" / "audit.json"))["audit: statistics"] == "verified"

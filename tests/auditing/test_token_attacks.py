@@ -1,0 +1,131 @@
+"""Attacks on tokens are what their formulas say, sequence by sequence, and the table reads back as it was written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.auditing import token_attacks
+from dpllm.auditing.token_attacks import ATTACKS, SMOOTHING, WINDOWS
+from dpllm.auditing.tokens import TokenTable, read_tokens, write_tokens
+from dpllm.errors import ConfigError
+
+
+def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> TokenTable:
+    rng, count = np.random.default_rng(seed), sum(lengths)
+    columns = {}
+    for which in ("tuned", "base"):
+        columns[f"{which}_log_prob_N"] = -rng.gamma(1.0, 2.0, count)
+        columns[f"{which}_mean_N"] = -rng.gamma(2.0, 1.0, count)
+        columns[f"{which}_variance_N"] = np.zeros(count) if certain else rng.gamma(2.0, 1.0, count)
+        columns[f"{which}_argmax_N"] = rng.random(count) < 0.5
+        kept = rng.random(count) < 0.8
+        columns[f"{which}_top_k_log_prob_N"] = np.where(kept, columns[f"{which}_log_prob_N"] / 2, -np.inf)
+    return TokenTable(
+        tuple(f"c{index}" for index in range(len(lengths))),
+        rng.integers(20, 90, len(lengths)),
+        np.repeat(np.arange(len(lengths)), lengths),
+        **columns,
+        groups=tuple(index % 3 for index in range(len(lengths))),
+        coins=tuple(index % 2 == 0 if index % 3 else None for index in range(len(lengths))),
+    )
+
+
+def naive(name: str, table: TokenTable, sequence: int) -> float:
+    """One sequence, with loops."""
+    mine = [index for index, owner in enumerate(table.sequence_N) if owner == sequence]
+    tuned = [float(table.tuned_log_prob_N[i]) for i in mine]
+    base = [float(table.base_log_prob_N[i]) for i in mine]
+    gains = [after - before for after, before in zip(tuned, base, strict=True)]
+
+    def lowest(values: list[float]) -> float:
+        few = math.ceil(0.2 * len(values))
+        return sum(sorted(values)[:few]) / few
+
+    def plus(which: str) -> float:
+        p, mu, var = (getattr(table, f"{which}_{name}_N") for name in ("log_prob", "mean", "variance"))
+        return lowest([(p[i] - mu[i]) / math.sqrt(max(var[i], 1e-12)) for i in mine])
+
+    if name == "zlib":
+        return sum(tuned) / int(table.zlib_bytes_S[sequence])
+    if name == "min_k":
+        return lowest(tuned)
+    if name == "min_k_plus":
+        return plus("tuned")
+    if name == "min_k_plus_ratio":
+        return plus("tuned") - plus("base")
+    if name == "gains_over_losses":
+        wrong = [gain for gain, i in zip(gains, mine, strict=True) if not table.tuned_argmax_N[i]] or gains
+        gained, lost = (sum(max(sign * gain, 0) for gain in wrong) for sign in (1, -1))
+        return math.log((gained + SMOOTHING) / (lost + SMOOTHING))
+    widths = [width for width in WINDOWS if width <= len(gains)] or [1]
+    shares = []
+    for width in widths:
+        votes = [sum(gains[start : start + width]) > 0 for start in range(len(gains) - width + 1)]
+        shares.append(sum(votes) / len(votes))
+    return sum(shares) / len(shares)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6), seed=st.integers(0, 99), certain=st.booleans())
+def test_every_attack_is_its_formula(lengths: list[int], seed: int, certain: bool) -> None:
+    table = make_table(lengths, seed, certain)
+    for name, attack in ATTACKS.items():
+        found = attack(table)
+        assert found.shape == (len(lengths),)
+        wanted = [naive(name, table, sequence) for sequence in range(len(lengths))]
+        np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9, err_msg=name)
+
+
+def test_what_became_likelier_is_ranked_higher() -> None:
+    """The direction of every attack is fixed: members' log-probabilities rise."""
+    table = make_table([12] * 400, seed=1)
+    raised = np.repeat(np.arange(400) < 200, 12)
+    changes = {field.name: getattr(table, field.name) for field in fields(TokenTable)}
+    changes["tuned_log_prob_N"] = np.where(raised, 0.3, 1.0) * table.base_log_prob_N
+    changes["zlib_bytes_S"] = np.full(400, 40)
+    for name, attack in ATTACKS.items():
+        found = attack(TokenTable(**changes))
+        assert found[:200].mean() > found[200:].mean() + 0.1 * found.std(), name
+
+
+def test_a_sequence_without_an_error_left_is_not_ranked_last() -> None:
+    table = make_table([9, 9], seed=2)
+    table.tuned_argmax_N[:9] = True
+    table.tuned_log_prob_N[:9] = -1e-3
+    first, second = token_attacks.gains_over_losses(table)
+    assert first > 5 > second
+
+
+def test_the_table_reads_back_exactly_and_holds_no_text(tmp_path: Path) -> None:
+    table = make_table([3, 1, 7], seed=3)
+    path = tmp_path / "audit" / "tokens.parquet"
+    write_tokens(table, path)
+    again = read_tokens(path)
+    for field in fields(TokenTable):
+        assert np.array_equal(getattr(again, field.name), getattr(table, field.name)), field.name
+    assert [entry.name for entry in path.parent.iterdir()] == ["tokens.parquet"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "text", "columns"])
+def test_a_damaged_table_is_one_clear_error(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "tokens.parquet"
+    if damage != "missing":
+        write_tokens(make_table([3, 2]), path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif damage == "text":
+        path.write_text("tokens")
+    elif damage == "columns":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"canary_id": ["a"]}), path)
+    with pytest.raises(ConfigError, match="token table"):
+        read_tokens(path)

@@ -1,0 +1,267 @@
+"""Canaries: fair independent coins, unequal texts, a constant number of slots, and nothing that leaks."""
+
+from __future__ import annotations
+
+import json
+import random
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from scipy import stats
+
+from dpllm.canaries import canaries, carriers
+from dpllm.canaries.canaries import Canary, check_fits, load, num_slots, plan_canaries, save, slots
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import CanaryConfig, DataConfig
+from dpllm.run.directory import RunDir
+
+ROWS = DataConfig(train="rows.jsonl")
+SMALL = CanaryConfig(groups={1: 30, 4: 5}, digits=6, references=100)
+
+
+def everyone(plan):
+    return [*plan.canaries, *plan.references]
+
+
+def test_carriers_and_secrets_are_distinct_and_shaped_as_the_recipe_says():
+    plan = plan_canaries(CanaryConfig(groups={1: 300, 16: 20}, digits=4, references=1000))
+    assert len({canary.carrier for canary in everyone(plan)}) == 1320
+    assert len({canary.secret for canary in everyone(plan)}) == 1320
+    assert len({canary.canary_id for canary in everyone(plan)}) == 1320
+    assert all(len(canary.secret) == 4 and canary.secret.isdigit() for canary in everyone(plan))
+    assert not any(character.isdigit() for canary in everyone(plan) for character in canary.carrier)
+    assert [canary.group for canary in plan.canaries] == [1] * 300 + [16] * 20
+    assert {(canary.group, canary.inserted) for canary in plan.references} == {(0, False)}
+
+
+def test_different_indices_make_different_sentences():
+    size = carriers.NUM_CARRIERS
+    assert size > 1_000_000
+    indices = random.Random(0).sample(range(size), 100_000)
+    assert len({carriers.carrier(index) for index in indices}) == 100_000
+    names = [head + tail for head in carriers._NAME_HEADS for tail in carriers._NAME_TAILS]
+    assert len(set(names)) == len(names)
+    for column in carriers.COLUMNS:
+        assert len(set(column)) == len(column)
+
+
+def test_coins_are_fair_and_independent_of_group_and_neighbour(seed):
+    plan = plan_canaries(CanaryConfig(groups={1: 20_000, 2: 20_000}, references=100), generator=random.Random(seed))
+    coins = np.array([canary.inserted for canary in plan.canaries])
+    for part in (coins[:20_000], coins[20_000:], coins[:-1] ^ coins[1:], coins[:20_000] ^ coins[20_000:]):
+        assert stats.binomtest(int(part.sum()), len(part), 0.5).pvalue > 1e-8 / 8
+
+
+def test_secrets_are_uniform_digits_and_candidates_are_like_references(seed):
+    generator = random.Random(seed)
+    plan = plan_canaries(CanaryConfig(groups={1: 5000}, digits=8, references=5000), generator=generator)
+    for place in range(8):
+        counts = [
+            np.bincount([int(c.secret[place]) for c in part], minlength=10) for part in (plan.canaries, plan.references)
+        ]
+        assert stats.chisquare(counts[0]).pvalue > 1e-8 / 8
+        assert stats.chi2_contingency(counts).pvalue > 1e-8 / 8
+
+
+def test_entropy_is_the_operating_systems_whatever_the_user_seeds():
+    plans = []
+    for _ in range(2):
+        random.seed(0)
+        np.random.seed(0)
+        plans.append(plan_canaries(SMALL))
+    assert plans[0].commitment != plans[1].commitment
+    assert {c.secret for c in plans[0].canaries} != {c.secret for c in plans[1].canaries}
+    assert [c.inserted for c in plans[0].canaries] != [c.inserted for c in plans[1].canaries]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.dictionaries(st.integers(1, 20), st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(groups, entropy):
+    config = CanaryConfig(groups=groups, references=100)
+    plan = plan_canaries(config, generator=random.Random(entropy))
+    filled = slots(plan, ROWS)
+    assert len(filled) == num_slots(config, ROWS) == sum(k * n for k, n in groups.items())
+    for canary in plan.canaries:
+        held = sum(slot == (canary,) for slot in filled)
+        assert held == (canary.group if canary.inserted else 0)
+
+
+UNITS = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=8)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.dictionaries(st.integers(1, 8), st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_where_units_are_drawn_a_canary_is_one_unit(groups, entropy):
+    config = CanaryConfig(groups=groups, references=100)
+    plan = plan_canaries(config, generator=random.Random(entropy))
+    filled = slots(plan, UNITS)
+    assert len(filled) == num_slots(config, UNITS) == sum(groups.values())
+    for canary, slot in zip(plan.canaries, filled, strict=True):
+        assert slot == ((canary,) * canary.group if canary.inserted else ())
+
+
+def test_where_rows_are_drawn_each_repetition_holds_a_slot_and_one_unit_brings_them_all():
+    rows = UNITS.model_copy(update={"sampling": "example"})
+    plan = plan_canaries(SMALL)
+    assert len(slots(plan, rows)) == num_slots(SMALL, rows) == 30 + 4 * 5
+    assert slots(plan, rows) == slots(plan, ROWS)
+
+
+@pytest.mark.parametrize("sampling", ["unit", "example"])
+def test_a_canary_of_more_rows_than_a_unit_may_bring_is_refused(sampling):
+    data = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=3, sampling=sampling)
+    with pytest.raises(
+        ConfigError, match=r"audit\.canaries\.groups: a canary is one patient.*data\.max_examples_per_unit"
+    ):
+        num_slots(SMALL, data)
+    assert num_slots(SMALL, data.model_copy(update={"max_examples_per_unit": 4})) > 0
+
+
+@pytest.mark.parametrize("groups", [{33: 1}, {0: 1}, {1: 0}, {}])
+def test_repetitions_are_from_1_to_32(groups):
+    with pytest.raises(ValidationError):
+        CanaryConfig(groups=groups)
+    assert CanaryConfig(groups={32: 1, 1: 1}).groups == {32: 1, 1: 1}
+    assert CanaryConfig().groups == {1: 1000, 4: 20, 32: 20}
+
+
+def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
+    path = tmp_path / "canaries.json"
+    save(plan_canaries(SMALL), path)
+    plan = load(path)
+    # The last key is not read by this kind, so the texts do not follow from it.
+    for same in ({}, {"tokens": 9}):
+        assert check_fits(plan, SMALL.model_copy(update=same), path) is plan
+    for key, value in (("kind", "pii"), ("groups", {1: 30, 4: 6}), ("digits", 7), ("references", 101)):
+        with pytest.raises(ConfigError, match=rf"audit\.canaries\.{key}.*canaries plan RECIPE --overwrite"):
+            check_fits(plan, SMALL.model_copy(update={key: value}), path)
+    with pytest.raises(ConfigError, match=r"audit\.canaries\.groups"):
+        check_fits(replace(plan, settings={}), SMALL, path)
+
+
+def test_references_hold_no_slot():
+    plan = plan_canaries(SMALL)
+    assert not {held.canary_id for slot in slots(plan, ROWS) for held in slot} & {
+        canary.canary_id for canary in plan.references
+    }
+
+
+def test_a_saved_plan_comes_back_and_is_for_its_owner_alone(tmp_path):
+    plan = plan_canaries(SMALL)
+    path = tmp_path / "canaries.json"
+    save(plan, path)
+    assert load(path) == plan
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["canaries.json"]
+
+
+def other(value):
+    """Another value of the same type."""
+    if isinstance(value, dict):
+        return {**value, "groups": {"1": 31}}
+    return not value if isinstance(value, bool) else value[::-1] + "0" if isinstance(value, str) else value + 1
+
+
+FIELDS = [(part, field) for part in ("canaries", "references") for field in Canary.__dataclass_fields__]
+
+
+@pytest.mark.parametrize("where", [*FIELDS, ("kind",), ("log2_secrets",), ("settings",), ("salt",), ("commitment",)])
+def test_a_plan_changed_anywhere_does_not_match_its_commitment(tmp_path, where):
+    path = tmp_path / "canaries.json"
+    save(plan_canaries(SMALL), path)
+    value = json.loads(path.read_text())
+    assert {key for key, *_ in [*FIELDS, ("kind",), ("log2_secrets",), ("settings",), ("salt",), ("commitment",)]} == (
+        value.keys() - {"schema_version"}
+    )
+    holder = value[where[0]][3] if len(where) == 2 else value
+    holder[where[-1]] = "ab" * 32 if where == ("salt",) else other(holder[where[-1]])
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="does not match its own commitment"):
+        load(path)
+
+
+@pytest.mark.parametrize("change", ["swap", "drop", "move"])
+def test_neither_order_nor_number_can_be_changed(tmp_path, change):
+    path = tmp_path / "canaries.json"
+    save(plan_canaries(SMALL), path)
+    value = json.loads(path.read_text())
+    parts = value["canaries"], value["references"]
+    if change == "swap":
+        parts[0][0], parts[0][1] = parts[0][1], parts[0][0]
+    else:
+        taken = parts[1].pop()
+        parts[0].extend([taken] if change == "move" else [])
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="does not match its own commitment"):
+        load(path)
+
+
+def test_a_crash_while_a_run_is_replaced_leaves_no_known_coins(tmp_path, monkeypatch):
+    """Where no config.yaml stands beside them, canaries count as planned for a run that is to come."""
+    run = RunDir(tmp_path)
+    run.make()
+    run.config.write_text("")
+    save(plan_canaries(SMALL), run.canaries)
+    unlink = Path.unlink
+
+    def crash(path, **how):
+        unlink(path, **how)
+        if path == run.config:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", crash)
+    with pytest.raises(KeyboardInterrupt):
+        run.clear()
+    assert not run.config.exists()
+    assert not run.canaries.exists()
+
+
+def test_a_damaged_plan_is_refused(tmp_path):
+    path = tmp_path / "canaries.json"
+    for text in ("{}", '{"canaries": [{"x": 1}], "references": [], "commitment": "", "salt": ""}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="damaged"):
+            load(path)
+
+
+def test_the_commitment_hides_the_plan_behind_its_salt():
+    plan = plan_canaries(SMALL)
+    assert len(bytes.fromhex(plan.salt)) == 32
+    salted = canaries._commit(replace(plan, salt="00" * 32))
+    assert salted != plan.commitment == canaries._commit(plan)
+
+
+def test_printing_a_plan_shows_no_text_and_no_salt():
+    plan = plan_canaries(SMALL)
+    shown = repr(plan)
+    assert plan.salt not in shown
+    assert not any(canary.secret in shown or canary.carrier in shown for canary in everyone(plan))
+
+
+def test_examples_are_rows_of_each_format():
+    canary = Canary("c00000", 1, "The locker code for the north store of Halvorsen is", "12345678", inserted=True)
+    assert canary.example("text") == {"text": "The locker code for the north store of Halvorsen is 12345678"}
+    assert canary.example("prompt_completion") == {"prompt": canary.carrier, "completion": "12345678"}
+    user, assistant = canary.example("messages")["messages"]
+    assert (user["role"], user["content"]) == ("user", canary.carrier)
+    assert (assistant["role"], assistant["content"]) == ("assistant", "12345678")
+    with pytest.raises(ConfigError, match=r"set data\.format"):
+        canary.example("auto")
+
+
+def test_more_canaries_than_secrets_are_refused():
+    with pytest.raises(ConfigError, match=r"raise audit\.canaries\.digits"):
+        plan_canaries(CanaryConfig(groups={1: 9_950}, digits=4, references=100))
+
+
+def test_planning_and_statistics_do_not_import_torch():
+    code = "import sys, dpllm.canaries.canaries, dpllm.auditing.summary, dpllm.auditing.figure; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

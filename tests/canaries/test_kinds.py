@@ -1,0 +1,352 @@
+"""Kinds of canaries: each draws texts that training reads back whole, alike for candidates and references."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpllm.auditing.scores import encode_secret
+from dpllm.canaries import carriers, kinds, pii
+from dpllm.canaries.canaries import plan_canaries, redraw_coins, slots
+from dpllm.canaries.source import ModelSource
+from dpllm.errors import ConfigError
+from dpllm.model import loading
+from dpllm.recipe.config import CanaryConfig, RunConfig, dump_config, load_config
+from dpllm.text.data import encode_units
+
+KINDS = ("digits", "random_tokens", "new_tokens", "pii")
+HEAD = {"method": "lora", "modules_to_save": ["lm_head"]}
+
+
+def recipe(adapter=HEAD, **data):
+    value = {
+        "model": {"name_or_path": "builtin:tiny"},
+        "adapter": adapter,
+        "data": {"train": "rows.jsonl", "format": "text", "max_length": 64, **data},
+        "train": {"steps": 1},
+        "output_dir": "run",
+    }
+    return RunConfig.model_validate(value)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return loading.load_tokenizer(recipe().model)
+
+
+@pytest.fixture(scope="module")
+def source(tokenizer):
+    return ModelSource(recipe(), tokenizer, torch.device("cpu"))
+
+
+def everyone(plan):
+    return [*plan.canaries, *plan.references]
+
+
+def config(kind, once=60, references=100, **more):
+    return CanaryConfig(kind=kind, groups={1: once, 3: 4}, references=references, **more)
+
+
+def encoded(canary, tokenizer, fmt="text"):
+    """The ids of a secret, as training reads the row."""
+    sequence, mask = encode_secret(canary, fmt, tokenizer, 64, "refuse")
+    return [token for token, own in zip(sequence.input_ids, mask, strict=True) if own]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fmt", ["text", "prompt_completion"])
+def test_every_secret_is_learned_whole_and_stands_nowhere_else(kind, fmt, tokenizer):
+    own = ModelSource(recipe(format=fmt), tokenizer, torch.device("cpu"))
+    plan = plan_canaries(config(kind), source=own, generator=random.Random(3))
+    assert plan.kind == kind
+    for what in ("carrier", "secret", "canary_id"):
+        assert len({getattr(canary, what) for canary in everyone(plan)}) == 164
+    sentences = "\n".join(canary.carrier for canary in everyone(plan))
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    for canary in everyone(plan):
+        assert canary.secret not in sentences
+        ids = encoded(canary, tokenizer, fmt)
+        assert tokenizer.decode(ids).strip() == canary.secret
+        assert not special & set(ids)
+        if kind == "random_tokens":
+            assert len(ids) == 6
+        if kind == "new_tokens":
+            assert len(ids) == 1
+
+
+def test_secrets_of_a_chat_are_learned_whole_too(tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+    )
+    own = ModelSource(recipe(format="messages"), tokenizer, torch.device("cpu"))
+    plan = plan_canaries(config("random_tokens"), source=own, generator=random.Random(4))
+    assert {len(encoded(canary, tokenizer, "messages")) for canary in everyone(plan)} == {6}
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(st.integers(3, 12), st.integers(0, 2**32))
+def test_secrets_have_the_length_that_the_recipe_says(source, tokenizer, tokens, entropy):
+    asked = config("random_tokens", once=5, tokens=tokens)
+    plan = plan_canaries(asked, source=source, generator=random.Random(entropy))
+    assert {len(encoded(canary, tokenizer)) for canary in everyone(plan)} == {tokens}
+    assert plan.settings["tokens"] == tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_follows_from_its_entropy_and_from_nothing_else(kind, source):
+    plans = [
+        plan_canaries(config(kind, once=10, tokens=3), source=source, generator=random.Random(entropy))
+        for entropy in (5, 5, 6)
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0].commitment != plans[2].commitment
+    assert not {canary.carrier for canary in plans[0].canaries} & {canary.carrier for canary in plans[2].canaries}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tokenizer, seed):
+    """Kolmogorov-Smirnov on what a text shows, 4 kinds by 4 features by 2 questions: 32 tests."""
+    many = {"once": 60, "references": 100} if kind == "new_tokens" else {"once": 150, "references": 150, "tokens": 4}
+    plan = plan_canaries(config(kind, **many), source=source, generator=random.Random(seed))
+    features = [
+        lambda canary: len(canary.carrier),
+        lambda canary: len(canary.secret),
+        lambda canary: canary.secret,
+        lambda canary: sum(encoded(canary, tokenizer)),
+    ]
+    coins = np.array([canary.inserted for canary in plan.canaries])
+    for feature in features:
+        values = [feature(canary) for canary in everyone(plan)]
+        place = {value: rank for rank, value in enumerate(sorted(set(values)))}
+        ranks = np.array([place[value] for value in values])
+        ours, theirs = ranks[: len(coins)], ranks[len(coins) :]
+        assert stats.ks_2samp(ours, theirs).pvalue > 1e-8 / 32
+        assert stats.ks_2samp(ours[coins], ours[~coins]).pvalue > 1e-8 / 32
+
+
+def test_the_order_in_which_texts_are_found_says_nothing_of_who_gets_them(monkeypatch, seed):
+    found = kinds.Drawn(tuple((f"carrier {number:05d}", f"secret {number:05d}") for number in range(4000)), 12.0)
+    monkeypatch.setattr(kinds, "draw", lambda *arguments: found)
+    asked = CanaryConfig(groups={1: 1500, 2: 500}, references=2000)
+    plan = plan_canaries(asked, generator=random.Random(seed))
+    ranks = np.array([int(canary.carrier[-5:]) for canary in everyone(plan)])
+    assert sorted(ranks) == list(range(4000))
+    for part in (ranks[:1500], ranks[1500:2000], ranks[2000:], ranks[::2]):
+        assert stats.kstest(part / 4000, "uniform").pvalue > 1e-8 / 5
+    coins = np.array([canary.inserted for canary in plan.canaries])
+    assert stats.ks_2samp(ranks[:2000][coins], ranks[:2000][~coins]).pvalue > 1e-8 / 5
+
+
+def test_random_tokens_are_uniform_over_what_can_be_drawn(seed):
+    """With a tokenizer that reads everything back: one letter for each token, the first of its own pool."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    honest = SimpleNamespace(
+        first_ids=list(range(13)),
+        ordinary_ids=list(range(26)),
+        text=lambda ids: "".join(letters[token] for token in ids).upper(),
+        reads=lambda *arguments: True,
+        check_room=lambda *arguments: None,
+    )
+    drawn = kinds.draw(CanaryConfig(kind="random_tokens", tokens=5), 6000, random.Random(seed), honest)
+    for place in range(5):
+        counts = Counter(secret[place] for _, secret in drawn.texts)
+        assert set(counts) == set(letters[: 26 if place else 13].upper())
+        assert stats.chisquare(list(counts.values())).pvalue > 1e-8 / 5
+    assert drawn.log2_secrets == pytest.approx(math.log2(13) + 4 * math.log2(26))
+
+
+def mean_log_probs(tokenizer, sentences):
+    net = loading.load_base(recipe().model, torch.device("cpu")).eval()
+    with torch.inference_mode():
+        rows = [net(torch.tensor([tokenizer(sentence)["input_ids"]])).logits[0, -1] for sentence in sentences]
+    return torch.stack(rows).double().log_softmax(dim=-1).mean(dim=0).numpy()
+
+
+def test_what_the_base_model_expects_is_what_one_pass_after_the_other_gives(source, tokenizer):
+    sentences = [carriers.carrier(index) for index in (0, 12_345, 777_777, 1_234_567)]
+    np.testing.assert_allclose(source.expected(sentences), mean_log_probs(tokenizer, sentences), rtol=1e-4)
+
+
+def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenizer):
+    plan = plan_canaries(config("new_tokens", once=10), source=source, generator=random.Random(9))
+    used = [encoded(canary, tokenizer)[0] for canary in everyone(plan)]
+    assert len(set(used)) == 114 <= 2**plan.log2_secrets <= 228
+    asked = random.Random(0).sample(range(carriers.NUM_CARRIERS), kinds.SENTENCES_ASKED)
+    expected = mean_log_probs(tokenizer, [carriers.carrier(index) for index in asked])
+    assert expected[used].mean() < expected[source.first_ids].mean()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "trains"),
+    [
+        (HEAD, True),
+        ({"method": "lora", "target_modules": ["q_proj", "lm_head"]}, True),
+        ({"method": "frozen", "lm_head": True}, True),
+        ({"method": "lora"}, False),
+        ({"method": "lora", "modules_to_save": ["embed_tokens"]}, False),  # a copy: the tied head stays as it was
+        ({"method": "lora", "target_modules": ["q_proj"]}, False),
+        ({"method": "frozen"}, False),
+    ],
+)
+def test_new_tokens_need_an_output_head_that_trains(adapter, trains, tokenizer):
+    own = ModelSource(recipe(adapter), tokenizer, torch.device("cpu"))
+    built = loading.build(recipe(adapter), torch.device("cpu"))
+    weights = {id(parameter) for parameter in built.get_output_embeddings().parameters() if parameter.requires_grad}
+    assert own.head_trains() == trains == bool(weights)
+    if not trains:
+        with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: \[lm_head\].*random_tokens"):
+            plan_canaries(config("new_tokens", once=10), source=own)
+
+
+def test_personal_details_belong_to_nobody(seed):
+    pairs = pii.draw(3000, random.Random(seed))
+    number_of = Counter()
+    people = [re.fullmatch(r"The (phone number|card number|e-mail address) of (\S+ \S+) is", c)[2] for c, _ in pairs]
+    assert len(set(people)) == len({secret for _, secret in pairs}) == 3000
+    for carrier, secret in pairs:
+        if carrier.startswith("The phone"):
+            assert re.fullmatch(r"[2-9](?!11)[0-8]\d-555-01\d\d", secret)
+        elif carrier.startswith("The card"):
+            assert re.fullmatch(r"4\d{3} \d{4} \d{4} \d{4}", secret)
+            assert not pii.passes_luhn(secret)
+        else:
+            assert re.fullmatch(r"[a-z'-]+\.[a-z'-]+\d\d@example\.org", secret)
+        number_of[carrier.split()[1]] += 1
+    assert stats.chisquare(list(number_of.values())).pvalue > 1e-8 / 2
+    last = Counter(secret[-1] for carrier, secret in pairs if carrier.startswith("The card"))
+    assert stats.chisquare([last[digit] for digit in "0123456789"]).pvalue > 1e-8 / 2
+    assert len(pii.AREA_CODES) == 712
+
+
+def test_the_check_digit_is_that_of_real_cards():
+    # The example of ISO/IEC 7812-1, and numbers that payment providers publish for tests.
+    assert all(pii.passes_luhn(number) for number in ("79927398713", "4242 4242 4242 4242", "5555 5555 5555 4444"))
+    assert not any(pii.passes_luhn(f"7992739871{digit}") for digit in "012456789")
+
+
+@pytest.mark.parametrize("given", [{"kind": "rare_tokens"}, {"kind": "synthetic"}, {"temperature": 1.2}])
+def test_what_is_planted_no_more_is_answered_with_what_to_write_instead(given, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_config(recipe()))
+    overrides = {f"audit.canaries.{key}": value for key, value in given.items()}
+    with pytest.raises(
+        ConfigError, match=r"planted no more; (use audit\.canaries\.kind: random_tokens|leave the key out)"
+    ):
+        load_config(path, overrides)
+    assert load_config(path, {"audit.canaries.temperature": 1.0}).audit.canaries == CanaryConfig()  # of an earlier run
+
+
+def test_kinds_of_the_base_model_need_one():
+    for kind in kinds.NEED_MODEL:
+        with pytest.raises(ConfigError, match="no model was given"):
+            plan_canaries(config(kind))
+    for kind in set(KINDS) - kinds.NEED_MODEL:
+        assert plan_canaries(config(kind)).kind == kind
+    assert set(KINDS) == kinds.KEYS.keys()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            CanaryConfig(kind="random_tokens", tokens=1, groups={1: 900}, references=100),
+            r"raise audit\.canaries\.tokens",
+        ),
+        (CanaryConfig(kind="new_tokens", groups={1: 300}, references=100), "need a token each"),
+        (CanaryConfig(kind="pii", groups={1: 500}, references=100), "lower audit.canaries.groups"),
+        (CanaryConfig(groups={1: 9_000_000_000}), "distinct sentences"),
+    ],
+)
+def test_more_canaries_than_texts_are_refused(asked, message, source, monkeypatch):
+    monkeypatch.setattr(kinds, "TRIES", 3)
+    monkeypatch.setattr(pii, "AREA_CODES", ("212",))
+    with pytest.raises(ConfigError, match=message):
+        kinds.draw(asked, sum(asked.groups.values()) + asked.references, random.Random(0), source)
+
+
+def test_room_for_a_secret_is_judged_as_training_would_cut_it(tokenizer):
+    generator = random.Random(21)
+    for length in (26, 28, 30):
+        own = ModelSource(recipe(max_length=length), tokenizer, torch.device("cpu"))
+        token = next(token for token in own.first_ids if own.text((token,)) == "N")
+        outcomes = set()
+        for _ in range(60):
+            sentence = carriers.carrier(generator.randrange(carriers.NUM_CARRIERS))
+            fits = len(tokenizer(f"{sentence} N")["input_ids"]) <= length
+            outcomes.add(fits)
+            assert own.reads(sentence, "N", (token,)) == fits
+            with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r"raise data\.max_length"):
+                own.check_room([sentence], 1)
+        assert outcomes == {True, False}
+
+
+def test_what_is_not_read_back_is_refused_and_quotes_nothing(tokenizer, source, monkeypatch):
+    short = ModelSource(recipe(max_length=28), tokenizer, torch.device("cpu"))
+    for kind in ("random_tokens", "new_tokens"):
+        with pytest.raises(ConfigError, match=r"raise data\.max_length") as caught:
+            plan_canaries(config(kind), source=short, generator=random.Random(13))
+        assert not any(word in str(caught.value) for word in ("store", "number for", "reads", "remains"))
+    unread = ModelSource(recipe(), tokenizer, torch.device("cpu"))
+    monkeypatch.setattr(unread, "reads", lambda *arguments: False)
+    with pytest.raises(ConfigError, match=r"use audit\.canaries\.kind digits"):
+        plan_canaries(config("random_tokens"), source=unread, generator=random.Random(13))
+    monkeypatch.setattr(unread, "check_room", lambda *arguments: None)
+    empty = SimpleNamespace(first_ids=[], ordinary_ids=[1], check_room=unread.check_room)
+    with pytest.raises(ConfigError, match="use kind digits"):
+        plan_canaries(config("random_tokens"), source=empty, generator=random.Random(13))
+    with pytest.raises(ConfigError, match="use kind digits"):
+        plan_canaries(config("random_tokens"), source=unread, generator=random.Random(13))
+
+
+def test_new_coins_keep_the_texts_and_forget_the_old_coins(source, seed):
+    generator = random.Random(seed)
+    plan = plan_canaries(CanaryConfig(groups={1: 5_000}, references=100), generator=generator)
+    again = redraw_coins(plan, generator=generator)
+    assert [(c.canary_id, c.group, c.carrier, c.secret) for c in everyone(again)] == [
+        (c.canary_id, c.group, c.carrier, c.secret) for c in everyone(plan)
+    ]
+    assert (again.kind, again.settings, again.log2_secrets) == (plan.kind, plan.settings, plan.log2_secrets)
+    assert again.salt != plan.salt
+    assert again.commitment != plan.commitment
+    coins = [np.array([canary.inserted for canary in one.canaries]) for one in (plan, again)]
+    for part in (coins[1], coins[0] ^ coins[1]):
+        assert stats.binomtest(int(part.sum()), 5_000, 0.5).pvalue > 1e-8 / 2
+    assert redraw_coins(plan).commitment != redraw_coins(plan).commitment
+    assert not any(canary.inserted for canary in again.references)
+
+
+def test_planted_rows_are_encoded_as_any_row(source, tokenizer):
+    data = recipe().data
+    plan = plan_canaries(config("random_tokens"), source=source, generator=random.Random(12))
+    for slot in slots(plan, data):
+        for canary in slot:
+            unit = encode_units([[canary.example("text")]], "text", tokenizer, data)[0]
+            assert unit.sequences == (encode_secret(canary, "text", tokenizer, 64, "refuse")[0],)
+
+
+def test_planning_without_a_model_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.config import CanaryConfig\n"
+        "plan_canaries(CanaryConfig(kind='pii', groups={1: 5}, references=100))\n"
+        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,226 @@
+"""A recipe, a Plan, a record and audits from which cards are made, and a run directory that holds them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.run.directory import RunDir, write_json
+from dpllm.statement.card import compose
+from dpllm.statement.claim import statement_of
+
+Json = dict[str, Any]
+WEIGHTS, TOKENIZER = b"weights", b"{}"
+HASH = hashlib.sha256(WEIGHTS).hexdigest()
+SECRET_SEED = 918273645
+HELD_OUT = 7.654321
+EPSILON = 2.9973841290312
+SETTINGS = {"alpha": 0.05, "guesses": [10, 50], "guesses_in": [10]}
+HOME = "/home/alice/secret-project"
+
+
+def config(**sections: Json) -> RunConfig:
+    """A recipe for notes of patients; each section is laid over the default one."""
+    base: Json = {
+        "model": {"name_or_path": "openai-community/gpt2", "revision": "main"},
+        "data": {
+            "train": f"{HOME}/notes.jsonl",
+            "eval": f"{HOME}/eval.jsonl",
+            "unit": "patient_id",
+            "max_examples_per_unit": 6,
+        },
+        "privacy": {"epsilon": 3.0, "ledger": f"{HOME}/ledger.sqlite", "dataset": "ward-7-notes"},
+        "train": {"steps": 100, "batch_size": 64},
+        "card": {"license": "mit", "language": "en", "tags": ["clinical"], "contact": "dpo@hospital.example"},
+        "output_dir": f"{HOME}/runs/notes-lora",
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
+    return RunConfig.model_validate(base)
+
+
+def plan(**changes: Any) -> Json:
+    gaussian = {"type": "gaussian", "noise_multiplier": 0.9184}
+    event = {"type": "poisson_sampled", "probability": 0.0720720720720720, "event": gaussian}
+    return {
+        "unit": "patient_id",
+        "max_examples_per_unit": 6,
+        "neighbouring_relation": "zero_out",
+        "dataset_size": 888,
+        "canary_slots": 248,
+        "sampling_rate": 0.0720720720720720,
+        "num_steps": 100,
+        "noise_multiplier": 0.9184,
+        "clipping": "flat",
+        "max_grad_norm": 1.0,
+        "delta": 1e-05,
+        "epsilon": EPSILON,
+        "target_epsilon": 3.0,
+        "expected_batch_size": 64,
+        "accountant": {"name": "dp-accounting", "version": "0.6.0", "interval": 1e-4},
+        "cross_check": {"name": "opacus-prv", "version": "1.6.0", "epsilon": 3.0101},
+        "event": {"type": "self_composed", "count": 100, "event": event},
+        "canary_commitment": "c0" * 32,
+        "audit": SETTINGS,
+        **changes,
+    }
+
+
+def record(**changes: Any) -> Json:
+    return {
+        "status": "completed",
+        "guarantee": {"holds": True, "reason": None},
+        "deviations": [],
+        "steps_planned": 100,
+        "steps_taken": 100,
+        "epsilon_spent": EPSILON,
+        "delta": 1e-05,
+        "ledger": {
+            "dataset": "ward-7-notes",
+            "entry": 3,
+            "head": {"hash": "ab12" * 16, "count": 4},
+            "budget": {"epsilon": 10.0, "delta": 1e-5, "gate": "planned", "order": None},
+            "spent_epsilon": 4.25,
+            "filter_epsilon": None,
+            "imported": 0,
+            "made_up_by": [],
+        },
+        "versions": {"dpllm": "0.1.0", "torch": "2.9.1", "opacus": "1.6.0"},
+        "hardware": {"device": "NVIDIA H200", "processes": 1, "cache": f"{HOME}/cache"},
+        "model": {
+            "name_or_path": "openai-community/gpt2",
+            "commit": "607a30d783dfa663caf39e06633721c8d4cfcd7e",
+            "architecture": "GPT2LMHeadModel",
+            "trainable_parameters": 2359296,
+            "total_parameters": 126799104,
+        },
+        "artifacts": {"adapter_model.safetensors": HASH, "tokenizer.json": hashlib.sha256(TOKENIZER).hexdigest()},
+        "metrics": {"public": {}, "released": {}},
+        "started_at": "2026-11-21T02:30:11+00:00",
+        "finished_at": "2026-11-21T02:51:40+00:00",
+        "duration_seconds": 1289.123,
+        **changes,
+    }
+
+
+def audit(**changes: Any) -> Json:
+    attack = {
+        "group": 1,
+        "auc": 0.531,
+        "auc_interval": [0.45, 0.612],
+        "confidence": 0.95,
+        "tpr_at_1_percent_fpr": 0.02,
+        "tpr_at_1_percent_fpr_interval": [0.002, 0.07],
+        "positives": 99,
+        "negatives": 101,
+    }
+    seen = {"mean": 1.61, "null_mean": 1.44, "p_value": 0.21, "maximum": 6.9, "base_mean": 1.41, "inserted": 99}
+    got = {"inserted": 99, "tuned": 0, "base": 0, "held_out": 101, "held_out_tuned": 0}
+    return {
+        "claim": {"epsilon": EPSILON, "delta": 1e-05, "unit": "patient_id"},
+        "settings": SETTINGS,
+        "canaries": {
+            "kind": "digits",
+            "settings": {"digits": 8},
+            "groups": {"1": {"candidates": 200, "inserted": 99}, "16": {"candidates": 20, "inserted": 9}},
+            "references": 1000,
+            "commitment": "c0" * 32,
+        },
+        "attacks": {"ratio": attack, "loss": {**attack, "auc": 0.52}},
+        "exposure": {"16": {**seen, "mean": 2.9, "p_value": 0.00002, "inserted": 9}, "1": seen},
+        "extraction": {"16": {**got, "inserted": 9, "held_out": 11, "tuned": 1}, "1": got},
+        "epsilon_lower_bound": {
+            "value": 0.12,
+            "alpha": 0.05,
+            "delta": 1e-05,
+            "method": "one-run",
+            "guesses": [10, 20, 50, 100, 200],
+            "best_guesses": 50,
+            "correct": 34,
+            "num_canaries": 200,
+            "ceiling": 2.756,
+        },
+        "attacker_limits": {},
+        "controls": {
+            "base_separates": False,
+            "words": {"auc": 0.49, "interval": [0.3, 0.7], "succeeds": False},
+            "positive": "AUC 0.97 on the canaries planted 16 times",
+        },
+        "verdict": "consistent",
+        "verdict_reason": "the lower bound 0.12 does not exceed the stated epsilon 2.997",
+        "audits_run": 1,
+        "weights": {"adapter_model.safetensors": HASH},
+        **changes,
+    }
+
+
+def render_card(
+    recipe: RunConfig,
+    the_plan: Json | None,
+    the_record: Json,
+    the_audit: Json | None,
+    mechanism: Json | None = None,
+    *,
+    files: Json | None = None,
+) -> tuple[str, Json]:
+    """A card and its privacy block; with ``files`` None it names those of the record."""
+    statement = statement_of(recipe, the_plan, the_record, the_audit, mechanism, files)
+    return compose(recipe, the_record, statement), statement.to_json()
+
+
+def front_matter(text: str) -> Json:
+    """The YAML between the first two rules, read as any YAML reader would."""
+    parsed: Json = yaml.safe_load(text.split("---\n")[1])
+    return parsed
+
+
+def body(text: str) -> str:
+    return text.split("---\n", 2)[2]
+
+
+def first_line(text: str) -> str:
+    """The first line that a reader sees."""
+    return next(line for line in body(text).splitlines() if line and not line.startswith("<!--"))
+
+
+def baseline(**sections: Json) -> RunConfig:
+    base: Json = {"privacy": {"enabled": False, "ledger": None}, "data": {"public": True}}
+    return config(**{**base, **sections})
+
+
+def baseline_record(**changes: Any) -> Json:
+    return record(
+        **{
+            "guarantee": {"holds": False, "reason": "privacy.enabled is false"},
+            "epsilon_spent": None,
+            "delta": None,
+            "ledger": None,
+            **changes,
+        }
+    )
+
+
+def broken(reason: str = "the noise was seeded (privacy.insecure_seed)") -> Json:
+    return record(guarantee={"holds": False, "reason": reason})
+
+
+def make_run(root: Path, recipe: RunConfig, the_plan: Json | None, the_record: Json, the_audit: Json | None) -> RunDir:
+    run = RunDir(root)
+    run.make()
+    (run.export / "adapter_model.safetensors").write_bytes(WEIGHTS)
+    (run.export / "tokenizer.json").write_bytes(TOKENIZER)
+    run.config.write_text(dump_config(recipe), encoding="utf-8")
+    write_json(run.run, the_record)
+    if the_plan is not None:
+        write_json(run.plan, the_plan)
+    if the_audit is not None:
+        write_json(run.audit_dir(recipe.privacy.enabled) / "audit.json", the_audit)
+    return run
+
+
+def export_text(run: RunDir) -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(run.export.rglob("*")) if path.is_file())

@@ -1,0 +1,325 @@
+"""``dpllm ledger``: what people type, what they are told, and one line and an exit code for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+from ledger_stores import EVENT, TERMS, Place, budget, opened, reserve
+
+from dpllm.cli import main
+from dpllm.errors import Refused
+from dpllm.ledger import Ledger, admission, budgets
+from dpllm.ledger.values import Sealed
+from dpllm.privacy.accounting import dp_sgd_event
+
+BUDGET = ["--epsilon", "8", "--delta", "1e-5", "--unit", "patient", "--by", "alice", "--reason", "study 7"]
+WHO = ["--by", "bob", "--reason", "because"]
+REFERENCE = ["--gate", "adaptive", "--reference", "q=0.02,sigma=0.8,steps=150"]
+
+
+@pytest.fixture
+def say(place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Types a command on the ledger; returns exit code and what was printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def typed(*words: object) -> tuple[int, str]:
+        code = main(["ledger", *map(str, words), "--ledger", place.location])
+        out, err = capsys.readouterr()
+        if code:
+            assert err.count("\n") == 1, err
+            assert err.startswith("dpllm ledger: ")
+        return code, out + err
+
+    return typed
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    rows = [{"text": tiny.sentence(number)} for number in range(50)]
+    tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    value = {
+        "model": {"name_or_path": "some/model"},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "privacy": {"noise_multiplier": 4.0, "dataset": "notes"},
+        "train": {"steps": 3, "batch_size": 5},
+        "output_dir": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(value))
+    return path
+
+
+def test_the_way_of_a_planned_budget(say, place: Place):
+    code, out = say("init", "notes", *BUDGET)
+    assert code == 0
+    assert "epsilon 8 at delta 1e-05 per patient under zero_out, planned, set by alice (study 7)" in out
+    assert "list of one" in out
+    with place.open() as ledger:
+        entry = reserve(ledger).entry
+        ledger.charge(entry, 1)
+    _, out = say("show", "notes")
+    assert "1/4" in out
+    assert "This figure gates" in out
+    assert "Sealed list: 1 runs, of which 1 reserved" in out
+    assert say("init", "notes", *BUDGET)[0] == 0  # the same again
+    assert say("init", "notes", *BUDGET, "--epsilon", "9")[0] == 3
+    with place.open() as ledger:
+        opened(ledger)  # by an earlier version
+    code, out = say("reconcile", entry[:8], *WHO)
+    assert (code, "given back" in out) == (0, True)
+    assert say("reconcile", entry, *WHO)[0] == 3
+    _, out = say("show")
+    assert "is shown for comparison" in out
+    assert "Opened for what was left by bob: one more idea" in out
+    assert "Refused: notes: budget_set 1" in out
+    code, out = say("history", "notes")
+    assert [word for word in ("budget", "seal", "reserve", "gate", "reconcile") if word not in out] == []
+    assert "by bob: because" in out
+    assert "by bob: one more idea" in out
+
+
+def test_what_is_sealed_and_waits_is_shown(say, place: Place):
+    say("init", "notes", *BUDGET)
+    with place.open() as ledger:
+        budgets.seal(ledger, "notes", [Sealed(EVENT, 4), Sealed(dp_sgd_event(0.5, 30.0, 3), 3)], "alice", "two")
+        reserve(ledger, run="first-run")
+        together = admission.list_epsilon(ledger.account("notes"), ledger.budget("notes"))
+        with pytest.raises(Refused, match=r"1 have not run: q 0\.5, sigma 30, 3 steps"):
+            reserve(ledger, event=dp_sgd_event(0.5, 29.0, 3), num_steps=3)
+    _, out = say("show")
+    assert (
+        f"2 runs, of which 1 reserved; together with what was imported epsilon {together:.3f}. This figure gates" in out
+    )
+    assert say("reconcile", "first-run", *WHO)[0] == 0  # by the name of the run
+
+
+def test_an_import_is_in_the_unit_of_the_budget_and_must_be_countable(say, tmp_path: Path):
+    say("init", "notes", *BUDGET)
+    assert say("import", "notes", "--epsilon", "0.25", *WHO)[0] == 0
+    assert "0.250" in say("show")[1]
+    for name, event in (("tiny", {"type": "gaussian", "noise_multiplier": 1e-160}), ("deep", None)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(event) if event else '{"a":' * 5000 + "1" + "}" * 5000)
+        assert say("import", "notes", "--event", path, *WHO)[0] == 2
+    assert say("show")[1].count("imported") >= 1
+
+
+def test_a_delta_is_compared_with_the_data(say, recipe: Path):
+    terms = ["--epsilon", "8", "--by", "alice", "--reason", "study 7", "--data", recipe.parent / "rows.jsonl"]
+    code, out = say("init", "notes", *terms, "--delta", "0.02")
+    assert (code, "not below 1/N" in out, "Type --delta 0.002 or less" in out) == (3, True, True)
+    assert "Beware" in say("init", "notes", *terms, "--delta", "0.003")[1]
+    assert "Beware" not in say("init", "notes", *terms, "--delta", "0.002")[1]
+
+
+def test_nothing_is_made_for_a_budget_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    ledger = tmp_path / "ledger.sqlite"
+    for wrong in (["--epsilon", "-8"], ["--delta", "2"], ["--data", tmp_path / "absent.jsonl"]):
+        assert main(["ledger", "init", "notes", *BUDGET, *map(str, wrong), "--ledger", str(ledger)]) == 2
+        assert "Budget(" not in capsys.readouterr().err
+        assert not ledger.exists()
+
+
+def test_a_head_of_no_entries_shows_nothing(say):
+    say("init", "notes", *BUDGET)
+    assert say("verify", "--head", "0" * 64 + ":0")[0] == 2
+
+
+def test_the_way_of_an_adaptive_budget(say):
+    code, out = say("init", "notes", *BUDGET, *REFERENCE)
+    assert code == 0
+    assert "The filter adds up Renyi divergences at order 3." in out
+    code, out = say("import", "notes", "--epsilon", "0.5", "--unit", "patient", *WHO)
+    assert (code, "the total is now epsilon" in out) == (0, True)
+    code, out = say("import", "notes", "--epsilon", "9", "--unit", "patient", *WHO)
+    assert "every further run will be refused" in out
+    _, out = say("show")
+    assert "This figure gates." in out
+    assert "(imported)" in out
+
+
+def test_recipes_are_sealed_and_their_data_recognised(say, place: Place, recipe: Path):
+    code, out = say("init", "notes", *BUDGET, "--unit", "example", "--runs", recipe, recipe)
+    assert (code, "2 runs sealed" in out) == (0, True)
+    with place.open() as ledger:
+        assert len(ledger.account("notes").sealed) == 2
+        assert [entry.kind for entry in ledger.history()] == ["budget", "data", "seal"]
+    assert say("seal", "notes", recipe, *WHO)[0] == 3
+    code, out = say("init", "copy", *BUDGET, "--unit", "example", "--data", recipe.parent / "rows.jsonl")
+    assert (code, "these very records" in out) == (3, True)
+    code, out = say("seal", "other", recipe, *WHO)
+    assert (code, "privacy.dataset is 'notes'" in out) == (2, True)
+
+
+def test_exceptions_are_the_owners(say):
+    say("init", "notes", *BUDGET)
+    assert say("except", "notes", *WHO)[0] == 3
+    code, out = say("except", "notes", "--by", "alice", "--reason", "the baseline")
+    assert (code, "permitted by alice" in out) == (0, True)
+    assert "Exception: training without differential privacy" in say("show")[1]
+
+
+def test_export_verify_and_import_again(say, place: Place, tmp_path: Path, capsys):
+    say("init", "notes", *BUDGET)
+    with place.open() as ledger:
+        reserve(ledger)
+        head, spent = ledger.head(), ledger.spent("notes")
+    export = tmp_path / "export.json"
+    assert say("export", "--output", export)[0] == 0
+    assert json.loads(say("export")[1])["head"] == head
+    assert main(["ledger", "verify", "--file", str(export)]) == 0
+    assert main(["ledger", "verify", "--file", str(export), "--head", f"{'0' * 64}:1"]) == 4
+    other = str(tmp_path / "other.sqlite")
+    assert main(["ledger", "import", "notes", "--from", str(export), *WHO, "--ledger", other]) == 0
+    with Ledger(Path(other)) as taken:
+        assert taken.spent("notes") == pytest.approx(spent)
+        assert taken.history()[0].content()["unit"] == "patient"
+    assert main(["ledger", "import", "notes", "--from", str(export), *WHO, "--unit", "visit", "--ledger", other]) == 2
+    event = tmp_path / "event.json"
+    event.write_text(json.dumps(dp_sgd_event(0.02, 0.8, 150)))
+    assert main(["ledger", "import", "more", "--event", str(event), *WHO, "--ledger", other]) == 0
+    edited = export.read_text().replace("study 7", "study 8")
+    export.write_text(edited)
+    assert main(["ledger", "verify", "--file", str(export)]) == 4
+    assert main(["ledger", "import", "notes", "--from", str(export), *WHO, "--ledger", other]) == 4
+    capsys.readouterr()
+    run_json = tmp_path / "run.json"
+    run_json.write_text(json.dumps({"ledger": {"head": head}}))
+    assert say("verify", "--head", run_json)[0] == 0
+    assert say("verify", "--head", f"{head['hash']}:{head['count']}")[0] == 0
+    code, out = say("verify", "--head", f"{'0' * 64}:{head['count']}")
+    assert (code, "lacks an earlier head" in out) == (4, True)
+    assert "shows only against a head copied elsewhere" in say("verify")[1]
+
+
+def test_an_edit_is_exit_code_4_for_verify_and_3_for_everything_else(say, place: Place):
+    say("init", "notes", *BUDGET)
+    with place.open() as ledger:
+        reserve(ledger)
+    place.edit("UPDATE entries SET payload = '[]' WHERE seq = 1")
+    code, out = say("verify")
+    assert (code, "entry 1 was changed" in out) == (4, True)
+    for words in (
+        ["show"],
+        ["init", "more", *BUDGET],
+        ["except", "notes", *WHO],
+        ["import", "notes", "--epsilon", "1", *WHO],
+        ["reconcile", "a", *WHO],
+    ):
+        assert say(*words)[0] == 3, words
+    code, out = say("history")
+    assert (code, "not readable" in out) == (0, True)
+    assert say("export")[0] == 0
+
+
+HOSTILE = "[/b] $x_{ [red]*?"
+
+
+def test_names_are_shown_as_they_are(say, place: Place):
+    with place.open() as ledger:
+        budgets.set_budget(ledger, HOSTILE, budget(8.0))
+        reserve(ledger, HOSTILE, run="run [/x] \x1b[2J\n$y^{ \udcff")
+        budgets.except_from_privacy(ledger, HOSTILE, "alice", "[/i] \x07")
+        budgets.import_run(ledger, "more [bold]", event=EVENT, run="[/]", by="[/]", reason="[/]", **TERMS)
+        reserve(ledger, "more [bold]")
+    for words in (["show"], ["history"], ["show", HOSTILE]):
+        code, out = say(*words)
+        assert code == 0
+        assert "\x1b" not in out
+        assert "\x07" not in out
+        assert HOSTILE in out
+
+
+BAD = {
+    "no such ledger": (["show"], 2, "no ledger there yet"),
+    "no such dataset": (["show", "nobody"], 2, "knows no dataset"),
+    "no such history": (["history", "nobody"], 2, "knows no dataset"),
+    "open": (["open", "known", *WHO], 2, "--gate adaptive"),
+    "plot": (["plot", "known", "--output", "x.png"], 2, "dpllm ledger show"),
+    "export nowhere": (["export", "--output", "/proc/no/where.json"], 2, "--output"),
+    "epsilon nan": (["init", "n", *BUDGET, "--epsilon", "nan"], 2, "bounds nothing"),
+    "epsilon 0": (["init", "n", *BUDGET, "--epsilon", "0"], 2, "bounds nothing"),
+    "delta 1": (["init", "n", *BUDGET, "--delta", "1"], 2, "bounds nothing"),
+    "delta inf": (["init", "n", *BUDGET, *REFERENCE, "--delta", "inf"], 2, "delta"),
+    "import delta": (["init", "n", *BUDGET, *REFERENCE, "--import-delta", "1e-5"], 2, "delta"),
+    "import delta alone": (["init", "n", *BUDGET, "--import-delta", "1e-6"], 2, "--gate adaptive"),
+    "no reference": (["init", "n", *BUDGET, "--gate", "adaptive"], 2, "--reference"),
+    "reference of noise": (["init", "n", *BUDGET, *REFERENCE[:3], "q=0.02,sigma=x,steps=1"], 2, "--reference"),
+    "reference of more": (["init", "n", *BUDGET, *REFERENCE[:3], "q=.02,sigma=1,steps=1,a=2"], 2, "--reference"),
+    "reference of nothing": (["init", "n", *BUDGET, *REFERENCE[:3], "q=0.02,sigma=1,steps=0"], 2, "costs nothing"),
+    "reference out of range": (["init", "n", *BUDGET, *REFERENCE[:3], "q=2,sigma=1,steps=3"], 2, "sampling_rate"),
+    "reference too dear": (["init", "n", *BUDGET, *REFERENCE[:3], "q=1,sigma=0.1,steps=99"], 3, "not one copy"),
+    "long reference": (["init", "n", *BUDGET, *REFERENCE[:3], "x" * 5000], 2, "--reference"),
+    "runs of an adaptive one": (["init", "n", *BUDGET, *REFERENCE, "--runs", "a.yaml"], 2, "--runs"),
+    "absent recipe": (["init", "n", *BUDGET, "--runs", "absent.yaml"], 2, "absent.yaml"),
+    "absent data": (["init", "n", *BUDGET, "--data", "absent.jsonl"], 2, "absent.jsonl"),
+    "empty name": (["init", " ", *BUDGET], 2, "dataset name"),
+    "name of two lines": (["init", "a\nb", *BUDGET], 2, "dataset name"),
+    "name that is no text": (["init", "\udcff", *BUDGET], 2, "dataset name"),
+    "empty unit": (["init", "n", *BUDGET, "--unit", ""], 2, "unit"),
+    "nobody": (["init", "n", *BUDGET, "--by", " "], 2, "named person"),
+    "no reason": (["except", "n", "--by", "a", "--reason", ""], 2, "named person"),
+    "nothing to seal": (["seal", "known", "absent.yaml", *WHO], 2, "absent.yaml"),
+    "no such entry": (["reconcile", "nothing", *WHO], 2, "no reservation"),
+    "import of nothing": (["import", "known", *WHO], 2, "what was spent"),
+    "import of two": (["import", "known", "--epsilon", "1", "--event", "x", *WHO], 2, "what was spent"),
+    "import of nan": (["import", "known", "--epsilon", "nan", *WHO], 2, "imported epsilon"),
+    "import of all delta": (["import", "known", "--epsilon", "1", "--delta", "1", *WHO], 2, "imported delta"),
+    "import of another unit": (["import", "known", "--epsilon", "1", "--unit", "visit", *WHO], 3, "another quantity"),
+    "import of no file": (["import", "known", "--event", "absent.json", *WHO], 2, "absent.json"),
+    "import of no event": (["import", "known", "--event", "list.json", *WHO], 2, "list.json"),
+    "import of an odd event": (["import", "known", "--event", "odd.json", *WHO], 2, "unknown or malformed"),
+    "import of no export": (["import", "known", "--from", "odd.json", *WHO], 2, "no export"),
+    "verify no file": (["verify", "--file", "absent.json"], 2, "absent.json"),
+    "verify no export": (["verify", "--file", "odd.json"], 2, "no export"),
+    "verify no head": (["verify", "--head", "abc"], 2, "--head"),
+    "verify a head of words": (["verify", "--head", f"{'0' * 64}:²"], 2, "--head"),
+    "verify a long head": (["verify", "--head", "x" * 5000], 2, "--head"),
+    "verify a run without": (["verify", "--head", "odd.json"], 2, "no head"),
+    "ledger of another kind": (["show", "--ledger", "mysql://x"], 2, "unknown kind"),
+    "ledger that is a directory": (["show", "--ledger", "."], 2, "ledger"),
+    "ledger with a password": (["show", "--ledger", "postgresql://a:b@c/d"], 2, "holds a password"),
+    "ledger with a long name": (["init", "n", *BUDGET, "--ledger", "x" * 5000], 2, "ledger"),
+    "ledger nowhere": (["init", "n", *BUDGET, "--ledger", "/proc/no/where"], 2, "ledger"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_input_is_one_line_and_an_exit_code(name, tmp_path: Path, monkeypatch, capsys):
+    words, wanted, text = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    Path("list.json").write_text("[]")
+    Path("odd.json").write_text('{"type": "free", "ledger": 3}')
+    if name not in ("no such ledger",):
+        with Ledger(tmp_path / "ledger.sqlite") as ledger:
+            reserve(ledger, "known")
+    if "--ledger" not in words:
+        words = [*words, "--ledger", "ledger.sqlite"]
+    assert main(["ledger", *words]) == wanted
+    said = capsys.readouterr().err
+    assert text in said
+    assert said.count("\n") == 1
+
+
+def test_the_command_imports_no_torch(tmp_path: Path):
+    code = """
+import sys
+from dpllm.cli import main
+path = sys.argv[1]
+budget = ["--epsilon", "8", "--delta", "1e-5", "--reason", "x", "--by", "a"]
+reference = ["--gate", "adaptive", "--reference", "q=.02,sigma=.8,steps=9"]
+assert main(["ledger", "init", "n", *budget, *reference, "--ledger", path]) == 0
+for action in ("show", "history", "verify", "export"):
+    assert main(["ledger", action, "--ledger", path]) == 0
+assert not {"torch", "transformers", "datasets", "opacus"} & set(sys.modules)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(tmp_path / "ledger.sqlite")]
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=120)

@@ -1,0 +1,288 @@
+"""``dpllm plan``: quick, without torch, complete beside a refusal, the same for people and machines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+
+import dpllm
+from dpllm.cli import main
+from dpllm.cli.plan import _dump
+from dpllm.ledger import Budget, open_ledger
+from dpllm.ledger.budgets import set_budget
+from dpllm.ledger.store import default_path
+from dpllm.run.directory import RunDir, write_json
+
+HEAVY = ("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "matplotlib")
+AFTER = """
+import os, sys
+from dpllm.cli import main
+from dpllm.cli.plan import _dump
+code = main(sys.argv[1:])
+print("LOADED", *[name for name in %r if name in sys.modules], file=sys.stderr)
+print("SECONDS", sum(os.times()[:2]), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.write_rows(tmp_path / "rows.jsonl", [{"text": tiny.sentence(number)} for number in range(50)])
+    return write(tmp_path)
+
+
+def write(root: Path, **privacy: Any) -> Path:
+    value = {
+        "model": {"name_or_path": "some/model"},
+        "data": {"train": str(root / "rows.jsonl")},
+        "privacy": {"noise_multiplier": 2.0, "ledger": str(root / "ledger.sqlite"), "dataset": "notes", **privacy},
+        "train": {"steps": 3, "batch_size": 5},
+        "output_dir": str(root / "run"),
+    }
+    path = root / "recipe.yaml"
+    path.write_text(yaml.safe_dump(value))
+    return path
+
+
+def fresh(*arguments: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(dpllm.__file__).parents[1])}
+    command = [sys.executable, "-c", AFTER % (HEAVY,), *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def answer(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> tuple[str, str]:
+    assert main(["plan", *map(str, arguments)]) == code
+    seen = capsys.readouterr()
+    return " ".join(seen.out.replace("│", " ").split()), seen.err
+
+
+def value(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> dict[str, Any]:
+    assert main(["plan", *map(str, arguments), "--json"]) == code
+    return dict(json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")))
+
+
+def give_budget(root: Path, epsilon: float) -> None:
+    book = open_ledger(str(root / "ledger.sqlite"))
+    assert book is not None
+    with book:
+        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out"))
+
+
+# --- quick and light -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--json"], [], ["--privacy.noise_multiplier", "null", "--privacy.epsilon", "3"]], ids=str
+)
+def test_plan_loads_no_torch(recipe: Path, arguments: list[str]) -> None:
+    give_budget(recipe.parent, 8.0)
+    run = fresh("plan", recipe, *arguments)
+    assert run.returncode == 0, run.stderr
+    loaded, seconds = run.stderr.strip().splitlines()[-2:]
+    assert loaded == "LOADED"
+    assert float(seconds.split()[1]) < 6.0  # of processor time; twice the bar of three seconds, for a busy machine
+
+
+def test_a_sweep_loads_no_torch(recipe: Path) -> None:
+    run = fresh("plan", recipe, "--sweep", "privacy.noise_multiplier=2,3")
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.strip().splitlines()[-2] == "LOADED"
+
+
+# --- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_people_and_machines_are_told_the_same(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = value(capsys, 0, recipe)
+    assert (plan["dataset_size"], plan["num_steps"], plan["noise_multiplier"]) == (50, 3, 2.0)
+    assert (plan["refusals"], plan["ledger"]) == ([], None)
+    assert plan["batches"]["largest"] == 13
+    out, err = answer(capsys, 0, recipe)
+    for words in (
+        f"{plan['epsilon']:.4f} (target 8)",
+        f"pld {plan['epsilon']:.4f}, rdp {plan['accountants']['rdp']:.4f}",
+        "the data of one privacy unit are replaced by nothing",
+        f"TPR at 1% FPR {plan['limits']['tpr_at_fpr_0.01']:.3g}",
+        "B = 5 units expected, at most 13 in 99.9% of the steps",
+        "1 a step expected, 1 at 99.9%, of 16 sequences; rows of nobody that fill them up: 45 at most expected (900.0%); "
+        "one process, one sequence a unit",
+        "sampling rate q 0.100000",
+        "nothing is spent, and no budget is set",
+    ):
+        assert words in out, words
+    assert err == ""
+
+
+def test_the_ledger_is_shown_and_says_who_decides(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    give_budget(recipe.parent, 5.0)
+    plan = value(capsys, 0, recipe)
+    assert (plan["ledger"]["gate"], plan["ledger"]["spent"]) == ("planned", 0.0)
+    out, _ = answer(capsys, 0, recipe)
+    assert f"notes: spent 0.000, after this run {plan['ledger']['after']:.3f} at delta 0.001" in out
+    assert "budget 5, gate planned: the sealed list of runs, composed by PLD decides; this run fits" in out
+
+
+def test_a_refusal_comes_after_everything_that_could_be_computed(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_budget(recipe.parent, 0.01)
+    out, err = answer(capsys, 3, recipe)
+    assert "noise multiplier sigma 2" in out
+    assert "THIS RUN WOULD BE REFUSED" in out
+    assert err.startswith("dpllm plan: ")
+    assert err.count("\n") == 1
+    plan = value(capsys, 3, recipe)
+    assert plan["refusals"] == [{"exit_code": 3, "message": plan["ledger"]["refusal"]}]
+    assert plan["num_steps"] == 3
+
+
+def test_every_refusal_has_its_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunDir(recipe.parent / "run").make()
+    (recipe.parent / "run" / "config.yaml").write_text("")
+    out, err = answer(capsys, 3, recipe, "--train.batch_size", 51, "--privacy.delta", 0.5)
+    assert [line.startswith("dpllm plan: ") for line in err.splitlines()] == [True] * 3
+    assert "50 without canary slots" in out
+    out, err = answer(capsys, 2, recipe)
+    assert "--overwrite" in err
+    assert "epsilon" in out
+
+
+def test_a_baseline_has_a_schedule_and_no_promise(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    public = ("--privacy.enabled", "false", "--data.public", "true")
+    plan = value(capsys, 0, recipe, *public)
+    assert plan["num_steps"] == 3
+    assert "epsilon" not in plan
+    out, _ = answer(capsys, 0, recipe, *public)
+    assert "No differential privacy" in out
+    assert "B = 5 units expected" in out
+
+
+def test_advice_is_shown_and_refuses_nothing(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weak = ("--privacy.noise_multiplier", 0.3, "--privacy.epsilon", 500)
+    out, err = answer(capsys, 0, recipe, *weak)
+    assert "Advice: epsilon" in out
+    assert err == ""
+    assert any("below 0.5" in text for text in value(capsys, 0, recipe, *weak)["advice"])
+
+
+def test_advice_after_a_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    earlier = RunDir(recipe.parent / "earlier")
+    released = {"unclipped_fraction": 0.5, "max_grad_norm": 0.01}
+    write_json(earlier.run, {"guarantee": {"holds": True}, "metrics": {"released": released}})
+    out, _ = answer(capsys, 0, recipe, "--after", earlier.root)
+    assert "Type --privacy.max_grad_norm 0.01" in out
+    assert "released no clip fraction" not in out
+    write_json(earlier.run, {"guarantee": {"holds": False}, "metrics": {"released": released}})
+    assert "released no clip fraction" in answer(capsys, 2, recipe, "--after", earlier.root)[1]
+
+
+# --- sweep, model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_shown_and_suggests(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ("--sweep", "privacy.epsilon=2,3", "--sweep", "train.batch_size=5,60", "--privacy.noise_multiplier=null")
+    out, _ = answer(capsys, 0, recipe, *sweep, "--privacy.epsilon", 2)
+    assert "own compute and epsilon (5 x 3 = 15 examples" in out
+    assert "planning heuristic" in out
+    assert "Refused (2, 60; 3, 60): train.batch_size 60" in out
+    found = value(capsys, 0, recipe, *sweep, "--privacy.epsilon", 2)
+    assert [row["values"] for row in found["sweep"]][1] == {"privacy.epsilon": 2, "train.batch_size": 60}
+    assert found["sweep"][0]["epsilon"] <= 2
+    assert found["suggestion"]["own"]["batch_size"] == 5
+
+
+def test_lists_can_be_swept(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ("--sweep", "audit.canaries.groups={1: 4},{1: 8}")
+    rows = value(capsys, 0, recipe, *sweep)["sweep"]
+    assert [row["values"]["audit.canaries.groups"] for row in rows] == [{"1": 4}, {"1": 8}]
+
+
+def test_a_remembered_noise_that_was_changed_is_computed_again(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = ("--privacy.noise_multiplier=null", "--privacy.epsilon", 3)
+    noise = value(capsys, 0, recipe, *wanted)["noise_multiplier"]
+    (cached,) = (default_path().parent / "calibration").iterdir()
+    stored = json.loads(cached.read_text())
+    for wrong in (noise / 2, noise * 2):
+        cached.write_text(json.dumps({**stored, "noise_multiplier": wrong}))
+        plan = value(capsys, 0, recipe, *wanted)
+        assert plan["epsilon"] <= 3
+    assert noise in (plan["noise_multiplier"], plan["noise_multiplier"] / 2)
+
+
+def test_data_that_evaluation_would_miss_are_missed_by_the_plan(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, err = answer(capsys, 2, recipe, "--data.eval", "absent.jsonl")
+    assert "absent.jsonl" in err
+
+
+def test_a_sweep_asks_the_ledger(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    give_budget(recipe.parent, 2.0)
+    sweep = ("--sweep", "privacy.epsilon=1.5,3", "--privacy.noise_multiplier=null")
+    low, high = (row["refusal"] for row in value(capsys, 0, recipe, *sweep)["sweep"])
+    assert low is None
+    assert "of 2.0000 at delta" in high
+    assert "fits" in answer(capsys, 0, recipe, *sweep)[0]
+
+
+def test_what_cannot_be_certified_is_null() -> None:
+    assert json.loads(_dump({"epsilon": math.inf, "curves": [(1.0, math.nan)]})) == {
+        "epsilon": None,
+        "curves": [[1.0, None]],
+    }
+
+
+def test_a_model_is_counted_from_its_configuration(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = recipe.parent / "base"
+    tiny.model().config.save_pretrained(folder)
+    arguments = (recipe, "--model", "--model.name_or_path", folder, "--data.max_length", 64)
+    found = value(capsys, 0, *arguments)["model"]
+    assert found["noise_per_coordinate"] == pytest.approx(2.0 / 5)
+    assert found["memory"]["total"] == sum(size for name, size in found["memory"].items() if name != "total")
+    out, _ = answer(capsys, 0, *arguments)
+    assert f"{found['trainable']:,} of {found['total']:,}" in out
+    for words in ("sigma C / B = 0.4 in the averaged gradient", "estimates: one process", "measured just now"):
+        assert words in out
+
+
+def test_what_the_model_refuses_is_among_the_refusals(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = recipe.parent / "base"
+    tiny.model().config.save_pretrained(folder)
+    out, err = answer(capsys, 2, recipe, "--model", "--model.name_or_path", folder)  # max_length 512, 128 positions
+    assert "128 positions" in err
+    assert "noise per coordinate" in out
+    out, err = answer(capsys, 2, recipe, "--model", "--model.name_or_path", "absent")
+    assert "no configuration" in err
+    assert "noise multiplier sigma" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sweep", "train.stepz=1,2"], "did you mean steps"),
+        (["--sweep", "train.steps"], "names no values"),
+        (["--sweep", "train.steps=1,2", "--model"], "Type one of them"),
+        (["--figure", "a.png", "--sweep", "train.steps=1,2"], "--figure is retired: plan prints"),
+        (["--compare"], "--compare is retired: it promised nothing"),
+        (["--after", "absent"], "missing"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_code_2(
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    out, err = answer(capsys, 2, recipe, *arguments)
+    assert err.startswith("dpllm plan: ")
+    assert words in err
+    assert err.count("\n") == 1
+    assert out == ""

@@ -1,0 +1,158 @@
+"""Run directories that were never trained, with figures of which each is known."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+from dpllm.privacy.accounting import dp_sgd_event
+from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.run.directory import RunDir, write_json
+
+Json = dict[str, Any]
+EVENT = dp_sgd_event(1.0, 40.0, 4)  # cheap to account
+GROUPS = {"1": 99, "4": 11, "16": 9}
+
+
+def recipe(epsilon: float, **sections: Json) -> Json:
+    enabled = math.isfinite(epsilon)
+    base: Json = {
+        "model": {"name_or_path": "builtin:tiny"},
+        "data": {"train": "builtin:clinic", "eval": "builtin:clinic/eval", "public": True, "eval_public": True},
+        "privacy": {"enabled": enabled, **({"epsilon": epsilon} if enabled else {})},
+        "train": {"steps": 100, "learning_rate": 1e-3 if enabled else 5e-4},
+        "audit": {"canaries": {"groups": {1: 200, 4: 20, 16: 20}}},
+        "output_dir": f"runs/eps-{epsilon:g}",
+    }
+    for name, section in sections.items():
+        base[name] = {**base[name], **section}
+    return base
+
+
+def weights(root: Path) -> dict[str, str]:
+    return {"adapter_model.safetensors": hashlib.sha256(root.name.encode()).hexdigest()}
+
+
+def measured_audit(epsilon: float, artifacts: dict[str, str]) -> Json:
+    """The larger epsilon is, the more is found."""
+    found = epsilon / (epsilon + 4) if math.isfinite(epsilon) else 0.9
+    exposure, extraction = {}, {}
+    for number, (group, planted) in enumerate(GROUPS.items()):
+        got = math.floor(found * planted * (number + 1) / 3)
+        exposure[group] = {
+            "mean": 1.5 + 8 * found * (number + 1) / 3, "null_mean": 1.44, "p_value": 0.3, "maximum": 9.9,
+            "base_mean": 1.41, "inserted": planted,
+        }  # fmt: skip
+        extraction[group] = {"inserted": planted, "tuned": got, "base": 0, "held_out": 10, "held_out_tuned": 0}
+    auc = 0.5 + 0.4 * found
+    attack = {
+        "group": 1, "auc": auc, "auc_interval": [auc - 0.06, auc + 0.05], "confidence": 0.95, "positives": 99,
+        "negatives": 101, "tpr_at_1_percent_fpr": found / 3, "tpr_at_1_percent_fpr_interval": [found / 6, found / 2],
+    }  # fmt: skip
+    bound = {"value": 2 * found, "alpha": 0.05, "delta": 1e-5, "ceiling": 2.756, "method": "one-run"}
+    return {
+        "claim": {"epsilon": epsilon, "delta": 1e-5, "unit": "example"} if math.isfinite(epsilon) else None,
+        "canaries": {"digits": 8, "groups": {}, "references": 1000, "commitment": "c0" * 32},
+        "attacks": {
+            "calibrated": attack,
+            "ratio": {**attack, "auc": auc - 0.01},
+            "loss": {**attack, "auc": auc - 0.02},
+        },
+        "exposure": exposure,
+        "extraction": extraction,
+        "epsilon_lower_bound": bound,
+        "verdict": "consistent" if math.isfinite(epsilon) else "no_claim",
+        "verdict_reason": "",
+        "audits_run": 1,
+        "published": math.isfinite(epsilon),
+        "weights": artifacts,
+    }
+
+
+def make_run(
+    root: Path,
+    epsilon: float,
+    sections: dict[str, Json] | None = None,
+    record: Json | None = None,
+    summary: Json | None = None,
+    *,
+    audit: bool = True,
+    held_out: bool = False,
+    group: str | None = None,
+) -> RunDir:
+    """One run; ``epsilon`` infinite: without differential privacy."""
+    enabled = math.isfinite(epsilon)
+    run = RunDir(root)
+    run.make()
+    config = RunConfig.model_validate(recipe(epsilon, **(sections or {})))
+    run.config.write_text(dump_config(config), encoding="utf-8")
+    after = 1.954 + 1.2 / epsilon
+    evaluated = {"eval_loss_before": 3.912, "eval_loss_after": after, "eval_tokens": 15023, **(summary or {})}
+    ledger = {
+        "dataset": "notes", "entry": "ab" * 8, "head": {"hash": "0" * 64, "count": 3}, "budget": None,
+        "spent_epsilon": 1.17 * epsilon, "filter_epsilon": None, "imported": 0, "made_up_by": [],
+        "group": {"name": group, "runs": 2, "epsilon": 9.1, "delta": 1e-5} if group else None,
+    }  # fmt: skip
+    write_json(
+        run.run,
+        {
+            "status": "completed",
+            "guarantee": {"holds": enabled, "reason": None},
+            "epsilon_spent": epsilon if enabled else None,
+            "delta": 1e-5 if enabled else None,
+            "model": {"name_or_path": "builtin:tiny", "commit": None},
+            "artifacts": weights(root),
+            "ledger": ledger if enabled else None,
+            "metrics": {"public": evaluated if config.data.eval_public else {}, "released": {}},
+            "steps_planned": 100,
+            "steps_taken": 100,
+            "duration_seconds": 61.5,
+            "peak_memory_bytes": None,
+            "hardware": {},
+            **(record or {}),
+        },
+    )
+    write_json(run.private / "summary.json", evaluated)
+    if enabled:
+        promise = {
+            "epsilon": epsilon, "delta": 1e-5, "unit": "example", "neighbouring_relation": "zero_out", "event": EVENT,
+            "num_steps": 100, "canary_commitment": "c0" * 32,
+        }  # fmt: skip
+        write_json(run.plan, promise)
+    if audit:
+        write_json(run.audit_dir(enabled) / "audit.json", measured_audit(epsilon, weights(root)))
+    if held_out:
+        write_held_out(run, after)
+    return run
+
+
+def write_held_out(run: RunDir, loss: float, **changes: Any) -> None:
+    """Losses of 400 examples whose mean by token is ``loss``."""
+    tokens = [8 + number % 5 for number in range(400)]
+    parts = {
+        name: {
+            "loss": [(value + 0.5 * (1 if number % 2 else -1)) * count for number, count in enumerate(tokens)],
+            "tokens": tokens,
+            "correct": [count // 2 for count in tokens],
+        }
+        for name, value in (("tuned", loss), ("base", 3.912))
+    }
+    write_json(run.private / "held_out.json", {"weights": weights(run.root), **parts, **changes})
+
+
+def without_pictures(monkeypatch: Any) -> None:
+    """Drawing takes most of the time of a comparison, and has tests of its own."""
+
+    def draw(value: Json, path: Path) -> bool:
+        path.write_bytes(b"a picture")
+        return True
+
+    for name in (
+        "pair_figure.draw",
+        "epsilon_figure.draw_both",
+        "epsilon_figure.draw_utility",
+        "epsilon_figure.draw_leakage",
+    ):
+        monkeypatch.setattr(f"dpllm.comparison.{name}", draw)

@@ -1,0 +1,155 @@
+"""A public comparison holds nothing that may not be published, and says what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from comparing import make_run, weights, without_pictures, write_held_out
+
+from dpllm.comparison.compare import compare
+from dpllm.errors import ConfigError
+from dpllm.run.directory import RunDir, write_json
+
+INF = math.inf
+SECRET = 1.98765  # of all figures that must not show
+MARKS = ("1.98765", "1.9876", "1.9877", "1.988", "7.2984", "7.298", "198.77")
+PRIVATE = {"data": {"train": "notes.jsonl", "eval": "held-out.jsonl", "public": False, "eval_public": False}}
+PUBLIC_EVALUATION = {"data": {"train": "notes.jsonl", "eval": "held-out.jsonl", "public": False, "eval_public": True}}
+BUDGET = {"epsilon": 20.0, "delta": 1e-5, "gate": "planned", "order": None}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_pictures(monkeypatch)
+
+
+def plant(run: RunDir) -> None:
+    """Sentinels wherever a figure is private."""
+    write_json(
+        run.private / "summary.json", {"eval_loss_before": SECRET, "eval_loss_after": SECRET, "eval_tokens": 15023}
+    )
+    write_held_out(run, SECRET, base=None)
+    scores = {"bleu": {"value": 100 * SECRET, "interval": None}, "rouge_l": [SECRET, SECRET]}
+    tasks = {"weights": weights(run.root), "prompts": 2, "num_tokens": 9, "asked": 2, "tuned": scores, "base": None}
+    write_json(run.private / "tasks.json", tasks)
+
+
+def plant_audit(run: RunDir) -> None:
+    path = run.private / "audit" / "audit.json"
+    audit = json.loads(path.read_text())
+    for attack in audit["attacks"].values():
+        attack["auc"] = SECRET / 2  # 0.993825
+    for seen in audit["exposure"].values():
+        seen["mean"] = SECRET
+    audit["epsilon_lower_bound"]["value"] = SECRET
+    write_json(path, audit)
+
+
+def written(output: Path) -> str:
+    return (output / "comparison.json").read_text() + (output / "comparison.md").read_text()
+
+
+def test_private_evaluation_and_the_baseline_stay_out(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "none", INF, PRIVATE),
+        *(make_run(tmp_path / f"eps-{e:g}", e, PRIVATE) for e in (1.0, 8.0)),
+    ]
+    for run in runs:
+        plant(run)
+    plant_audit(runs[0])
+    assert "1.988" in written(compare(runs).output)  # the sentinels are seen where all is shown
+    result = compare(runs, public=True)
+    text = written(result.output)
+    assert [mark for mark in (*MARKS, "0.99") if mark in text] == []
+    for name in ("none", "eps-1", "eps-8"):
+        assert f"{name}: held-out figures, because not every run declares" in text
+    assert "none: the audit, because it was trained without differential privacy, on data that are not public" in text
+    assert result.values["runs"][0]["leakage"]["attacks"]  # of a run with privacy
+    assert result.values["runs"][2]["leakage"] == {}
+    assert "Do not publish" not in text
+    assert str(tmp_path) not in text
+
+
+def test_public_evaluation_shows_released_weights_only(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "none", INF, PUBLIC_EVALUATION), make_run(tmp_path / "eps-3", 3.0, PUBLIC_EVALUATION)]
+    for run in runs:
+        write_json(run.private / "summary.json", {"eval_loss_after": SECRET})
+    plant(runs[0])
+    plant_audit(runs[0])
+    record = json.loads(runs[0].run.read_text())
+    record["metrics"]["public"]["eval_loss_after"] = SECRET  # run.json holds it, and a stranger may not rely on that
+    write_json(runs[0].run, record)
+    result = compare(runs, public=True)
+    assert [mark for mark in (*MARKS, "0.99") if mark in written(result.output)] == []
+    dp, none = result.values["runs"]
+    assert dp["utility"]["loss"]["value"] == pytest.approx(1.954 + 0.4)
+    assert none["utility"] == {}
+    assert result.values["base"]["utility"]["loss"]["value"] == 3.912
+
+
+def test_a_run_without_a_guarantee_counts_as_unprotected(tmp_path: Path) -> None:
+    broken = {"guarantee": {"holds": False, "reason": "the noise was seeded"}}
+    runs = [make_run(tmp_path / "a", 3.0, PUBLIC_EVALUATION, broken), make_run(tmp_path / "b", 8.0, PUBLIC_EVALUATION)]
+    plant(runs[0])
+    result = compare(runs, public=True)
+    assert result.values["runs"][0]["utility"] == {}
+    assert (
+        "a: held-out figures, because it gives no guarantee, on data that are not public." in result.values["left_out"]
+    )
+    assert [mark for mark in MARKS if mark in written(result.output)] == []
+
+
+def test_public_data_leave_nothing_out(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "none", INF, held_out=True), make_run(tmp_path / "eps-3", 3.0, held_out=True)]
+    result = compare(runs, public=True)
+    assert result.values["left_out"] == []
+    private = compare(runs).values
+    assert {**result.values, "public": False} == private
+    assert result.output == runs[1].root / "comparison"
+    assert result.output.stat().st_mode & 0o077 == 0o055
+
+
+def test_a_budget_overrules_a_declaration(tmp_path: Path) -> None:
+    """Whoever writes data.public: true is not always who set the budget."""
+    dp = make_run(tmp_path / "eps-3", 3.0)
+    record = json.loads(dp.run.read_text())
+    write_json(dp.run, {**record, "ledger": {**record["ledger"], "budget": BUDGET}})
+    none = make_run(tmp_path / "none", INF)
+    plant_audit(none)
+    result = compare([dp, none], public=True)
+    assert result.values["runs"][1]["utility"] == {} == result.values["runs"][1]["leakage"]
+    assert "0.99" not in written(result.output)
+
+
+def test_one_undeclared_evaluation_set_is_enough(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a", 3.0, PRIVATE), make_run(tmp_path / "b", 8.0, PUBLIC_EVALUATION)]
+    result = compare(runs, public=True)
+    assert all(run["utility"] == {} for run in result.values["runs"])
+
+
+def test_an_unpublished_audit_in_export_is_refused(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a", 3.0, PRIVATE), make_run(tmp_path / "b", 8.0, PRIVATE)]
+    path = runs[0].export / "audit" / "audit.json"
+    write_json(path, {**json.loads(path.read_text()), "published": False})
+    with pytest.raises(ConfigError, match="may not be published"):
+        compare(runs, public=True)
+
+
+def test_places_are_not_named(tmp_path: Path) -> None:
+    place = str(tmp_path / "secret-place" / "ledger.sqlite")
+    runs = [
+        make_run(tmp_path / "a", 3.0, {"privacy": {"ledger": place, "dataset": "ward 7"}}),
+        make_run(tmp_path / "b", 8.0, {"train": {"steps": 7}}),
+    ]
+    assert "secret-place" in written(compare(runs).output)
+    text = written(compare(runs, public=True).output)
+    assert "secret-place" not in text
+    assert "ward 7" not in text
+    reason = {"guarantee": {"holds": False, "reason": f"{place} was replaced"}}
+    text = written(compare([make_run(tmp_path / "c", 1.0, record=reason), runs[1]], public=True).output)
+    assert "ledger.sqlite was replaced" in text
+    assert "secret-place" not in text
+    assert "train.steps" in text

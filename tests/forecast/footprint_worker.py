@@ -1,0 +1,83 @@
+"""One real logical step of a model with random weights, timed, and its peak memory: run in a process of its own.
+
+Arguments: a directory with config.json, rows, tokens, physical batches, lora or frozen. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def peak_bytes() -> int:
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def main(folder: str, rows: int, tokens: int, count: int, method: str) -> dict[str, float]:
+    import torch
+    import transformers
+
+    from dpllm.model import loading
+    from dpllm.privacy.engine import Engine
+    from dpllm.privacy.plan import make_plan
+    from dpllm.privacy.sampling import collate
+    from dpllm.recipe.config import FrozenConfig, RunConfig
+    from dpllm.text.data import TokenSequence, Unit
+
+    torch.manual_seed(0)
+    adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
+    config = RunConfig.model_validate(
+        {
+            "model": {"name_or_path": folder},
+            "adapter": adapter,
+            "data": {"train": "builtin:clinic", "max_length": tokens},
+            "privacy": {"noise_multiplier": 1.0, "epsilon": 1e6},
+            "train": {"batch_size": rows * count, "physical_batch_size": rows, "steps": 1},
+            "output_dir": "unused",
+        }
+    )
+    before = current_bytes()
+    base = transformers.AutoConfig.from_pretrained(folder)
+    net: Any = transformers.AutoModelForCausalLM.from_config(base, dtype=torch.float32)
+    net.requires_grad_(False)
+    net = loading._unfreeze(net, config.adapter) if isinstance(config.adapter, FrozenConfig) else loading._add_lora(
+        net, config.adapter, config
+    )  # fmt: skip
+    net.train()
+    plan = make_plan(config, 100 * rows * count)
+    trains = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trains, lr=1e-6)
+    settings: Any = {"grad_sample_mode": "auto", "noise_entropy": 7, "device": torch.device("cpu")}
+    engine = Engine(net, optimizer, plan.schedule, plan, max_length=tokens, **settings)
+    generator = torch.Generator().manual_seed(1)
+
+    def unit() -> Unit:
+        ids = torch.randint(0, base.vocab_size, (tokens,), generator=generator).tolist()
+        return Unit((TokenSequence(tuple(ids), (False,) + (True,) * (tokens - 1), tokens - 1),))
+
+    batches = [collate([unit() for _ in range(rows)], 0) for _ in range(count)]
+    engine.step(batches)
+    reset_peak()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        engine.step(batches)
+        times.append(time.perf_counter() - start)
+    return {"seconds": statistics.median(times), "bytes": peak_bytes() - before}
+
+
+def current_bytes() -> int:
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])))

@@ -1,0 +1,82 @@
+"""What a step brings: the quantile is Binomial's, and the physical batches are those that the sampler makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.forecast.batches import batches_of
+from dpllm.privacy.plan import Schedule, make_schedule
+from dpllm.recipe.config import RunConfig
+
+
+def recipe(data: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name_or_path": "some/model"},
+            "data": {"train": "rows.jsonl", **(data or {})},
+            "train": {"steps": 10, "batch_size": 20, "physical_batch_size": 4, **train},
+            "output_dir": "run",
+        }
+    )
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(size=st.integers(2, 5000), data=st.data())
+def test_the_largest_batch_is_exceeded_once_in_a_thousand_steps_at_most(size: int, data: st.DataObject) -> None:
+    from scipy import stats
+
+    batch = data.draw(st.integers(1, size))
+    sizes = batches_of(recipe(batch_size=batch), make_schedule(recipe(batch_size=batch), size))
+    tail = stats.binom(size, batch / size)
+    assert tail.sf(sizes.largest) <= 1e-3 + 1e-12
+    assert sizes.largest == 0 or tail.sf(sizes.largest - 1) > 1e-3 - 1e-12
+    assert sizes.expected == batch
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(units=st.integers(1, 40), rows=st.integers(1, 9), physical=st.integers(1, 12))
+def test_physical_batches_are_those_that_the_sampler_makes(units: int, rows: int, physical: int) -> None:
+    from dpllm.privacy.sampling import physical_batches
+    from dpllm.text.data import TokenSequence, Unit
+
+    row = TokenSequence((1, 2), (False, True), 1)
+    made = physical_batches(range(units), [Unit((row,) * rows)] * units, physical, 0, 16)
+    data = {"unit": "author", "max_examples_per_unit": rows}
+    sizes = batches_of(
+        recipe(data, batch_size=units, physical_batch_size=physical), Schedule(100 * units, 0, units, 0.01, 10)
+    )
+    assert sizes.physical_expected == len(made)
+    assert sizes.physical_largest >= sizes.physical_expected
+
+
+def test_the_assumption_says_what_is_counted() -> None:
+    def words(**data: Any) -> tuple[int, str]:
+        sizes = batches_of(recipe(data), Schedule(1000, 0, 20, 0.02, 10))
+        return sizes.sequences_per_unit, sizes.assumption
+
+    assert words() == (1, "one sequence a unit")
+    assert words(unit="author", max_examples_per_unit=3) == (3, "at most 3 rows of a unit, one sequence each")
+    assert words(unit="author", max_examples_per_unit=3, sampling="example") == (1, "one sequence a row")
+    assert "cut into chunks" in words(long_examples="chunk")[1]
+
+
+def test_auto_leaves_the_physical_batches_open() -> None:
+    from dpllm.forecast.table import _physical
+
+    open_, fixed = (
+        batches_of(recipe(physical_batch_size=size), Schedule(1000, 0, 20, 0.02, 10)) for size in ("auto", 4)
+    )
+    assert (open_.physical_size, open_.physical_expected, open_.physical_largest) == (None, None, None)
+    assert (open_.expected, open_.largest) == (fixed.expected, fixed.largest)
+    assert "found when training starts (auto)" in _physical(open_)
+    assert "5 a step expected" in _physical(fixed)
+
+
+@pytest.mark.parametrize(("batch", "expected", "largest"), [(128, 4, 6)])
+def test_the_smoke_recipe_by_hand(batch: int, expected: int, largest: int) -> None:
+    sizes = batches_of(recipe(batch_size=batch, physical_batch_size=32), Schedule(3790, 600, batch, batch / 3790, 60))
+    assert (sizes.largest, sizes.physical_expected, sizes.physical_largest) == (164, expected, largest)

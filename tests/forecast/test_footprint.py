@@ -1,0 +1,307 @@
+"""A footprint counts the model that would train, from its configuration alone, and is not far from what a run needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import dpllm
+from dpllm.errors import ConfigError, Refused
+from dpllm.forecast.footprint import footprint, skeleton
+from dpllm.forecast.meta_tensor_counter import tally
+from dpllm.model import loading
+from dpllm.privacy.plan import Plan, make_plan
+from dpllm.recipe.config import RunConfig
+
+WORKER = Path(__file__).with_name("footprint_worker.py")
+LORA: dict[str, Any] = {"method": "lora", "r": 4}
+FROZEN: dict[str, Any] = {"method": "frozen", "last_blocks": 1}
+
+
+def recipe(folder: Path | str, adapter: dict[str, Any] = LORA, **changes: Any) -> RunConfig:
+    value: dict[str, Any] = {
+        "model": {"name_or_path": str(folder)},
+        "adapter": adapter,
+        "data": {"train": "rows.jsonl", "max_length": 32},
+        "privacy": {"noise_multiplier": 2.0, "epsilon": 1e6, "max_grad_norm": 0.5},
+        "train": {"steps": 10, "batch_size": 20, "physical_batch_size": 4},
+        "output_dir": "run",
+    }
+    for key, new in changes.items():
+        section, _, name = key.partition("__")
+        value[section] = {**value[section], name: new}
+    return RunConfig.model_validate(value)
+
+
+def plan(config: RunConfig) -> Plan:
+    return make_plan(config, 1000)
+
+
+def needs(config: RunConfig) -> Any:
+    made = plan(config)
+    return footprint(config, made.schedule, made)
+
+
+def only_config(path: Path, family: str = "llama", **changes: Any) -> Path:
+    """A directory that holds no weights and no tokenizer."""
+    tiny.model(family, **changes).config.save_pretrained(path)
+    assert [file.name for file in path.iterdir() if file.name != "generation_config.json"] == ["config.json"]
+    return path
+
+
+@pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
+def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
+    found = needs(recipe(only_config(tmp_path / "config", family), adapter))
+    real = loading.build(recipe(tiny.save_model(tmp_path / "whole", family), adapter), torch.device("cpu"))
+    assert list(found.kinds) == loading.trainable_table(real)
+    assert found.total == sum(parameter.numel() for parameter in real.parameters())
+    assert found.trainable == sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad)
+    assert found.memory is not None
+    assert found.memory.trainable == 4 * found.trainable
+    assert found.memory.weights == 4 * (found.total - found.trainable)
+
+
+@pytest.mark.parametrize("family", tiny.MIXED)
+def test_auto_would_train_what_it_trains(family: str, tmp_path: Path) -> None:
+    planned = skeleton(recipe(only_config(tmp_path / "config", family)), torch.float32)
+    real = loading.build(recipe(tiny.save_model(tmp_path / "whole", family)), torch.device("cpu"))
+    assert loading.trainable_table(planned) == loading.trainable_table(real)
+    assert loading.left_out(planned) == loading.left_out(real)
+
+
+def test_a_large_model_takes_no_memory(tmp_path: Path) -> None:
+    shape = {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    }
+    from transformers import LlamaConfig
+
+    LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    net = skeleton(recipe(tmp_path), torch.float32)
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert sum(p.numel() for p in net.parameters() if not p.requires_grad) == 8_030_261_248  # of Llama 3.1 8B
+
+
+def test_noise_is_that_of_the_averaged_gradient(tmp_path: Path) -> None:
+    found = needs(recipe(only_config(tmp_path)))
+    assert found.noise_per_coordinate == pytest.approx(2.0 * 0.5 / 20)
+    assert found.noise_total == pytest.approx(found.noise_per_coordinate * math.sqrt(found.trainable))
+
+
+def test_adaptive_clipping_counts_the_noise_on_gradients(tmp_path: Path) -> None:
+    config = recipe(only_config(tmp_path), privacy__clipping="adaptive")
+    adaptive = plan(config).adaptive
+    assert adaptive is not None
+    assert needs(config).noise_per_coordinate == pytest.approx(adaptive.gradient_noise_multiplier * 0.5 / 20)
+
+
+def test_without_privacy_there_is_no_noise(tmp_path: Path) -> None:
+    config = recipe(only_config(tmp_path))
+    found = footprint(config, plan(config).schedule, None)
+    assert (found.noise_per_coordinate, found.noise_total) == (None, None)
+
+
+def test_memory_and_time_grow_with_what_they_are_made_of(tmp_path: Path) -> None:
+    only_config(tmp_path)
+    one, wide, long, twice, sgd = (
+        needs(recipe(tmp_path, **changes))
+        for changes in (
+            {},
+            {"train__physical_batch_size": 8},
+            {"data__max_length": 64},
+            {"train__batch_size": 40},
+            {"train__optimizer": "sgd"},
+        )
+    )
+    assert wide.memory.activations == pytest.approx(2 * one.memory.activations, rel=0.01)
+    assert wide.flops == one.flops  # of a logical step
+    assert long.memory.activations > 1.9 * one.memory.activations
+    assert twice.flops == 2 * one.flops
+    assert twice.memory == one.memory
+    assert (one.memory.optimizer, sgd.memory.optimizer) == (8 * one.trainable, 0)
+    assert one.memory.total == sum(vars(one.memory).values())
+    assert one.seconds == pytest.approx(10 * one.seconds_per_step)
+
+
+def test_auto_is_planned_with_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_config(tmp_path)
+    one, four = (needs(recipe(tmp_path, train__physical_batch_size=rows)) for rows in (1, 4))
+    assert (four.physical_batch_size, four.found) == (4, False)
+    monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: math.ceil(1.1 * four.memory.total / 0.9))
+    found = needs(recipe(tmp_path, train__physical_batch_size="auto"))
+    assert (found.physical_batch_size, found.found, found.memory) == (4, True, four.memory)
+    assert found.flops == four.flops
+    assert "measured when training starts, and would be about 4 on this machine" in found.basis
+    assert "auto" not in four.basis
+    monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: 1000)  # planned elsewhere than it will run
+    small = needs(recipe(tmp_path, train__physical_batch_size="auto"))
+    assert (small.physical_batch_size, small.memory) == (1, one.memory)
+
+
+def test_auto_without_a_count_of_memory(tmp_path: Path) -> None:
+    attention = {"method": "lora", "target_modules": ["q_proj", "v_proj"]}
+    found = needs(recipe(only_config(tmp_path, "mixtral"), attention, train__physical_batch_size="auto"))
+    assert (found.physical_batch_size, found.found, found.memory) == (None, True, None)
+
+
+def test_logits_of_a_frozen_head_are_a_chunk(tmp_path: Path) -> None:
+    """As the engine computes them; where the head trains, they are whole."""
+    only_config(tmp_path, vocab_size=200_000)
+    few, many, whole = (
+        needs(recipe(tmp_path, adapter, data__max_length=tokens)).memory.logits
+        for adapter, tokens in ((LORA, 256), (LORA, 512), ({**FROZEN, "lm_head": True}, 128))
+    )
+    assert few == pytest.approx(many, rel=0.05)
+    assert few < 2.5 * 4 * 2**24
+    assert whole > 4 * (4 * 128 * 200_000)
+
+
+def test_checkpointing_trades_memory_for_time(tmp_path: Path) -> None:
+    only_config(tmp_path, num_hidden_layers=8)
+    whole, again = (needs(recipe(tmp_path, model__gradient_checkpointing=on)) for on in (False, True))
+    assert again.memory.activations < whole.memory.activations / 2
+    assert again.flops > 1.2 * whole.flops
+
+
+def test_what_the_model_would_refuse_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(net: nn.Module) -> None:
+        raise Refused("a layer couples rows")
+
+    monkeypatch.setattr("dpllm.privacy.guards.check_model", refuse)
+    found = needs(recipe(only_config(tmp_path), data__max_length=129))
+    assert [type(error) for error in found.refusals] == [Refused, ConfigError]
+    assert "129 is more than the 128 positions" in str(found.refusals[1])
+
+
+def test_an_architecture_that_computes_from_values_is_counted_without_memory(tmp_path: Path) -> None:
+    attention = {"method": "lora", "target_modules": ["q_proj", "v_proj"]}
+    found = needs(recipe(only_config(tmp_path, "mixtral"), attention))
+    assert found.trainable > 0
+    assert (found.memory, found.seconds) == (None, None)
+    assert "without weights" in found.basis
+
+
+@pytest.mark.parametrize("name", ["absent-folder", "builtin:absent"])
+def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.name_or_path"):
+        needs(recipe(name))
+
+
+# --- the tally -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tally_counts_products_as_defined() -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 20, bias=False))
+        rows = torch.empty(7, 30)
+    with tally() as counted:
+        out = layers(rows)
+        assert counted.flops == 2 * 7 * (30 * 50 + 50 * 20)
+        out.sum().backward()
+    assert counted.flops == 2 * 7 * ((30 * 50 + 50 * 20) + (30 * 50 + 2 * 50 * 20))  # rows need no gradient
+    gradients = sum(parameter.numel() for parameter in layers.parameters())
+    del out
+    assert counted.live == 4 * gradients  # and nothing else is held
+
+
+def test_the_tally_counts_products_into_a_given_tensor() -> None:
+    with torch.device("meta"):
+        left, right, out = torch.empty(7, 30), torch.empty(30, 50), torch.empty(7, 50)
+    with tally() as counted:
+        torch.mm(left, right, out=out)
+    assert counted.flops == 2 * 7 * 30 * 50
+
+
+def test_the_tally_counts_what_is_held() -> None:
+    with torch.device("meta"):
+        rows = torch.empty(1000, requires_grad=True)
+    with tally() as counted:
+        out = rows.exp()  # keeps its own result
+        assert counted.live == 4000
+        out = out.sin()  # keeps its input
+        assert counted.live == 8000
+        view = out[:500]
+        assert counted.live == 8000
+        del view, out
+        assert counted.live == 0
+        assert counted.peak == 8000
+
+
+def test_attention_counts_as_a_fused_kernel() -> None:
+    before = nn.functional.scaled_dot_product_attention
+    with torch.device("meta"):
+        parts = [torch.empty(2, 3, 64, 8, requires_grad=True) for _ in range(3)]
+    with tally() as counted:
+        out = nn.functional.scaled_dot_product_attention(*parts)
+        assert out.shape == (2, 3, 64, 8)
+        assert counted.flops == 2 * 2 * (2 * 3 * 64 * 64 * 8)
+        assert counted.live < 4 * (2 * 3 * 64 * 64)  # no table of weights
+        out.sum().backward()
+    assert counted.flops == (2 + 5) * 2 * (2 * 3 * 64 * 64 * 8)
+    assert nn.functional.scaled_dot_product_attention is before
+
+
+# --- against real steps ----------------------------------------------------------------------------------------------
+
+MALLOC = {
+    "MALLOC_MMAP_MAX_": "65536",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
+CASES = {
+    "builtin tiny": ("builtin:tiny", 32, 128),
+    "Llama of 6 blocks, width 512": ("llama", 4, 256),
+    "the same, longer": ("llama", 2, 512),
+    "GPT-2": ("gpt2", 4, 256),
+}
+
+
+def measured(folder: str, rows: int, tokens: int, method: str, environment: dict[str, str]) -> dict[str, float]:
+    paths = [str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    command = [sys.executable, str(WORKER), folder, str(rows), str(tokens), "2", method]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    return dict(json.loads(run.stdout))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["lora", "frozen"])
+@pytest.mark.parametrize("name", CASES)
+def test_estimates_against_real_steps(name: str, method: str, tmp_path: Path) -> None:
+    from transformers import GPT2Config, LlamaConfig
+
+    source, rows, tokens = CASES[name]
+    if source == "llama":
+        LlamaConfig(
+            num_hidden_layers=6, hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8,
+            vocab_size=32_000, architectures=["LlamaForCausalLM"],
+        ).save_pretrained(tmp_path)  # fmt: skip
+    elif source == "gpt2":
+        GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    folder = loading.source(source) if source.startswith("builtin") else str(tmp_path)
+    adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
+    changes = {"data__max_length": tokens, "train__physical_batch_size": rows, "train__batch_size": 2 * rows}
+    found = needs(recipe(folder, adapter, **changes))
+    memory = found.memory.total / measured(folder, rows, tokens, method, MALLOC)["bytes"]
+    kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}  # freed memory stays with the process
+    seconds = found.seconds_per_step / measured(folder, rows, tokens, method, kept)["seconds"]
+    print(f"\n{name}, {method}: estimate over measured: memory {memory:.2f}, time {seconds:.2f}")
+    assert 0.7 < memory < 1.5
+    assert seconds > 0  # printed and not bounded: both of its sides follow what else the machine does

@@ -1,0 +1,232 @@
+"""The page on scaling says what its script computes, and the script counts what the planner counts on real models."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from dpllm.forecast.meta_tensor_counter import tally
+from dpllm.privacy import loss
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+scaling: Any = importlib.import_module("scaling")
+
+SHAPES = {
+    "wide": scaling.Shape(3, 256, 1024, 4, 2, 512),
+    "many heads": scaling.Shape(2, 512, 1376, 8, 8, 1024, tied=True),
+    "1B, of two blocks": scaling.Shape(2, 2048, 8192, 32, 8, 128_256, tied=True),
+}
+
+
+def skeleton(shape: Any, checkpointing: bool) -> Any:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=shape.blocks,
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+    )
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.requires_grad_(False)
+        adapter = LoraConfig(r=scaling.RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def counted(shape: Any, rows: int, length: int, checkpointing: bool) -> tuple[float, float]:
+    """FLOPs of a forward and backward pass, and bytes that its blocks keep, as the planner counts them."""
+    model = skeleton(shape, checkpointing)
+    ids_RT = torch.zeros((rows, length), dtype=torch.long, device="meta")
+    with tally() as seen:
+        decoder = model.get_base_model().model
+        hidden_RTd = decoder(input_ids=ids_RT, attention_mask=torch.ones_like(ids_RT), use_cache=False)[0]
+        kept = seen.live
+        model.get_output_embeddings()(hidden_RTd).sum().backward()
+    return seen.flops, kept
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_flops_are_those_that_a_real_model_computes(name: str, checkpointing: bool) -> None:
+    shape, rows, length = SHAPES[name], 2, 128
+    found, _ = counted(shape, rows, length, checkpointing)
+    said = rows * length * scaling.flops_per_token(shape, length, checkpointing=checkpointing)
+    assert said == pytest.approx(
+        found, rel=0.06
+    )  # below: the first block's input needs no gradient, a part of two blocks
+    assert said >= 0.999 * found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_activations_are_those_that_a_real_model_keeps(name: str) -> None:
+    shape, rows, length = SHAPES[name], 2, 128
+    said = {on: scaling.memory(shape, length, rows, checkpointing=on)["activations"] for on in (False, True)}
+    _, kept = counted(shape, rows, length, False)
+    assert said[False] == pytest.approx(kept, rel=0.1)
+    _, kept = counted(shape, rows, length, True)
+    last = rows * length * scaling.LAST * shape.width
+    one_block = (said[False] - last) / shape.blocks  # recomputed in the backward pass, which `kept` does not see
+    assert said[True] - one_block == pytest.approx(kept, rel=0.1)
+    assert said[True] < said[False]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_counted(name: str) -> None:
+    shape = SHAPES[name]
+    parameters = list(skeleton(shape, False).parameters())
+    trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    assert shape.trainable == trainable
+    assert shape.parameters == pytest.approx(sum(p.numel() for p in parameters) - trainable, rel=0.001)  # but for norms
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("1B", 1.24), ("3B", 3.21), ("8B", 8.03), ("13B", 13.0), ("32B", 32.8), ("70B", 70.6)]
+)
+def test_the_models_have_their_published_sizes(name: str, billions: float) -> None:
+    assert scaling.SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_constants_that_the_engine_has_too_are_its_own() -> None:
+    assert 6 * loss.CHUNK["cuda"] == scaling.CHUNK
+
+
+def test_rows_that_fit_fit_and_one_more_does_not() -> None:
+    for shape in scaling.SHAPES.values():
+        for shards in (1, 8):
+            rows = scaling.rows_that_fit(shape, 512, checkpointing=True, shards=shards)
+            sizes = [
+                sum(scaling.memory(shape, 512, r, checkpointing=True, shards=shards).values()) for r in (rows, rows + 1)
+            ]
+            limit = scaling.GPU_MEMORY * scaling.MEMORY_SHARE
+            assert sizes[1] > limit
+            assert sizes[0] <= limit or rows == 0
+
+
+def test_the_largest_share_is_that_of_poisson_batches() -> None:
+    draw = random.Random(3)
+    for batch, world in ((64, 64), (100, 8), (5, 4)):
+        sizes = [sum(draw.random() < batch / 2000 for _ in range(2000)) for _ in range(1500)]
+        expected = statistics.fmean(math.ceil(size / world) for size in sizes)
+        assert scaling.largest_share(batch, world) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_ring_moves_what_a_ring_moves() -> None:
+    """Of N bytes on W processes each sends (W - 1) pieces of N / W twice for a sum, once to gather."""
+    assert scaling.all_reduce(1e9, 1) == 0
+    for world in (2, 8):
+        pieces = (world - 1) * 1e9 / world / (scaling.LINK_SHARE * scaling.NVLINK)
+        hops = (world - 1) * scaling.LATENCY
+        assert scaling.all_gather(1e9, world) == pytest.approx(pieces + hops)
+        assert scaling.all_reduce(1e9, world) == pytest.approx(2 * (pieces + hops))
+    assert scaling.all_gather(1e9, 16) > 5 * scaling.all_gather(1e9, 8)  # over the network
+
+
+@pytest.mark.parametrize("name", scaling.SHAPES)
+def test_more_gpus_are_faster_or_the_table_says_what_limits_them(name: str) -> None:
+    shape = scaling.SHAPES[name]
+    taken = [(world, step) for world in scaling.WORLDS if (step := scaling.step(shape, 512, 1024, world)) is not None]
+    for (fewer, before), (more, after) in itertools.pairwise(taken):
+        gain = before.seconds / after.seconds
+        assert gain >= 0.8 * more / fewer or after.limit != "compute"
+    for _, step in taken:
+        assert step.seconds >= step.compute >= step.ideal * (1 - 1e-9)
+        assert step.seconds == pytest.approx(step.compute + step.clipping + step.network)
+
+
+def test_what_does_not_fit_is_not_given_a_time() -> None:
+    assert scaling.step(scaling.SHAPES["70B"], 512, 1024, 1) is None
+    assert scaling.step(scaling.SHAPES["8B"], 512, 64, 64).limit == "rows"
+
+
+def test_the_page_shows_the_tables_that_the_script_prints() -> None:
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    for table in scaling.tables().split("\n\n"):
+        assert table in page
+
+
+def test_the_page_names_every_constant_with_its_value() -> None:
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    shown = {
+        "GPU_RATE": f"{scaling.GPU_RATE / 1e12:.0f} TFLOP/s",
+        "RATE_SHARE": f"{scaling.RATE_SHARE:.0%}".replace("%", " %"),
+        "GPU_MEMORY": f"{scaling.GPU_MEMORY / 1e9:.0f} GB",
+        "GPU_BANDWIDTH": f"{scaling.GPU_BANDWIDTH / 1e12:.2f} TB/s",
+        "NVLINK": f"{scaling.NVLINK / 1e9:.0f} GB/s",
+        "NETWORK": f"{scaling.NETWORK * 8 / 1e9:.0f} Gb/s",
+    }
+    for name, value in shown.items():
+        assert f"| `{name}` | {value} |" in page
+
+
+def test_the_page_compares_with_the_steps_that_were_measured() -> None:
+    """The lines of --check for the file that the page names."""
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    file = ROOT / next(word.strip("`),;.") for word in page.split() if "benchmarks/step-" in word)
+    lines = scaling.check(json.loads(file.read_text(encoding="utf-8")))
+    assert lines
+    assert [line for line in lines if line not in page] == []
+
+
+def run(script: str, *arguments: str) -> None:
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(ROOT / "scripts" / script), "--shape", "tiny", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.full
+def test_a_measured_step_comes_with_tokens_per_second_and_its_physical_limit(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    case = ["--methods", "lora", "--lengths", "16", "--checkpointing", "off", "--variants", "dpllm", "--no-memory"]
+    run("bench_step.py", *case, "--repetitions", "2", "--device", "cpu", "--output", str(file))
+    report = json.loads(file.read_text())
+    (result,) = report["results"]
+    tokens = result["rows"] * result["length"] * report["settings"]["physical_batches"]
+    shape = scaling.Shape(2, 32, 48, 2, 2, 64)
+    assert result["flops"] == tokens * scaling.flops_per_token(shape, 16, checkpointing=False)
+    assert result["limit_s"] == result["flops"] / result["matrix_flops_per_s"]
+    for values in result["variants"].values():
+        assert values["tokens_per_s"] == pytest.approx(tokens / values["median_s"])
+        assert result["limit_s"] < min(values["cpu_time_s"])
+    assert len(scaling.check(report)) == 2
+
+
+@pytest.mark.full
+def test_a_step_that_is_out_of_time_is_measured_once(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    case = ["--methods", "lora", "--lengths", "16", "--checkpointing", "off", "--variants", "dpllm", "--no-memory"]
+    run("bench_step.py", *case, "--repetitions", "5", "--limit", "0", "--device", "cpu", "--output", str(file))
+    (result,) = json.loads(file.read_text())["results"]
+    assert [len(values["time_s"]) for values in result["variants"].values()] == [1, 1]
+
+
+@pytest.mark.full
+def test_two_processes_are_measured_against_one(tmp_path: Path) -> None:
+    file = tmp_path / "processes.json"
+    run("bench_processes.py", "--rows", "2", "--length", "16", "--repetitions", "2", "--output", str(file))
+    report = json.loads(file.read_text())
+    assert [len(times) for times in report["times"].values()] == [2, 2]
+    assert report["speed_up"] > 0
+    assert list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,307 @@
+"""Manifests of canaries: what a stranger may write, what is refused, and what follows without coins or references."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from dpllm.auditing import attacks
+from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.table import CanaryScores
+from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.verdict import Claim
+from dpllm.canaries import canaries
+from dpllm.errors import ConfigError
+from dpllm.lab.manifest import FEWEST_OUT, Manifest, read_manifest
+from dpllm.lab.manifest_summary import summarise_manifest
+from dpllm.recipe.config import AuditConfig, CanaryConfig
+
+COINS = {"coins": "independent"}
+SECRET = "Sigrid Forsberg owes 4711"
+
+
+def canary(number, inserted, **other):
+    return {"carrier": f"{SECRET}, and no. {number} is", "secret": f"{number:08d}", "inserted": inserted, **other}
+
+
+def entries(count=60, references=0):
+    drawn = random.Random(1)
+    made = [canary(number, bool(drawn.getrandbits(1))) for number in range(count)]
+    return made + [canary(count + number, False, group=0) for number in range(references)]
+
+
+def write(path, lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def refusal(path, lines):
+    with pytest.raises(ConfigError) as caught:
+        read_manifest(write(path, lines))
+    assert caught.value.exit_code == 2
+    assert "sigrid" not in str(caught.value).casefold()
+    return str(caught.value)
+
+
+# Reading.
+
+
+def test_a_stranger_writes_one_object_a_line(tmp_path):
+    lines = [COINS, *entries(60, references=30), ""]
+    found = read_manifest(write(tmp_path / "m.jsonl", lines))
+    assert (len(found.canaries), len(found.references)) == (60, 30)
+    assert (found.independent_coins, found.whole_texts, found.commitment) == (True, False, None)
+    for entry, read in zip(lines[1:61], found.canaries, strict=True):
+        assert (entry["carrier"], entry["secret"], entry["inserted"]) == (read.carrier, read.secret, read.inserted)
+        assert read.group == 1
+    assert {one.group for one in found.references} == {0}
+    names = [one.canary_id for one in (*found.canaries, *found.references)]
+    assert len(set(names)) == 90
+
+
+def test_whole_texts_need_no_carrier(tmp_path):
+    lines = [{"text": f"{SECRET} {number}", "inserted": number % 2 == 0, "group": 4} for number in range(60)]
+    found = read_manifest(write(tmp_path / "m.jsonl", lines))
+    assert found.whole_texts
+    assert {(one.carrier, one.group) for one in found.canaries} == {("", 4)}
+
+
+@pytest.mark.parametrize("header", [None, {"coins": "half"}, {"coins": "unknown"}, {"coins": "Independent?"}])
+def test_coins_are_independent_only_where_the_file_says_so(tmp_path, header):
+    found = read_manifest(write(tmp_path / "m.jsonl", [*([header] if header else []), *entries()]))
+    assert not found.independent_coins
+    assert found.coins in ("not stated", "stated, and not as independent")
+
+
+def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
+    plan = canaries.plan_canaries(CanaryConfig(groups={1: 40, 4: 20}, references=100), generator=random.Random(0))
+    path = tmp_path / "canaries.json"
+    canaries.save(plan, path)
+    found = read_manifest(path)
+    assert (found.canaries, found.references) == (plan.canaries, plan.references)
+    assert (found.independent_coins, found.commitment) == (True, plan.commitment)
+    value = json.loads(path.read_text())
+    value["canaries"][0]["inserted"] = not value["canaries"][0]["inserted"]
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="commitment"):
+        read_manifest(path)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "Sigrid', "line 5 is not valid JSON"),
+        ('["Sigrid"]', "line 5 holds no JSON object"),
+        ({"text": SECRET}, "line 5 is no canary"),
+        ({"text": SECRET, "inserted": 1}, "line 5 is no canary"),
+        ({"text": " ", "inserted": True}, "line 5 is no canary"),
+        ({"carrier": SECRET, "inserted": True}, "line 5 is no canary"),
+        ({"text": SECRET, "carrier": "a", "secret": "b", "inserted": True}, "line 5 is no canary"),
+        (canary(99, True, group="1"), "line 5 is no canary"),
+        (canary(99, True, group=-1), "line 5 is no canary"),
+        (canary(99, True, group=True), "line 5 is no canary"),
+        (canary(99, True, repetitions=4), "line 5 is no canary"),
+        (canary(99, True, group=0), "line 5 is of group 0 and was inserted"),
+        ({"text": SECRET, "inserted": True}, "cannot be compared"),
+        (canary(9, True), "1 canaries have the text of another one"),
+    ],
+)
+def test_a_line_that_is_no_canary_is_refused_by_its_number(tmp_path, line, said):
+    lines = [COINS, *entries()]
+    assert said in refusal(tmp_path / "m.jsonl", [*lines[:4], line, *lines[5:]])
+
+
+def test_a_header_says_nothing_but_coins(tmp_path):
+    assert "line 1" in refusal(tmp_path / "m.jsonl", [{"coins": "independent", "seed": 1}, *entries()])
+    assert "line 1" in refusal(tmp_path / "m.jsonl", [{"coins": 1}, *entries()])
+
+
+def test_files_without_canaries_are_refused(tmp_path):
+    assert "names no canary" in refusal(tmp_path / "m.jsonl", [])
+    assert "names no canary" in refusal(tmp_path / "m.jsonl", [COINS])
+    with pytest.raises(ConfigError, match="no such manifest"):
+        read_manifest(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_manifest(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_manifest(tmp_path / "binary")
+
+
+def test_canaries_that_were_never_inserted_are_refused(tmp_path):
+    lines = [{**entry, "inserted": False} for entry in entries()]
+    assert "no canary was ever inserted" in refusal(tmp_path / "m.jsonl", lines)
+    plan = canaries.plan_canaries(CanaryConfig(groups={1: 1}, references=100), generator=random.Random(0))
+    while plan.canaries[0].inserted:
+        plan = canaries.redraw_coins(plan)
+    canaries.save(plan, tmp_path / "canaries.json")
+    with pytest.raises(ConfigError, match="no canary was ever inserted"):
+        read_manifest(tmp_path / "canaries.json")
+
+
+def test_too_few_texts_to_compare_with_are_refused(tmp_path):
+    few = [canary(number, number >= FEWEST_OUT - 1) for number in range(60)]
+    assert f"{FEWEST_OUT - 1} texts that were never inserted" in refusal(tmp_path / "m.jsonl", few)
+    read_manifest(write(tmp_path / "m.jsonl", [canary(number, number >= FEWEST_OUT) for number in range(60)]))
+    read_manifest(
+        write(
+            tmp_path / "m.jsonl",
+            [canary(number, number >= FEWEST_OUT, group=int(number >= FEWEST_OUT)) for number in range(60)],
+        )
+    )
+
+
+def test_coins_that_contradict_what_is_said_of_them_are_refused(tmp_path):
+    lines = [canary(number, number >= 25) for number in range(200)]
+    assert "175 of 200" in refusal(tmp_path / "m.jsonl", [COINS, *lines])
+    assert not read_manifest(write(tmp_path / "m.jsonl", lines)).independent_coins
+
+
+# What follows.
+
+
+def scored(planned, lift, seed, base_shift=0.0):
+    """Score and token tables of a model that gives inserted canaries ``lift`` nats, by two tokens each."""
+    draw = np.random.default_rng(seed)
+    everyone = (*planned.canaries, *planned.references)
+    base_S = draw.normal(-18, 2, len(everyone)) + [base_shift * one.inserted for one in everyone]
+    tuned_S = base_S + draw.normal(0, 0.5, len(everyone)) + [lift * one.inserted for one in everyone]
+    rows = [
+        CanaryScores(one.canary_id, one.group, one.inserted if one.group else None, 2, tuned, base, False, False)
+        for one, tuned, base in zip(everyone, tuned_S.tolist(), base_S.tolist(), strict=True)
+    ]
+    columns = {}
+    for name, values in (("tuned", tuned_S), ("base", base_S)):
+        halves = np.repeat(values / 2, 2)
+        columns |= {
+            f"{name}_log_prob_N": halves,
+            f"{name}_mean_N": halves * 0 - 3,
+            f"{name}_variance_N": halves * 0 + 1,
+            f"{name}_argmax_N": halves > 0,
+            f"{name}_top_k_log_prob_N": halves,
+        }
+    names = tuple(one.canary_id for one in everyone)
+    return rows, TokenTable(names, np.full(len(names), 40), np.repeat(np.arange(len(names)), 2), **columns)
+
+
+def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
+    draw = random.Random(seed)
+    made = tuple(
+        canaries.Canary(f"c{n:05d}", groups[n % len(groups)], f"a{n}", f"{n:08d}", bool(draw.getrandbits(1)))
+        for n in range(count)
+    )
+    others = tuple(canaries.Canary(f"r{n:05d}", 0, f"b{n}", f"{n:08d}", inserted=False) for n in range(references))
+    return Manifest(made, others, independent, "independent" if independent else "not stated")
+
+
+@pytest.mark.parametrize("references", [0, 150])
+def test_independent_coins_carry_the_bound_with_and_without_references(references, seed):
+    planned, settings = manifest(references=references), AuditConfig()
+    rows, tokens = scored(planned, 2.0, seed)
+    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example"), settings)
+    once = [row for row in rows if row.group == 1]
+    bound = epsilon_lower_bound(
+        attacks.ratio(once),
+        [row.inserted for row in once],
+        delta=1e-5,
+        alpha=settings.alpha,
+        guesses=settings.guesses,
+        guesses_in=settings.guesses_in,
+    )
+    assert report["epsilon_lower_bound"]["value"] == bound.value > 1
+    assert report["verdict"] == "falsified"
+    inside, outside = [row for row in rows if row.inserted], [row for row in rows if not row.inserted]
+    ratio = report["attacks"]["ratio"]
+    assert (ratio["positives"], ratio["negatives"]) == (len(inside), len(outside))
+    found = attacks.auc(attacks.ratio(inside), attacks.ratio(outside))
+    assert (ratio["auc"], ratio["auc_interval"]) == (found.value, [found.low, found.high])
+    exposure = report["exposure"]["1"]
+    assert exposure["largest_possible"] == np.log2(references or len(outside))
+    assert report["extraction"]["1"]["held_out"] == len(once) - len(inside)
+
+
+@pytest.mark.parametrize("draw", [1, 8])
+def test_without_references_a_canary_left_out_is_counted_once(draw):
+    """These draws show the attack at work (p < .001) only to somebody who counts every canary that was left out twice."""
+    planned = manifest(100)
+    rows, tokens = scored(planned, 0.3, draw)
+    outside = [row for row in rows if not row.inserted]
+    ratios = attacks.ratio([row for row in rows if row.inserted]), attacks.ratio(outside)
+    assert attacks.rank_sum_p_value(*ratios) > 0.001
+    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example"), AuditConfig())
+    assert report["verdict"] == "inconclusive"
+    assert "seen to work nowhere" in report["verdict_reason"]
+    assert report["controls"]["positive"] is None
+    assert report["attacks"]["ratio"]["negatives"] == len(outside)
+
+
+@pytest.mark.parametrize("references", [0, 150])
+@pytest.mark.parametrize("claim", [Claim(0.1, 1e-5, "example"), None])
+def test_without_independent_coins_there_is_no_bound_and_no_verdict(references, claim, seed):
+    planned = manifest(references=references, independent=False, groups=(1, 1, 1, 16))
+    rows, tokens = scored(planned, 8.0, seed)
+    report = summarise_manifest(rows, tokens, planned, claim, AuditConfig())
+    assert report["epsilon_lower_bound"]["value"] == 0
+    assert report["epsilon_lower_bound"]["ceiling"] == 0
+    assert report["epsilon_lower_bound"]["num_canaries"] == 0
+    assert {seen["test"] for seen in report["repeated"].values()} == {None}
+    assert report["verdict"] == ("inconclusive" if claim else "no_claim")
+    assert '{"coins": "independent"}' in report["verdict_reason"]
+    assert report["attacks"]["ratio"]["auc"] == 1.0
+    assert report["exposure"]["16"]["mean"] > 6
+    assert "already tell" not in report["verdict_reason"]
+
+
+def test_without_coins_a_shift_is_said(seed):
+    planned = manifest(independent=False)
+    rows, tokens = scored(planned, 0.0, seed, base_shift=6.0)
+    report = summarise_manifest(rows, tokens, planned, None, AuditConfig())
+    assert report["controls"]["base_separates"]
+    assert "already tell" in report["verdict_reason"]
+    with_words = Manifest(
+        tuple(
+            canaries.Canary(one.canary_id, 1, "x " * one.inserted, one.secret, one.inserted) for one in planned.canaries
+        ),
+        (),
+        False,
+        "not stated",
+    )
+    rows, tokens = scored(with_words, 0.0, seed)
+    assert "already tell" in summarise_manifest(rows, tokens, with_words, None, AuditConfig())["verdict_reason"]
+
+
+def test_coins_that_the_words_give_away_falsify_nothing(seed):
+    planned = manifest()
+    given = tuple(
+        canaries.Canary(one.canary_id, 1, f"{one.carrier} {'yes' if one.inserted else 'no'}", one.secret, one.inserted)
+        for one in planned.canaries
+    )
+    planned = Manifest(given, (), True, "independent")
+    rows, tokens = scored(planned, 8.0, seed)
+    report = summarise_manifest(rows, tokens, planned, Claim(0.1, 1e-5, "example"), AuditConfig())
+    assert report["verdict"] == "inconclusive"
+    assert report["controls"]["words"]["succeeds"]
+
+
+def test_repeated_canaries_are_judged_without_references_too(seed):
+    planned = manifest(300, groups=(1, 1, 4))
+    rows, tokens = scored(planned, 6.0, seed)
+    report = summarise_manifest(rows, tokens, planned, Claim(0.3, 1e-5, "example"), AuditConfig())
+    assert report["repeated"]["4"]["test"] is not None
+    outside = sum(not row.inserted for row in rows)
+    assert report["repeated"]["4"]["attacks"]["ratio"]["negatives"] == outside
+    assert json.dumps(report["repeated"], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"secret": "\ud800 9"}, {"carrier": "half \udfff"}, {"group": 10**400}, {"group": 10**6 + 1}]
+)
+def test_what_no_tokenizer_and_no_bound_can_take_is_refused_at_its_line(tmp_path, wrong):
+    lines = [COINS, *entries(60), {**canary(99, True), **wrong}]
+    assert "line 62 is no canary" in refusal(tmp_path / "m.jsonl", lines)

@@ -1,0 +1,396 @@
+"""Models trained elsewhere: what is loaded, what does not belong together, and where a report may lie."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dpllm.auditing import scores
+from dpllm.auditing.verdict import Claim
+from dpllm.errors import ConfigError, DataError, DpllmError
+from dpllm.lab.outside import audit_outside_canaries, audit_outside_members, outside_claim, write_outside
+from dpllm.lab.outside_model import load_outside, positions
+from dpllm.text import builtin
+
+CPU = torch.device("cpu")
+TARGETS = ["q_proj", "v_proj"]
+SECRET = "Sigrid Forsberg owes 4711"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny.save_model(tmp_path_factory.mktemp("models") / "tiny-base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory):
+    return save_adapter(base, tmp_path_factory.mktemp("models") / "adapter")
+
+
+def save_adapter(base, path, **changes):
+    """As a stranger makes one: plain peft, weights that are not zero."""
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_pretrained(base)
+    net = get_peft_model(net, LoraConfig(**{"task_type": "CAUSAL_LM", "r": 2, "target_modules": TARGETS, **changes}))
+    for name, parameter in net.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.5)
+    net.save_pretrained(path)
+    return path
+
+
+def copy(path, target):
+    shutil.copytree(path, target)
+    return target
+
+
+def edit(path, **changes):
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return path
+
+
+def logits(net):
+    with torch.no_grad():
+        return net(input_ids=torch.tensor([[0, 40, 41, 42, 43]])).logits
+
+
+def refusal(path, base):
+    with pytest.raises(ConfigError) as caught:
+        load_outside(path, base, CPU)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# Loading.
+
+
+def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
+    models, described = load_outside(adapter, None, CPU)
+    assert described == {"kind": "LORA adapter", "name": "adapter", "base": "tiny-base", "base_matches_name": True}
+    plain = logits(AutoModelForCausalLM.from_pretrained(base))
+    with models.base() as before:
+        torch.testing.assert_close(logits(before), plain)
+    assert (logits(models.tuned) - plain).abs().max() > 1e-3
+    assert not models.tuned.training
+    assert positions(models.tuned) == 128
+    assert len(models.tokenizer) == len(tiny.tokenizer())
+
+
+def test_a_base_elsewhere_is_named_by_hand(adapter, base, tmp_path):
+    moved = edit(copy(adapter, tmp_path / "moved"), base_model_name_or_path="nowhere/tiny-base")
+    assert load_outside(moved, str(base), CPU)[1]["base_matches_name"]
+    moved = edit(moved, base_model_name_or_path="nowhere/another")
+    models, described = load_outside(moved, str(base), CPU)
+    assert not described["base_matches_name"]
+    torch.testing.assert_close(logits(models.tuned), logits(load_outside(adapter, None, CPU)[0].tuned))
+
+
+def test_a_whole_model_is_scored_beside_the_base_that_is_named(base, tmp_path):
+    tuned = AutoModelForCausalLM.from_pretrained(base)
+    tuned.lm_head.weight.data.add_(0.1)
+    tuned.save_pretrained(tmp_path / "whole")
+    models, described = load_outside(tmp_path / "whole", str(base), CPU)
+    assert described["kind"] == "whole model"
+    torch.testing.assert_close(logits(models.tuned), logits(tuned.eval()))
+    with models.base() as before:
+        torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
+
+
+def test_the_tokenizer_of_the_model_goes_before_that_of_the_base(adapter, base, tmp_path):
+    own = copy(adapter, tmp_path / "own")
+    tokenizer = tiny.tokenizer(chat_template="{{ messages[0]['content'] }}")
+    tokenizer.save_pretrained(own)
+    assert load_outside(own, None, CPU)[0].tokenizer.chat_template == tokenizer.chat_template
+    assert load_outside(adapter, None, CPU)[0].tokenizer.chat_template == tiny.CHAT
+
+
+def test_modules_that_were_saved_whole_are_switched_off_with_the_adapter(base, tmp_path):
+    path = save_adapter(base, tmp_path / "saved", modules_to_save=["lm_head"])
+    weights = load_file(path / "adapter_model.safetensors")
+    save_file({name: w + 0.1 * ("lm_head" in name) for name, w in weights.items()}, path / "adapter_model.safetensors")
+    models, _ = load_outside(path, None, CPU)
+    with models.base() as before:
+        torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
+
+
+# What does not belong together.
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    assert "holds neither" in refusal(tmp_path, None)
+    assert "is no directory" in refusal(tmp_path / "none", None)
+
+
+def test_an_adapter_without_a_base_that_can_be_found_is_refused(adapter, base, tmp_path):
+    moved = edit(copy(adapter, tmp_path / "moved"), base_model_name_or_path=None)
+    assert "names no base model" in refusal(moved, None)
+    moved = edit(moved, base_model_name_or_path="nowhere/tiny-base")
+    assert "adapter_config.json names 'nowhere/tiny-base'" in refusal(moved, None)
+    assert "--base nowhere/else" in refusal(moved, "nowhere/else")
+    assert "--base builtin:huge" in refusal(moved, "builtin:huge")
+
+
+def test_a_broken_configuration_is_refused(adapter, tmp_path):
+    broken = copy(adapter, tmp_path / "broken")
+    (broken / "adapter_config.json").write_text("{")
+    assert "is no configuration of an adapter" in refusal(broken, None)
+    (broken / "adapter_config.json").write_text('{"peft_type": "NEW"}')
+    assert "is no configuration of an adapter" in refusal(broken, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"hidden_size": 32, "head_dim": 16}, "other shapes"),
+        ({"num_hidden_layers": 1}, "have a place in it"),
+        ({"num_hidden_layers": 3}, "have a place in it"),
+    ],
+)
+def test_a_base_of_another_size_is_refused(adapter, tmp_path, changes, why):
+    other = tiny.save_model(tmp_path / "other", **changes)
+    message = refusal(adapter, str(other))
+    assert "does not match the base model" in message
+    assert why in message
+
+
+def test_a_base_of_another_architecture_is_refused(adapter, tmp_path):
+    other = tiny.save_model(tmp_path / "other", "gpt2")
+    assert "the layers that it changes are not in it" in refusal(adapter, str(other))
+
+
+def test_an_adapter_with_tensors_too_few_or_too_many_is_refused(adapter, tmp_path):
+    for name, change in (
+        ("few", lambda w: dict(list(w.items())[1:])),
+        ("many", lambda w: {**w, "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(2, 16)}),
+        ("renamed", lambda w: {key.replace("layers.1.", "layers.7."): value for key, value in w.items()}),
+    ):
+        path = copy(adapter, tmp_path / name)
+        save_file(change(load_file(path / "adapter_model.safetensors")), path / "adapter_model.safetensors")
+        assert "does not match the base model" in refusal(path, None)
+
+
+def test_damaged_weights_are_refused(adapter, tmp_path):
+    path = copy(adapter, tmp_path / "damaged")
+    (path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    assert "does not match the base model" in refusal(path, None)
+    (path / "adapter_model.safetensors").unlink()
+    assert "holds no adapter_model.safetensors" in refusal(path, None)
+
+
+def test_weights_of_the_older_kind_are_read_and_counted_too(adapter, tmp_path):
+    path = copy(adapter, tmp_path / "older")
+    weights = load_file(path / "adapter_model.safetensors")
+    (path / "adapter_model.safetensors").unlink()
+    torch.save(weights, path / "adapter_model.bin")
+    torch.testing.assert_close(
+        logits(load_outside(path, None, CPU)[0].tuned), logits(load_outside(adapter, None, CPU)[0].tuned)
+    )
+    weights["base_model.model.model.embed_tokens.weight"] = torch.ones(384, 16)
+    torch.save(weights, path / "adapter_model.bin")
+    assert "has to be merged" in refusal(path, None)
+
+
+def test_an_adapter_that_cannot_be_switched_off_is_refused(adapter, base, tmp_path):
+    """Stored embeddings go into the base itself, which would then be no base any more."""
+    path = copy(adapter, tmp_path / "embedded")
+    weights = load_file(path / "adapter_model.safetensors")
+    weights["base_model.model.model.embed_tokens.weight"] = torch.ones(384, 16)
+    save_file(weights, path / "adapter_model.safetensors")
+    assert "has to be merged" in refusal(path, None)
+    net = AutoModelForCausalLM.from_pretrained(base)
+    prompt = get_peft_model(net, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    prompt.save_pretrained(tmp_path / "prompt")
+    assert "PROMPT_TUNING" in refusal(tmp_path / "prompt", None)
+
+
+def test_a_tokenizer_of_another_model_is_refused(adapter, base, tmp_path):
+    larger = copy(adapter, tmp_path / "larger")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([f"<new{number}>" for number in range(10)])
+    tokenizer.save_pretrained(larger)
+    assert "embeds 384" in refusal(larger, None)
+    other = copy(adapter, tmp_path / "other")
+    shutil.copy(base / "tokenizer_config.json", other)
+    value = json.loads((base / "tokenizer.json").read_text())
+    one, two = list(value["model"]["vocab"])[50:52]
+    vocabulary = value["model"]["vocab"]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(value))
+    assert "gives 2 tokens of" in refusal(other, None)
+    (other / "tokenizer.json").write_text("{")
+    assert "no fast tokenizer" in refusal(other, None)
+
+
+def test_a_whole_model_needs_a_base_of_its_own_shape(base, tmp_path):
+    assert "Type --base NAME" in refusal(base, None)
+    assert "--base nowhere/tiny" in refusal(base, "nowhere/tiny")
+    other = tiny.save_model(tmp_path / "other", num_hidden_layers=1)
+    assert "differ in num_hidden_layers" in refusal(base, str(other))
+    broken = copy(base, tmp_path / "broken")
+    (broken / "model.safetensors").unlink()
+    assert "no causal language model could be loaded from it" in refusal(broken, str(base))
+
+
+# Claims, files, reports.
+
+
+def test_a_claim_is_an_epsilon_with_its_delta():
+    assert outside_claim(None, None) is None
+    assert outside_claim(2.0, 1e-5) == Claim(2.0, 1e-5, "example")
+    assert outside_claim(2.0, 0.0, "patient") == Claim(2.0, 0.0, "patient")
+    for epsilon, delta, said in (
+        (1.0, None, "--delta is missing"),
+        (None, 1e-5, "--epsilon is missing"),
+        (0.0, 1e-5, "is no claim"),
+        (float("inf"), 1e-5, "is no claim"),
+        (float("nan"), 1e-5, "is no claim"),
+        (1.0, 1.0, "is no claim"),
+        (1.0, -0.1, "is no claim"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            outside_claim(epsilon, delta)
+
+
+def rows(side, count=60):
+    return [{"text": f"{side} {tiny.sentence(number)}"} for number in range(count)]
+
+
+def test_members_come_from_files_of_every_kind(adapter, tmp_path):
+    texts = [[f"{tiny.NAMES[number % 10]} has {side}{number}." for number in range(60)] for side in (7, 8)]
+    tiny.write_rows(tmp_path / "in.jsonl", [{"text": text} for text in texts[0]])
+    (tmp_path / "out.txt").write_text("\n".join(texts[1]) + "\n\n")
+    (tmp_path / "out.csv").write_text("text\n" + "\n".join(texts[1]) + "\n")
+    found = [
+        audit_outside_members(adapter, str(tmp_path / "in.jsonl"), str(tmp_path / name))
+        for name in ("out.txt", "out.csv")
+    ]
+    assert found[0] == found[1]
+    assert (found[0]["members"], found[0]["non_members"], found[0]["unit"]) == (60, 60, "row")
+    assert found[0]["model"]["base"] == "tiny-base"
+    assert list(found[0]["model"]["weights"]) == ["adapter_model.safetensors"]
+    assert len(found[0]["assumed"]) == 2
+    text = json.dumps(found[0], allow_nan=False)
+    assert "has 7" not in text
+    assert "epsilon_lower_bound" not in text
+
+
+def test_a_column_may_say_whose_a_row_is(adapter, tmp_path):
+    for name in ("in", "out"):
+        made = [{**row, "who": f"{name}{number // 2}"} for number, row in enumerate(rows(name, 120))]
+        tiny.write_rows(tmp_path / f"{name}.jsonl", made)
+    files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    found = audit_outside_members(adapter, *files, unit="who")
+    assert (found["members"], found["unit"]) == (60, "who")
+
+
+def test_rows_are_cut_where_the_model_ends(tmp_path):
+    other = tiny.save_model(tmp_path / "gpt2", "gpt2")
+    path = save_adapter(other, tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True)
+    for side in ("in", "out"):
+        tiny.write_rows(tmp_path / f"{side}.jsonl", [{"text": f"{side} {n} " * 120} for n in range(60)])
+    files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    assert audit_outside_members(path, *files)["members"] == 60
+
+
+def test_member_files_that_do_not_belong_together_are_refused(adapter, tmp_path):
+    first = str(tiny.write_rows(tmp_path / "in.jsonl", rows("a")))
+    with pytest.raises(ConfigError, match="no such file"):
+        audit_outside_members(adapter, first, str(tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match="no such file"):
+        audit_outside_members(adapter, "somebody/rows", first)
+    other = str(tiny.write_rows(tmp_path / "out.jsonl", [{"prompt": "a", "completion": "b"}] * 60))
+    with pytest.raises(ConfigError, match="reads as text and"):
+        audit_outside_members(adapter, first, other)
+    with pytest.raises(ConfigError, match="60 of 60 rows are members too"):
+        audit_outside_members(adapter, first, first)
+    few = str(tiny.write_rows(tmp_path / "few.jsonl", rows("b", 10)))
+    with pytest.raises(ConfigError, match="10 non-members"):
+        audit_outside_members(adapter, first, few)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(ConfigError, match="0 non-members"):
+        audit_outside_members(adapter, first, str(tmp_path / "empty.txt"))
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(DataError, match="cannot be read as text"):
+        audit_outside_members(adapter, first, str(tmp_path / "binary.txt"))
+
+
+def write_manifest(path, canaries, header=None):
+    lines = [header or {"coins": "independent"}, *canaries]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adapter, tmp_path):
+    made = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
+    long = {"carrier": f"{SECRET} " * 40, "secret": "99", "inserted": True}
+    path = write_manifest(tmp_path / "m.jsonl", [*made, long])
+    with pytest.raises(ConfigError, match="canary c00060") as caught:
+        audit_outside_canaries(adapter, path)
+    assert "Sigrid" not in str(caught.value)
+    whole = [{"text": f"{SECRET} {n}", "inserted": n % 2 == 0} for n in range(60)]
+    path = write_manifest(tmp_path / "m.jsonl", [*whole, {"text": f"{SECRET} " * 40, "inserted": True}])
+    with pytest.raises(ConfigError, match="canary c00060") as caught:
+        audit_outside_canaries(adapter, path)
+    assert "Sigrid" not in str(caught.value)
+    with pytest.raises(ConfigError, match="whole texts have no messages form"):
+        audit_outside_canaries(adapter, path, fmt="messages")
+
+
+def test_of_a_whole_text_every_token_counts_but_the_first_and_the_end(adapter, tmp_path, monkeypatch):
+    seen = {}
+
+    def score_sequences(models, ids, texts, sequences, masks):
+        seen.update(sequences=sequences, masks=masks, texts=texts)
+        raise DpllmError("enough")
+
+    monkeypatch.setattr(scores, "score_sequences", score_sequences)
+    made = [{"text": f"Anna has {n}", "inserted": n % 2 == 0} for n in range(60)]
+    with pytest.raises(DpllmError, match="enough"):
+        audit_outside_canaries(adapter, write_manifest(tmp_path / "m.jsonl", made))
+    tokenizer = tiny.tokenizer()
+    for sequence, mask, text in zip(seen["sequences"], seen["masks"], seen["texts"], strict=True):
+        assert sequence.input_ids[-1] == tokenizer.eos_token_id
+        assert list(mask) == [False, *[True] * (len(mask) - 2), False]
+        assert tokenizer.decode(sequence.input_ids, skip_special_tokens=True) == text
+
+
+def test_weights_that_are_not_numbers_give_no_report(adapter, tmp_path):
+    path = copy(adapter, tmp_path / "nan")
+    weights = load_file(path / "adapter_model.safetensors")
+    save_file({name: w * float("nan") for name, w in weights.items()}, path / "adapter_model.safetensors")
+    made = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
+    with pytest.raises(DpllmError, match="not finite"):
+        audit_outside_canaries(path, write_manifest(tmp_path / "m.jsonl", made))
+
+
+def test_a_report_is_its_owners_alone_and_never_lies_in_the_model(adapter, tmp_path):
+    report = {"word": "distribution shift"}
+    path = write_outside(report, tmp_path / "reports", adapter)
+    assert path.name == "audit_members.json"
+    assert json.loads(path.read_text())["word"] == "distribution shift"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert write_outside({"verdict": "no_claim"}, tmp_path / "reports", adapter).name == "audit.json"
+    for inside in (adapter, adapter / "audit", adapter / ".." / adapter.name):
+        with pytest.raises(ConfigError, match="may be published"):
+            write_outside(report, inside, adapter)
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        write_outside(report, path, adapter)
+
+
+def test_the_embedded_model_is_a_base_like_any_other(tmp_path):
+    path = save_adapter(builtin.path("builtin:tiny"), tmp_path / "adapter")
+    models, described = load_outside(path, "builtin:tiny", CPU)
+    assert (described["base"], described["base_matches_name"]) == ("builtin:tiny", True)
+    assert positions(models.tuned) == 256

@@ -1,0 +1,349 @@
+"""Attacks with shadows: their formulas, their direction, and what they may not know."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.auditing import attacks, rates
+from dpllm.auditing.table import CanaryScores, by_group
+from dpllm.lab.shadow_attacks import LIFT_FLOOR, MANY_SHADOWS, average_offline, average_online, lira, rmia, sides
+from dpllm.lab.shadow_report import ShadowScores, one_canary_bound, shadow_scores, summarise_shadows
+
+
+def world(rng, *, lift, shadows=8, once=300, references=200, difficulty=2.0, noise=1.0, tokens=4, spread=0.0):
+    """A target's table and its shadows: log p = base + what training does to everybody + coin * lift + noise."""
+    ids = [f"c{index:05d}" for index in range(once)]
+    base_M, level_M = rng.normal(-18, 1, once), rng.normal(0, difficulty, once)
+    lift_M = lift * rng.gamma(1 / spread, spread, once) if spread else np.full(once, lift)
+    coins_RM = rng.random((shadows + 1, once)) < 0.5
+    log_RM = base_M + level_M + coins_RM * lift_M + rng.normal(0, noise, coins_RM.shape)
+    base_Q = rng.normal(-18, 1, references)
+    log_RQ = base_Q + rng.normal(0, difficulty, references) + rng.normal(0, noise, (shadows + 1, references))
+    rows = [
+        CanaryScores(ids[i], 1, bool(coins_RM[0, i]), tokens, float(log_RM[0, i]), float(base_M[i]), False, False)
+        for i in range(once)
+    ]
+    names = tuple(f"r{index:05d}" for index in range(references))
+    rows += [
+        CanaryScores(name, 0, None, tokens, float(log_RQ[0, i]), float(base_Q[i]), False, False)
+        for i, name in enumerate(names)
+    ]
+    several = (np.full(once, tokens), np.full(references, tokens))
+    return rows, ShadowScores(tuple(ids), coins_RM[1:], log_RM[1:], several[0], names, log_RQ[1:], several[1])
+
+
+def areas(rows, shadows):
+    groups = by_group(rows)
+    coins = np.array([row.inserted for row in groups[1]])
+    found = shadow_scores(groups[1], groups[0], shadows)
+    return {name: attacks.auc(score[coins], score[~coins]) for name, score in found.items()}
+
+
+# RMIA.
+
+numbers = st.floats(-12, 0, allow_subnormal=False)
+lists = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=12)
+
+
+@settings(deadline=None, derandomize=True)
+@given(lists, lists, st.sampled_from([0.5, 1.0, 2.0]))
+def test_rmia_is_its_definition(candidates, references, gamma):
+    target, average = np.array(candidates).T
+    target_z, average_z = np.array(references).T
+    found = rmia(target, average, target_z, average_z, gamma)
+    for position, score in enumerate(found):
+        low = high = 0
+        for z in range(len(target_z)):
+            ratio = math.exp(target[position]) / math.exp(average[position])
+            ratio /= math.exp(target_z[z]) / math.exp(average_z[z])
+            low += ratio >= gamma * (1 + 1e-9)  # a tie may round to either side
+            high += ratio >= gamma * (1 - 1e-9)
+        assert low / len(target_z) <= score <= high / len(target_z)
+
+
+def test_a_ratio_of_exactly_gamma_counts():
+    assert rmia([-1.0], [-2.0], [-1.0, 0.0, -3.0], [-2.0, -2.0, -2.0])[0] == pytest.approx(2 / 3)
+
+
+@settings(deadline=None, derandomize=True)
+@given(lists, lists, st.integers(-8, 8))
+def test_rmia_does_not_see_what_training_did_to_everybody(candidates, references, shift):
+    """The same constant on log p of all texts: nothing, because references shift too. On p(x) of all texts likewise."""
+    (target, average), (target_z, average_z) = np.round(np.array(candidates).T, 3), np.round(np.array(references).T, 3)
+    # Multiples of 1/1024 add exactly.
+    target, average, target_z, average_z = (np.floor(x * 1024) / 1024 for x in (target, average, target_z, average_z))
+    found = rmia(target, average, target_z, average_z)
+    assert np.array_equal(found, rmia(target + shift, average, target_z + shift, average_z))
+    assert np.array_equal(found, rmia(target, average + shift, target_z, average_z + shift))
+    more = rmia(target + 1, average, target_z, average_z)
+    assert (more >= found).all()
+
+
+def test_averages_are_their_formulas_and_keep_a_probability_of_zero():
+    p_out = np.array([0.0, 1e-300, 0.1, 1.0])
+    with np.errstate(divide="ignore"):
+        logs = np.log(p_out)
+    assert np.exp(average_offline(logs)) == pytest.approx((1.3 * p_out + 0.7) / 2)
+    assert np.exp(average_offline(logs, 0.0)) == pytest.approx((p_out + 1) / 2)
+    assert np.exp(average_online(logs, logs[::-1])) == pytest.approx((p_out + p_out[::-1]) / 2)
+    assert not np.isnan(rmia(logs, average_online(logs, logs), [-1.0], [-1.0])).any()
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6))
+def test_sides_are_means_of_probabilities(shadows, candidates, draw):
+    rng = np.random.default_rng(draw)
+    p, coins = rng.random((shadows, candidates)), rng.random((shadows, candidates)) < 0.5
+    p[rng.random(p.shape) < 0.15] = 0.0  # zero is an answer: it lowers the mean and is not left out
+    with np.errstate(divide="ignore"):
+        inside, outside, lift = sides(np.log(p), coins)
+    assert math.isfinite(lift)
+    for m in range(candidates):
+        mine, others = p[coins[:, m], m], p[~coins[:, m], m]
+        if len(mine):
+            assert math.exp(inside[m]) == pytest.approx(mine.mean())
+        if len(others):
+            assert math.exp(outside[m]) == pytest.approx(others.mean())
+        if not len(mine):
+            assert math.exp(inside[m]) == pytest.approx(others.mean() * math.exp(lift))
+        if not len(others):
+            assert math.exp(outside[m]) == pytest.approx(mine.mean() * math.exp(-lift))
+
+
+# LiRA.
+
+
+def draw_coins(rng, shape):
+    coins = rng.random(shape) < 0.5
+    coins[0, 0], coins[-1, -1] = True, False
+    return coins
+
+
+def test_lira_with_many_shadows_is_the_textbook_ratio(seed):
+    rng = np.random.default_rng([seed, 1])
+    shadows, lift = 4000, np.array([0.5, 1.0, 3.0])
+    coins = rng.random((shadows, 3)) < 0.5
+    sigma_in, sigma_out, level = np.array([2.0, 1.0, 0.5]), np.array([1.0, 1.0, 1.0]), np.array([-3.0, 0.0, 9.0])
+    scores = level + coins * lift + rng.normal(size=(shadows, 3)) * np.where(coins, sigma_in, sigma_out)
+    target = level + np.array([0.3, 2.0, 2.0])
+    wanted = -((target - level - lift) ** 2) / sigma_in**2 / 2 - np.log(sigma_in)
+    wanted += (target - level) ** 2 / sigma_out**2 / 2 + np.log(sigma_out)
+    assert lira(target, scores, coins) == pytest.approx(wanted, abs=0.5)
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(st.integers(1, 10), st.integers(2, 12), st.integers(0, 10**6), st.floats(-3, 3))
+def test_liras_direction_is_fixed(shadows, candidates, draw, lift):
+    """Also where the shadows of a candidate, or all of them, happen to say the opposite."""
+    rng = np.random.default_rng(draw)
+    coins = rng.random((shadows, candidates)) < 0.5
+    scores = rng.normal(size=coins.shape) + lift * coins
+    target = rng.normal(size=candidates)
+    low, high = lira(target, scores, coins), lira(target + 1.0, scores, coins)
+    assert np.isfinite(low).all()
+    assert (high > low).all()
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.integers(2, 80), st.integers(0, 10**6))
+def test_lira_does_not_see_how_likely_a_text_is_for_every_model(shadows, draw):
+    rng = np.random.default_rng(draw)
+    coins = draw_coins(rng, (shadows, 6))
+    coins[0, 1], coins[1, 1] = True, False  # one candidate has shadows of both kinds
+    scores, target = rng.normal(size=coins.shape), rng.normal(size=6)
+    hardness = rng.normal(0, 30, 6)
+    assert lira(target + hardness, scores + hardness, coins) == pytest.approx(lira(target, scores, coins), abs=1e-7)
+
+
+def test_lifts_are_told_apart_only_as_far_as_the_shadows_can():
+    """How much a nat counts for a candidate is its lift over the variance."""
+    rng = np.random.default_rng(2)
+    for shadows, alike in ((4, True), (60, False)):
+        lift = np.full(400, 2.0) if alike else rng.uniform(0.5, 6, 400)
+        coins = draw_coins(rng, (shadows, 400))
+        scores = rng.normal(size=coins.shape) + lift * coins
+        weight = lira(np.ones(400), scores, coins) - lira(np.zeros(400), scores, coins)
+        if alike:
+            assert weight.std() < 0.2 * weight.mean()  # their own differences of means would give .5
+        else:
+            assert weight == pytest.approx(lift, abs=1.2)
+
+
+def test_candidates_without_shadows_of_a_kind_are_scored_on_the_scale_of_the_others():
+    rng = np.random.default_rng(3)
+    coins = draw_coins(rng, (6, 400))
+    coins[:, 0], coins[:, 1] = True, False
+    scores = rng.normal(size=coins.shape) + 2.0 * coins
+    # Both are one standard deviation above the middle between in and out, and so worth lift / sigma = 2 nats.
+    scores[:, 0], scores[:, 1] = 2.0, 0.0
+    found = lira(np.full(400, 2.0), scores, coins)
+    assert found[:2] == pytest.approx([2.0, 2.0], abs=0.25)
+
+
+def test_with_shadows_of_one_kind_only_the_score_is_a_distance_from_them():
+    rng = np.random.default_rng(4)
+    shadows, target = rng.normal(5, 3, (40, 500)), rng.normal(5, 3, 500)
+    for coins in (np.zeros((40, 500), bool), np.ones((40, 500), bool)):
+        found = lira(target, shadows, coins)
+        assert found == pytest.approx((target - shadows.mean(0)) / 3, abs=0.2)
+
+
+def test_shadows_that_all_agree_give_finite_scores():
+    coins = np.array([[True, False], [False, True], [True, False], [False, True]])
+    for shadows in (coins * 1.0, np.zeros((4, 2))):
+        found = lira([1.0, 0.0], shadows, coins)
+        assert np.isfinite(found).all()
+        assert found[0] > found[1]
+    assert LIFT_FLOOR > 0
+
+
+def test_from_many_shadows_on_each_candidate_has_its_own_variances():
+    rng = np.random.default_rng(5)
+    for shadows, own in ((MANY_SHADOWS - 2, False), (MANY_SHADOWS, True)):
+        coins = np.tile(np.arange(shadows)[:, None] % 2 == 0, (1, 200))
+        width = np.where(np.arange(200) < 100, 0.5, 2.0)
+        scores = rng.normal(size=coins.shape) * width + coins
+        found = lira(np.ones(200), scores, coins)  # the same place between in and out for all
+        ratio = found[:100].mean() / found[100:].mean()
+        assert (ratio > 8) == own, ratio  # 1 / (2 * .25) against 1 / (2 * 4), or the same
+
+
+# All of them, on a target.
+
+
+def test_shadows_beat_the_ratio_where_canaries_differ_in_difficulty(seed):
+    rng = np.random.default_rng([seed, 6])
+    for shadows, gain in ((4, 0.05), (16, 0.1)):
+        found = [areas(*world(rng, lift=1.0, shadows=shadows, spread=0.3)) for _ in range(12)]
+        mean = {name: np.mean([one[name].value for one in found]) for name in found[0]}
+        assert mean["lira"] > mean["ratio"] + gain, mean
+        assert mean["rmia_online"] > mean["ratio"] + gain / 2, mean
+    assert mean["lira"] > 0.72  # of .76, what somebody has who knows every level and lift
+
+
+def test_drawing_lifts_together_beats_own_means_with_few_shadows(seed):
+    """The published attack takes each candidate's own means; with four shadows they are noise."""
+    rng = np.random.default_rng([seed, 7])
+    difference = []
+    for _ in range(20):
+        rows, shadows = world(rng, lift=1.0, shadows=4, spread=0.3)
+        once = by_group(rows)[1]
+        target, coin = attacks.loss(once), np.array([row.inserted for row in once])
+        x, c = shadows.log_prob_KM, shadows.coins_KM
+        inside, outside = (np.where(s.any(0), (x * s).sum(0) / np.maximum(s.sum(0), 1), x.mean(0)) for s in (c, ~c))
+        published = (target - outside) ** 2 - (target - inside) ** 2
+        own = lira(target, x, c)
+        difference.append(
+            attacks.auc(own[coin], own[~coin]).value - attacks.auc(published[coin], published[~coin]).value
+        )
+    assert np.mean(difference) > 0.03
+
+
+def test_where_nothing_was_learned_the_intervals_cover_one_half(seed, full):
+    rng = np.random.default_rng([seed, 8])
+    worlds = 600 if full else 200
+    found = [areas(*world(rng, lift=0.0, shadows=int(rng.integers(2, 9)), once=120)) for _ in range(worlds)]
+    for name in found[0]:
+        covered = np.mean([one[name].low <= 0.5 <= one[name].high for one in found])
+        assert covered > 0.95 - 4.5 * math.sqrt(0.05 * 0.95 / worlds), (name, covered)
+        mean = np.mean([one[name].value for one in found])
+        assert abs(mean - 0.5) < 5 * 0.053 / math.sqrt(worlds), (name, mean)
+
+
+def test_no_attack_reads_the_targets_coins():
+    rng = np.random.default_rng(9)
+    rows, shadows = world(rng, lift=2.0)
+    groups = by_group(rows)
+    found = shadow_scores(groups[1], groups[0], shadows)
+    shuffled = rng.permutation([row.inserted for row in groups[1]])
+    others = [replace(row, inserted=bool(coin)) for row, coin in zip(groups[1], shuffled, strict=True)]
+    again = shadow_scores(others, groups[0], shadows)
+    for name, scores in found.items():
+        assert scores.tobytes() == again[name].tobytes(), name
+
+
+def test_the_order_of_rows_and_references_does_not_matter():
+    rows, shadows = world(np.random.default_rng(10), lift=2.0)
+    groups = by_group(rows)
+    found = shadow_scores(groups[1], groups[0], shadows)
+    again = shadow_scores(groups[1][::-1], groups[0][::-1], shadows)
+    for name, scores in found.items():
+        assert again[name] == pytest.approx(scores[::-1], abs=1e-9), name
+
+
+def test_rates_are_stated_only_where_a_held_out_candidate_stands_for_them():
+    rng = np.random.default_rng(11)
+    for once, stated in ((150, ()), (400, ("1",)), (2600, ("1", "0.1"))):
+        rows, shadows = world(rng, lift=2.0, once=once, shadows=3, references=100)
+        report = json.loads(json.dumps(summarise_shadows(by_group(rows), shadows, delta=1e-5, alpha=0.05)))
+        for name, found in report["attacks"]["1"].items():
+            assert found["positives"] + found["negatives"] == once, name
+            for percent in ("1", "0.1"):
+                rate = found[f"tpr_at_{percent}_percent_fpr"]
+                assert (rate is not None) == (percent in stated), (name, once)
+                if rate is not None:
+                    low, high = found[f"tpr_at_{percent}_percent_fpr_interval"]
+                    assert low <= rate <= high
+    assert report["shadows"] == 3
+
+
+# One canary, many runs.
+
+
+def one_canary(coins, scores):
+    """A target and its shadows about a single canary."""
+    row = CanaryScores("c00000", 1, bool(coins[0]), 4, float(scores[0]), -9.0, False, False)
+    column = (np.array(coins[1:], bool)[:, None], np.array(scores[1:], float)[:, None])
+    return [row], ShadowScores(("c00000",), *column, np.array([4]), (), np.zeros((len(coins) - 1, 0)), np.zeros(0, int))
+
+
+def test_the_bound_counts_target_and_shadows_and_is_that_of_many_runs():
+    coins = [True, False] * 40
+    scores = [1.0 * coin for coin in coins]
+    found = one_canary_bound(*one_canary(coins, scores), delta=1e-5, alpha=0.05)
+    wanted = rates.many_runs(
+        [s for s, c in zip(scores, coins, strict=True) if c],
+        [s for s, c in zip(scores, coins, strict=True) if not c],
+        delta=1e-5,
+        alpha=0.05,
+    )
+    assert found["value"] == wanted.value > 1.0
+    assert found["value"] == pytest.approx(found["ceiling"])
+    assert (found["runs_with"], found["runs_without"]) == (40, 40)
+    assert "independent runs of one mechanism" in found["assumes"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_canary_of_the_bound_is_fixed_in_advance():
+    rows, shadows = world(np.random.default_rng(12), lift=3.0, shadows=12)
+    once = by_group(rows)[1]
+    found = one_canary_bound(once[::-1], shadows, delta=1e-5, alpha=0.05)
+    assert found["canary_id"] == "c00000"
+
+
+def test_too_few_runs_of_a_kind_show_nothing():
+    for coins in ([True, True, True, False], [False, False, False, False]):
+        found = one_canary_bound(*one_canary(coins, np.arange(4.0)), delta=1e-5, alpha=0.05)
+        assert (found["value"], found["ceiling"]) == (None, None)
+        assert "two runs" in found["reason"]
+    assert one_canary_bound([], one_canary([True], [0.0])[1], delta=1e-5, alpha=0.05)["reason"]
+
+
+def test_the_bound_holds_for_a_mechanism_that_spends_all_its_epsilon(seed, full):
+    """Randomised response: the score is the coin, flipped with probability 1 / (1 + e^epsilon)."""
+    rng, audits, alpha, false = np.random.default_rng([seed, 13]), 2000 if full else 300, 0.1, {}
+    for epsilon in (0.5, 2.0):
+        false[epsilon] = 0
+        for _ in range(audits):
+            coins = rng.random(33) < 0.5
+            answers = coins ^ (rng.random(33) < 1 / (1 + math.exp(epsilon)))
+            found = one_canary_bound(*one_canary(coins, answers), delta=0.0, alpha=alpha)
+            false[epsilon] += found["value"] is not None and found["value"] > epsilon
+        assert false[epsilon] / audits < alpha + 4 * math.sqrt(alpha * (1 - alpha) / audits), false

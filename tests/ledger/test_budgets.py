@@ -1,0 +1,252 @@
+"""What people enter: budgets once, imports as facts, exceptions by the owner alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, opened, reserve
+
+from dpllm.errors import BudgetExceeded, ConfigError, LedgerContradiction, Refused
+from dpllm.ledger import Budget, Ledger, admission, budgets
+from dpllm.ledger.exchange import event_of, read_export, to_export
+from dpllm.ledger.fingerprint import fingerprint
+from dpllm.ledger.values import Sealed
+from dpllm.privacy import renyi
+from dpllm.privacy.accounting import dp_sgd_event, epsilon
+
+WHO = {"by": "bob", "reason": "his notebook"}
+ELSEWHERE = {"type": "imported", "epsilon": 0.5, "delta": 1e-6}
+
+
+def test_a_budget_is_set_once(ledger: Ledger):
+    assert ledger.budget("notes") is None
+    assert ledger.remaining("notes") is None
+    wanted = budget(3.0)
+    assert budgets.set_budget(ledger, "notes", wanted) == wanted
+    assert budgets.set_budget(ledger, "notes", budget(3, by="carol", reason="again")) == wanted
+    assert ledger.budget("notes") == wanted
+    others = [budget(4.0), budget(3.0, delta=1e-4), budget(3.0, unit="visit"), adaptive(3.0)]
+    others.append(budget(3.0, relation="add_or_remove_one"))
+    budgets.set_budget(ledger, "more", adaptive(8.0, import_delta=1e-6))
+    for other in [*others, budget(4.0, by="carol")]:
+        with pytest.raises(Refused, match="has a budget already"):
+            budgets.set_budget(ledger, "notes", replace(other, by="carol"))
+    with pytest.raises(Refused, match="has a budget already"):
+        budgets.set_budget(ledger, "more", adaptive(8.0, import_delta=2e-6, by="carol"))
+    assert ledger.head()["count"] == 2
+    assert ledger.remaining("notes") == 3.0
+    content = ledger.history("notes")[0].content()
+    assert (content["by"], content["reason"], content["gate"]) == ("alice", "study 7", "planned")
+
+
+@pytest.mark.parametrize("use", ["run", "import", "seal"])
+def test_its_owner_may_correct_a_budget_until_it_is_used(ledger: Ledger, use: str):
+    budgets.set_budget(ledger, "notes", budget(3.0, unit="patien"))
+    wanted = budget(4.0)
+    assert budgets.set_budget(ledger, "notes", wanted) == ledger.budget("notes") == wanted
+    assert [entry.content()["epsilon"] for entry in ledger.history("notes")] == [3.0, 4.0]  # both are on record
+    if use == "run":
+        reserve(ledger)
+    elif use == "import":
+        budgets.import_run(ledger, "notes", event=EVENT, run="x", by="bob", reason="paper", **TERMS)
+    else:
+        budgets.seal(ledger, "notes", [Sealed(EVENT, 4)], "alice", "one")
+    with pytest.raises(Refused, match="nobody once a run is sealed, reserved or imported"):
+        budgets.set_budget(ledger, "notes", budget(5.0))
+    assert ledger.budget("notes") == wanted
+
+
+def test_a_budget_set_again_with_its_data_knows_them(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(3.0))
+    records = fingerprint([{"text": f"row {n}"} for n in range(9)], ["text"], ledger.records.key())
+    budgets.set_budget(ledger, "notes", budget(3.0), records=records)
+    assert ledger.records.known_as(records) == "notes"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epsilon": 0.0},
+        {"epsilon": -1.0},
+        {"epsilon": float("nan")},
+        {"epsilon": float("inf")},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"delta": float("nan")},
+        {"unit": ""},
+        {"relation": "replace_one"},
+        {"gate": "none"},
+        {"gate": "adaptive"},  # without an order
+        {"gate": "adaptive", "order": 1.0},
+        {"gate": "adaptive", "order": float("inf")},
+        {"import_delta": -1e-9},
+        {"import_delta": 1e-5},
+        {"import_delta": float("nan")},
+    ],
+)
+def test_a_budget_that_bounds_nothing_is_refused(ledger: Ledger, changes):
+    with pytest.raises(ConfigError):
+        budgets.set_budget(ledger, "notes", Budget(**{"epsilon": 3.0, "delta": DELTA, **TERMS, **changes}))
+    for name in ("", " ", "a\nb", "\x1b[2J"):
+        with pytest.raises(ConfigError):
+            budgets.set_budget(ledger, name, budget(3.0))
+    assert ledger.head()["count"] == 0
+
+
+def test_an_import_counts_by_pld_and_may_exceed_the_budget(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(0.4))
+    budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
+    assert ledger.spent("notes") == pytest.approx(0.5, abs=0.01)
+    assert ledger.remaining("notes") == 0.0
+    with pytest.raises(BudgetExceeded):
+        reserve(ledger)
+    assert [entry.kind for entry in ledger.history("notes")] == ["budget", "import"]
+
+
+def test_an_import_of_known_events_composes_more_tightly(ledger: Ledger):
+    for _ in range(3):
+        budgets.import_run(ledger, "notes", event=EVENT, run="x", **TERMS, **WHO)
+    assert ledger.spent("notes") == cost_of(3) < 3 * cost_of(1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"event": {"type": "free"}},
+        {"event": {"type": "imported", "epsilon": -1.0, "delta": 0.0}},
+        {"event": {"type": "imported", "epsilon": 1.0, "delta": 1.0}},
+        {"by": " "},
+        {"reason": ""},
+        {"unit": " "},
+        {"relation": "replace_one"},
+    ],
+)
+def test_an_import_that_says_nothing_is_refused(ledger: Ledger, changes):
+    with pytest.raises(ConfigError):
+        budgets.import_run(ledger, "notes", **{"event": EVENT, "run": "x", **TERMS, **WHO, **changes})
+    assert ledger.head()["count"] == 0
+
+
+def test_an_export_of_another_ledger_is_taken_over_whole(ledger: Ledger, tmp_path: Path):
+    with Ledger(tmp_path / "other.sqlite") as other:
+        reserve(other)
+        other.charge(reserve(other).entry, 1)
+        budgets.import_run(other, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
+        reserve(other, "unrelated")
+        spent, value = other.spent("notes"), to_export(other)
+    event, unit, relation = event_of(value, "notes")
+    assert (unit, relation) == ("patient", "zero_out")
+    budgets.import_run(ledger, "notes", event=event, run="x", unit=unit, relation=relation, **WHO)
+    assert ledger.spent("notes") == pytest.approx(spent)
+    with pytest.raises(ConfigError, match="no run on dataset"):
+        event_of(value, "nothing")
+    value["entries"][0]["payload"] = value["entries"][0]["payload"].replace("40.0", "90.0")
+    with pytest.raises(LedgerContradiction):
+        event_of(value, "notes")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda v: v | {"kind": "x"},
+        lambda v: {key: part for key, part in v.items() if key != "head"},
+        lambda v: v | {"head": 3},
+        lambda v: v | {"head": {"hash": "x"}},
+        lambda v: v | {"entries": 3},
+        lambda v: v | {"entries": [{}]},
+        lambda v: v | {"progress": []},
+    ],
+)
+def test_what_is_no_export_is_one_clear_error(tmp_path: Path, damage):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        reserve(ledger)
+        value = to_export(ledger)
+    assert len(read_export(value, tmp_path)) == 1
+    with pytest.raises(ConfigError, match="is no export of a ledger"):
+        read_export(damage(value), tmp_path)
+
+
+def test_imported_delta_is_set_aside_from_an_adaptive_budget(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", adaptive(8.0, import_delta=2e-6))
+    assert ledger.fit("notes").allowance == renyi.allowance(8.0, DELTA - 2e-6, 3.2)
+    budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
+    pure = {**ELSEWHERE, "delta": 0.0}
+    left = renyi.allowance(8.0, DELTA - 2e-6, 3.2) - renyi.rdp(pure, 3.2)
+    assert ledger.fit("notes").allowance == pytest.approx(left)
+    reserve(ledger)
+    budgets.import_run(ledger, "notes", event={**ELSEWHERE, "delta": 1.1e-6}, run="x", **TERMS, **WHO)
+    with pytest.raises(BudgetExceeded, match="set aside"):
+        reserve(ledger)
+    assert ledger.remaining("notes") == 0.0
+    budgets.set_budget(ledger, "strict", adaptive(8.0))
+    budgets.import_run(ledger, "strict", event=ELSEWHERE, run="x", **TERMS, **WHO)
+    with pytest.raises(BudgetExceeded, match="set aside"):
+        reserve(ledger, "strict")
+
+
+def test_a_late_budget_sets_aside_what_was_imported(ledger: Ledger):
+    budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
+    with pytest.raises(Refused, match="leaves no room"):
+        budgets.set_budget(ledger, "notes", adaptive(8.0, delta=1e-6))
+    found = budgets.set_budget(ledger, "notes", adaptive(8.0))
+    assert found.import_delta == 1e-6
+    assert admission.conversion_delta(found) == DELTA - 1e-6
+    reserve(ledger)
+    assert budgets.set_budget(ledger, "notes", adaptive(8.0)) == found
+
+
+def test_what_no_renyi_divergence_bounds_leaves_a_late_budget_nothing(ledger: Ledger):
+    reserve(ledger, event=dp_sgd_event(0.02, 4.0, 5, 3), num_steps=5)
+    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    with pytest.raises(BudgetExceeded, match="no Renyi divergence"):
+        reserve(ledger)
+
+
+def test_only_the_owner_of_a_budget_excepts_it_from_privacy(ledger: Ledger):
+    assert not ledger.excepted("notes")
+    budgets.set_budget(ledger, "notes", budget(3.0))
+    with pytest.raises(Refused, match="'alice', who alone"):
+        budgets.except_from_privacy(ledger, "notes", "bob", "I want to")
+    for by, reason in (("", "x"), ("alice", " ")):
+        with pytest.raises(ConfigError):
+            budgets.except_from_privacy(ledger, "notes", by, reason)
+    assert not ledger.excepted("notes")
+    budgets.except_from_privacy(ledger, "notes", "alice", "the baseline")
+    assert ledger.excepted("notes")
+    assert [(e["by"], e["reason"]) for e in ledger.exceptions("notes")] == [("alice", "the baseline")]
+
+
+def test_an_exception_from_before_the_budget_is_remembered_and_permits_nothing(ledger: Ledger):
+    budgets.except_from_privacy(ledger, "notes", "bob", "quick, before she sets one")
+    assert ledger.excepted("notes")
+    budgets.set_budget(ledger, "notes", budget(3.0))
+    assert not ledger.excepted("notes")
+    assert len(ledger.exceptions("notes")) == 1  # what was trained meanwhile is in every card
+
+
+def test_whoever_opened_a_budget_did_not_become_its_owner(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(8.0))
+    opened(ledger)
+    with pytest.raises(Refused, match="who alone"):
+        budgets.except_from_privacy(ledger, "notes", "bob", "mine now")
+
+
+def test_what_is_entered_for_a_derived_dataset_is_entered_for_its_parent(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(8.0))
+    with pytest.raises(BudgetExceeded):
+        reserve(ledger, "sub", derived_from="notes", event=dp_sgd_event(1.0, 0.5, 4))
+    budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 2, "alice", "two")
+    reserve(ledger, "sub", derived_from="notes")
+    assert ledger.records.account_name("sub") == "notes"
+    with pytest.raises(Refused, match="derives from 'notes'"):
+        budgets.set_budget(ledger, "sub", budget(8.0))
+    budgets.import_run(ledger, "sub", event=EVENT, run="x", **TERMS, **WHO)
+    with pytest.raises(Refused, match="who alone"):
+        budgets.except_from_privacy(ledger, "sub", "bob", "x")
+    assert ledger.budget("notes") == ledger.budget("sub")
+    assert ledger.datasets() == ["notes"]
+    assert ledger.spent("sub") == ledger.spent("notes") == epsilon_of_two()
+
+
+def epsilon_of_two() -> float:
+    return epsilon({"type": "self_composed", "count": 2, "event": EVENT}, DELTA, "zero_out")

@@ -1,0 +1,150 @@
+"""Whose data a recipe trains on, and what is refused: every way of saying less than the ledger knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from dpllm.errors import ConfigError, DataError, Refused
+from dpllm.ledger import Budget, Ledger, budgets, dataset_policy, open_ledger
+from dpllm.recipe.config import RunConfig
+from dpllm.text import data
+
+TEXTS = [tiny.sentence(number) for number in range(40)]
+
+
+def recipe(root: Path, texts: list[str] = TEXTS, name: str = "rows.jsonl", **sections: dict[str, Any]) -> RunConfig:
+    tiny.write_rows(root / name, [{"text": text} for text in texts])
+    value: dict[str, Any] = {
+        "model": {"name_or_path": "some/model"},
+        "data": {"train": str(root / name), **sections.pop("data", {})},
+        "train": {"steps": 1},
+        "output_dir": str(root / "run"),
+    }
+    return RunConfig.model_validate({**value, **sections})
+
+
+def ask(config: RunConfig, book: Ledger | None) -> dataset_policy.Custody:
+    root = Path(config.output_dir).parent
+    table = data.load_table(config.data.train, config.data, config.data.train_split, root / "cache")
+    return dataset_policy.take_custody(config, table, book)
+
+
+def opened(path: Path) -> Ledger:
+    book = open_ledger(str(path))
+    assert book is not None
+    return book
+
+
+def with_budget(path: Path, config: RunConfig, dataset: str = "notes") -> Ledger:
+    book = opened(path)
+    budget = Budget(8.0, 1e-5, unit="example", relation="zero_out", by="alice", reason="study")
+    budgets.set_budget(book, dataset, budget, records=dataset_policy.records_of(config.data.train, book, "example")[0])
+    return book
+
+
+@pytest.mark.parametrize("ledger", [True, False], ids=["ledger", "no ledger"])
+def test_without_privacy_only_on_public_data(tmp_path: Path, ledger: bool) -> None:
+    book = opened(tmp_path / "ledger.sqlite") if ledger else None
+    off = {"enabled": False}
+    for private in ({}, {"eval_public": True}):  # public evaluation data do not make the training data public
+        with pytest.raises(Refused, match=r"data\.public: true") as refused:
+            ask(recipe(tmp_path, privacy=off, data=private), book)
+        assert refused.value.reason == "no_privacy"
+    assert ask(recipe(tmp_path, privacy=off, data={"public": True}), book).exceptions == ()
+    assert ask(recipe(tmp_path), book).dataset == f"{tmp_path.name}/rows"
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_a_budget_is_stronger_than_a_declaration_that_data_are_public(tmp_path: Path, public: bool) -> None:
+    config = recipe(tmp_path, privacy={"enabled": False}, data={"public": public})
+    with with_budget(tmp_path / "ledger.sqlite", config) as book:
+        with pytest.raises(Refused, match="which has a privacy budget"):
+            ask(config, book)
+        with pytest.raises(Refused, match="alone may except"):
+            budgets.except_from_privacy(book, "notes", "mallory", "I want to")
+        budgets.except_from_privacy(book, "notes", "alice", "a baseline that is never released")
+        custody = ask(config, book)
+        assert custody.dataset == "notes"
+        (deviation,) = custody.deviations()
+        assert "by alice" in deviation
+        assert "a baseline that is never released" in deviation
+        assert ask(recipe(tmp_path), book).deviations() == [deviation]  # later runs with privacy say it too
+
+
+def test_an_exception_of_somebody_else_before_the_budget_is_void(tmp_path: Path) -> None:
+    off = recipe(tmp_path, privacy={"enabled": False})
+    with opened(tmp_path / "ledger.sqlite") as book:
+        budgets.except_from_privacy(book, "notes", "mallory", "I want to")
+    with with_budget(tmp_path / "ledger.sqlite", off) as book:
+        with pytest.raises(Refused, match="which has a privacy budget"):
+            ask(off, book)
+        (deviation,) = ask(recipe(tmp_path), book).deviations()  # what may have happened before is said all the same
+        assert "mallory" in deviation
+
+
+@pytest.mark.parametrize("budgeted", [True, False])
+def test_evaluation_data_that_are_private_are_not_public(tmp_path: Path, budgeted: bool) -> None:
+    config = recipe(tmp_path)
+    other = [f"{text}, seen again" for text in TEXTS]
+    evaluation = {"eval": str(tmp_path / "rows.jsonl"), "eval_public": True}
+    book = None
+    if budgeted:  # not the training data
+        book = with_budget(tmp_path / "ledger.sqlite", config)
+        asked = recipe(tmp_path, other, "other.jsonl", data={**evaluation, "public": True})
+    else:
+        asked = recipe(tmp_path, data=evaluation)
+    with pytest.raises(Refused, match="declared public") as refused:
+        ask(asked, book)
+    assert refused.value.reason == "public_evaluation"
+    ask(asked.model_copy(update={"data": asked.data.model_copy(update={"eval_public": False})}), book)
+
+
+@pytest.mark.parametrize("unit", ["patient", "example"])
+def test_a_budget_is_set_on_data_that_know_its_unit(tmp_path: Path, unit: str) -> None:
+    config = recipe(tmp_path)
+    with opened(tmp_path / "ledger.sqlite") as book:
+        if unit == "patient":
+            with pytest.raises(DataError, match="no value in the unit column 'patient'"):
+                dataset_policy.records_of(config.data.train, book, unit)
+        else:
+            records, units = dataset_policy.records_of(config.data.train, book, unit)
+            assert records.num_records == units == len(TEXTS)
+
+
+def test_a_budget_counts_the_people_that_a_run_counts(tmp_path: Path) -> None:
+    rows = [{"text": text, "who": who} for text, who in zip(TEXTS, [1, "1.0", " 1", "\u200b1", "2"], strict=False)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    with opened(tmp_path / "ledger.sqlite") as book:
+        assert dataset_policy.records_of(str(path), book, "who")[1] == 2
+    tiny.write_rows(path, [*rows, {"text": "a", "who": " "}])
+    with opened(tmp_path / "ledger.sqlite") as book, pytest.raises(DataError, match="row 6 has no value"):
+        dataset_policy.records_of(str(path), book, "who")
+
+
+@pytest.mark.parametrize("common", [1, 7, 39])
+def test_a_refusal_does_not_tell_how_much_is_shared(tmp_path: Path, common: int) -> None:
+    """It would tell whoever brings a file of guesses how many of them are right."""
+    guesses = [*TEXTS[:common], *(f"{text}, guessed" for text in TEXTS[common:])]
+    evaluation = {"eval": str(tiny.write_rows(tmp_path / "eval.jsonl", [{"text": text} for text in guesses]))}
+    asked = {
+        "overlap": recipe(tmp_path, guesses, "guesses.jsonl"),
+        "public_evaluation": recipe(tmp_path, data={**evaluation, "eval_public": True}),
+    }
+    with with_budget(tmp_path / "ledger.sqlite", asked["public_evaluation"]) as book:
+        for reason, config in asked.items():
+            with pytest.raises(Refused, match="shares records with") as refused:
+                ask(config, book)
+            assert refused.value.reason == reason
+            assert not any(letter.isdigit() for letter in str(refused.value).replace(tmp_path.name, ""))
+
+
+def test_a_parent_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+    config = recipe(tmp_path, privacy={"derived_from": "letters"})
+    with pytest.raises(ConfigError, match="there is no ledger yet"):
+        ask(config, None)
+    with opened(tmp_path / "ledger.sqlite") as book, pytest.raises(ConfigError, match="letters"):
+        ask(config, book)

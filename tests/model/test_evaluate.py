@@ -1,0 +1,57 @@
+"""Held-out loss and accuracy, against one example at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import tiny
+import torch
+
+from dpllm.model.evaluate import held_out_loss
+from dpllm.text.data import TokenSequence
+
+
+def sequences() -> list[TokenSequence]:
+    tokenizer = tiny.tokenizer()
+    made = []
+    for number in range(9):
+        ids = tokenizer(tiny.sentence(number) * (1 + number % 3))["input_ids"]
+        mask = [place > 0 and place % (1 + number % 2) == 0 for place in range(len(ids))]
+        made.append(TokenSequence(tuple(ids), tuple(mask), sum(mask)))
+    return made
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_loss_and_accuracy_are_those_of_one_example_at_a_time(batch_size: int, one_thread: None) -> None:
+    model = tiny.model().train()
+    with torch.no_grad():  # or every token is as likely as another, and nothing is ever right
+        model.lm_head.weight.mul_(5)
+    found = held_out_loss(model, sequences(), batch_size, torch.device("cpu"), contextlib.nullcontext)
+    assert model.training
+    nats, hits, tokens = 0.0, 0, 0
+    model.eval()
+    for sequence in sequences():
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([sequence.input_ids])).logits[0]
+        for place, target in enumerate(sequence.loss_mask):
+            if target:
+                row_V, right = logits_TV[place - 1], sequence.input_ids[place]
+                nats -= float(torch.log_softmax(row_V, -1)[right])
+                hits += int(row_V.argmax()) == right
+                tokens += 1
+    assert found.tokens == tokens
+    assert found.accuracy == hits / tokens
+    assert math.isclose(found.loss, nats / tokens, rel_tol=1e-5)
+
+
+def test_a_model_that_knows_the_text_is_always_right(one_thread: None) -> None:
+    class Knows(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, **_: object) -> object:
+            ahead = torch.roll(input_ids, -1, dims=1)
+            return type("Output", (), {"logits": 20.0 * torch.nn.functional.one_hot(ahead, 384).float()})
+
+    found = held_out_loss(Knows(), sequences(), 4, torch.device("cpu"), contextlib.nullcontext)
+    assert found.accuracy == 1.0
+    assert found.loss < 1e-4

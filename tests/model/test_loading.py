@@ -1,0 +1,489 @@
+"""What trains, what does not, and what a stranger can load."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_models as tm
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.model import loading
+from dpllm.privacy import guards
+from dpllm.recipe.config import RunConfig
+from dpllm.run import checkpoint
+from dpllm.run.directory import RunDir
+
+CPU = torch.device("cpu")
+ROUTED = ("experts", "router", "gate")
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bases")
+    return {family: tiny.save_model(root / family, family) for family in tiny.FAMILIES | tiny.MIXED}
+
+
+def recipe(base: Path | str, adapter: Json | None = None, **sections: Json) -> RunConfig:
+    value: Json = {
+        "model": {"name_or_path": str(base), **sections.pop("model", {})},
+        "adapter": adapter or {"method": "lora", "r": 4},
+        "data": {"train": "rows.jsonl"},
+        "train": {"steps": 1},
+        "output_dir": "runs/a",
+    }
+    return RunConfig.model_validate({**value, **sections})
+
+
+def trainable(net: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+
+
+def in_block(name: str) -> bool:
+    return re.search(r"\.(layers|h)\.\d+\.", name) is not None
+
+
+def logits(net: Any) -> torch.Tensor:
+    ids = torch.tensor([[0, 40, 41, 42, 43, 44]])
+    with torch.no_grad():
+        return net.eval()(input_ids=ids).logits
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_auto_adapts_every_linear_layer_of_the_blocks_and_nothing_else(bases: dict[str, Path], family: str) -> None:
+    base = loading.load_base(recipe(bases[family]).model, CPU)
+    expected = {
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and in_block(name) and not set(name.split(".")) & set(ROUTED)
+    }
+    assert len(expected) >= 8
+    net = loading.build(recipe(bases[family]), CPU)
+    names = trainable(net)
+    adapted = {name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for name in names}
+    assert adapted == expected
+    assert {name.split(".lora_")[1] for name in names} == {"A.default.weight", "B.default.weight"}
+    assert len(names) == 2 * len(expected)
+    head = net.get_output_embeddings()
+    assert not any(
+        parameter.requires_grad for parameter in (*head.parameters(), *net.get_input_embeddings().parameters())
+    )
+    guards.check_model(net)
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+AUTO = {  # what is adapted, by the last part of its name, and some of what is not, by its name in a block
+    "deepseek_v2": (LATENT, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "deepseek_v3": (LATENT, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "deepseek_v32": (LATENT, {"mlp.gate", "mlp.experts", "self_attn.indexer.wq_b"}),
+    "glm4_moe": (ATTENTION, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj", "mlp.gate_proj"}),
+    "qwen2_moe": (ATTENTION | MLP | {"shared_expert_gate"}, {"mlp.gate", "mlp.experts"}),
+    "qwen3_moe": (ATTENTION, {"mlp.gate", "mlp.experts"}),
+    "qwen3_next": (
+        ATTENTION | {"in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"}, {"mlp.gate", "mlp.experts"},
+    ),
+    "ernie4_5_moe": (ATTENTION, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "exaone_moe": (ATTENTION, {"mlp.gate", "mlp.experts", "mlp.shared_experts.gate_proj"}),
+    "jamba": (
+        ATTENTION | MLP | {"in_proj"}, {"feed_forward.router", "feed_forward.experts", "mamba.out_proj", "mamba.x_proj"},
+    ),
+    "mamba": ({"in_proj"}, {"mixer.out_proj", "mixer.x_proj", "mixer.dt_proj"}),
+    "mamba2": ({"in_proj"}, {"mixer.out_proj"}),
+    "nemotron_h": (
+        ATTENTION | {"in_proj", "up_proj", "down_proj"}, {"mixer.gate", "mixer.experts", "mixer.out_proj"},
+    ),
+    "stablelm": (ATTENTION | MLP, set()),
+    "modernbert-decoder": ({"q_proj", "k_proj", "v_proj", "Wi", "Wo"}, set()),
+    "ctrl": ({"Wq", "Wk", "Wv", "dense", "0", "2"}, set()),
+    "gemma3": (ATTENTION | MLP, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", tiny.MIXED)
+def test_auto_leaves_out_what_clipping_cannot_hold_and_says_so(bases: dict[str, Path], family: str) -> None:
+    net = loading.build(recipe(bases[family]), CPU)
+    adapted = {name.rsplit(".lora_", 1)[0] for name in trainable(net)}
+    expected, apart = AUTO[family]
+    assert {name.rsplit(".", 1)[-1] for name in adapted} == expected
+    assert all(name.startswith(f"{loading.blocks(net)[0]}.") for name in adapted)
+    assert apart <= set(loading.left_out(net))
+    assert not {name.removeprefix("base_model.model.") for name in adapted} & set(loading.left_out(net))
+    assert bool(apart) == bool(loading.left_out(net))
+    guards.check_model(net)
+    assert len(str(net.peft_config["default"].target_modules)) < 300
+
+
+def test_nothing_is_left_out_of_an_ordinary_model(bases: dict[str, Path]) -> None:
+    assert loading.left_out(loading.build(recipe(bases["llama"]), CPU)) == []
+
+
+def test_names_that_match_more_than_the_blocks_become_an_expression(bases: dict[str, Path]) -> None:
+    """Numbers name linear layers of CTRL and its blocks too; Gemma 3 has an encoder of images with the same names."""
+    for family, prefix in (("ctrl", r"transformer\.h\.\d+\.("), ("gemma3", r"model\.language_model\.layers\.\d+\.(")):
+        assert loading.build(recipe(bases[family]), CPU).peft_config["default"].target_modules.startswith(prefix)
+    for family in ("llama", "deepseek_v3", "mamba2"):
+        targets = loading.build(recipe(bases[family]), CPU).peft_config["default"].target_modules
+        assert not isinstance(targets, str)
+
+
+BLOCKS = {
+    "stablelm": "model.layers",
+    "jamba": "model.layers",
+    "ctrl": "transformer.h",
+    "modernbert-decoder": "model.layers",
+    "gemma3": "model.language_model.layers",
+}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_the_decoder_blocks_are_found(bases: dict[str, Path], family: str) -> None:
+    """More norms of heads than blocks; blocks of two classes; a head that is called decoder; an encoder with more blocks."""
+    name, layers = loading.blocks(loading.load_base(recipe(bases[family]).model, CPU))
+    assert (name, len(layers)) == (BLOCKS[family], 2)
+
+
+def test_a_smaller_list_before_the_blocks_is_not_taken_for_them(bases: dict[str, Path]) -> None:
+    net = loading.load_base(recipe(bases["llama"]).model, CPU)
+    small = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
+    net.model._modules = {"projections": small, **net.model._modules}
+    assert loading.blocks(net)[0] == "model.layers"
+
+
+def test_no_router_and_no_expert_trains(bases: dict[str, Path]) -> None:
+    net = loading.build(recipe(bases["mixtral"]), CPU)
+    assert any(set(name.split(".")) & set(ROUTED) for name, _ in net.named_parameters())
+    assert not any(set(name.split(".")) & set(ROUTED) for name in trainable(net))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_adapters_are_float32_over_a_low_precision_base(bases: dict[str, Path], dtype: str) -> None:
+    net = loading.build(recipe(bases["llama"], model={"dtype": dtype}), CPU)
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in net.parameters()}
+    assert dtypes == {True: torch.float32, False: getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "q_proj", ".*\\.layers\\.1\\..*_proj"])
+def test_targets_are_read_as_they_are_typed(bases: dict[str, Path], targets: Any) -> None:
+    net = loading.build(recipe(bases["llama"], {"method": "lora", "target_modules": targets}), CPU)
+    layers = {name.rsplit(".lora_", 1)[0].removeprefix("base_model.model.model.layers.") for name in trainable(net)}
+    if isinstance(targets, str) and "*" in targets:
+        assert {layer.split(".")[0] for layer in layers} == {"1"}
+        assert len(layers) == 7
+    else:
+        wanted = [targets] if isinstance(targets, str) else targets
+        assert layers == {f"{block}.self_attn.{name}" for block in range(2) for name in wanted}
+
+
+@pytest.mark.parametrize("targets", [["c_attn"], "nothing_like_it"])
+def test_a_target_that_matches_nothing_lists_what_there_is(bases: dict[str, Path], targets: Any) -> None:
+    with pytest.raises(ConfigError, match=r"matches no layer") as caught:
+        loading.build(recipe(bases["llama"], {"method": "lora", "target_modules": targets}), CPU)
+    message = str(caught.value)
+    for layer in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        assert layer in message
+    assert "adapter.target_modules: auto" in message
+    assert "\n" not in message
+
+
+def test_targeting_a_router_is_refused(bases: dict[str, Path]) -> None:
+    try:
+        net = loading.build(recipe(bases["mixtral"], {"method": "lora", "target_modules": ["gate", "q_proj"]}), CPU)
+    except ConfigError:
+        return  # peft knows no LoRA for this router
+    if any("gate" in name.split(".") for name in trainable(net)):
+        with pytest.raises(Refused, match="router"):
+            guards.check_model(net)
+    else:
+        assert all(".q_proj." in name for name in trainable(net))
+
+
+@pytest.mark.parametrize("seeds", [(3, 3), (3, 4)])
+def test_the_seed_decides_the_initialisation(bases: dict[str, Path], seeds: tuple[int, int]) -> None:
+    first, second = (loading.build(recipe(bases["llama"], train={"steps": 1, "seed": seed}), CPU) for seed in seeds)
+    same = [
+        torch.equal(parameter, dict(second.named_parameters())[name])
+        for name, parameter in first.named_parameters()
+        if "lora_A" in name
+    ]
+    assert all(same) if seeds[0] == seeds[1] else not any(same)
+
+
+def test_a_new_adapter_changes_nothing_yet(bases: dict[str, Path]) -> None:
+    config = recipe(bases["llama"])
+    torch.testing.assert_close(logits(loading.build(config, CPU)), logits(loading.load_base(config.model, CPU)))
+
+
+def test_the_table_counts_what_trains(bases: dict[str, Path]) -> None:
+    net = loading.build(recipe(bases["llama"]), CPU)
+    rows = loading.trainable_table(net)
+    assert sum(tensors for _, tensors, _ in rows) == len(trainable(net))
+    assert sum(size for *_, size in rows) == sum(p.numel() for p in net.parameters() if p.requires_grad)
+
+
+# --- frozen layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "stablelm"])
+@pytest.mark.parametrize("final_norm", [True, False])
+def test_exactly_the_last_blocks_and_the_final_norm_train(
+    bases: dict[str, Path], family: str, final_norm: bool
+) -> None:
+    adapter = {"method": "frozen", "last_blocks": 1, "final_norm": final_norm}
+    net = loading.build(recipe(bases[family], adapter), CPU)
+    names = trainable(net)
+    last = {name for name, _ in net.named_parameters() if re.search(r"\.(layers|h)\.1\.", name)}
+    final = {name for name, _ in net.named_parameters() if (not in_block(name) and "norm" in name) or ".ln_f." in name}
+    assert last
+    assert final
+    assert names == last | (final if final_norm else set())
+
+
+def test_two_blocks_are_twice_one(bases: dict[str, Path]) -> None:
+    nets = [loading.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": n}), CPU) for n in (0, 1, 2)]
+    assert [len(trainable(net)) for net in nets] == [1, 10, 19]
+
+
+def test_what_trains_is_float32_over_a_low_precision_base(bases: dict[str, Path]) -> None:
+    for precision in ("fp32", "bf16"):
+        config = recipe(
+            bases["llama"],
+            {"method": "frozen", "last_blocks": 1},
+            model={"dtype": "bfloat16"},
+            train={"steps": 1, "precision": precision},
+        )
+        net = loading.build(config, CPU)
+        assert {p.dtype for p in net.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_more_blocks_than_there_are_is_an_error(bases: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"adapter.last_blocks is 3, but the base model has 2 blocks"):
+        loading.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": 3}), CPU)
+
+
+def test_nothing_to_train_is_an_error(bases: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="nothing trains"):
+        loading.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": 0, "final_norm": False}), CPU)
+
+
+def test_a_tied_head_trains_as_the_one_weight_that_it_is(tmp_path: Path, bases: dict[str, Path]) -> None:
+    adapter = {"method": "frozen", "last_blocks": 0, "final_norm": False, "lm_head": True}
+    tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
+    assert trainable(loading.build(recipe(tied, adapter), CPU)) == {"model.embed_tokens.weight"}
+    assert trainable(loading.build(recipe(bases["llama"], adapter), CPU)) == {"lm_head.weight"}
+
+
+def test_a_model_without_a_head_says_so(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: None)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM names no output head.*adapter\.lm_head: false"):
+        loading.build(recipe(bases["llama"], {"method": "frozen", "lm_head": True}), CPU)
+
+
+def test_only_a_tied_head_that_trains_as_a_copy_is_untied(tmp_path: Path, bases: dict[str, Path]) -> None:
+    tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
+    head = {"method": "lora", "modules_to_save": ["lm_head"]}
+    assert loading.untied(loading.build(recipe(tied, head), CPU))
+    assert not loading.untied(loading.build(recipe(bases["llama"], head), CPU))
+    assert not loading.untied(loading.build(recipe(tied, {"method": "lora"}), CPU))
+    assert not loading.untied(loading.build(recipe(tied, {"method": "frozen", "lm_head": True}), CPU))
+
+
+def test_checkpointing_is_not_reentrant(bases: dict[str, Path]) -> None:
+    config = recipe(bases["llama"], model={"gradient_checkpointing": True})
+    net = loading.build(config, CPU)
+    assert net.is_gradient_checkpointing
+    kinds = {part._gradient_checkpointing_func.keywords["use_reentrant"] for part in net.modules() if
+             getattr(part, "_gradient_checkpointing_func", None)}  # fmt: skip
+    assert kinds == {False}
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["absent", "builtin:huge", "some-org/some-model"])
+def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path, name: str) -> None:
+    config = recipe(str(tmp_path / name) if name == "absent" else name)
+    for load in (loading.load_tokenizer, lambda m: loading.load_base(m, CPU)):
+        with pytest.raises(ConfigError, match=r"model\.name_or_path") as caught:
+            load(config.model)
+        assert "\n" not in str(caught.value)
+
+
+def test_quantization_without_its_library_says_what_to_install(
+    bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"pip install 'dpllm\[quant\]'"):
+        loading.load_base(recipe(bases["llama"], model={"quantization": "4bit"}).model, CPU)
+
+
+def test_a_published_name_is_no_path(tmp_path: Path) -> None:
+    assert loading.public_name(str(tmp_path)) == tmp_path.name
+    assert loading.public_name("org/name") == "org/name"
+    assert loading.public_name("builtin:tiny") == "builtin:tiny"
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def moved(net: torch.nn.Module) -> torch.nn.Module:
+    """As training would leave it: every trainable weight elsewhere."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return net
+
+
+ADAPTERS = {
+    "lora": {"method": "lora", "r": 4},
+    "rslora": {"method": "lora", "r": 4, "use_rslora": True},
+    "embedding": {"method": "lora", "r": 4, "target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"method": "lora", "r": 4, "modules_to_save": ["lm_head", "embed_tokens"]},
+    "frozen": {"method": "frozen", "last_blocks": 1},
+    "frozen_head": {"method": "frozen", "last_blocks": 1, "lm_head": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*((family, method) for family in ("llama", "gpt2", "mixtral", "opt") for method in ("lora", "frozen")),
+     *((family, "lora") for family in ("deepseek_v3", "jamba", "nemotron_h", "ctrl", "gemma3")),
+     *(("llama", method) for method in ("rslora", "embedding", "head", "frozen_head"))],
+)  # fmt: skip
+def test_a_stranger_loads_the_export_and_gets_the_same_logits(
+    tmp_path: Path, bases: dict[str, Path], family: str, method: str
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter = ADAPTERS[method]
+    if (family, method) == ("mixtral", "frozen"):
+        pytest.skip("its experts would train, which is refused")
+    config = recipe(bases[family], adapter)
+    net = moved(loading.build(config, CPU))
+    run = RunDir(tmp_path / "secret-place" / "run")
+    run.make()
+    checkpoint.export(net, loading.load_tokenizer(config.model), run)
+    hashes = checkpoint.weight_hashes(run.export)
+    if adapter["method"] == "lora":
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[family]), str(run.export))
+        assert set(hashes) == {"adapter_model.safetensors"}
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(str(run.export))
+        assert set(hashes) == {"model.safetensors"}
+    expected = logits(net)
+    torch.testing.assert_close(logits(loaded), expected)
+    assert not torch.allclose(logits(loading.load_base(config.model, CPU)), expected, atol=1e-3)
+    assert AutoTokenizer.from_pretrained(str(run.export)).encode("a red boat") == tiny.tokenizer().encode("a red boat")
+    scoring = loading.load_for_scoring(config, run.export, CPU)
+    torch.testing.assert_close(logits(scoring.tuned), expected)
+    with scoring.base() as base:
+        torch.testing.assert_close(logits(base), logits(loading.load_base(config.model, CPU)))
+    assert_nothing_private(run.export, tmp_path, bases[family])
+
+
+def assert_nothing_private(export: Path, *places: Path) -> None:
+    for path in export.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            for place in places:
+                assert str(place).encode() not in content, path
+                assert str(place.parent).encode() not in content, path
+            assert path.suffix in {".safetensors", ".json", ".jinja", ".txt", ".model"}, path
+            assert path.name != "README.md"
+
+
+def test_an_export_without_weights_is_an_error(tmp_path: Path, bases: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="holds no weights"):
+        loading.load_for_scoring(recipe(bases["llama"]), tmp_path, CPU)
+
+
+def test_exporting_again_leaves_nothing_of_the_last_time(tmp_path: Path, bases: dict[str, Path]) -> None:
+    config = recipe(bases["llama"])
+    run = RunDir(tmp_path / "run")
+    run.make()
+    (run.export / "old.txt").write_text("old")
+    checkpoint.export(loading.build(config, CPU), loading.load_tokenizer(config.model), run)
+    assert not (run.export / "old.txt").exists()
+    assert {path.name for path in run.root.iterdir()} == {"export", "private"}
+
+
+# --- the small copy that is checked in float32 -----------------------------------------------------------------------
+
+MORE: dict[str, Json] = {  # three blocks or more
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "nemotron_h": {"num_hidden_layers": None},
+    "ctrl": {"n_layer": 3, "num_hidden_layers": None},
+    "gemma3": {"text_config": {**tiny.SMALL, "num_hidden_layers": 3}},
+}
+SMALL_COPIES: dict[str, tuple[str, Json, Json]] = {
+    **{
+        f"{family}, lora": (family, {"method": "lora", "r": 4}, {})
+        for family in tiny.FAMILIES
+        if family != "phimoe"  # its router draws, which the self-check refuses
+    },
+    **{
+        f"{family}, lora": (family, {"method": "lora", "r": 4}, MORE.get(family, {}))
+        for family in tiny.MIXED
+        if family != "modernbert-decoder"
+    },
+    **{
+        f"{family}, frozen": (family, {"method": "frozen", "last_blocks": 3}, {})
+        for family in tiny.FAMILIES
+        if "num_local_experts" not in tiny.FAMILIES[family]  # experts and routers do not train
+    },
+    "tied head": ("llama", {"method": "frozen", "lm_head": True}, {"tie_word_embeddings": True}),
+    "gpt2, tied head": ("gpt2", {"method": "frozen", "lm_head": True}, {"tie_word_embeddings": True}),
+    "embedding": ("gemma2", {"method": "lora", "target_modules": ["embed_tokens", "q_proj"]}, {}),
+    "copied head": ("llama", {"method": "lora", "modules_to_save": ["lm_head"]}, {"tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_COPIES)
+def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
+    family, adapter, changes = SMALL_COPIES[name]
+    blocks = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
+    base = tiny.model(family, **{**blocks, **changes})
+    before, drawn = {key: value.clone() for key, value in base.state_dict().items()}, torch.get_rng_state()
+    small = loading.shrunken(recipe("somewhere", adapter, data={"train": "rows.jsonl", "max_length": 32}), base, CPU)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
+    assert small.training
+    assert len(loading.blocks(small)[1]) == 2
+    assert {p.dtype for p in small.parameters()} == {torch.float32}
+    vocabulary = small.get_input_embeddings().weight.shape[0]
+    assert vocabulary == loading.SHRUNKEN_VOCABULARY
+    for mode in ("auto", "ghost"):
+        experts = family in tiny.MIXED or "num_local_experts" in tiny.FAMILIES[family]
+        rows = 1 if experts else 8  # experts compute on as many tokens as chose them: their shapes follow other rows
+        error = tm.make_engine(small, grad_sample_mode=mode).self_check(vocabulary, 32, physical_batch_size=rows)
+        assert error <= 1e-5
+
+
+def test_the_small_copy_recomputes_where_the_run_does() -> None:
+    config = recipe("somewhere", model={"gradient_checkpointing": True})
+    small = loading.shrunken(config, tiny.model("llama"), CPU)
+    assert small.is_gradient_checkpointing
+    assert tm.make_engine(small).self_check(small.config.vocab_size, 32) <= 1e-5
+
+
+def test_an_architecture_that_cannot_be_built_small_is_refused() -> None:
+    base = tiny.model("llama")
+    base.config.num_attention_heads = 3  # no divisor of the hidden size
+    base.config.head_dim = None
+    for net in (base, tiny.model("modernbert-decoder")):  # the latter cannot be without a padding token
+        with pytest.raises(Refused, match="self-check needs a small float32 copy"):
+            loading.shrunken(recipe("somewhere"), net, CPU)

@@ -1,0 +1,93 @@
+"""What is refused before anything runs, and what a record must admit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dpllm.errors import Refused
+from dpllm.privacy.guards import check_model, check_modes, deviations
+from dpllm.recipe.config import RunConfig
+
+
+def recipe(**sections: Any) -> RunConfig:
+    value = {
+        "model": {"name_or_path": "some/model"},
+        "data": {"train": "rows.jsonl"},
+        "train": {"steps": 1},
+        "output_dir": "runs/a",
+    }
+    return RunConfig.model_validate({**value, **sections})
+
+
+class Net(nn.Module):
+    """A module with one named child, and a head."""
+
+    def __init__(self, name: str, child: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, child)
+        self.head = nn.Linear(2, 2)
+        self.requires_grad_(False)
+        self.head.requires_grad_(True)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2)])
+def test_batch_norm_is_refused_even_frozen(layer: nn.Module) -> None:
+    with pytest.raises(Refused, match="between is a batch norm"):
+        check_model(Net("between", layer))
+
+
+@pytest.mark.parametrize("name", ["experts", "router", "gate"])
+def test_routers_and_experts_may_exist_but_not_train(name: str) -> None:
+    net = Net(name, nn.Linear(2, 2))
+    check_model(net)
+    net.get_submodule(name).weight.requires_grad_(True)
+    with pytest.raises(Refused, match=f"{name}.weight belongs to a router or an expert"):
+        check_model(net)
+
+
+def test_dora_is_refused() -> None:
+    net = Net("lora_magnitude_vector", nn.Linear(2, 2))
+    net.requires_grad_(True)
+    with pytest.raises(Refused, match="DoRA"):
+        check_model(net)
+
+
+def test_an_ordinary_model_passes() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.GELU(), nn.Linear(2, 2))
+    check_model(net)
+    assert torch.is_grad_enabled()
+
+
+def test_dropout_of_the_adapter_is_refused_where_it_would_couple_units() -> None:
+    adapter = {"method": "lora", "dropout": 0.1}
+    for privacy in ({}, {"insecure_seed": 0}):
+        with pytest.raises(Refused, match=r"adapter\.dropout is 0\.1, .* Set adapter\.dropout: 0"):
+            check_modes(recipe(adapter=adapter, privacy=privacy))
+    check_modes(recipe(adapter=adapter, privacy={"enabled": False}))
+    check_modes(recipe(adapter={**adapter, "dropout": 0}))
+    check_modes(recipe(adapter={"method": "frozen"}))
+
+
+@pytest.mark.parametrize(
+    ("privacy", "words"),
+    [
+        ({"enabled": False}, "without differential privacy"),
+        ({"insecure_seed": 0}, "seeded by the user"),
+    ],
+)
+def test_what_leaves_no_guarantee_is_said(privacy: dict[str, Any], words: str) -> None:
+    reason, _ = deviations(recipe(privacy=privacy))
+    assert reason is not None
+    assert words in reason
+
+
+def test_private_evaluation_is_named_and_leaves_the_guarantee() -> None:
+    assert deviations(recipe()) == (None, [])
+    reason, notes = deviations(recipe(data={"train": "a.jsonl", "eval": "b.jsonl"}))
+    assert reason is None
+    assert len(notes) == 1
+    assert deviations(recipe(data={"train": "a.jsonl", "eval": "b.jsonl", "eval_public": True})) == (None, [])

@@ -1,0 +1,364 @@
+"""What the recipe promises: closed, frozen, typed, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import (
+    FrozenConfig,
+    LoraConfig,
+    RunConfig,
+    Section,
+    describe_keys,
+    dump_config,
+    load_config,
+    parse_overrides,
+)
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").rglob("*.yaml"))
+RUN_RECIPES = [path for path in RECIPES if path.parent.name != "accelerate"]
+Json = dict[str, Any]
+
+
+def raw() -> Json:
+    return {
+        "model": {"name_or_path": "gpt2"},
+        "adapter": {"method": "lora", "r": 8},
+        "data": {"train": "rows.jsonl"},
+        "privacy": {"epsilon": 3.0},
+        "train": {"steps": 10, "batch_size": 8},
+        "output_dir": "runs/a",
+    }
+
+
+def put(value: Json, key: str, new: Any) -> Json:
+    *parents, last = key.split(".")
+    here = value
+    for parent in parents:
+        here = here.setdefault(parent, {})
+    here[last] = new
+    return value
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write(tmp_path, raw())
+
+
+def write(folder: Path, value: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(value if isinstance(value, str) else yaml.safe_dump(value), encoding="utf-8")
+    return path
+
+
+def problem(folder: Path, value: Any, *overrides: str) -> str:
+    path = write(folder, value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, parse_overrides(overrides))
+    message = str(caught.value)
+    assert all(line.startswith(f"{path}: ") for line in message.splitlines()), message
+    return message.replace(f"{path}: ", "")
+
+
+@pytest.mark.parametrize("path", RUN_RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_recipe_loads(path: Path) -> None:
+    assert isinstance(load_config(path), RunConfig)
+
+
+def test_there_are_recipes_of_every_kind() -> None:
+    assert {path.parent.name for path in RUN_RECIPES} >= {"lora", "frozen", "baseline"}
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("privacy.epsilom", "epsilon"),
+        ("train.learning_rat", "learning_rate"),
+        ("data.publik", "public"),
+        ("adapter.target_module", "target_modules"),
+        ("audit.canaries.digit", "digits"),
+        ("modle", "model"),
+    ],
+)
+def test_unknown_key_gets_the_nearest_spelling(tmp_path: Path, key: str, nearest: str) -> None:
+    message = problem(tmp_path, put(raw(), key, 1))
+    assert f"{key}: unknown key; did you mean {nearest}?" in message
+
+
+def test_unknown_key_like_nothing_lists_what_is_known(tmp_path: Path) -> None:
+    message = problem(tmp_path, put(raw(), "privacy.zzz", 1))
+    assert message.startswith("privacy.zzz: unknown key; known keys: enabled, epsilon, delta")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "mend"),
+    [("privacy.grad_sample_mode", "opacus_ghost", "opacus_ghost is retired.*set auto or ghost")],
+)
+def test_what_is_retired_says_what_to_write_instead(tmp_path: Path, key: str, value: Any, mend: str) -> None:
+    message = problem(tmp_path, put(raw(), key, value))
+    assert re.fullmatch(f"{key}: {mend}", message)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.steps", "many"),
+        ("train.steps", 1.5),
+        ("train.steps", True),
+        ("train.learning_rate", [1]),
+        ("train.optimizer", "lion"),
+        ("privacy.epsilon", "lots"),
+        ("privacy.epsilon", True),
+        ("privacy.delta", "small"),
+        ("privacy.delta", True),
+        ("privacy.enabled", "maybe"),
+        ("privacy.enabled", 1),
+        ("data.public", "yes"),
+        ("data.train", 5),
+        ("data.train", None),
+        ("model.dtype", "int3"),
+        ("adapter.target_modules", 5),
+        ("adapter.method", "prefix"),
+        ("audit.canaries", 5),
+        ("train", 5),
+        ("output_dir", None),
+    ],
+)
+def test_wrong_type_names_the_key(tmp_path: Path, key: str, value: Any) -> None:
+    message = problem(tmp_path, put(raw(), key, value))
+    shown = key.removesuffix(".method")
+    assert all(line.startswith(f"{shown}: ") for line in message.splitlines()), message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("privacy.epsilon", 0),
+        ("privacy.epsilon", -1),
+        ("privacy.epsilon", float("inf")),
+        ("privacy.epsilon", float("nan")),
+        ("privacy.delta", 0),
+        ("privacy.delta", 1.0),
+        ("privacy.delta", 1),
+        ("privacy.max_grad_norm", 0),
+        ("privacy.noise_multiplier", 0),
+        ("train.batch_size", 0),
+        ("train.physical_batch_size", -4),
+        ("train.steps", 0),
+        ("train.warmup", 1.0),
+        ("data.max_length", 1),
+        ("data.public_size", 0),
+        ("adapter.r", 0),
+        ("adapter.dropout", 1.0),
+        ("audit.alpha", 0.5),
+        ("audit.canaries.digits", 3),
+        ("audit.canaries.groups", {}),
+        ("audit.canaries.groups", {0: 5}),
+        ("audit.guesses", []),
+        ("data.columns", {"patient_id": "visit_id"}),
+    ],
+)
+def test_impossible_value_names_the_key(tmp_path: Path, key: str, value: Any) -> None:
+    assert problem(tmp_path, put(raw(), key, value)).startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.epochs": 2}, "train: give train.epochs or train.steps"),
+        ({"train.steps": None}, "train: give train.epochs or train.steps"),
+        ({"data.unit": "author"}, "data.max_examples_per_unit"),
+        ({"data.max_examples_per_unit": 3}, "needs data.unit"),
+        ({"data.packing": True}, "clipping would bound rows and not people; set data.packing: false"),
+    ],
+)
+def test_contradictions_say_what_to_type(tmp_path: Path, changes: Json, words: str) -> None:
+    value = raw()
+    for key, new in changes.items():
+        put(value, key, new)
+    assert words in problem(tmp_path, value)
+
+
+def test_every_problem_is_told_at_once_in_a_line_each(tmp_path: Path) -> None:
+    message = problem(tmp_path, put(put(raw(), "privacy.epsilon", -1), "train.batchsize", 3))
+    assert len(message.splitlines()) == 2
+    assert "privacy.epsilon: " in message
+    assert "train.batchsize: unknown key; did you mean batch_size?" in message
+
+
+def test_missing_section_is_named(tmp_path: Path) -> None:
+    value = raw()
+    del value["data"]
+    assert problem(tmp_path, value) == "data: required, and missing"
+
+
+@pytest.mark.parametrize("text", ["model: [", "- a\n- b\n", "", "just words"])
+def test_what_is_no_recipe_is_one_line(tmp_path: Path, text: str) -> None:
+    assert len(problem(tmp_path, text).splitlines()) == 1
+
+
+def test_unreadable_recipes_are_one_line(tmp_path: Path) -> None:
+    binary = tmp_path / "recipe.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "absent.yaml", tmp_path, binary):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert "\n" not in str(caught.value)
+
+
+def test_adapter_is_one_of_two(tmp_path: Path) -> None:
+    value = raw()
+    assert isinstance(load_config(write(tmp_path, value)).adapter, LoraConfig)
+    value["adapter"] = {"method": "frozen", "last_blocks": 1}
+    assert isinstance(load_config(write(tmp_path, value)).adapter, FrozenConfig)
+    del value["adapter"]
+    assert load_config(write(tmp_path, value)).adapter == LoraConfig()
+    value["adapter"] = {"method": "frozen", "r": 8}
+    assert problem(tmp_path, value).startswith("adapter.r: unknown key; known keys: method, last_blocks")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--privacy.epsilon", "2"], {"privacy.epsilon": 2}),
+        (["--privacy.epsilon=2"], {"privacy.epsilon": 2}),
+        (["--train.batch-size", "4"], {"train.batch_size": 4}),
+        (["--train.batch-size=4", "--output-dir", "x"], {"train.batch_size": 4, "output_dir": "x"}),
+        (["--data.columns", "{text: body}"], {"data.columns": {"text": "body"}}),
+        (["--data.eval", "null"], {"data.eval": None}),
+        (["--data.public", "true"], {"data.public": True}),
+        (["--adapter.target_modules", "[q_proj, v_proj]"], {"adapter.target_modules": ["q_proj", "v_proj"]}),
+        (["--data.train", "a=b.jsonl"], {"data.train": "a=b.jsonl"}),
+        (["--data.train=a=b.jsonl"], {"data.train": "a=b.jsonl"}),
+        (["--card.description", "{broken: ["], {"card.description": "{broken: ["}),
+        (["--train.learning_rate", "-1"], {"train.learning_rate": -1}),
+    ],
+)
+def test_overrides_are_read_as_yaml(arguments: list[str], expected: Json) -> None:
+    assert parse_overrides(arguments) == expected
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "0.001", "1E-3"])
+def test_scientific_numbers_are_numbers_on_the_line_and_in_the_file(recipe: Path, text: str) -> None:
+    overrides = parse_overrides(["--train.learning_rate", text, "--privacy.delta", text])
+    config = load_config(recipe, overrides)
+    assert (config.train.learning_rate, config.privacy.delta) == (1e-3, 1e-3)
+    recipe.write_text(dump_config(config).replace("0.001", text))
+    assert load_config(recipe) == config
+
+
+@pytest.mark.parametrize("arguments", [["privacy.epsilon", "3"], ["--train.steps"], ["--train.steps", "--data.eval"]])
+def test_broken_overrides_are_named(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=arguments[0]):
+        parse_overrides(arguments)
+
+
+def test_overrides_win_over_the_file_and_make_sections(recipe: Path) -> None:
+    overrides = parse_overrides(["--privacy.epsilon", "1", "--audit.canaries.digits", "6", "--card.title", "A"])
+    config = load_config(recipe, overrides)
+    assert config.privacy.epsilon == 1
+    assert config.audit.canaries is not None
+    assert config.audit.canaries.digits == 6
+    assert config.card.title == "A"
+    assert config.train.steps == 10
+
+
+def test_misspelt_override_is_as_wrong_as_a_misspelt_key(tmp_path: Path) -> None:
+    assert "did you mean epsilon?" in problem(tmp_path, raw(), "--privacy.epsilom", "3")
+
+
+def test_frozen_in_every_section(recipe: Path) -> None:
+    config = load_config(recipe)
+    with pytest.raises(ValidationError):
+        config.output_dir = "elsewhere"
+    for name in RunConfig.model_fields:
+        section = getattr(config, name)
+        if isinstance(section, Section):
+            field = next(iter(type(section).model_fields))
+            with pytest.raises(ValidationError):
+                setattr(section, field, getattr(section, field))
+
+
+@pytest.mark.parametrize("path", RUN_RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_dumped_recipe_loads_as_the_same(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    text = dump_config(config)
+    assert load_config(write(tmp_path, text)) == config
+    written = yaml.safe_load(text)
+    assert set(written) == set(RunConfig.model_fields)
+    assert set(written["train"]) == set(type(config.train).model_fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "train:\n  steps: 1\nprivacy:\n  epsilon: 8\n  delta: 1e-6\n  epsilon: 3\n",
+            "'epsilon' stands twice, in lines 4 and 6",
+        ),
+        ("train: {steps: 1}\ntrain: {steps: 2}\n", "'train' stands twice, in lines 1 and 2"),
+        ("train: {steps: 1, steps: 2}\n", "'steps' stands twice, in lines 1 and 1"),
+        ("audit: {canaries: {groups: {1: 10, 4: 20, 0x1: 30}}}\n", "1 stands twice"),
+        ("data: &data\n  train: a.jsonl\n", "line 1 has an anchor"),
+        ("a: [x, x]\nb: [*a, *a]\n", "line 2 has an anchor"),
+        (f"train: {'[' * 100_000}{']' * 100_000}\n", "nested without end"),
+        (f"train: {'{a: ' * 100_000}1{'}' * 100_000}\n", "nested without end"),
+        ("train: {steps: 2020-99-99}\n", "is not valid YAML"),
+    ],
+    ids=["key", "section", "one line", "number", "anchor", "alias", "deep list", "deep mapping", "no date"],
+)
+def test_yaml_says_everything_once_and_ends(tmp_path: Path, text: str, says: str) -> None:
+    message = problem(tmp_path, text)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_a_few_lines_of_yaml_do_not_stand_for_gigabytes(tmp_path: Path) -> None:
+    lines = [
+        "a: &a [x, x]",
+        *(f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in pairwise("abcdefghijkl")),
+    ]
+    assert "line 1 has an anchor" in problem(tmp_path, "\n".join(lines))
+
+
+@pytest.mark.parametrize("text", ["[" * 30_000, "2020-99-99", "*name", "&name text"])
+def test_an_override_that_is_no_value_is_its_text(text: str) -> None:
+    assert parse_overrides(["--card.title", text]) == {"card.title": text}
+
+
+def test_embedded_data_are_public_and_others_are_not(tmp_path: Path) -> None:
+    value = put(put(raw(), "data.train", "builtin:clinic"), "data.eval", "builtin:clinic/eval")
+    config = load_config(write(tmp_path, value))
+    assert config.data.public
+    assert config.data.eval_public
+    value = put(put(raw(), "data.train", "builtin:clinic"), "data.eval", "mine.jsonl")
+    assert not load_config(write(tmp_path, value)).data.eval_public
+    value = put(put(raw(), "data.train", "mine.jsonl"), "data.eval", "builtin:clinic/eval")
+    assert not load_config(write(tmp_path, value)).data.public
+
+
+def test_every_key_is_described() -> None:
+    described = describe_keys()
+    keys = {line.split()[0] for line in described.splitlines() if line.startswith("  --")}
+
+    def walk(value: Json, prefix: str) -> set[str]:
+        found: set[str] = set()
+        for key, inner in value.items():
+            nested = isinstance(inner, dict) and key not in {"columns", "groups"}
+            found |= walk(inner, f"{prefix}{key}.") if nested else {f"--{prefix}{key}"}
+        return found
+
+    for adapter in ({"method": "lora"}, {"method": "frozen"}):
+        value = put(put(raw(), "audit.canaries", {}), "adapter", adapter)
+        assert walk(RunConfig.model_validate(value).model_dump(mode="json"), "") <= keys
+    assert "privacy.epsilon (default 8.0)" in described
+    assert "data.train (required)" in described

@@ -1,0 +1,324 @@
+"""A checkpoint is whole or refused, the one before it is kept, and neither holds randomness."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy.accounting import count_releases, dp_sgd_event
+from dpllm.run import checkpoint
+from dpllm.run.checkpoint import executed, load_resume, newest, save_resume, weight_hashes
+from dpllm.run.directory import RunDir, read_json
+
+EVENT = dp_sgd_event(0.1, 1.2, 10)
+HEAD = {"hash": "ab" * 32, "count": 3}
+FILES = ["optimizer.pt", "state.json", "trainable.safetensors"]
+
+
+def pair(seed: int, *, names: tuple[str, ...] = ("a", "b")) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    net = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
+    net["a"].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return net, optimizer
+
+
+def save(run: RunDir, seed: int, step: int, **changes: Any) -> None:
+    arguments = {"entry": "entry-1", "max_grad_norm": 0.3, "head": HEAD, "event": EVENT} | changes
+    save_resume(run, *pair(seed), step=step, **arguments)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Checkpoints of steps 6 and 7, from weights of seeds 1 and 3."""
+    run = RunDir(tmp_path / "run")
+    run.make()
+    save(run, 1, 6)
+    save(run, 3, 7)
+    return run
+
+
+def weights(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def is_of(net: nn.Module, seed: int) -> bool:
+    return all(
+        torch.equal(value, net.state_dict()[n]) for n, value in pair(seed)[0].state_dict().items() if n != "a.bias"
+    )
+
+
+def test_what_is_saved_comes_back(run: RunDir) -> None:
+    saved, moments = pair(3)
+    net, optimizer = pair(2)
+    frozen = net["a"].bias.clone()
+    state = load_resume(run, net, optimizer)
+    assert state == newest(run)
+    assert (state["step"], state["entry"], state["max_grad_norm"]) == (7, "entry-1", 0.3)
+    assert (state["head"], state["notes"]) == (HEAD, [])
+    for (name, old), new in zip(saved.named_parameters(), net.parameters(), strict=True):
+        assert torch.equal(old, new) == (name != "a.bias")
+    assert torch.equal(net["a"].bias, frozen)
+    assert repr(optimizer.state_dict()) == repr(moments.state_dict())
+
+
+def test_the_event_is_that_of_the_executed_steps(run: RunDir) -> None:
+    state = load_resume(run, *pair(2))
+    assert state["event"] == dp_sgd_event(0.1, 1.2, 7)
+    assert count_releases(executed(EVENT, 0)) == 0
+    for event, step in ((EVENT, 11), (EVENT, -1), (EVENT["event"], 1)):
+        with pytest.raises(ConfigError, match="no part of an event"):
+            executed(event, step)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "removed":
+        path.unlink()
+    else:
+        flipped = content[:-1] + bytes([content[-1] ^ 1])
+        path.write_bytes({"truncated": content[:-10], "edited": flipped, "empty": b"", "longer": content + b" "}[how])
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["truncated", "edited", "removed", "empty", "longer"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_used(run: RunDir, name: str, how: str) -> None:
+    newest, before = run.checkpoints()
+    damage(newest / name, how)
+    net, optimizer = pair(2)
+    state = load_resume(run, net, optimizer)
+    assert (state["step"], is_of(net, 1)) == (6, True)
+    assert state["notes"] == ["the newest checkpoint was damaged; the one before it, of step 6, was used"]
+    damage(before / name, how)
+    untouched = weights(net)
+    with pytest.raises(Refused, match=r"truncated or was edited.*--overwrite"):
+        load_resume(run, net, optimizer)
+    assert all(torch.equal(value, untouched[key]) for key, value in net.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = RunDir(tmp_path_factory.mktemp("whole") / "run")
+    run.make()
+    save(run, 1, 6)
+    assert checkpoint._intact(run.checkpoints()[0]) is not None
+    return run.checkpoints()[0]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(name=st.sampled_from(FILES), where=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255))
+def test_every_byte_of_every_file_counts(whole: Path, name: str, where: float, change: int) -> None:
+    path = whole / name
+    content = path.read_bytes()
+    place = int(where * len(content))
+    path.write_bytes(content[:place] + bytes([content[place] ^ change]) + content[place + 1 :])
+    try:
+        assert checkpoint._intact(whole) is None
+    finally:
+        path.write_bytes(content)
+
+
+def test_every_bit_of_the_state_counts(whole: Path) -> None:
+    path = whole / "state.json"
+    content = path.read_bytes()
+    for place in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            assert checkpoint._intact(whole) is None
+    path.write_bytes(content)
+    assert checkpoint._intact(whole) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", 2), ("entry", "other"), ("head", None), ("event", None), ("max_grad_norm", 9.0), ("files", {})],
+)
+def test_a_field_that_was_rewritten_is_noticed(whole: Path, key: str, value: Any) -> None:
+    path = whole / "state.json"
+    content = path.read_bytes()
+    path.write_text(json.dumps(json.loads(content) | {key: value}, indent=2, sort_keys=True) + "\n")
+    assert checkpoint._intact(whole) is None
+    path.write_bytes(content)
+
+
+def test_files_of_two_checkpoints_do_not_mix(run: RunDir) -> None:
+    newest, before = run.checkpoints()
+    shutil.copy(before / "trainable.safetensors", newest / "trainable.safetensors")
+    assert load_resume(run, *pair(2))["step"] == 6
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "{}", '{"digest": 1, "files": 2}', "[" * 100_000, "\ud800"])
+def test_a_state_that_is_no_state_is_damaged(run: RunDir, text: str) -> None:
+    for place in run.checkpoints():
+        (place / "state.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(Refused, match="truncated or was edited"):
+        load_resume(run, *pair(2))
+
+
+def test_a_checkpoint_of_other_layers_is_refused(run: RunDir) -> None:
+    with pytest.raises(Refused, match="trains other layers than the recipe"):
+        load_resume(run, *pair(2, names=("a", "c")))
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        load_resume(RunDir(tmp_path), *pair(2))
+
+
+# --- what lies on the disk -------------------------------------------------------------------------------------------
+
+
+def test_the_state_names_the_hashes_of_what_lies_beside_it(run: RunDir) -> None:
+    for place in run.checkpoints():
+        files = read_json(place / "state.json")["files"]
+        assert files == {
+            name: hashlib.sha256((place / name).read_bytes()).hexdigest() for name in FILES if name != "state.json"
+        }
+
+
+def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
+    for place in run.checkpoints():
+        assert sorted(path.name for path in place.iterdir()) == FILES
+        known = {
+            "schema_version",
+            "step",
+            "entry",
+            "head",
+            "event",
+            "reserved",
+            "files",
+            "units",
+            "max_grad_norm",
+            "digest",
+        }
+        assert set(read_json(place / "state.json")) == known
+        moments = torch.load(place / "optimizer.pt", weights_only=True)
+        assert set(moments) == {"state", "param_groups"}
+        assert {key for state in moments["state"].values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_two_generations_are_kept(run: RunDir) -> None:
+    save(run, 4, 9, entry=None, max_grad_norm=float("inf"), head=None, event=None)
+    assert [path.name for path in run.checkpoints()] == ["step-00000009", "step-00000007"]
+    assert sorted(path.name for path in run.resume.iterdir()) == ["step-00000007", "step-00000009"]
+    assert [path.name for path in run.private.iterdir()] == ["resume"]
+    state = load_resume(run, *pair(2))
+    assert (state["step"], state["event"]) == (9, None)
+    assert "max_grad_norm" not in state  # a run without differential privacy clips at no norm
+
+
+def test_the_generation_that_is_kept_is_an_intact_one(run: RunDir) -> None:
+    """Else a second damage would leave nothing, although two checkpoints lie there."""
+    damage(run.checkpoints()[0] / "state.json", "truncated")
+    save(run, 4, 8)
+    assert [path.name for path in run.checkpoints()] == ["step-00000008", "step-00000006"]
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(run: RunDir) -> None:
+    damage(run.checkpoints()[0] / "optimizer.pt", "empty")
+    (run.checkpoints()[0] / "stray").write_text("x")
+    save(run, 4, 7)
+    net, optimizer = pair(2)
+    assert (load_resume(run, net, optimizer)["step"], is_of(net, 4)) == (7, True)
+    assert sorted(path.name for path in run.checkpoints()[0].iterdir()) == FILES
+    assert [path.name for path in run.checkpoints()] == ["step-00000007", "step-00000006"]
+    assert [path.name for path in run.private.iterdir()] == ["resume"]
+
+
+def test_steps_are_ordered_as_numbers(run: RunDir) -> None:
+    (run.checkpoints()[0]).rename(run.resume / "step-100000000")
+    assert [path.name for path in run.checkpoints()] == ["step-100000000", "step-00000006"]
+
+
+def test_what_a_killed_process_left_is_never_loaded_and_goes_at_the_next_save(run: RunDir) -> None:
+    shutil.copytree(run.checkpoints()[0], run.private / ".resume.4711")
+    shutil.copytree(run.checkpoints()[0], run.resume / "step-00000099.tmp")
+    (run.resume / "step-00000098").write_text("no directory")
+    for place in run.checkpoints():
+        shutil.rmtree(place)
+    assert run.checkpoints() == []
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        load_resume(run, *pair(2))
+    save(run, 4, 8)
+    assert [path.name for path in run.private.iterdir()] == ["resume"]
+    assert [path.name for path in run.checkpoints()] == ["step-00000008"]
+
+
+def test_a_save_that_dies_anywhere_leaves_the_former_checkpoint(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call that writes fails in turn; whichever it is, the newest whole checkpoint loads."""
+    calls = [(checkpoint, "save_file"), (torch, "save"), (os, "fsync"), (os, "replace"), (shutil, "rmtree")]
+    died = 0
+    for module, name in calls:
+        real = getattr(module, name)
+        for survived in range(9):
+            seen: list[int] = []
+
+            def fail(
+                *arguments: Any, real: Any = real, seen: list[int] = seen, most: int = survived, **more: Any
+            ) -> Any:
+                seen.append(1)
+                if len(seen) > most:
+                    raise KeyboardInterrupt
+                return real(*arguments, **more)
+
+            monkeypatch.setattr(module, name, fail)
+            try:
+                save(run, 4, 8)
+            except KeyboardInterrupt:
+                died += 1
+            monkeypatch.setattr(module, name, real)
+            net, optimizer = pair(2)
+            state = load_resume(run, net, optimizer)
+            assert state["notes"] == []
+            assert is_of(net, {7: 3, 8: 4}[state["step"]])
+            shutil.rmtree(run.private)
+            run.make()
+            save(run, 1, 6)
+            save(run, 3, 7)
+    assert died == 9  # one weight file, one of moments, five flushes, one rename, one removal
+
+
+def test_everything_is_flushed_before_it_has_its_name_and_the_name_after(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flush(number: int) -> None:
+        kind = "directory" if stat.S_ISDIR(os.fstat(number).st_mode) else "file"
+        happened.append(f"{kind} {Path(os.readlink(f'/proc/self/fd/{number}')).name.partition('.resume.')[0] or 'new'}")
+        fsync(number)
+
+    def rename(old: Path, new: Path) -> None:
+        happened.append(f"rename {Path(new).name}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", rename)
+    save(run, 4, 8)
+    assert sorted(happened[:3]) == [f"file {name}" for name in FILES]
+    assert happened[3:] == ["directory new", "rename step-00000008", "directory resume"]
+
+
+def test_weight_hashes_are_of_the_weight_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    assert weight_hashes(tmp_path) == {"model.safetensors": hashlib.sha256(b"weights").hexdigest()}

@@ -1,0 +1,186 @@
+"""Every guard is found, whatever else is wrong, and what can be computed beside a refusal is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from dpllm.errors import BudgetExceeded, ConfigError, DataError
+from dpllm.forecast.advice import released_by
+from dpllm.ledger import Budget, open_ledger
+from dpllm.ledger.budgets import set_budget
+from dpllm.privacy.plan import make_plan
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir, write_json
+from dpllm.run.promise import Start, decide, read_subject
+
+ROWS = 50
+
+
+def recipe(root: Path, **changes: Any) -> RunConfig:
+    tiny.write_rows(root / "rows.jsonl", [{"text": tiny.sentence(number)} for number in range(ROWS)])
+    value: dict[str, Any] = {
+        "model": {"name_or_path": "some/model"},
+        "data": {"train": str(root / "rows.jsonl")},
+        "privacy": {"noise_multiplier": 2.0, "epsilon": 8, "ledger": str(root / "ledger.sqlite"), "dataset": "notes"},
+        "train": {"steps": 3, "batch_size": 5},
+        "output_dir": str(root / "run"),
+    }
+    for key, new in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            value[section] = {**value[section], name: new}
+        else:
+            value[section] = new
+    return RunConfig.model_validate(value)
+
+
+def messages(config: RunConfig) -> list[str]:
+    return [str(error) for error in decide(config, Start()).refusals]
+
+
+def give_budget(config: RunConfig, epsilon: float, gate: str = "planned", order: float | None = None) -> None:
+    book = open_ledger(config.privacy.ledger)
+    assert book is not None
+    with book:
+        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out", gate, order))  # type: ignore[arg-type]
+
+
+def test_a_good_recipe_meets_no_guard(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    seen = decide(config, Start())
+    assert (seen.refusals, seen.exit_code) == ((), 0)
+    assert seen.plan == make_plan(config, ROWS)
+    assert seen.ledger is None  # there is none yet
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+def test_all_guards_are_found_at_once(tmp_path: Path) -> None:
+    config = recipe(
+        tmp_path,
+        privacy__delta=0.5,
+        adapter={"method": "lora", "dropout": 0.1},
+        train__batch_size=51,
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    found = messages(config)
+    for words in ("adapter.dropout", "already holds a run", "train.batch_size 51", "privacy.delta 0.5"):
+        assert [message for message in found if words in message], words
+    assert len(found) == 4
+    assert decide(config, Start()).exit_code == 3  # a refusal outweighs a wrong directory
+
+
+def test_dropout_of_the_adapter_is_among_them(tmp_path: Path) -> None:
+    assert "Set adapter.dropout: 0" in messages(recipe(tmp_path, adapter={"method": "lora", "dropout": 0.1}))[0]
+
+
+def test_a_directory_that_holds_a_run_is_a_wrong_recipe(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    seen = decide(config, Start())
+    assert seen.exit_code == 2
+    assert seen.plan is not None
+
+
+def test_a_run_above_its_target_is_computed_and_refused(tmp_path: Path) -> None:
+    config = recipe(tmp_path, privacy__epsilon=0.1)
+    seen = decide(config, Start())
+    assert [type(error).__name__ for error in seen.refusals] == ["Refused"]
+    assert seen.plan is not None
+    assert seen.plan.epsilon > seen.plan.target_epsilon == 0.1
+    assert seen.plan.epsilon == decide(recipe(tmp_path), Start()).plan.epsilon  # type: ignore[union-attr]
+
+
+def test_delta_is_judged_even_if_the_batch_is_too_large(tmp_path: Path) -> None:
+    assert len(messages(recipe(tmp_path, train__batch_size=51, privacy__delta=0.02))) == 2
+    assert len(messages(recipe(tmp_path, train__batch_size=51, privacy__delta=0.0199))) == 1
+    assert decide(recipe(tmp_path, train__batch_size=51), Start()).subject.num_units == ROWS
+
+
+def test_data_that_cannot_be_read_leave_the_rest_to_be_judged(tmp_path: Path) -> None:
+    dropout = {"method": "lora", "dropout": 0.1}
+    config = recipe(tmp_path, data={"train": str(tmp_path / "absent.jsonl")}, adapter=dropout)
+    seen = decide(config, Start())
+    assert (seen.schedule, seen.plan, seen.subject) == (None, None, None)
+    assert [error.exit_code for error in seen.refusals] == [3, 2]
+    with pytest.raises(DataError, match="no such file"):
+        read_subject(config)
+
+
+def test_no_privacy_on_private_data_is_refused_and_scheduled(tmp_path: Path) -> None:
+    seen = decide(recipe(tmp_path, privacy__enabled=False), Start())
+    assert ["not declared public" in str(error) for error in seen.refusals] == [True]
+    assert seen.plan is None
+    assert seen.schedule is not None
+    assert messages(recipe(tmp_path, privacy__enabled=False, data__public=True)) == []
+
+
+def test_the_ledger_says_what_it_holds_and_would_hold(tmp_path: Path) -> None:
+    config = recipe(tmp_path, privacy__delta=1e-3)
+    give_budget(config, 5.0)
+    seen = decide(config, Start())
+    assert seen.ledger is not None
+    assert seen.plan is not None
+    assert (seen.ledger.gate, seen.ledger.spent) == ("planned", 0.0)
+    assert seen.ledger.after == pytest.approx(seen.plan.epsilon, abs=1e-6)
+    assert seen.refusals == ()
+
+
+def test_a_budget_refuses_with_the_words_of_the_ledger(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    give_budget(config, 0.01)
+    before = (tmp_path / "ledger.sqlite").read_bytes()
+    seen = decide(config, Start())
+    assert seen.exit_code == 3
+    assert seen.ledger is not None
+    assert [type(error) for error in seen.refusals] == [BudgetExceeded]
+    assert str(seen.refusals[0]) == seen.ledger.refusal
+    assert seen.plan is not None  # and what the refused run would cost
+    assert (tmp_path / "ledger.sqlite").read_bytes() == before
+
+
+def test_noise_is_calibrated_to_what_is_left_of_a_filter(tmp_path: Path) -> None:
+    config = recipe(tmp_path, privacy__noise_multiplier=None, privacy__epsilon=3.0, privacy__delta=1e-3)
+    alone = decide(config, Start()).plan
+    give_budget(config, 3.0, "adaptive", 4.0)
+    for directory in (False, True):
+        seen = decide(config, Start() if directory else None, subject=read_subject(config))
+        assert seen.refusals == ()
+        assert seen.plan is not None
+        assert alone is not None
+        assert seen.plan.noise_multiplier > alone.noise_multiplier
+        assert seen.ledger is not None
+        assert seen.ledger.filter_after is not None
+        assert seen.ledger.filter_after <= 3.0
+
+
+def test_a_spent_filter_is_refused_and_the_plan_shown(tmp_path: Path) -> None:
+    config = recipe(tmp_path, privacy__noise_multiplier=None, privacy__epsilon=8.0, privacy__delta=1e-3)
+    give_budget(config, 0.05, "adaptive", 64.0)
+    seen = decide(config, Start())
+    assert seen.exit_code == 3
+    assert seen.plan is not None
+
+
+def test_only_figures_inside_a_guarantee_are_read_of_an_earlier_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    released = {"unclipped_fraction": 0.4, "max_grad_norm": 0.2}
+
+    def record(holds: bool, values: dict[str, float]) -> None:
+        write_json(run.run, {"guarantee": {"holds": holds}, "metrics": {"released": values}})
+
+    record(True, released)
+    assert released_by(run) == released
+    for holds, values in ((False, released), (True, {})):
+        record(holds, values)
+        with pytest.raises(ConfigError, match="released no clip fraction"):
+            released_by(run)
+    with pytest.raises(ConfigError, match="missing"):
+        released_by(RunDir(tmp_path / "absent"))
+    assert json.loads(run.run.read_text())["guarantee"]["holds"] is True

@@ -1,0 +1,59 @@
+"""Held-out figures leave where weights and rows allow it, and nowhere else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dpllm.recipe.config import RunConfig
+from dpllm.run.record import may_tell, may_tell_cost
+
+
+def config(public: bool, eval_public: bool, privacy: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name_or_path": "gpt2"},
+            "data": {"train": "a.jsonl", "eval": "b.jsonl", "public": public, "eval_public": eval_public},
+            "privacy": privacy,
+            "train": {"steps": 1},
+            "output_dir": "runs/a",
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("public", "eval_public", "privacy", "told"),
+    [
+        (False, True, {}, True),
+        (False, False, {}, False),
+        (True, False, {}, False),
+        (False, True, {"insecure_seed": 1}, False),
+        (True, True, {"insecure_seed": 1}, True),
+        (False, True, {"enabled": False}, False),
+        (True, True, {"enabled": False}, True),
+    ],
+)
+def test_a_figure_of_public_rows_is_private_where_the_weights_are(
+    public: bool, eval_public: bool, privacy: dict[str, Any], told: bool
+) -> None:
+    """It is computed through weights that saw private rows without a guarantee."""
+    run: Any = SimpleNamespace(config=config(public, eval_public, privacy), decision=SimpleNamespace(lineage=None))
+    assert may_tell(run) is told
+
+
+@pytest.mark.parametrize(
+    ("public", "eval_public", "evaluation", "told"),
+    [
+        (True, True, "b.jsonl", True),
+        (True, False, None, True),
+        (True, False, "b.jsonl", False),
+        (False, True, "b.jsonl", False),
+    ],
+)
+def test_time_and_memory_are_told_of_public_rows_alone(
+    public: bool, eval_public: bool, evaluation: str | None, told: bool
+) -> None:
+    asked = config(public, eval_public, {})
+    assert may_tell_cost(asked.model_copy(update={"data": asked.data.model_copy(update={"eval": evaluation})})) is told

@@ -1,0 +1,58 @@
+"""A resumed run is the run that was interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.errors import Refused
+from dpllm.recipe.config import dump_config, load_config
+from dpllm.run.directory import RunDir
+from dpllm.run.resume import same_recipe
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "smoke" / "clinic.yaml"
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    seeded = load_config(RECIPE, {"output_dir": str(run.root), "privacy.insecure_seed": 3, "data.format": "text"})
+    run.config.write_text(dump_config(seeded), encoding="utf-8")
+    return run
+
+
+def resumed(run: RunDir, **changes: Any) -> None:
+    overrides = {"output_dir": str(run.root), "privacy.insecure_seed": 3}
+    same_recipe(load_config(RECIPE, overrides | {key.replace("__", "."): value for key, value in changes.items()}), run)
+
+
+def test_the_same_recipe_resumes(interrupted: RunDir) -> None:
+    resumed(interrupted)
+
+
+@pytest.mark.parametrize("key", ["train__physical_batch_size", "train__eval_every", "train__checkpoint_every"])
+def test_speed_may_change(interrupted: RunDir, key: str) -> None:
+    resumed(interrupted, **{key: 7})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("privacy__insecure_seed", None),  # the record would forget that the noise can be regenerated
+        ("privacy__grad_sample_mode", "ghost"),
+        ("privacy__dataset", "another"),  # the steps would be charged to one dataset and reported of another
+        ("privacy__ledger", "elsewhere.sqlite"),
+        ("data__train", "other.jsonl"),
+        ("data__revision", "main"),
+        ("model__name_or_path", "gpt2"),
+        ("adapter__r", 4),
+        ("train__learning_rate", 0.5),
+        ("audit__canaries__digits", 5),
+    ],
+)
+def test_what_promise_or_record_depends_on_may_not(interrupted: RunDir, key: str, value: Any) -> None:
+    with pytest.raises(Refused, match=key.replace("__", ".")):
+        resumed(interrupted, **{key: value})

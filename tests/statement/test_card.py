@@ -1,0 +1,348 @@
+"""What a model card must and must not say."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from cards import (
+    EPSILON,
+    HELD_OUT,
+    HOME,
+    SECRET_SEED,
+    Json,
+    audit,
+    baseline,
+    baseline_record,
+    body,
+    broken,
+    config,
+    export_text,
+    first_line,
+    front_matter,
+    make_run,
+    plan,
+    record,
+    render_card,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.lattice import noise_scale
+from dpllm.statement import formatting
+from dpllm.statement.card import write_card
+
+# What is said
+
+
+def test_front_matter_carries_the_same_numbers_as_plan_and_record() -> None:
+    text, block = render_card(config(), plan(), record(), audit())
+    matter = front_matter(text)
+    assert matter["privacy"] == block
+    for key in ("epsilon", "delta", "noise_multiplier", "max_grad_norm", "event", "unit", "clipping", "accountant"):
+        assert block[key] == plan()[key]
+    assert block["sampling"]["sampling_rate"] == plan()["sampling_rate"]
+    assert block["composed"]["spent_epsilon"] == 4.25
+    assert block["guarantee"] is True
+    assert block["base_model"] == {
+        "name": "openai-community/gpt2",
+        "revision": record()["model"]["commit"],
+        "covered": False,
+    }
+    assert matter["base_model"] == "openai-community/gpt2"
+    assert matter["library_name"] == "peft"
+    assert matter["tags"] == ["differential-privacy", "dp-sgd", "dpllm", "lora", "clinical"]
+
+
+positive = st.floats(min_value=1e-12, max_value=1e6, allow_nan=False)
+shares = st.floats(min_value=1e-12, max_value=1, allow_nan=False)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(delta=st.floats(min_value=1e-12, max_value=1e-3), sigma=positive, rate=shares)
+def test_every_number_survives_yaml(delta: float, sigma: float, rate: float) -> None:
+    text, block = render_card(
+        config(),
+        plan(delta=delta, noise_multiplier=sigma, sampling_rate=rate),
+        record(epsilon_spent=None, delta=None),
+        None,
+    )
+    read = front_matter(text)["privacy"]
+    assert read == block
+    assert (read["delta"], read["noise_multiplier"], read["sampling"]["sampling_rate"]) == (delta, sigma, rate)
+
+
+@given(positive)
+def test_a_bound_is_never_rounded_down(value: float) -> None:
+    shown = float(formatting.bound(value))
+    assert value <= shown <= value * 1.0011
+
+
+@given(st.floats(min_value=0, max_value=1))
+def test_a_limit_on_a_share_is_never_rounded_down(value: float) -> None:
+    assert value <= float(formatting.percent_bound(value).rstrip("%")) / 100 + 1e-11
+
+
+def test_text_states_the_epsilon_of_the_plan() -> None:
+    text, _ = render_card(config(), plan(), record(), audit())
+    claim = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
+    assert first_line(text).startswith(claim)
+    assert f"| Privacy loss ε | {EPSILON!r} " in text
+    assert "Pr[M(D) in S] <= e^2.998 * Pr[M(D') in S] + 1e-05" in text
+    limit = min(math.exp(EPSILON) * 0.01 + 1e-5, 1 - math.exp(-EPSILON) * (1 - 1e-5 - 0.01))
+    assert f"{math.ceil(limit * 1000) / 10:g}% of those that were" in text
+
+
+@pytest.mark.parametrize(
+    ("relation", "says"), [("zero_out", "replaced by nothing (zero-out)"), ("add_or_remove_one", "a declared number")]
+)
+def test_the_neighbouring_relation_is_named_in_words(relation: str, says: str) -> None:
+    text, block = render_card(config(), plan(neighbouring_relation=relation), record(), None)
+    assert says in text
+    assert ("the number of units, which is published" in block["not_covered"]) == (relation == "zero_out")
+
+
+def test_interrupted_run_states_the_whole_plan() -> None:
+    text, block = render_card(
+        config(), plan(), record(status="interrupted", steps_taken=40, epsilon_spent=1.5), audit()
+    )
+    assert block["epsilon"] == EPSILON
+    assert block["steps"] == {"planned": 100, "taken": 40}
+    assert "40 taken of 100 planned; interrupted" in text
+    assert any("when to stop" in line for line in block["not_covered"])
+
+
+def test_more_spent_than_planned_is_stated() -> None:
+    _, block = render_card(config(), plan(), record(epsilon_spent=3.4), None)
+    assert block["epsilon"] == 3.4
+
+
+def test_spent_at_another_delta_is_refused() -> None:
+    with pytest.raises(ConfigError, match="delta"):
+        render_card(config(), plan(), record(delta=1e-6), None)
+
+
+def test_budget_is_stated_or_its_absence() -> None:
+    ledger = record()["ledger"]
+    text, _ = render_card(config(), plan(), record(), None)
+    assert (
+        "ε = 4.25 at δ = 1e-05, composed as if all had been fixed in advance. The budget set for the dataset is" in text
+    )
+    assert "is ε = 10 at δ = 1e-05, for a list of runs that was sealed before the first of them" in text
+    text, block = render_card(config(), plan(), record(ledger={**ledger, "budget": None}), None)
+    assert "No budget was set for this dataset: it is charged without limit." in text
+    assert block["composed"]["budget"] is None
+
+
+def test_under_an_adaptive_budget_the_figure_of_its_rule_is_the_total() -> None:
+    budget = {"epsilon": 10.0, "delta": 1e-5, "gate": "adaptive", "order": 3.2}
+    ledger = {**record()["ledger"], "budget": budget, "filter_epsilon": 5.5, "imported": 2}
+    text, block = render_card(config(), plan(), record(ledger=ledger), None)
+    assert "ε = 5.5 at δ = 1e-05 by a Renyi filter at order 3.2" in text
+    assert "(composed as if all had been fixed in advance: 4.25)" in text
+    assert "2 entries for runs made elsewhere" in text
+    assert (block["composed"]["gate"], block["composed"]["filter_epsilon"]) == ("adaptive", 5.5)
+
+
+def test_no_card_calls_a_model_private_or_free_of_memorisation() -> None:
+    for the_audit in (None, audit(), audit(verdict="inconclusive")):
+        text = render_card(config(), plan(), record(), the_audit)[0].lower()
+        for wrong in ("is private", "fully private", "anonym", "no memoris", "cannot be extracted", "probability 1 -"):
+            assert wrong not in text
+
+
+def test_rendering_is_deterministic_and_leaves_its_arguments_alone() -> None:
+    arguments = (plan(), record(), audit())
+    before = copy.deepcopy(arguments)
+    shuffled = {key: arguments[1][key] for key in reversed(arguments[1])}
+    assert render_card(config(), *arguments) == render_card(config(), before[0], shuffled, before[2])
+    assert arguments == before
+
+
+# No guarantee
+
+
+def test_baseline_says_so_first_and_gives_no_audit_numbers(tmp_path: Path) -> None:
+    measured = audit(audits_run=31337)
+    run = make_run(tmp_path, baseline(), plan(), baseline_record(), measured)
+    text = write_card(run).read_text(encoding="utf-8")
+    assert first_line(text).startswith("> **No differential privacy guarantee: ")
+    assert "without differential privacy" in first_line(text)
+    block = front_matter(text)["privacy"]
+    assert block["guarantee"] is False
+    assert block["audit"] is None
+    assert not {"epsilon", "delta", "attempted", "noise_multiplier"} & set(block)
+    assert "31337" not in export_text(run)
+    assert "## Audit" not in text
+    assert not {"differential-privacy", "dp-sgd"} & set(front_matter(text)["tags"])
+
+
+def test_broken_assumption_is_the_first_line_and_epsilon_is_no_guarantee() -> None:
+    text, block = render_card(config(privacy={"insecure_seed": SECRET_SEED}), plan(), broken(), audit())
+    assert first_line(text) == "> **No differential privacy guarantee: the noise was seeded (privacy.insecure_seed).**"
+    assert "epsilon" not in block
+    assert block["attempted"]["epsilon"] == EPSILON
+    before, _, attempted = body(text).partition("## What was attempted")
+    assert "2.99" not in before
+    assert "They are no guarantee" in attempted
+    assert "## The guarantee in full" not in text
+    assert str(SECRET_SEED) not in text  # who knows it can take the noise off
+
+
+def test_tags_of_the_recipe_cannot_claim_what_the_run_lacks() -> None:
+    recipe = config(card={"tags": ["differential-privacy", "clinical"]})
+    assert front_matter(render_card(recipe, plan(), broken(), None)[0])["tags"] == ["dpllm", "lora", "clinical"]
+
+
+@pytest.mark.parametrize("changes", [{"verdict": "falsified", "verdict_reason": "above the claim"}, {"lower": 3.2}])
+def test_an_audit_that_contradicts_the_claim_takes_the_guarantee_away(changes: Json) -> None:
+    the_audit = audit(**{key: value for key, value in changes.items() if key != "lower"})
+    if "lower" in changes:
+        the_audit["epsilon_lower_bound"]["value"] = changes["lower"]
+    text, block = render_card(config(), plan(), record(), the_audit)
+    assert block["guarantee"] is False
+    assert "audit of these weights contradicts it" in first_line(text)
+    if the_audit["verdict"] == "falsified":
+        assert "Audit verdict: falsified." in "\n".join(body(text).strip().splitlines()[:4])
+
+
+# Nothing private
+
+
+def test_nothing_private_is_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", config(), plan(), record(), audit())
+    for name in ("summary.json", "canaries.json", "metrics.jsonl", "audit/audit.json"):
+        path = run.private / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"eval_loss_after": HELD_OUT, "text": "SENTINEL"}))
+    write_card(run)
+    other = make_run(tmp_path / "b", config(), plan(), record(), audit())
+    other.private.rmdir()
+    write_card(other)
+    assert export_text(run) == export_text(other)
+    assert "SENTINEL" not in export_text(run)
+    assert str(HELD_OUT) not in export_text(run)
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_held_out_loss_only_of_public_evaluation_data(tmp_path: Path, public: bool) -> None:
+    figures = {"eval_loss_before": 8.5, "eval_loss_after": HELD_OUT, "eval_accuracy_before": 0.1}
+    metrics = {"public": {**figures, "eval_accuracy_after": 0.4321}, "released": {}}
+    for root, recipe, the_record in (
+        (tmp_path / "dp", config(data={"eval_public": public}), record(metrics=metrics)),
+        (tmp_path / "base", baseline(data={"public": True, "eval_public": public}), baseline_record(metrics=metrics)),
+    ):
+        run = make_run(root, recipe, plan(), the_record, None)
+        write_card(run)
+        assert ("7.6543" in export_text(run)) == public
+        assert ("43.2% after" in export_text(run)) == public
+
+
+def test_no_local_path_and_no_exact_time(tmp_path: Path) -> None:
+    ledger = {**record()["ledger"], "dataset": f"{HOME}/notes"}
+    reason = f"seeded by '{HOME}/private/seed.json'"
+    for recipe, the_record, the_audit in (
+        (config(), record(ledger=ledger, deviations=[f"resumed from {HOME}/runs/x/private/resume"]), audit()),
+        (config(model={"name_or_path": f"{HOME}/base"}), broken(reason), audit(verdict_reason=f"see {HOME}/a.png")),
+        (config(model={"name_or_path": "./base"}, data={"train": "../notes.jsonl"}), record(ledger=None), None),
+    ):
+        run = make_run(tmp_path, recipe, plan(), the_record, None)
+        (run.export / "audit").mkdir(exist_ok=True)
+        write_card(run)
+        text, block = render_card(recipe, plan(), the_record, the_audit)
+        for written in (text, json.dumps(block), export_text(run)):
+            assert "alice" not in written
+            assert "secret-project" not in written
+            assert not re.search(r"(?<![\w:/])/home|\.\./|\./base", written)
+            assert "1289" not in written  # how long a run took depends on the private draws
+
+
+def test_local_and_builtin_models_are_not_linked_to_the_hub() -> None:
+    for name in ("builtin:tiny", "models/tiny"):
+        the_record = record()
+        the_record["model"] = {**the_record["model"], "name_or_path": name, "commit": None}
+        text, _ = render_card(config(model={"name_or_path": name}), plan(), the_record, None)
+        assert "base_model" not in front_matter(text)
+        assert "https://huggingface.co" not in text
+
+
+@pytest.mark.parametrize(
+    ("train", "public", "listed"),
+    [("org/notes", True, ["org/notes"]), ("org/notes", False, None), ("dir/notes.jsonl", True, None)],
+)
+def test_datasets_lists_public_hub_data_only(train: str, public: bool, listed: list[str] | None) -> None:
+    recipe = config(data={"train": train, "public": public})
+    assert front_matter(render_card(recipe, plan(), record(), None)[0]).get("datasets") == listed
+
+
+# Files
+
+
+def test_written_block_equals_front_matter(tmp_path: Path) -> None:
+    run = make_run(tmp_path, config(), plan(), record(), audit())
+    path = write_card(run)
+    assert path == run.export / "README.md"
+    written = json.loads((run.export / "privacy.json").read_text())
+    assert written["schema_version"] == 2
+    assert written == front_matter(path.read_text(encoding="utf-8"))["privacy"]
+    assert written["files"] == {
+        name: hashlib.sha256((run.export / name).read_bytes()).hexdigest()
+        for name in ("adapter_model.safetensors", "audit/audit.json", "privacy.svg", "tokenizer.json")
+    }
+    names = ["README.md", "adapter_model.safetensors", "audit", "privacy.json", "privacy.svg", "tokenizer.json"]
+    assert sorted(p.name for p in run.export.iterdir()) == names
+
+
+def test_a_run_with_dp_needs_its_plan_and_a_refused_one_has_no_card(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.json"):
+        write_card(make_run(tmp_path / "a", config(), None, record(), None))
+    with pytest.raises(ConfigError, match="refused"):
+        write_card(make_run(tmp_path / "b", config(), plan(), record(status="refused"), None))
+    killed = record(status="interrupted", steps_taken=None, artifacts={})
+    with pytest.raises(ConfigError, match="ended before it exported weights"):
+        write_card(make_run(tmp_path / "c", config(), plan(), killed, None))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_card_names_the_generator_and_what_it_does_not_cover(secure: bool) -> None:
+    text, block = render_card(config(privacy={"secure_noise": secure}), plan(), record(), audit())
+    assert block["randomness"] == {"generator": "chacha20" if secure else "philox", "secure_noise": secure}
+    assert front_matter(text)["privacy"]["randomness"] == block["randomness"]
+    assert "the theorem does not cover that difference" in text
+    assert ("ChaCha20" in text, "sum of four draws" in text) == (secure, secure)
+    assert ("Philox" in text, "not a cryptographic generator" in text) == (not secure, not secure)
+    assert "does not remove the difference" in text or not secure
+
+
+def test_the_card_says_what_noise_on_a_lattice_was_added() -> None:
+    """And does not disclaim floating point, as it has to for runs of before."""
+    sigma, lattice = plan()["noise_multiplier"], {"coordinates": 10**6}
+    lattice["noise_over_max_grad_norm"] = noise_scale(sigma, 1.0, 10**6)
+    text, block = render_card(config(), plan(), record(lattice=lattice), audit())
+    assert block["randomness"]["lattice"] == lattice
+    assert "rounded to one lattice" in text
+    assert "over 1,000,000 coordinates" in text
+    assert "the theorem does not cover that difference" not in text
+    assert "floating-point" not in " ".join(block["not_covered"])
+
+
+def test_a_seeded_run_names_no_generator_as_secret() -> None:
+    recipe = config(privacy={"secure_noise": True, "insecure_seed": SECRET_SEED})
+    text, block = render_card(recipe, plan(), broken(), None)
+    assert "randomness" not in block
+    assert "keyed by the operating system" not in text
+
+
+def test_tables_of_the_card_are_whole() -> None:
+    for the_audit in (None, audit()):
+        lines = body(render_card(config(), plan(), record(), the_audit)[0]).splitlines()
+        for above, line in itertools.pairwise(lines):
+            if above.startswith("|") and line.startswith("|"):
+                assert above.count("|") == line.count("|"), line

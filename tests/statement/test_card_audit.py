@@ -1,0 +1,72 @@
+"""What a card says of an audit, and which audits it does not take."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from cards import EPSILON, HASH, SETTINGS, Json, audit, config, first_line, plan, record, render_card
+
+from dpllm.errors import ConfigError
+from dpllm.statement import formatting
+
+
+def test_audit_stands_beside_its_controls_and_limits() -> None:
+    text, block = render_card(config(), plan(), record(), audit(audits_run=3))
+    assert "**Verdict: consistent.**" in text
+    assert "no proof" in text
+    assert "audited 3 times" in text
+    assert "random secrets of 8 digits" in text
+    assert "does not tell the planted ones from the others" in text
+    assert "The attack works where it should: AUC 0.97 on the canaries planted 16 times." in text
+    assert "0.12 with 95% confidence" in text
+    assert "What the audit could have shown at most:** 2.76" in text
+    assert "| ratio | 1 | 0.53 (0.45 to 0.61) | 0.9525 |" in text
+    assert "| 1 | 99 | 1.61 | 1.44 | 1.41 | 0.21 | 6.90 | 0 of 99 | 0 of 99 | 0 of 101 |" in text
+    assert text.index("| 1 | 99 |") < text.index("| 16 | 9 |")
+    assert block["audit"]["verdict"] == "consistent"
+
+
+def test_an_engine_that_was_falsified_gives_no_guarantee() -> None:
+    found = {"verdict": "falsified", "reason": "noise is half of what the Plan says.", "steps": 300}
+    text, block = render_card(config(), plan(), record(), audit(), found)
+    assert not block["guarantee"]
+    assert "the audit of the engine that trained contradicts it: noise is half" in first_line(text)
+    sound = {**found, "verdict": "consistent"}
+    text, block = render_card(config(), plan(), record(), audit(), sound)
+    assert block["guarantee"]
+    assert block["mechanism_audit"]["verdict"] == "consistent"
+
+
+def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
+    the_audit = audit()
+    the_audit["attacks"] = {"ratio": {**the_audit["attacks"]["ratio"], "group": 4}}
+    the_audit["claim"] = {"epsilon": 0.5, "delta": 1e-3, "unit": "example"}
+    rows = config(data={"unit": "example", "max_examples_per_unit": None})
+    promise = {"epsilon": 0.5, "delta": 1e-3}
+    text, _ = render_card(rows, plan(unit="example", **promise), record(epsilon_spent=None), the_audit)
+    delta = 1e-3 * math.expm1(2.0) / math.expm1(0.5)
+    assert f"| {formatting.bound(1 - (1 - delta) ** 2 / (1 + math.exp(2.0)))} |" in text
+    # All copies belong to one patient, whom one epsilon protects.
+    the_audit["claim"]["unit"] = "patient_id"
+    text, _ = render_card(config(), plan(**promise), record(epsilon_spent=None), the_audit)
+    assert f"| {formatting.bound(1 - (1 - 1e-3) ** 2 / (1 + math.exp(0.5)))} |" in text
+    assert "All copies of a canary belong to one unit" in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights": {"adapter_model.safetensors": "ee" * 32}},
+        {"weights": {"model.safetensors": HASH}},
+        {"weights": {}},
+        {"claim": {"epsilon": 8.0, "delta": 1e-05, "unit": "patient_id"}},
+        {"claim": {"epsilon": EPSILON, "delta": 1e-05, "unit": "example"}},
+        {"settings": {**SETTINGS, "alpha": 1e-9}},
+        {"settings": None},
+        {"canaries": {**audit()["canaries"], "commitment": "d1" * 32}},
+    ],
+)
+def test_audit_of_other_weights_or_canaries_is_refused(changes: Json) -> None:
+    with pytest.raises(ConfigError, match="dpllm audit again"):
+        render_card(config(), plan(), record(), audit(**changes))

@@ -1,0 +1,351 @@
+"""Every state that a run can be in has a card, whose first line says what a reader must know first."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from cards import Json, audit, baseline, baseline_record, body, broken, config, first_line, plan, record, render_card
+
+from dpllm.errors import ConfigError
+from dpllm.privacy import guards
+from dpllm.recipe.config import RunConfig
+from dpllm.statement import privacy_record, section
+from dpllm.statement.card import compose
+
+CLAIM = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
+NONE = "> **No differential privacy guarantee: "
+ROWS: Json = {"data": {"unit": "example", "max_examples_per_unit": None}}
+SPLIT = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": 3.2, "gradient_noise_multiplier": 0.9268}
+FOUND = {"verdict": "falsified", "reason": "Noise is half of what the Plan says.", "steps": 300}
+HASH = "5a" * 32
+
+
+def parent(**changes: Any) -> Json:
+    return {
+        "name": "ward-6-model",
+        "guarantee": True,
+        "epsilon": 2.0,
+        "delta": 1e-5,
+        "unit": "patient_id",
+        "neighbouring_relation": "zero_out",
+        "dataset": "ward-7-notes",
+        "entry": "2",
+        "head": "cd" * 32,
+        "event": plan()["event"],
+        "files_digest": HASH,
+        **changes,
+    }
+
+
+def lineage(**changes: Any) -> Json:
+    return {
+        "base": parent(),
+        "ancestors": [],
+        "same_dataset": True,
+        "dataset": "ward-7-notes",
+        "composed": {"epsilon": 4.01234, "delta": 1e-5, "accountant": "dp-accounting PLD 0.6.0"},
+        "reason": None,
+        "excepted": None,
+        **changes,
+    }
+
+
+def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json | None, str, tuple[str, ...]]]:
+    """Name -> recipe, Plan, record, audit, mechanism; how the first line begins; what else is said."""
+    adaptive = {**record()["ledger"], "filter_epsilon": 5.5}
+    adaptive["budget"] = {"epsilon": 10.0, "delta": 1e-5, "gate": "adaptive", "order": 3.2}
+    group = {**record()["ledger"], "group": {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}}
+    other_data = lineage(
+        base=parent(dataset="ward-6-notes"), same_dataset=False, dataset=None, composed=None, reason="the data differ"
+    )
+    untold = lineage(composed=None, reason="ward-6-model was protected by another unit (example, here patient_id)")
+    tainted = lineage(base=parent(guarantee=False, epsilon=None, delta=None, unit=None, event=None), composed=None)
+    permitted = lineage(
+        composed=None, reason="outside", excepted="continuing it outside its ledger was permitted by Ada"
+    )
+    return {
+        "guarantee": (config(), plan(), record(), None, None, CLAIM, ("These weights were not audited.",)),
+        "audited": (config(), plan(), record(), audit(), None, CLAIM, ("**Verdict: consistent.**",)),
+        "rows": (
+            config(**ROWS),
+            plan(unit="example", max_examples_per_unit=None),
+            record(),
+            None,
+            None,
+            "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each training example.**",
+            ("The limit is about single rows", "(a person with k rows, or a fact that k of them repeat)"),
+        ),
+        "example sampling": (
+            config(data={"sampling": "example"}),
+            plan(sampling="example"),
+            record(),
+            None,
+            None,
+            CLAIM,
+            ("Rows are drawn and clipped one by one", "64 rows expected in a step"),
+        ),
+        "adaptive clipping": (
+            config(privacy={"clipping": "adaptive"}),
+            plan(clipping="adaptive", adaptive=SPLIT),
+            record(),
+            None,
+            None,
+            CLAIM,
+            ("0.9268 C_t", "one unit moves it by at most 1/2"),
+        ),
+        "adaptive budget": (
+            config(),
+            plan(),
+            record(ledger=adaptive),
+            None,
+            None,
+            CLAIM,
+            ("ε = 5.5 at δ = 1e-05 by a Renyi filter at order 3.2",),
+        ),
+        "tuning group": (
+            config(),
+            plan(),
+            record(ledger=group),
+            None,
+            None,
+            CLAIM,
+            ("one of 3 runs of the tuning group `sweep-1`", "all of them come to ε = 4.201 at δ = 1e-05"),
+        ),
+        "interrupted": (
+            config(),
+            plan(),
+            record(status="interrupted", steps_taken=40, deviations=["the run was interrupted"]),
+            None,
+            None,
+            CLAIM,
+            (
+                "40 taken of 100 planned; interrupted",
+                "- The run was interrupted.",
+                "The run stopped after 40 of 100 steps",
+            ),
+        ),
+        "no ledger": (config(), plan(), record(ledger=None), None, None, CLAIM, ("not recorded in a ledger",)),
+        "private metrics": (
+            config(telemetry={"private_metrics": True}),
+            plan(),
+            record(deviations=guards.deviations(config(telemetry={"private_metrics": True}))[1]),
+            None,
+            None,
+            CLAIM,
+            ("(telemetry.private_metrics)", "here they also went to metrics and trackers"),
+        ),
+        "tuning stated": (
+            config(card={"tuning": "three runs, on public data"}),
+            plan(),
+            record(),
+            None,
+            None,
+            CLAIM,
+            ("| Hyper-parameters | as stated by whoever trained the model: three runs, on public data |",),
+        ),
+        "same data": (
+            config(),
+            plan(),
+            record(lineage=lineage()),
+            None,
+            None,
+            CLAIM,
+            ("states ε = 2, δ = 1e-05 for each `patient_id` of `ward-7-notes`", "has ε = 4.013 at δ = 1e-05"),
+        ),
+        "other data": (
+            config(),
+            plan(),
+            record(lineage=other_data),
+            None,
+            None,
+            CLAIM,
+            ("each guarantee is for the data of its own run",),
+        ),
+        "not composed": (
+            config(),
+            plan(),
+            record(lineage=untold),
+            None,
+            None,
+            CLAIM,
+            ("no figure for all of it is stated: ward-6-model was protected by another unit",),
+        ),
+        "grandparents": (
+            config(),
+            plan(),
+            record(lineage=lineage(ancestors=[parent(name="older"), parent(name="oldest", guarantee=False)])),
+            None,
+            None,
+            CLAIM,
+            ("Before it, `older` states ε = 2", "Before it, `oldest` states no guarantee"),
+        ),
+        "excepted lineage": (
+            config(),
+            plan(),
+            record(lineage=permitted),
+            None,
+            None,
+            f"{CLAIM} **Exception: continuing it outside its ledger was permitted by Ada.**",
+            ("no figure for all of it is stated",),
+        ),
+        "base without guarantee": (
+            config(),
+            plan(),
+            record(lineage=tainted),
+            None,
+            None,
+            CLAIM,
+            ("The base model was trained on the same dataset and gives no guarantee for it.",),
+        ),
+        "broken assumption": (
+            config(),
+            plan(),
+            broken(),
+            None,
+            None,
+            f"{NONE}the noise was seeded",
+            ("## What was attempted", "They are no guarantee."),
+        ),
+        "falsified audit": (
+            config(),
+            plan(),
+            record(),
+            audit(verdict="falsified", verdict_reason="The lower bound 4 exceeds the claim."),
+            None,
+            f"{NONE}the audit of these weights contradicts it",
+            ("> **Audit verdict: falsified.** The lower bound 4 exceeds the claim.",),
+        ),
+        "falsified mechanism": (
+            config(),
+            plan(),
+            record(),
+            audit(),
+            FOUND,
+            f"{NONE}the audit of the engine that trained contradicts it: Noise is half",
+            ("> **Verdict of the engine's audit: falsified.**",),
+        ),
+        "no privacy": (
+            baseline(),
+            None,
+            baseline_record(),
+            None,
+            None,
+            f"{NONE}this model was trained without differential privacy (privacy.enabled: false), on data that",
+            ("an audit of a run without differential privacy is itself private",),
+        ),
+        "continued without privacy": (
+            baseline(),
+            None,
+            baseline_record(lineage=permitted),
+            None,
+            None,
+            NONE,
+            ("**Exception: continuing it outside its ledger was permitted by Ada.**",),
+        ),
+    }
+
+
+STATES = states()
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_state_has_its_card(name: str) -> None:
+    recipe, the_plan, the_record, the_audit, mechanism, first, says = STATES[name]
+    text, block = render_card(recipe, the_plan, the_record, the_audit, mechanism)
+    assert first_line(text).startswith(first)
+    for sentence in says:
+        assert sentence in text
+    assert body(text).startswith("<!-- dpllm:banner -->\n> **")
+    assert section.parts(text) == section.render(privacy_record.read(block))
+    assert section.front_matter(text)["privacy"] == block
+    assert not re.search(r"\bNone\b(?! of this)", body(text))
+    assert "Undefined" not in text
+    holds = first.startswith(CLAIM[:40])
+    assert block["guarantee"] is holds
+    assert ("## The guarantee in full" in text) == holds
+    assert ("![Curve" in text) == holds
+    for heading in ("## In plain words", "## For the data-protection officer", "### To check this statement"):
+        assert text.count(heading) == 1
+    assert render_card(recipe, the_plan, the_record, the_audit, mechanism) == (text, block)
+
+
+def test_an_exception_is_in_the_first_line_whatever_else_is() -> None:
+    for name in ("excepted lineage", "continued without privacy"):
+        recipe, the_plan, the_record, *_ = STATES[name]
+        assert "**Exception: continuing it" in first_line(render_card(recipe, the_plan, the_record, None)[0])
+
+
+def test_a_merged_copy_says_so_and_is_used_as_a_whole_model() -> None:
+    block = render_card(config(), plan(), record(), audit())[1]
+    merged = {**block, "merged_from": {"files": {"adapter_model.safetensors": HASH}}}
+    text = compose(config(), record(), privacy_record.read(merged))
+    assert "These files are a merged copy, which has the same guarantee" in text
+    assert "The audit was of the adapter, before it was merged" in text
+    assert "PeftModel" not in text
+    assert section.front_matter(text)["library_name"] == "transformers"
+
+
+def test_the_shuffling_fallback_is_larger_and_left_out_where_more_was_spent() -> None:
+    text, block = render_card(config(), plan(), record(), None)
+    assert block["without_amplification"] > block["epsilon"]
+    assert f"ε would be {block['without_amplification']:g} at the same δ" in text
+    more, block = render_card(config(), plan(), record(epsilon_spent=3.4), None)
+    assert block["without_amplification"] is None
+    assert "trade_off" not in block
+    assert "was not computed" in more
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "word"), [(1.0, "strong"), (1.1, "reasonable"), (10.0, "reasonable"), (10.1, "weak")]
+)
+def test_the_tiers_are_called_a_convention(epsilon: float, word: str) -> None:
+    text, _ = render_card(config(), plan(epsilon=epsilon), record(epsilon_spent=None), None)
+    assert f"| How strong is that | {word}" in text
+    assert "by a convention (Ponomareva et al. 2023" in text
+
+
+def test_delta_stands_beside_one_over_n() -> None:
+    assert "| δ | 1e-05, which is 0.0089 / N" in render_card(config(), plan(), record(), None)[0]
+
+
+def test_evaluation_is_named_as_it_was() -> None:
+    for data, says in (
+        ({"eval_public": True}, "evaluation data (declared public)"),
+        ({}, "evaluation data (not declared public; no figure from them is published)"),
+        ({"eval": None}, "evaluation data: this run had none"),
+    ):
+        _, block = render_card(config(data=data), plan(), record(), None)
+        assert any(line.startswith(says) for line in block["not_covered"])
+
+
+def test_a_statement_that_its_schema_does_not_allow_is_not_written() -> None:
+    with pytest.raises(ConfigError, match=r"schema.*sampling_rate"):
+        render_card(config(), plan(sampling_rate=1.5), record(), None)
+
+
+def test_every_access_to_data_outside_the_guarantee_is_named() -> None:
+    text, block = render_card(config(), plan(), record(), None)
+    for access in (
+        "base model",
+        "tokenizer",
+        "chat template",
+        "clean-up",
+        "evaluation",
+        "hyper-parameters",
+        "telemetry",
+    ):
+        assert any(access in line for line in block["not_covered"]), access
+    for limit in (
+        "many units share",
+        "other sources",
+        "when it is used",
+        "floating-point",
+        "side channels",
+        "checkpoints",
+    ):
+        assert any(limit in line for line in block["not_covered"]), limit
+    assert all(f"\n- {line}\n" in text for line in block["not_covered"])
+    baseline_block = render_card(baseline(), None, baseline_record(), None)[1]
+    assert baseline_block["not_covered"] == ["everything: this run gives no guarantee"]

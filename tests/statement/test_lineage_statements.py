@@ -1,0 +1,336 @@
+"""What a run owes to the model that it starts from: composition, refusals, exceptions, ancestors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.ledger import Budget, Ledger, budgets
+from dpllm.privacy import accounting
+from dpllm.privacy.plan import Plan, make_plan
+from dpllm.recipe.config import RunConfig
+from dpllm.statement import lineage
+from dpllm.statement.lineage import Base
+
+Json = dict[str, Any]
+DELTA = 1e-4
+TERMS = {"unit": "example", "relation": "zero_out"}
+
+
+def recipe(**sections: Json) -> RunConfig:
+    value: Json = {
+        "model": {"name_or_path": "models/parent"},
+        "data": {"train": "notes.jsonl"},
+        "privacy": {"noise_multiplier": 1.0, "epsilon": 50.0, "delta": DELTA, "dataset": "notes"},
+        "train": {"steps": 20, "batch_size": 10},
+        "output_dir": "run",
+    }
+    for name, section in sections.items():
+        value[name] = {**value.get(name, {}), **section}
+    return RunConfig.model_validate(value)
+
+
+@cache
+def plan(sigma: float = 1.0, steps: int = 20) -> Plan:
+    return make_plan(recipe(privacy={"noise_multiplier": sigma}, train={"steps": steps}), 100)
+
+
+def statement(**changes: Any) -> Json:
+    made = plan()
+    return {
+        "name": "parent",
+        "guarantee": True,
+        "epsilon": made.epsilon,
+        "delta": DELTA,
+        "unit": made.unit,
+        "neighbouring_relation": made.neighbouring_relation,
+        "event": made.event,
+        "dataset": "notes",
+        "entry": "aa" * 8,
+        "head": "0b" * 32,
+        "files_digest": "0c" * 32,
+        **changes,
+    }
+
+
+def unprotected(**changes: Any) -> Json:
+    nothing = dict.fromkeys(("epsilon", "delta", "unit", "neighbouring_relation", "event", "entry", "head"))
+    return statement(guarantee=False, **{**nothing, **changes})
+
+
+def base(*before: Json, budgeted: bool = False, **changes: Any) -> Base:
+    return Base(statement(**changes), before, budgeted=budgeted, whole_event=True)
+
+
+def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Json:
+    terms: Json = {"dataset": "notes", "derived_from": None, "book": None, "plan": plan(), **changes}
+    found = lineage.settle(parent, config or recipe(), **terms)
+    assert found is not None
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    return found
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Ledger]:
+    with Ledger(tmp_path / "ledger.sqlite") as made:
+        yield made
+
+
+def budget(book: Ledger, dataset: str = "notes") -> None:
+    terms = Budget(50.0, DELTA, unit="example", relation="zero_out", gate="adaptive", order=4.0, by="alice", reason="x")
+    budgets.set_budget(book, dataset, terms)
+
+
+def reserve(book: Ledger, dataset: str = "notes") -> str:
+    made = plan()
+    claim = book.reserve(dataset, event=made.event, delta=DELTA, num_steps=20, run="parent", **TERMS)
+    return claim.entry
+
+
+# Composition
+
+
+def test_without_a_block_there_is_no_lineage() -> None:
+    assert lineage.settle(None, recipe(), dataset="notes", derived_from=None, book=None, plan=plan()) is None
+    assert lineage.why_not(None) is None
+    assert lineage.deviations(None) == []
+
+
+def test_the_same_dataset_is_composed_by_pld_at_the_delta_of_the_run() -> None:
+    made = plan(sigma=1.5, steps=30)
+    found = settle(base(), plan=made)
+    both = accounting.epsilon(accounting.compose([plan().event, made.event]), DELTA, "zero_out")
+    assert found["composed"] == {
+        "epsilon": both,
+        "delta": DELTA,
+        "accountant": f"dp-accounting PLD {accounting.versions()['version']}",
+    }
+    assert max(made.epsilon, plan().epsilon) < both < made.epsilon + plan().epsilon
+    assert (found["same_dataset"], found["dataset"], found["reason"], found["excepted"]) == (True, "notes", None, None)
+    assert lineage.why_not(found) is None
+    assert lineage.deviations(found) == []
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(generations=st.lists(st.sampled_from([1.0, 2.0]), min_size=1, max_size=3))
+def test_each_generation_on_the_same_data_costs_more(generations: list[float]) -> None:
+    """Two ancestors with the same noise count twice: nothing is composed once that was spent twice."""
+    own = plan()
+    parents = [statement(event=plan(sigma).event, epsilon=plan(sigma).epsilon) for sigma in generations]
+    found = settle(Base(parents[0], tuple(parents[1:]), budgeted=False, whole_event=True))
+    shorter = settle(Base(parents[0], tuple(parents[1:-1]), budgeted=False, whole_event=True))["composed"]["epsilon"]
+    total = found["composed"]["epsilon"]
+    assert own.epsilon < total <= own.epsilon + sum(parent["epsilon"] for parent in parents) + 1e-3
+    assert total > shorter or len(parents) == 1
+
+
+def test_three_generations_compose_over_those_on_the_same_data_only() -> None:
+    grandparent, stranger = statement(name="first"), statement(name="other", dataset="letters")
+    found = settle(base(stranger, grandparent))
+    expected = accounting.epsilon(accounting.compose([plan().event] * 3), DELTA, "zero_out")
+    assert found["composed"]["epsilon"] == expected
+    assert [parent["name"] for parent in (found["base"], *found["ancestors"])] == ["parent", "other", "first"]
+    through = settle(base(grandparent, dataset="letters"))
+    assert through["same_dataset"]
+    assert through["composed"]["epsilon"] == settle(base())["composed"]["epsilon"]
+
+
+def test_different_data_are_not_composed() -> None:
+    found = settle(base(dataset="letters"))
+    assert (found["same_dataset"], found["dataset"], found["composed"]) == (False, None, None)
+    assert "different datasets" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"unit": "patient_id"}, "another unit (patient_id, here example)"),
+        ({"neighbouring_relation": "add_or_remove_one"}, "another neighbouring relation (add_or_remove_one"),
+    ],
+)
+def test_what_cannot_be_composed_says_why(changes: Json, reason: str) -> None:
+    found = settle(base(**changes))
+    assert found["composed"] is None
+    assert found["same_dataset"]
+    assert reason in found["reason"]
+
+
+def test_what_pld_does_not_know_is_composed_by_another_accountant() -> None:
+    selected = {"type": "repeat_and_select", "event": plan().event, "mean": 2.0, "distribution": "geometric"}
+    assert "RDP" in settle(base(event=selected))["composed"]["accountant"]
+
+
+def test_no_accountant_for_all_parts_is_said() -> None:
+    grouped = {"type": "poisson_sampled_group", "probability": 0.1, "group_size": 3}
+    grouped["event"] = {"type": "gaussian", "noise_multiplier": 1.0}  # type: ignore[assignment]
+    selected = {"type": "repeat_and_select", "event": plan().event, "mean": 2.0, "distribution": "geometric"}
+    found = settle(base(statement(event=grouped), event=selected))
+    assert found["composed"] is None
+    assert "no accountant" in found["reason"]
+
+
+def test_a_seeded_run_composes_nothing() -> None:
+    found = settle(base(), recipe(privacy={"insecure_seed": 3}))
+    assert found["composed"] is None
+    assert "seeded by the user" in found["reason"]
+
+
+# A base without a guarantee
+
+
+def test_a_base_without_a_guarantee_on_other_data_is_named_and_taints_nothing_else() -> None:
+    found = settle(Base(unprotected(dataset="letters"), (), budgeted=False, whole_event=True))
+    assert lineage.why_not(found) is None
+    (note,) = lineage.deviations(found)
+    assert "parent, from which this model was made, states no differential privacy guarantee" in note
+    assert "about this run's own training data, and only as far as they are not among those" in note
+
+
+@pytest.mark.parametrize("place", ["base", "ancestor"])
+def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: str) -> None:
+    bad = unprotected(name="leaky")
+    parent = Base(bad, (), False, True) if place == "base" else base(bad, dataset="letters")
+    found = settle(parent)
+    assert found["composed"] is None
+    assert "no guarantee" in found["reason"]
+    why = lineage.why_not(found)
+    assert why is not None
+    assert "leaky" in why
+    assert "without a guarantee" in why
+
+
+# Refusals and exceptions
+
+
+def test_continuing_without_privacy_on_the_same_data_is_refused() -> None:
+    off = recipe(privacy={"enabled": False}, data={"public": True})
+    for parent in (base(), base(statement(name="first"), dataset="letters")):
+        with pytest.raises(Refused, match="which was trained on dataset 'notes' with differential privacy") as refused:
+            settle(parent, off, plan=None)
+        assert refused.value.reason == "no_privacy"
+        assert "dpllm ledger except notes" in str(refused.value)
+    found = settle(base(dataset="letters"), off, plan=None)
+    assert found["excepted"] is None
+    assert "no guarantee" in settle(base(dataset="letters"), off, plan=None)["reason"] or not found["same_dataset"]
+
+
+def test_an_exception_permits_it_and_is_named(book: Ledger) -> None:
+    off = recipe(privacy={"enabled": False}, data={"public": True})
+    budget(book)
+    with pytest.raises(Refused):
+        settle(base(), off, plan=None, book=book)
+    budgets.except_from_privacy(book, "notes", "alice", "never released")
+    found = settle(base(), off, plan=None, book=book)
+    assert found["excepted"].startswith(
+        "continuing parent on dataset 'notes' without differential privacy was permitted by alice"
+    )
+    assert "(never released)" in found["excepted"]
+    assert lineage.deviations(found) == [found["excepted"]]
+
+
+def test_a_budget_is_not_spent_beside_its_ledger(book: Ledger, tmp_path: Path) -> None:
+    entry = reserve(book)
+    with Ledger(tmp_path / "other.sqlite") as other:
+        assert settle(base(entry=entry), book=other)["composed"]  # no budget anywhere: nothing to evade
+        for parent, at, where in (
+            (base(entry=entry, budgeted=True), other, "privacy.ledger"),
+            (base(entry=entry, budgeted=True), None, "privacy.ledger"),
+        ):
+            with pytest.raises(Refused, match="is not in this recipe's ledger") as refused:
+                settle(parent, book=at)
+            assert where in str(refused.value)
+            assert refused.value.reason == "outside_ledger"
+        assert settle(base(entry=entry, budgeted=True), book=book)["excepted"] is None
+        assert settle(base(entry=entry, budgeted=True, dataset="letters"), book=other)["excepted"] is None
+        budget(other)
+        with pytest.raises(Refused, match="dpllm ledger import notes"):
+            settle(base(entry=entry), book=other)
+        budgets.except_from_privacy(other, "notes", "alice", "one account from now on")
+        found = settle(base(entry=entry, budgeted=True), book=other)
+        assert "outside the ledger that holds its entry was permitted by alice" in found["excepted"]
+
+
+@pytest.mark.parametrize(("less", "enough"), [(0.0, True), (0.1, False), (None, True)])
+def test_what_was_imported_into_the_ledger_is_in_it(book: Ledger, less: float | None, enough: bool) -> None:
+    budget(book)
+    event = plan().event
+    if less is not None:
+        event = {"type": "imported", "epsilon": plan().epsilon - less, "delta": DELTA}
+    budgets.import_run(book, "notes", event=event, run="parent", by="alice", reason="its card", **TERMS)
+    if enough:
+        assert settle(base(), book=book)["excepted"] is None
+    else:
+        with pytest.raises(Refused):
+            settle(base(), book=book)
+    with pytest.raises(Refused):  # one import does not stand for two runs
+        settle(base(statement(name="first")), book=book)
+
+
+def test_a_block_that_its_ledger_contradicts_is_refused(book: Ledger) -> None:
+    entry = reserve(book)
+    settle(base(entry=entry), book=book)
+    for changes in ({"dataset": "letters"}, {"event": plan(2.0).event}):
+        with pytest.raises(Refused, match="one of the two was changed"):
+            settle(base(entry=entry, **changes), book=book)
+    longer = replace(base(entry=entry, event=plan(steps=24).event), whole_event=False)  # steps were made up
+    assert settle(longer, book=book)["composed"]
+
+
+def test_derived_data_are_their_parents(book: Ledger) -> None:
+    entry = reserve(book)
+    found = settle(base(entry=entry), dataset="notes-2027", derived_from="notes", book=book)
+    assert found["dataset"] == "notes"
+    assert found["composed"]
+    assert settle(base(), dataset="notes-2027", derived_from="notes")["same_dataset"]
+
+
+# What is no model
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (("adapter_config.json", "adapter_model.safetensors"), "dpllm merge RUN"),
+        (("run.json", "export/model.safetensors"), "is a run directory"),
+    ],
+)
+def test_an_adapter_and_a_run_directory_are_no_base(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=message):
+        lineage.of_base(recipe(model={"name_or_path": str(tmp_path)}))
+
+
+def test_a_model_without_a_block_has_no_lineage(tmp_path: Path) -> None:
+    for text in (None, "# A model", "---\nlicense: mit\n---\n# A model", "---\nprivacy: good\n---\n"):
+        if text is not None:
+            (tmp_path / "README.md").write_text(text)
+        assert lineage.of_base(recipe(model={"name_or_path": str(tmp_path)})) is None
+    assert lineage.of_base(recipe(model={"name_or_path": "builtin:tiny"})) is None
+    assert lineage.of_base(recipe(model={"name_or_path": "nobody/nothing"})) is None  # no network here
+    assert lineage.of_base(recipe(model={"name_or_path": "nobody/nothing"}), fetch=False) is None
+
+
+def test_a_card_whose_block_was_cut_off_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nprivacy:\n  guarantee: true\n---\n# A model")
+    with pytest.raises(Refused, match=r"privacy\.json is missing"):
+        lineage.of_base(recipe(model={"name_or_path": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{}", '{"guarantee": NaN}', "[" * 100_000, '{"guarantee": true, "files": {}}', "\xff"]
+)
+def test_a_damaged_block_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "privacy.json").write_text(text, encoding="latin-1")
+    with pytest.raises(Refused, match="is no privacy block"):
+        lineage.of_base(recipe(model={"name_or_path": str(tmp_path)}))

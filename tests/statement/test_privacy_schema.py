@@ -1,0 +1,220 @@
+"""The privacy statement as a record: closed, documented, and kept to by every statement that is written or published."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import Json, audit, config, plan, record, render_card
+from jsonschema import Draft202012Validator
+from test_card_states import STATES
+
+from dpllm.errors import ConfigError
+from dpllm.statement import privacy_record, section
+from dpllm.statement.card import dump_block
+from dpllm.statement.fields import NotAStatement
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "model-card.md"
+PUBLISHED = sorted((ROOT / "model_cards").glob("*/export/privacy.json"))
+SCHEMA = privacy_record.schema()
+FOUND = {"verdict": "consistent", "reason": "No test failed.", "steps": 300}
+
+
+@pytest.fixture(scope="module")
+def block() -> Json:
+    limits = {"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": None}
+    beside = {"accountants": {"pld": 2.99, "rdp": 3.3}, "limits": limits, "curve": [[1e-4, 2.3], [1e-9, None]]}
+    return render_card(config(), plan(**beside), record(), audit(), FOUND)[1]
+
+
+def objects(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Json]]:
+    """Every mapping of a block but the event, which is free."""
+    if isinstance(value, dict) and path[-1:] != ("event",):
+        yield path, value
+        for key, inner in value.items():
+            yield from objects(inner, (*path, key))
+
+
+def at(block: Json, path: tuple[Any, ...]) -> Json:
+    here = copied = copy.deepcopy(block)
+    for key in path:
+        here = here[key]
+    here["__copied"] = copied
+    return here
+
+
+def problems(block: object) -> list[str]:
+    try:
+        privacy_record.read(block)
+    except NotAStatement as error:
+        return error.problems
+    return []
+
+
+def resolved(field: Json) -> Json:
+    """A field with what it refers to; null aside, and its own description first."""
+    kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
+    target = SCHEMA["$defs"][kinds[0]["$ref"].rsplit("/", 1)[1]] if "$ref" in kinds[0] else kinds[0]
+    return {**target, **field, "type": kind_of(field)}
+
+
+def kind_of(field: Json) -> str:
+    kinds = [
+        SCHEMA["$defs"][one["$ref"].rsplit("/", 1)[1]] if "$ref" in one else one for one in field.get("anyOf", [field])
+    ]
+    return " or ".join(dict.fromkeys(kind["type"] for kind in kinds))
+
+
+def rows(name: str, prefix: str = "") -> list[tuple[str, str, str]]:
+    """Every field of a part as (dotted name, type, meaning); <name> stands for the names of a map."""
+    found = []
+    for key, field in SCHEMA["$defs"][name]["properties"].items():
+        whole, place = resolved(field), f"{prefix}{key}"
+        found.append((place, whole["type"], " ".join(whole["description"].split())))
+        inner = [one for one in (whole, *whole.get("patternProperties", {}).values()) if isinstance(one, dict)]
+        for one in inner:
+            title = resolved(one).get("title")
+            if resolved(one).get("properties") and key != "attempted":  # the terms once more
+                found += rows(title, f"{place}." if one is whole else f"{place}.<name>.")
+    return found
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Of a statement with a guarantee, with what stands in one without beside it."""
+    without = [row for row in rows("NotGuaranteed") if row[0] in ("reason", "attempted")]
+    first = [row for row in rows("Guaranteed") if row[0] in ("schema_version", "guarantee")]
+    return [*first, *without, *(row for row in rows("Guaranteed") if row not in first)]
+
+
+def test_the_schema_is_a_schema_and_the_templates_ship_with_the_package() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    templates = resources.files("dpllm.statement").joinpath("templates")
+    assert {path.name for path in templates.iterdir()} >= {
+        "banner.md.j2",
+        "card.md.j2",
+        "macros.md.j2",
+        "privacy.md.j2",
+    }
+
+
+def test_every_field_is_described_and_every_object_closed() -> None:
+    for name, part in SCHEMA["$defs"].items():
+        assert part["additionalProperties"] is False, name
+        for key, field in part["properties"].items():
+            assert resolved(field).get("description", "").endswith("."), f"{name}.{key}"
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parts[-3])
+def test_every_published_statement_is_valid_and_written_back_byte_for_byte(path: Path) -> None:
+    text = path.read_text("utf-8")
+    statement = privacy_record.read(json.loads(text))
+    assert dump_block(statement.to_json()) == text
+    Draft202012Validator(SCHEMA).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parts[-3])
+def test_the_front_matter_of_a_published_card_has_the_order_of_the_fields(path: Path) -> None:
+    shown = section.front_matter((path.parent / "README.md").read_text("utf-8"))["privacy"]
+    assert json.dumps(privacy_record.read(shown).to_json()) == json.dumps(shown)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_card_keeps_to_it(name: str) -> None:
+    assert problems(render_card(*STATES[name][:5])[1]) == []
+
+
+MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "groups", "weights", "accountants"}
+
+
+def test_a_field_too_many_or_too_few_is_a_problem(block: Json) -> None:
+    optional = {"adaptive", "accountants", "limits", "curve", "trade_off", "merged_from"}
+    for path, value in objects(block):
+        extra = at(block, path)
+        copied = extra.pop("__copied")
+        extra["../odd key" if path[-1:] == ("attacks",) else "Unknown"] = {}
+        assert problems(copied), path
+        for key in value:
+            if (path[-1:] and path[-1] in MAPS) or (path == () and key in optional):
+                continue
+            fewer = at(block, path)
+            copied = fewer.pop("__copied")
+            del fewer[key]
+            assert problems(copied), (*path, key)
+
+
+def test_a_value_of_another_type_is_a_problem(block: Json) -> None:
+    for path, value in objects(block):
+        for key in value:
+            if key == "event":
+                continue
+            wrong = at(block, path)
+            copied = wrong.pop("__copied")
+            wrong[key] = {"": [{}]}
+            assert problems(copied), (*path, key)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"guarantee": False}, "reason"),
+        ({"guarantee": "true"}, "guarantee"),
+        ({"guarantee": 1}, "the block"),
+        ({"reason": "none"}, "reason"),
+        ({"schema_version": 1}, "schema_version"),
+        ({"schema_version": 2.0}, "the block"),
+        ({"epsilon": -1}, "epsilon"),
+        ({"epsilon": True}, "epsilon"),
+        ({"delta": 0}, "delta"),
+        ({"base_model": {"name": "a", "revision": None, "covered": True}}, "base_model.covered"),
+        ({"files": {"a": "not a hash"}}, "files.a"),
+        ({"not_covered": []}, "not_covered"),
+    ],
+)
+def test_what_no_card_may_say_is_a_problem(block: Json, change: Json, place: str) -> None:
+    found = problems({**block, **change})
+    assert any(line.startswith(place) for line in found), found
+    with pytest.raises(ConfigError, match="schema"):
+        privacy_record.read({**block, **change})
+
+
+def test_terms_without_a_guarantee_stand_under_attempted_alone(block: Json) -> None:
+    recipe, the_plan, the_record, *_ = STATES["broken assumption"]
+    attempted = render_card(recipe, the_plan, the_record, None)[1]
+    assert problems(attempted) == []
+    assert problems({**attempted, "epsilon": 3.0})
+    assert problems({**block, "attempted": attempted["attempted"]})
+    assert problems({key: value for key, value in attempted.items() if key != "reason"})
+
+
+def test_a_stranger_s_value_is_a_problem_and_no_traceback() -> None:
+    for value in (None, 3, "text", [], {}, {"guarantee": None}, {"files": "x" * 10_000}):
+        found = problems(value)
+        assert found
+        assert all(len(line) < 300 for line in found)
+
+
+def test_the_documentation_has_every_field_as_the_schema_describes_it() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    shown = text[text.index("| field | type | meaning |") :].split("\n\n")[0].splitlines()[2:]
+    assert shown == [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in table()]
+
+
+def test_the_documentation_maps_items_to_fields_that_exist() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    known = {name for name, _, _ in table()}
+    before = text[: text.index("| field | type | meaning |")]
+    named = set(
+        re.findall(
+            r"`([a-z_]+(?:\.[a-z_<>]+)*)`", "\n".join(line for line in before.splitlines() if line.startswith("|"))
+        )
+    )
+    fields_named = {name for name in named if name.split(".")[0] in {field.split(".")[0] for field in known}}
+    assert len(fields_named) > 25
+    assert fields_named <= known

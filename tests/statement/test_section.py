@@ -1,0 +1,254 @@
+"""The marked parts of a card: a function of the privacy block alone, and read back as they were written."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from cards import Json, audit, broken, config, plan, record, render_card
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_card_states import lineage, parent
+
+from dpllm.errors import ConfigError
+from dpllm.statement import privacy_record, section
+
+
+def rendered(block: Json) -> dict[str, str]:
+    return section.render(privacy_record.read(block))
+
+
+MECHANISM = {"verdict": "consistent", "reason": "No test failed.", "steps": 300}
+
+
+def card(**changes: Any) -> tuple[str, Json]:
+    return render_card(config(), plan(), record(**changes), audit(), MECHANISM)
+
+
+@pytest.fixture(scope="module")
+def block() -> Json:
+    return card()[1]
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [place for key, part in inner for place in leaves(part, (*path, key))]
+    yield from found or [path]
+
+
+def other(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return value + "x" if isinstance(value, str) else "x" if value is None else [*value, "x"] if value == [] else None
+
+
+def changed(block: Json, path: tuple[Any, ...]) -> Json:
+    copied = copy.deepcopy(block)
+    here = copied
+    for key in path[:-1]:
+        here = here[key]
+    here[path[-1]] = other(here[path[-1]])
+    return copied
+
+
+def test_a_card_reads_back_as_it_was_rendered() -> None:
+    text, block = card()
+    assert section.parts(text) == rendered(block)
+    assert section.front_matter(text)["privacy"] == block
+    assert rendered(json.loads(json.dumps(block))) == rendered(yaml.safe_load(yaml.safe_dump(block)))
+
+
+def test_every_field_changes_what_is_rendered(block: Json) -> None:
+    """A field of which the marked parts said nothing could be changed in privacy.json without a trace in the card."""
+    shown = rendered(block)
+    paths = list(leaves(block))
+    assert len(paths) > 150
+    for path in paths:
+        try:
+            assert rendered(changed(block, path)) != shown, path
+        except ConfigError:  # nothing can be said of such a value
+            continue
+
+
+def test_no_two_blocks_have_one_digest(block: Json) -> None:
+    digests = {section.digest(changed(block, path)) for path in leaves(block)}
+    assert len(digests) == len(list(leaves(block)))
+    assert section.digest(dict(reversed(block.items()))) == section.digest(block)
+
+
+def test_edits_outside_the_marks_are_not_seen() -> None:
+    text, block = card()
+    edited = text.replace("# notes-lora", "# Our model\n\n![logo](logo.png)\n\nFor wards.") + "\n## Notes\n\nBy hand.\n"
+    assert section.parts(edited) == rendered(block)
+    assert section.parts(text.replace("\n", "\r\n")) == rendered(block)
+
+
+def test_every_line_inside_the_marks_is_seen() -> None:
+    text, block = card()
+    shown, lines = rendered(block), text.split("\n")
+    inside = False
+    for number, line in enumerate(lines):
+        inside = (inside or line.startswith("<!-- dpllm:")) and not line.startswith("<!-- /dpllm:")
+        if inside and line and not line.startswith("<!--"):
+            edited = "\n".join([*lines[:number], line + " ", *lines[number + 1 :]])
+            assert section.parts(edited) != shown, line
+            assert section.parts("\n".join([*lines[:number], *lines[number + 1 :]])) != shown, line
+
+
+@pytest.mark.parametrize("part", ["banner", "privacy"])
+def test_a_marker_that_is_missing_doubled_or_out_of_order_is_refused(part: str) -> None:
+    text, _ = card()
+    start, end = f"<!-- dpllm:{part} -->", f"<!-- /dpllm:{part} -->"
+    wrong = (
+        text.replace(start, ""),
+        text.replace(end, ""),
+        text + start,
+        text + f"\n{start}\nanother\n{end}\n",
+        text.replace(start, "@").replace(end, start).replace("@", end),
+    )
+    for edited in wrong:
+        with pytest.raises(ConfigError, match=f"dpllm:{part}"):
+            section.parts(edited)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "# A card\n", "---\n---\n", "---\n- a\n---\n", "---\na: [\n---\n", "---\na: 1\n", "---\na: 2026-99-99\n---\n"],
+)
+def test_front_matter_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="front matter"):
+        section.front_matter(text)
+
+
+@pytest.mark.parametrize(("where", "named"), [("contact", "contact"), ("tuning", "contact"), ("license", "license")])
+def test_a_marker_in_a_text_of_the_recipe_is_refused(where: str, named: str) -> None:
+    for marker in ("<!-- dpllm:privacy -->", "<!-- /dpllm:banner -->"):
+        with pytest.raises(ConfigError, match=f"card.{named}"):
+            render_card(config(card={where: f"see {marker} below"}), plan(), record(), None)
+
+
+@pytest.mark.parametrize("text", ["<!-- ", "<details>", "</div>", "<?x"])
+def test_no_text_of_a_statement_hides_what_stands_behind_it(block: Json, text: str) -> None:
+    shown = rendered({**block, "contact": f"somebody {text}"})["privacy"]
+    assert text not in shown
+    assert text.replace("<", "&lt;").strip() in shown
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.text(alphabet="a|\n\t `*<>{}%\u2028'\":-", max_size=30), st.booleans())
+def test_no_text_of_the_recipe_breaks_the_card(text: str, holds: bool) -> None:
+    recipe = config(card={"contact": text, "tuning": text, "title": text, "description": text})
+    the_record = record() if holds else broken(f"because {text}")
+    written, block = render_card(recipe, plan(), the_record, None)
+    assert section.parts(written) == rendered(block)
+    assert section.front_matter(written)["privacy"] == block
+    rows = [line for line in rendered(block)["privacy"].splitlines() if line.startswith(("| Contact", "| Hyper"))]
+    assert len(rows) == 2
+    assert all(row.replace("\\|", "").count("|") == 3 for row in rows)
+
+
+def test_a_block_that_is_none_is_refused(block: Json) -> None:
+    for wrong in (
+        {},
+        {"guarantee": True},
+        {**block, "sampling": None},
+        {**block, "epsilon": "3"},
+        {**block, "audit": [1]},
+    ):
+        with pytest.raises(ConfigError, match="schema"):
+            rendered(wrong)
+
+
+def test_rendering_needs_jinja_and_pydantic_and_nothing_heavy(block: Json) -> None:
+    """Whoever checks a card has neither torch nor the libraries that trained the model, nor numpy."""
+    code = """
+import json, sys
+heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "opacus", "numpy", "scipy", "matplotlib"}
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in heavy:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from dpllm.statement import privacy_record, section
+print(section.render(privacy_record.read(json.load(sys.stdin)))["banner"])
+"""
+    found = subprocess.run([sys.executable, "-c", code], input=json.dumps(block), capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == rendered(block)["banner"]
+
+
+def test_names_stay_in_their_cells() -> None:
+    name = "a|b\n# c"
+    text, block = render_card(config(), plan(unit=name), record(ledger=None), None)
+    assert section.parts(text) == rendered(block)
+    assert "\n# c" not in text.split("---\n", 2)[2]
+    assert "| one `a\\|b # c` (user-level" in text
+
+
+MACHINE_ONLY = (
+    *(
+        "schema_version",
+        "definition",
+        "holds_for",
+        "trust_model",
+        "mechanism",
+        "sampling.scheme",
+        "sampling.of",
+        "status",
+    ),
+    *(
+        "sampling.implemented_as_accounted",
+        "randomness.generator",
+        "accountants",
+        "trade_off",
+        "event",
+        "base_model.covered",
+    ),
+    *(
+        "composed.budget.order",
+        "composed.gate",
+        "composed.order",
+        "lineage.dataset",
+        "lineage.reason",
+        "audit.canaries",
+    ),
+    *("audit.weights", "software", "hardware", "recipe_digest", "files"),
+)
+"""Constants, what is worded together with another field, and what no sentence could hold; the digest covers them."""
+LATER = ("neighbouring_relation", "entry", "head", "event", "files_digest")
+"""Likewise, of each earlier model."""
+
+
+def test_every_field_that_people_read_is_worded() -> None:
+    limits = {"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": 1.5}
+    group = {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}
+    ledger = {**record()["ledger"], "group": group, "made_up_by": ["e7"]}
+    changes = {"lineage": lineage(ancestors=[parent(name="older")]), "ledger": ledger, "deviations": ["a thing"]}
+    promise = plan(limits=limits, curve=[[1e-4, 2.3]], accountants={"pld": 2.99})
+    block = render_card(config(), promise, record(**changes), audit(), MECHANISM)[1]
+
+    def told(block: Json) -> str:
+        parts = rendered(block)
+        return parts["banner"] + parts["privacy"].split("### To check this statement")[0]
+
+    shown, worded = told(block), 0
+    for path in leaves(block):
+        name = ".".join(map(str, path))
+        later = path[0] == "lineage" and any(part in LATER for part in path)
+        detail = name.startswith("audit.attacks") and path[-1] in ("confidence", "tpr_at_fpr_0.001")
+        if name.startswith(MACHINE_ONLY) or later or detail:
+            continue
+        try:
+            assert told(changed(block, path)) != shown, name
+            worded += 1
+        except ConfigError:
+            continue
+    assert worded > 110

@@ -1,0 +1,114 @@
+"""The figure of what a test for one person's presence can reach."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+from cards import config, plan, record, render_card
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.privacy.limits import attacker_limits_of
+from dpllm.statement import tradeoff_figure
+from dpllm.statement.fields import MechanismLimits, Terms
+
+EVENT = {
+    "type": "self_composed",
+    "count": 100,
+    "event": {
+        "type": "poisson_sampled",
+        "probability": 0.05,
+        "event": {"type": "gaussian", "noise_multiplier": 1.1},
+    },
+}
+
+
+def terms(**changes: Any) -> Terms:
+    return Terms.model_construct(**{"epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes})
+
+
+def test_the_curve_is_above_guessing_rising_and_holds_the_stated_limits() -> None:
+    curve = tradeoff_figure.trade_off(EVENT, "zero_out")
+    assert curve is not None
+    rates, reached = [rate for rate, _ in curve], [tpr for _, tpr in curve]
+    assert tuple(rates) == tradeoff_figure.RATES
+    assert {0.001, 0.01, 0.1, 1.0} <= set(rates)
+    assert reached == sorted(reached)
+    assert all(rate <= tpr <= 1 for rate, tpr in curve)
+    limits = attacker_limits_of(EVENT, "zero_out")
+    for rate in (0.001, 0.01):
+        exact = limits[f"tpr_at_fpr_{rate:g}"]
+        assert exact is not None
+        assert exact <= dict(curve)[rate] <= exact * 1.0011
+
+
+@given(st.floats(min_value=0, max_value=800), st.floats(min_value=1e-12, max_value=1e-2), st.booleans())
+@settings(deadline=None, derandomize=True)
+def test_any_guarantee_has_a_figure_that_stays_in_its_frame(epsilon: float, delta: float, known: bool) -> None:
+    curve = [[rate, min(1.0, 3 * rate)] for rate in tradeoff_figure.RATES] if known else None
+    drawn = tradeoff_figure.figure(terms(epsilon=epsilon, delta=delta, trade_off=curve))
+    root = ET.fromstring(drawn)
+    _, _, width, height = map(float, root.get("viewBox", "").split())
+    for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", drawn):
+        assert 0 <= float(x) <= width
+        assert 0 <= float(y) <= height
+    for number in re.findall(r'(?:cx|x|x1|x2)="(-?[\d.]+)"', drawn):
+        assert 0 <= float(number) <= width
+
+
+def test_text_fits_its_frame() -> None:
+    """At 0.58 of its size a letter: wider than Helvetica, Arial and DejaVu Sans set these words."""
+    for shown in (terms(), terms(epsilon=12345.678901, delta=1.2345678901e-11), terms(unit="example", epsilon=0.01)):
+        root = ET.fromstring(tradeoff_figure.figure(shown))
+        width = float(root.get("width", "0"))
+        for text in root.iter("{http://www.w3.org/2000/svg}text"):
+            if text.get("transform") or text.get("text-anchor") != "start":
+                continue
+            letter = 0.58 + (0.04 if text.get("font-weight") else 0)
+            end = float(text.get("x", "0")) + letter * float(text.get("font-size", "13")) * len(text.text or "")
+            assert end <= width - 4, text.text
+
+
+def test_it_needs_no_font_no_script_and_no_network() -> None:
+    drawn = tradeoff_figure.figure(terms())
+    assert drawn.count("http") == 1  # the namespace
+    for word in ("<script", "href", "<style", "<image", "@import"):
+        assert word not in drawn
+    assert 'fill="#ffffff" stroke=' in drawn  # a white ground with a frame, for dark pages
+    assert len(drawn) < 8000
+
+
+def test_a_long_or_odd_unit_is_escaped_and_cut() -> None:
+    unit = '<&"]' + "x" * 200
+    drawn = tradeoff_figure.figure(terms(unit=unit))
+    root = ET.fromstring(drawn)
+    title = next(text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text"))
+    assert len(title) < 60
+    assert "]" not in tradeoff_figure.alt_text(terms(unit=unit))
+
+
+@pytest.mark.parametrize("unit", ["example", "patient_id"])
+def test_the_description_states_the_figures_of_the_terms(unit: str) -> None:
+    text = tradeoff_figure.alt_text(
+        terms(
+            unit=unit,
+            limits=MechanismLimits.pick(
+                {"tpr_at_fpr_0.001": 0.0061, "tpr_at_fpr_0.01": 0.0367, "auc": 0.6265, "gdp_mu": None}
+            ),
+        )
+    )
+    assert ("one training example" if unit == "example" else "one patient_id") in text
+    assert "at most 3.7% at 1%, at most 0.7% at 0.1%" in text
+    assert "at most 0.6265, of guessing 0.5" in text
+
+
+def test_the_card_shows_it_with_its_description() -> None:
+    text, block = render_card(config(), plan(), record(), None)
+    whole = Terms.pick(block)
+    assert f"![{tradeoff_figure.alt_text(whole)}](privacy.svg)" in text
+    assert f"<title>{tradeoff_figure.alt_text(whole)}</title>".replace("'", "&#x27;") in tradeoff_figure.figure(
+        whole
+    ).replace("'", "&#x27;")

@@ -1,0 +1,338 @@
+"""Metrics, textfiles, the endpoint and trackers, without a run: what has which name, what may leave, what may fail."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ledger_stores import Place, budget, reserve
+from metrics_text import Series, free_port, promtool_is_silent, scrape, series
+from tiny_models import recipe
+
+from dpllm.cli import main
+from dpllm.errors import ConfigError
+from dpllm.ledger import Ledger, budgets
+from dpllm.privacy import accounting, guards
+from dpllm.privacy.plan import make_plan
+from dpllm.run.directory import RunDir
+from dpllm.telemetry import EpsilonSpent, Telemetry, metrics, publish_audit
+from dpllm.telemetry.live import LOOPBACK
+from dpllm.telemetry.metrics import RunValues, dataset_families, exposition, ledger_families, run_families
+
+VALUES = RunValues(
+    model="notes-lora",
+    base_model="openai-community/gpt2",
+    dataset="notes",
+    run_id="0f0f",
+    state="running",
+    step=3,
+    steps_planned=9,
+    epsilon_consumed=1.25,
+    stated_epsilon=3.0,
+    delta=1e-5,
+    noise_multiplier=0.8,
+    clip_fraction=0.4,
+    accuracy_delta=0.02,
+    auc=0.53,
+    auc_lower=0.49,
+    auc_upper=0.57,
+    auc_allowed=0.95,
+    epsilon_lower_bound=0.2,
+)
+
+
+def of_ledger(book: Ledger) -> Series:
+    """Everything that is shown of a ledger."""
+    families, names = ledger_families(book)
+    return series(exposition([*families, *dataset_families(book, names)]))
+
+
+def labels(text: bytes | str) -> dict[str, set[str]]:
+    return {name: {label for label, _ in pairs} for name, pairs in series(text)}
+
+
+# --- names and values ------------------------------------------------------------------------------------------------
+
+
+def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
+        budgets.set_budget(book, "notes", budget(8.0))
+        reserve(book)
+        book.count_refusal("notes", "over_budget")
+        families, names = ledger_families(book)
+        text = exposition([*run_families(VALUES), *families, *dataset_families(book, names)])
+    model, dataset = {"model"}, {"dataset"}
+    wanted = {
+        "dp_training_epsilon_consumed": {"model", "dataset", "run_id"},
+        "dp_training_budget_remaining": dataset,
+        "dp_training_budget": dataset,
+        "dp_noise_multiplier": model,
+        "dp_gradient_clip_fraction": model,
+        "dp_membership_inference_auc": model,
+        "dp_membership_inference_auc_lower": model,
+        "dp_membership_inference_auc_upper": model,
+        "dp_audit_epsilon_lower_bound": model,
+        "dp_stated_epsilon": model,
+        "dp_training_accuracy_delta": model,
+        "dp_ledger_refused_total": {"reason"},
+        "dp_ledger_reservations": {"dataset", "state"},
+        "dp_reservation_heartbeat_timestamp_seconds": {"dataset", "run_id", "state"},
+        "dp_ledger_entries": set(),
+        "dp_ledger_chain_valid": set(),
+        "dp_training_state": {"model", "state"},
+        "dp_training_step": model,
+    }
+    found = labels(text)
+    assert {name: found[name] for name in wanted} == wanted
+    promtool_is_silent(text)
+
+
+def test_what_metrics_can_show_of_a_run_is_this_list() -> None:
+    """A new field is a new way out: think of what it is computed from, then add it here."""
+    public = {"model", "base_model", "dataset", "run_id", "state", "step", "steps_planned", "epsilon_consumed"}
+    public |= {"stated_epsilon", "delta", "noise_multiplier", "accuracy_delta"}
+    audited = {"auc", "auc_lower", "auc_upper", "auc_allowed", "epsilon_lower_bound"}
+    private = {"private_loss", "private_clip_fraction"}
+    assert {field.name for field in fields(RunValues)} == public | audited | {"clip_fraction"} | private
+
+
+def test_a_share_without_noise_is_shown_only_where_there_is_none_with() -> None:
+    key = ("dp_gradient_clip_fraction", (("model", "notes-lora"),))
+    private = {"private_loss": 2.5, "private_clip_fraction": 0.9}
+    noisy = series(exposition(run_families(replace(VALUES, **private))))
+    assert noisy[key] == 0.4
+    assert noisy["dp_training_private_loss", (("model", "notes-lora"),)] == 2.5
+    assert series(exposition(run_families(replace(VALUES, clip_fraction=None, **private))))[key] == 0.9
+    quiet = series(exposition(run_families(replace(VALUES, clip_fraction=None))))
+    assert not {name for name, _ in quiet} & {"dp_gradient_clip_fraction", "dp_training_private_loss"}
+
+
+@given(st.floats(), st.floats())
+@settings(derandomize=True, max_examples=40, deadline=None)
+def test_what_is_no_number_is_left_out(epsilon: float, auc: float) -> None:
+    changed = replace(VALUES, epsilon_consumed=epsilon, auc=auc, epsilon_lower_bound=None)
+    found = {name: value for (name, _), value in series(exposition(run_families(changed))).items()}
+    assert found.get("dp_training_epsilon_consumed") == (epsilon if math.isfinite(epsilon) else None)
+    assert found.get("dp_membership_inference_auc") == (auc if math.isfinite(auc) else None)
+    assert "dp_audit_epsilon_lower_bound" not in found
+
+
+@given(st.text(min_size=1, max_size=20).filter(str.isprintable))
+@settings(derandomize=True, max_examples=40, deadline=None)
+def test_any_name_is_one_label(name: str) -> None:
+    found = series(exposition(run_families(replace(VALUES, model=name))))
+    assert found["dp_noise_multiplier", (("model", name),)] == 0.8
+
+
+# --- epsilon ---------------------------------------------------------------------------------------------------------
+
+
+def test_epsilon_on_the_way_is_an_upper_bound_and_costs_five_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(recipe(privacy={"noise_multiplier": 1.0, "epsilon": 50.0}, train={"steps": 23}), 500)
+    calls = []
+    compute = accounting.epsilon
+    monkeypatch.setattr(accounting, "epsilon", lambda *a, **k: calls.append(a) or compute(*a, **k))
+    spent = EpsilonSpent(plan)
+    seen = [spent(step) for step in range(24)]
+    assert len(calls) <= 5
+    assert seen[0] == 0.0
+    assert seen == sorted(seen)
+    assert seen[-1] == plan.epsilon
+    for step in (1, 5, 6, 22):
+        exact = compute(plan.event_after(step), plan.delta, plan.neighbouring_relation)
+        assert exact <= seen[step] + 1e-9
+    assert EpsilonSpent(None)(3) is None
+    assert "no differential privacy" in EpsilonSpent(None).words(3)
+
+
+# --- the ledger ------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_in_both_stores(ledger: Ledger) -> None:
+    budgets.set_budget(ledger, "notes", budget(8.0))
+    first = reserve(ledger)
+    ledger.charge(first.entry, 1)
+    ledger.count_refusal("notes", "over_budget")
+    ledger.count_refusal("letters", "over_budget")
+    ledger.count_refusal("", "tampered")
+    found = of_ledger(ledger)
+    assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 2
+    assert found["dp_ledger_refused_total", (("reason", "tampered"),)] == 1
+    assert found["dp_ledger_entries", ()] == len(ledger.history())
+    assert found["dp_ledger_chain_valid", ()] == 1
+    assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == ledger.remaining("notes")
+    states = {pairs[1][1]: value for (name, pairs), value in found.items() if name == "dp_ledger_reservations"}
+    assert {state: number for state, number in states.items() if number} == {"running": 1}
+    beat = (("dataset", "notes"), ("run_id", first.entry), ("state", "running"))
+    assert abs(found["dp_reservation_heartbeat_timestamp_seconds", beat] - time.time()) < 60
+
+
+def beating(book: Ledger) -> set[tuple[str, str]]:
+    """Reservations that show signs of life, and their states."""
+    beats = [dict(pairs) for name, pairs in of_ledger(book) if name == "dp_reservation_heartbeat_timestamp_seconds"]
+    return {(pairs["run_id"], pairs["state"]) for pairs in beats}
+
+
+@pytest.mark.parametrize("status", ["completed", "interrupted"])
+def test_a_finished_reservation_has_no_heartbeat(tmp_path: Path, status: Any) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
+        entry = reserve(book).entry
+        assert beating(book) == {(entry, "reserved")}
+        book.charge(entry, 1)
+        assert beating(book) == {(entry, "running")}
+        book.finish(entry, status)
+        assert beating(book) == set()
+        found = of_ledger(book)
+        states = {pairs[1][1] for (name, pairs), value in found.items() if name == "dp_ledger_reservations" and value}
+        assert states == {status}
+        assert not [name for name, _ in found if name.startswith("dp_training_budget")]
+
+
+def test_a_broken_chain_shows_and_nothing_else_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place(str(tmp_path / "ledger.sqlite"))
+    with place.open() as book:
+        budgets.set_budget(book, "notes", budget(8.0))
+        reserve(book)
+    place.edit("UPDATE entries SET payload = replace(payload, '8.0', '80.0') WHERE seq = 1")
+    assert main(["ledger", "metrics", "--ledger", place.location]) == 0
+    found = series(capsys.readouterr().out)
+    assert found["dp_ledger_chain_valid", ()] == 0
+    assert not [name for name, _ in found if name.startswith("dp_training")]
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, folder = tmp_path / "ledger.sqlite", tmp_path / "collector"
+    folder.mkdir()
+    with Ledger(path) as book:
+        for name in ("notes", "letters/2026", "letters_2026"):
+            budgets.set_budget(book, name, budget(8.0))
+            reserve(book, name)
+    assert main(["ledger", "metrics", "--ledger", str(path)]) == 0
+    printed = capsys.readouterr().out
+    promtool_is_silent(printed.encode())
+    assert main(["ledger", "metrics", "--ledger", str(path), "--textfile", str(folder)]) == 0
+    files = sorted(folder.iterdir())
+    assert len(files) == 4
+    together: Series = {}
+    for file in files:
+        promtool_is_silent(file.read_bytes())
+        one = series(file.read_bytes())
+        assert not one.keys() & together.keys()
+        together |= one
+    assert together == series(printed)
+    assert main(["ledger", "metrics", "--ledger", str(path), "--textfile", str(folder / "none")]) == 2
+    assert "node exporter" in capsys.readouterr().err
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
+        reserve(book)
+    code = (
+        "import sys; from dpllm.cli import main; code = main(sys.argv[1:]);"
+        "print({'torch', 'transformers', 'accelerate'} & set(sys.modules), code, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "ledger", "metrics", "--ledger", str(tmp_path / "ledger.sqlite")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    answer = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert answer.stderr.split("\n")[-2] == "set() 0", answer.stderr
+
+
+# --- textfiles -------------------------------------------------------------------------------------------------------
+
+
+def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
+    return recipe(telemetry=telemetry, output_dir=str(tmp_path / "run"), privacy={"noise_multiplier": 2.0})
+
+
+def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        path = metrics.run_file(tmp_path, "notes-lora")
+        metrics.write(path, run_families(VALUES))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert path.suffix == ".prom"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == exposition(run_families(VALUES))
+
+
+def test_a_disk_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = metrics.run_file(tmp_path, "notes-lora")
+    metrics.write(path, run_families(VALUES))
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(OSError, match="No space"):
+        metrics.write(path, run_families(replace(VALUES, step=4)))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: before}
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+@settings(derandomize=True, max_examples=100, deadline=None)
+def test_two_names_have_two_files(one: str, other: str) -> None:
+    paths = [metrics.run_file(Path(), name) for name in (one, other)]
+    assert (paths[0] == paths[1]) == (one == other)
+    for path in paths:
+        assert path.parent == Path()
+        assert len(path.name.encode()) < 200
+        assert path.name != metrics.LEDGER
+
+
+@pytest.mark.parametrize("where", ["nowhere", "run/export", "run/private/metrics", "file"])
+def test_a_directory_that_nobody_reads_is_refused_before_anything_is_reserved(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    config = settings_of(tmp_path, textfile=str(tmp_path / where))
+    with pytest.raises(ConfigError, match=r"telemetry\.textfile"):
+        Telemetry(config, RunDir(tmp_path / "run"))
+
+
+def test_a_failure_to_publish_is_told_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = settings_of(tmp_path, textfile=str(tmp_path / "gone"))
+    publish_audit(RunDir(tmp_path / "run"), config, "calibrated")
+    assert capsys.readouterr().err.count("metrics could not be written") == 1
+    quiet = settings_of(tmp_path)
+    publish_audit(RunDir(tmp_path / "run"), quiet, "calibrated")
+    assert capsys.readouterr().err == ""
+
+
+# --- the endpoint ----------------------------------------------------------------------------------------------------
+
+
+def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
+    port = free_port()
+    with Telemetry(settings_of(tmp_path, port=port), RunDir(tmp_path / "run")) as telemetry:
+        assert telemetry._server.server_address[0] == LOOPBACK == "127.0.0.1"
+        assert series(scrape(port)) == {}
+        telemetry._shown.now = tuple(run_families(VALUES))
+        assert series(scrape(port)) == series(exposition(run_families(VALUES)))
+        with pytest.raises(ConfigError, match=rf"telemetry\.port {port}: cannot be listened on"):
+            Telemetry(settings_of(tmp_path, port=port), RunDir(tmp_path / "run"))
+    with pytest.raises(urllib.error.URLError):
+        scrape(port)
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+def test_private_metrics_are_named_on_every_card(tmp_path: Path) -> None:
+    assert guards.deviations(settings_of(tmp_path))[1] == []
+    (note,) = guards.deviations(settings_of(tmp_path, private_metrics=True))[1]
+    assert "telemetry.private_metrics" in note
+    public = recipe(telemetry={"private_metrics": True}, data={"public": True})
+    assert guards.deviations(public)[1] == []

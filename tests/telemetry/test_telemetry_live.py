@@ -1,0 +1,283 @@
+"""What a run shows while it goes on, without training one: when, to whom, and what happens when nobody can be told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate import tracking
+from ledger_stores import budget
+from metrics_text import Series, series
+from tiny_models import recipe
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.ledger import Ledger, budgets
+from dpllm.privacy.plan import make_plan
+from dpllm.run.directory import RunDir, write_json
+from dpllm.telemetry import Telemetry, live, metrics, publish_audit
+from dpllm.telemetry.live import Trackers
+from dpllm.telemetry.metrics import dataset_families, exposition, label
+
+
+def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
+    return recipe(telemetry=telemetry, output_dir=str(tmp_path / "run"), privacy={"noise_multiplier": 2.0})
+
+
+# --- trackers --------------------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """A tracker that remembers, in place of wandb."""
+
+    name, requires_logging_directory = "wandb", False
+    made: list[Stub]
+    fail: str | None = None
+    error: BaseException = RuntimeError("the tracker is down")
+
+    def __init__(self, project: str, **options: Any) -> None:
+        self.calls: list[Any] = [("init", project, options)]
+        Stub.made.append(self)
+
+    def _say(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.fail == call[0]:
+            raise self.error
+
+    def start(self) -> None:
+        self._say("start")
+
+    def store_init_configuration(self, values: Any) -> None:
+        self._say("about", values)
+
+    def log(self, values: Any, step: int) -> None:
+        self._say("log", step, values)
+
+    def finish(self) -> None:
+        self._say("finish")
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stub]]:
+    Stub.made, Stub.fail = [], None
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Stub)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    yield Stub
+    Stub.fail = None
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:
+    config = settings_of(tmp_path, trackers=["tensorboard", "mlflow"])
+    with pytest.raises(ConfigError, match=r"mlflow is not installed.*pip install mlflow"):
+        Telemetry(config, RunDir(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+@pytest.mark.parametrize("fails", ["start", "about", "log", "finish"])
+def test_a_tracker_that_fails_ends_nothing(
+    stub: type[Stub],
+    fails: str,
+    error: type[BaseException],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub.fail = fails
+    monkeypatch.setattr(stub, "error", error("the tracker is down"))
+    trackers = Trackers(["wandb"], "notes-lora", Path("nowhere"), {"a": 1, "b": None})
+    for step in (1, 2):
+        trackers.log({"x": 0.5, "y": None}, step)
+    trackers.finish()
+    assert capsys.readouterr().err == "dpllm: the tracker wandb failed (" + (
+        f"{error.__name__}) and gets nothing more.\n"
+    )
+    assert [call[0] for call in stub.made[0].calls][-1] == fails
+
+
+def test_wandb_is_told_to_send_nothing_by_itself(stub: type[Stub]) -> None:
+    trackers = Trackers(["wandb"], "notes-lora", Path("nowhere"), {"a": 1, "b": None})
+    trackers.log({"x": 0.5, "y": None}, 3)
+    trackers.log({"y": None}, 4)
+    trackers.finish()
+    first, *rest = stub.made[0].calls
+    assert first[1:] == ("dpllm", {"name": "notes-lora", "settings": first[2]["settings"]})
+    assert first[2]["settings"]["console"] == "off"
+    assert first[2]["settings"]["x_disable_meta"] is True
+    assert rest == [("start",), ("about", {"a": 1}), ("log", 3, {"x": 0.5}), ("finish",)]
+
+
+# --- a run, without training -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> SimpleNamespace:
+    """A run that is about to begin, with the record that it would leave if its process were killed."""
+    (tmp_path / "collector").mkdir()
+    config = settings_of(tmp_path, textfile=str(tmp_path / "collector"), trackers=["wandb"])
+    plan = make_plan(config, 500)
+    run = RunDir(tmp_path / "run")
+    run.make()
+    write_json(run.plan, plan.to_json())
+    record = {
+        "status": "interrupted",
+        "guarantee": {"holds": False, "reason": "its process was killed"},
+        "epsilon_spent": plan.epsilon,
+        "ledger": {"dataset": "notes", "entry": "0f0f"},
+        "model": {"name_or_path": "model"},
+        "steps_taken": None,
+        "steps_planned": plan.schedule.num_steps,
+        "metrics": {"public": {}, "released": {}},
+    }
+    write_json(run.run, record)
+    return SimpleNamespace(config=config, run=run)
+
+
+def shown(p: SimpleNamespace) -> Series:
+    found: Series = {}
+    for file in sorted((p.run.root.parent / "collector").glob("*.prom")):
+        one = series(file.read_bytes())
+        assert not one.keys() & found.keys()
+        found |= one
+    return found
+
+
+def a_step(telemetry: Telemetry, number: int, **changes: Any) -> None:
+    private = {"step": number, "loss": 765.4321, "units": 1000, "clipped": 987, **changes}
+    telemetry.step(number, 0.5, 1e-3, {}, private)
+
+
+def test_a_run_that_is_killed_leaves_its_last_file(prepared: SimpleNamespace, stub: type[Stub]) -> None:
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(0, 0.0, base_holds=True)
+    model, names = (("model", "run"),), (("dataset", "notes"), ("run_id", "0f0f"))
+    assert shown(prepared)["dp_training_state", (("model", "run"), ("state", "running"))] == 1
+    telemetry._due = 0.0
+    a_step(telemetry, 1)
+    found = shown(prepared)  # and no more calls: it was killed
+    assert found["dp_training_step", model] == 1
+    assert found["dp_training_epsilon_consumed", tuple(sorted({*model, *names}))] == 0.5
+    assert not [
+        name for name, _ in found if "ledger" in name or "reservation" in name
+    ]  # dpllm ledger metrics has those
+    assert not [name for name, _ in found if "private" in name or "clip" in name]
+
+
+def test_files_are_written_every_few_seconds_at_most(
+    prepared: SimpleNamespace, stub: type[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(0, 0.0, base_holds=True)
+    seen = []
+    for number in range(1, 101):  # ten seconds of steps
+        clock[0] += 0.1
+        a_step(telemetry, number)
+        seen.append(shown(prepared)["dp_training_step", (("model", "run"),)])
+    assert len(set(seen)) <= 1 + 10 / live.INTERVAL_SECONDS
+    assert max(seen) > 50
+
+
+def test_a_full_disk_is_told_once_and_the_run_goes_on(
+    prepared: SimpleNamespace, stub: type[Stub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(metrics, "write", full)
+    with Telemetry(prepared.config, prepared.run) as telemetry:
+        telemetry.begin(0, 0.0, base_holds=True)
+        for number in (1, 2):
+            telemetry._due = 0.0
+            a_step(telemetry, number)
+        prepared.run.run.unlink()
+        telemetry.end()
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stub: type[Stub], tmp_path: Path) -> None:
+    with Telemetry(prepared.config, prepared.run) as telemetry:
+        telemetry.begin(0, 0.0, base_holds=True)
+        a_step(telemetry, 1)
+        telemetry.evaluated(1, 3.25, 0.5)  # of private data
+    calls = stub.made[0].calls
+    assert [call[0] for call in calls] == ["init", "start", "about", "log", "finish"]
+    assert calls[3][1:] == (1, {"epsilon_consumed": 0.5, "learning_rate": 1e-3})
+    assert str(tmp_path) not in json.dumps(calls[:4])
+    assert not {"765.4321", "987", "0.987", "1000", "3.25"} & set(json.dumps(calls).replace(",", " ").split())
+
+
+def test_only_the_main_process_shows_anything(prepared: SimpleNamespace, stub: type[Stub]) -> None:
+    with Telemetry(prepared.config, prepared.run, main=False) as telemetry:
+        telemetry.begin(0, 0.0, base_holds=True)
+        a_step(telemetry, 1)
+        telemetry.end()
+    assert shown(prepared) == {}
+    assert stub.made == []
+
+
+def test_a_run_without_a_guarantee_states_no_epsilon(prepared: SimpleNamespace, stub: type[Stub]) -> None:
+    privacy = prepared.config.privacy.model_copy(update={"insecure_seed": 3})
+    prepared.config = prepared.config.model_copy(update={"privacy": privacy})
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(0, 0.0, base_holds=True)
+    telemetry._due = 0.0
+    telemetry.step(1, 0.5, 1e-3, {"unclipped_fraction": 0.25}, {"step": 1, "loss": 1.0, "units": 8, "clipped": 6})
+    hidden = {"dp_stated_epsilon", "dp_training_epsilon_consumed", "dp_gradient_clip_fraction"}
+    assert not {name for name, _ in shown(prepared)} & hidden
+    assert stub.made[0].calls[-1] == ("log", 1, {"learning_rate": 1e-3})
+    assert "dp_noise_multiplier" in {name for name, _ in shown(prepared)}
+
+
+def test_a_run_on_a_base_that_leaves_no_guarantee_states_no_epsilon(
+    prepared: SimpleNamespace, stub: type[Stub]
+) -> None:
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(0, 0.0, base_holds=False)
+    a_step(telemetry, 1)
+    assert not {name for name, _ in shown(prepared)} & {"dp_stated_epsilon", "dp_training_epsilon_consumed"}
+    assert stub.made[0].calls[-1] == ("log", 1, {"learning_rate": 1e-3})
+
+
+@pytest.mark.parametrize(("insecure", "public", "told"), [(None, False, True), (3, False, False), (3, True, True)])
+def test_evaluations_tell_of_private_data_only_through_weights_with_a_guarantee(
+    prepared: SimpleNamespace, stub: type[Stub], insecure: int | None, public: bool, told: bool
+) -> None:
+    """Public evaluation data do not make public what an unprotected model learned from private data."""
+    config = prepared.config
+    data = config.data.model_copy(update={"public": public, "eval": "held_out.jsonl", "eval_public": True})
+    privacy = config.privacy.model_copy(update={"insecure_seed": insecure})
+    prepared.config = config.model_copy(update={"data": data, "privacy": privacy})
+    telemetry = Telemetry(prepared.config, prepared.run)
+    telemetry.begin(0, 0.0, base_holds=True)
+    telemetry.evaluated(1, 2.5, 0.25)
+    assert (("log", 1, {"eval_loss": 2.5, "eval_accuracy": 0.25}) in stub.made[0].calls) == told
+
+
+def test_datasets_of_two_places_are_two_series() -> None:
+    one, two = label("/home/alice/notes"), label("/home/alice/old/notes")
+    assert one != two
+    assert "alice" not in one
+    assert one.startswith("notes-")
+    assert label("notes") == "notes"
+
+
+def test_remaining_is_nothing_where_no_accountant_knows_the_total(
+    prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(self: Ledger, dataset: str) -> float:
+        raise Refused("no accountant knows all of them together")
+
+    with Ledger(prepared.run.root / "other.sqlite") as book:
+        budgets.set_budget(book, "notes", budget(8.0))
+        monkeypatch.setattr(Ledger, "remaining", unknown)
+        found = series(exposition(dataset_families(book, ["notes"])))
+        assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == 0.0
+
+
+def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stub], capsys: Any) -> None:
+    write_json(prepared.run.run, {"status": "completed"})
+    publish_audit(prepared.run, prepared.config, "calibrated")
+    assert "metrics could not be written" in capsys.readouterr().err

@@ -1,0 +1,54 @@
+"""What may lie in export/: all that peft and transformers write there, and no setting that leads to code elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dpllm import files
+from dpllm.run.checkpoint import export
+from dpllm.run.directory import RunDir
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_an_export_holds_nothing_that_is_not_known(tmp_path: Path, family: str, lora: bool) -> None:
+    model = tiny.model(family)
+    if lora:
+        modules = {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "rank_pattern": {"lm_head": 3}}
+        model = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM", **modules))
+    run = RunDir(tmp_path)
+    export(model, tiny.tokenizer(), run)
+    assert not files.unknown(files.hashes(run.export))
+    for path in run.export.glob("*.json"):
+        settings = json.loads(path.read_text("utf-8"))
+        assert files.publishable(path.name, settings) == settings, path.name
+
+
+def test_the_configuration_of_every_architecture_may_be_published() -> None:
+    seen = 0
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            settings = json.loads(AutoConfig.for_model(name).to_json_string())
+        except (ValueError, StrictDataclassError):  # it has no defaults
+            continue
+        assert files.publishable("config.json", settings) == settings, name
+        seen += 1
+    assert seen > 100
+
+
+def test_code_that_the_base_model_names_is_not_exported(tmp_path: Path) -> None:
+    """transformers writes it again, with the repository that the base came from."""
+    model, tokenizer, run = tiny.model(), tiny.tokenizer(), RunDir(tmp_path)
+    model.config.auto_map = {"AutoModelForCausalLM": "alice/code--modeling.Model"}
+    tokenizer._auto_map = {"AutoTokenizer": ["alice/code--tokenization.Tokenizer", None]}
+    export(model, tokenizer, run)
+    assert not any(b"alice" in path.read_bytes() for path in run.export.glob("*.json"))
+    assert tiny.tokenizer().get_vocab() == type(tokenizer).from_pretrained(run.export).get_vocab()

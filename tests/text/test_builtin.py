@@ -1,0 +1,266 @@
+"""What the embedded model and data promise: sizes, reproducibility, and nothing in common."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.text import builtin
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # the builders are scripts, not part of the package
+
+PUBLIC_SAMPLE = 20_000  # documents; about 40,000 sentences
+
+
+@cache
+def notes(split: str) -> list[dict[str, str]]:
+    name = "builtin:clinic" if split == "train" else f"builtin:clinic/{split}"
+    return [json.loads(line) for line in builtin.path(name).read_text("ascii").splitlines()]
+
+
+@cache
+def clinic_texts() -> list[str]:
+    return [note["text"] for split in ("train", "eval") for note in notes(split)]
+
+
+@cache
+def public_texts() -> list[str]:
+    from _public_text import documents
+
+    return list(islice(documents(seed=99), PUBLIC_SAMPLE))
+
+
+@cache
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(builtin.path("builtin:tiny"), local_files_only=True)
+
+
+@cache
+def model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    path = builtin.path("builtin:tiny")
+    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()
+
+
+def real_names() -> set[str]:
+    """All the names that Faker could have put into the clinic notes."""
+    pytest.importorskip("faker")
+    from build_builtin_data import WORDS_NOT_NAMES
+    from faker.providers.person.en_US import Provider
+
+    lists = (Provider.first_names_male, Provider.first_names_female, Provider.last_names)
+    return {name for names in lists for name in names} - WORDS_NOT_NAMES
+
+
+def long_numbers(texts: Iterable[str]) -> set[str]:
+    return {number for text in texts for number in re.findall(r"\d{4,}", text)}
+
+
+def word_runs(texts: Iterable[str], length: int) -> set[tuple[str, ...]]:
+    runs = set()
+    for text in texts:
+        words = re.findall(r"\w+", text.lower())
+        runs |= {tuple(words[i : i + length]) for i in range(len(words) - length + 1)}
+    return runs
+
+
+# ---- names
+
+
+def test_every_name_stands_for_something_that_exists() -> None:
+    assert set(builtin.NAMES) == {"builtin:tiny", "builtin:clinic", "builtin:clinic/eval"}
+    assert builtin.path("builtin:tiny").is_dir()
+    assert builtin.path("builtin:clinic").is_file()
+    assert builtin.path("builtin:clinic/eval").is_file()
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(KeyError, match=r"builtin:clinik.*builtin:tiny, builtin:clinic"):
+        builtin.path("builtin:clinik")
+
+
+def test_only_the_prefix_makes_a_name_builtin() -> None:
+    assert builtin.is_builtin("builtin:nothing")
+    assert not builtin.is_builtin("data/builtin:tiny.jsonl")
+
+
+def test_looking_up_a_name_does_not_import_torch() -> None:
+    code = "import sys, dpllm.text.builtin; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- the clinic notes
+
+
+def test_the_clinic_has_enough_notes_and_patients() -> None:
+    train, held_out = notes("train"), notes("eval")
+    assert len(train) >= 3000
+    assert len({note["patient_id"] for note in train}) >= 600
+    assert 350 <= len(held_out) <= 450
+    assert len({note["patient_id"] for note in held_out}) == 80
+    assert all(set(note) == {"text", "patient_id"} for note in train + held_out)
+    assert all(re.fullmatch(r"P\d{4}", note["patient_id"]) for note in train + held_out)
+
+
+def test_no_patient_is_in_both_splits() -> None:
+    train, held_out = ({note["patient_id"] for note in notes(s)} for s in ("train", "eval"))
+    assert train
+    assert held_out
+    assert not train & held_out
+
+
+def test_no_note_occurs_twice() -> None:
+    assert max(Counter(clinic_texts()).values()) == 1
+
+
+def test_a_patient_keeps_one_record_number_and_shares_it_with_nobody() -> None:
+    owners, numbers = defaultdict(set), defaultdict(set)
+    for note in notes("train") + notes("eval"):
+        for number in re.findall(r"MRN (\d+)", note["text"]):
+            owners[number].add(note["patient_id"])
+            numbers[note["patient_id"]].add(number)
+    assert len(owners) > 200
+    assert {len(patients) for patients in owners.values()} == {1}
+    assert {len(known) for known in numbers.values()} == {1}
+
+
+def test_telephone_numbers_are_in_the_range_reserved_for_fiction() -> None:
+    phones = [phone for text in clinic_texts() for phone in re.findall(r"\d+-\d+-\d+", text)]
+    assert len(phones) > 500
+    assert all(re.fullmatch(r"[1-9]\d\d-555-01\d\d", phone) for phone in phones)
+
+
+def test_notes_are_short() -> None:
+    lengths = [len(ids) for ids in tokenizer()(clinic_texts())["input_ids"]]
+    assert max(lengths) <= 96
+    assert 45 <= sum(lengths) / len(lengths) <= 75
+
+
+def test_the_script_writes_the_same_bytes() -> None:
+    faker = pytest.importorskip("faker")
+    import build_builtin_data as builder
+
+    if faker.VERSION != builder.FAKER_VERSION:
+        pytest.skip(f"Faker {faker.VERSION} has other name lists than {builder.FAKER_VERSION}")
+    built = builder.build(builder.TRAIN_PATIENTS, builder.EVAL_PATIENTS)
+    for name, lines in zip(("builtin:clinic", "builtin:clinic/eval"), built, strict=True):
+        assert builtin.path(name).read_bytes() == ("\n".join(lines) + "\n").encode()
+
+
+# ---- nothing in common with what the model was trained on
+
+
+def test_public_text_is_the_same_for_the_same_seed_only() -> None:
+    from _public_text import documents
+
+    assert public_texts()[:50] == list(islice(documents(seed=99), 50))
+    assert public_texts()[:50] != list(islice(documents(seed=98), 50))
+
+
+def test_public_text_shares_no_sentence_with_the_clinic() -> None:
+    public, clinic = word_runs(public_texts(), 5), word_runs(clinic_texts(), 5)
+    assert min(len(public), len(clinic)) > 20_000
+    assert not public & clinic
+
+
+def test_public_text_shares_no_name_with_the_clinic() -> None:
+    names = real_names()
+    public, clinic = (set(re.findall(r"\b[A-Z][a-z]+", " ".join(texts))) for texts in (public_texts(), clinic_texts()))
+    assert len(clinic & names) > 500
+    assert not public & names
+
+
+def test_public_text_shares_no_long_number_with_the_clinic() -> None:
+    public, clinic = long_numbers(public_texts()), long_numbers(clinic_texts())
+    assert len(public) > 4000
+    assert len(clinic) > 300
+    # The rule behind it, which also holds for the text that this sample does not show.
+    assert {sum(map(int, number)) % 2 for number in public} == {0}
+    assert {sum(map(int, number)) % 2 for number in clinic} == {1}
+
+
+def test_the_vocabulary_holds_no_name_of_the_clinic() -> None:
+    words = {token.removeprefix("Ġ") for token in tokenizer().get_vocab()}
+    assert len(words) > 900
+    assert not words & real_names()
+
+
+# ---- the model
+
+
+def test_the_model_is_a_small_float32_llama() -> None:
+    import torch
+
+    weights = builtin.path("builtin:tiny") / "model.safetensors"
+    assert weights.stat().st_size <= 4_000_000
+    assert model().config.model_type == "llama"
+    assert {parameter.dtype for parameter in model().parameters()} == {torch.float32}
+    assert 450_000 <= sum(parameter.numel() for parameter in model().parameters()) <= 800_000
+    assert model().config.vocab_size == len(tokenizer())
+
+
+def test_the_model_reaches_the_loss_that_its_card_states() -> None:
+    from build_builtin_model import held_out_loss
+
+    card = (builtin.path("builtin:tiny") / "README.md").read_text(encoding="utf-8")
+    stated = re.search(r"held-out loss \| (\d+\.\d+) nats per token", card)
+    assert stated
+    assert abs(held_out_loss(model(), tokenizer()) - float(stated[1])) < 0.02
+
+
+def test_no_digit_is_much_likelier_than_another() -> None:
+    import torch
+
+    rng = Random(3)
+    codes = ["".join(rng.choices("0123456789", k=8)) for _ in range(256)]
+    texts = [f"The key of the old chest is {code}" for code in codes]
+    ids_BT = torch.tensor(tokenizer()(texts)["input_ids"])
+    digits_V = torch.tensor(tokenizer().convert_tokens_to_ids(list("0123456789")))
+    with torch.inference_mode():
+        logits_BTV = model()(input_ids=ids_BT).logits[:, -9:-1]
+    # Among the ten digits only: whether a number goes on is learned, and should be.
+    log_probs_BTV = logits_BTV[..., digits_V].log_softmax(-1)
+    chosen_BT1 = (ids_BT[:, -8:, None] == digits_V).int().argmax(-1, keepdim=True)
+    cost = -log_probs_BTV.gather(-1, chosen_BT1).mean().item()
+    assert abs(cost - math.log(10)) < 0.15
+
+
+# ---- the tokenizer
+
+
+def test_each_digit_is_a_token_of_its_own() -> None:
+    with_digit = [token for token in tokenizer().get_vocab() if re.search(r"[0-9]", token)]
+    assert sorted(with_digit) == list("0123456789")
+    assert len(tokenizer()("4071926")["input_ids"]) == 7
+
+
+def test_the_tokenizer_adds_nothing_by_itself() -> None:
+    special = {tokenizer().bos_token_id, tokenizer().eos_token_id, tokenizer().pad_token_id}
+    assert len(special) == 3
+    assert tokenizer().unk_token is None
+    assert not special & set(tokenizer()("Rain over the harbour.")["input_ids"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    ids = tokenizer()(text)["input_ids"]
+    assert tokenizer().decode(ids) == text

@@ -1,0 +1,483 @@
+"""What data become: whose text, which tokens are learned, and errors that never quote a row."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dpllm
+from dpllm.errors import DataError
+from dpllm.recipe.config import DataConfig
+from dpllm.text.data import count_units, dataset_name, group_rows, load_table
+
+Json = dict[str, Any]
+SENTINEL = "Sigrid Forsberg owes 4711"
+TEXT = [{"text": tiny.sentence(number)} for number in range(6)]
+PROMPTED = [{"prompt": f"{tiny.NAMES[number]} bought", "completion": tiny.THINGS[number]} for number in range(5)]
+TALKS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What did {tiny.NAMES[number]} buy?"},
+            {"role": "assistant", "content": tiny.THINGS[number]},
+            {"role": "user", "content": "And then?"},
+            {"role": "assistant", "content": "Nothing."},
+        ]
+    }
+    for number in range(4)
+]
+ROWS = {"text": TEXT, "prompt_completion": PROMPTED, "messages": TALKS}
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny.tokenizer()
+
+
+def section(**values: Any) -> DataConfig:
+    return DataConfig.model_validate({"train": "rows.jsonl", **values})
+
+
+def load(path: Path, **values: Any) -> Any:
+    return load_table(
+        str(path), section(train=str(path), **values), values.get("train_split", "train"), path.parent / "c"
+    )
+
+
+def write(path: Path, rows: list[Json]) -> Path:
+    if path.suffix == ".jsonl":
+        return tiny.write_rows(path, rows)
+    if path.suffix == ".csv":
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return path
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ROWS)
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_files_give_their_rows_and_format(tmp_path: Path, fmt: str, kind: str) -> None:
+    if (kind, fmt) == ("csv", "messages"):
+        pytest.skip("a csv file holds no lists")
+    table = load(write(tmp_path / f"rows.{kind}", ROWS[fmt]))
+    assert (list(table.rows), table.format) == (ROWS[fmt], fmt)
+
+
+@pytest.mark.parametrize("fmt", ROWS)
+def test_directories_of_datasets_give_the_split_that_is_asked_for(tmp_path: Path, fmt: str) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS[fmt])
+    rows.save_to_disk(str(tmp_path / "one"))
+    other = datasets.Dataset.from_list(ROWS[fmt][:2])
+    datasets.DatasetDict({"train": rows, "extra": other}).save_to_disk(str(tmp_path / "several"))
+    assert list(load(tmp_path / "one").rows) == ROWS[fmt]
+    assert list(load(tmp_path / "several").rows) == ROWS[fmt]
+    assert list(load(tmp_path / "several", train_split="extra").rows) == ROWS[fmt][:2]
+    with pytest.raises(DataError, match=r"no split 'test'; it has train, extra"):
+        load(tmp_path / "several", train_split="test")
+
+
+def test_columns_are_renamed_where_they_exist(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", [{"body": "a", "who": "x"}, {"body": "b", "who": "y"}])
+    table = load(path, columns={"text": "body", "prompt": "absent"})
+    assert [row["text"] for row in table.rows] == ["a", "b"]
+    assert table.format == "text"
+    path = write(tmp_path / "rows.jsonl", [{"mr": "a", "ref": "b"}])
+    table = load(path, columns={"prompt": "mr", "completion": "ref"})
+    assert table.format == "prompt_completion"
+    assert table.rows[0]["completion"] == "b"
+
+
+def test_a_stated_format_is_not_guessed_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"text": "a", "prompt": "b", "completion": "c"}])
+    assert load(path, format="prompt_completion").format == "prompt_completion"
+    assert load(path, format="text").format == "text"
+    with pytest.raises(DataError, match=r"row 1 has no .*messages"):
+        load(path, format="messages")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("place", [0, 7, 29])
+def test_no_row_decides_how_the_others_are_read(tmp_path: Path, kind: str, place: int) -> None:
+    rows: list[Json] = [{"text": SENTINEL, **PROMPTED[number % 5]} for number in range(30)]
+    path = write(tmp_path / f"rows.{kind}", rows)
+    assert "row 1 reads as prompt_completion and as text" in hidden(path, [])
+    rows[place] = {"text": ""} if kind == "jsonl" else {"text": "", "prompt": None, "completion": None}
+    message = hidden(write(path, rows), [])
+    assert f"row {2 - (place > 0 or kind == 'csv')} reads as prompt_completion and as text" in message
+    assert "Set data.format" in message
+    read = load(path, format="text").rows
+    assert [row["text"] for row in read] == ["" if number == place else SENTINEL for number in range(30)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_without_a_value_is_no_column(tmp_path: Path, kind: str) -> None:
+    rows: list[Json] = [{"messages": None, "text": None, **row} for row in PROMPTED]
+    path = tmp_path / f"rows.{kind}"
+    assert load(write(path, rows)).format == "prompt_completion"
+    message = hidden(write(path, [*rows, {"text": SENTINEL, "prompt": None, "completion": None}]), [])
+    assert "row 6 reads as text, and the rows before it as prompt_completion" in message
+    message = hidden(write(path, [{"text": SENTINEL, "prompt": None, "completion": None}, *rows]), [])
+    assert "row 2 reads as prompt_completion, and the rows before it as text" in message
+
+
+FIELD_VALUES = {"text": "a", "prompt": "b", "completion": "c", "messages": TALKS[0]["messages"], "who": "d"}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    keys=st.lists(st.sets(st.sampled_from(sorted(FIELD_VALUES))), min_size=2, max_size=5),
+    other=st.sets(st.sampled_from(sorted(FIELD_VALUES))),
+    place=st.integers(0, 4),
+)
+def test_a_row_in_place_of_another_changes_no_format(keys: list[set[str]], other: set[str], place: int) -> None:
+    def formats(rows: list[set[str]]) -> set[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = write(Path(folder) / "rows.jsonl", [{key: FIELD_VALUES[key] for key in row} for row in rows])
+            try:
+                return {load(path).format}
+            except DataError:
+                return set()
+
+    place %= len(keys)
+    assert len(formats(keys) | formats([*keys[:place], other, *keys[place + 1 :]])) <= 1
+
+
+def test_a_message_has_the_keys_of_its_own_row(tmp_path: Path) -> None:
+    call = {"name": "look_up", "arguments": {"of": "Anna", "since": None}}
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "tool_calls": [call]}]
+    other = [{"role": "user", "content": None, "name": "Bo", "tool_calls": [{"arguments": {"until": "May"}}]}]
+    [alone] = load(write(tmp_path / "alone.parquet", [{"messages": talk}])).rows
+    together = load(write(tmp_path / "together.parquet", [{"messages": other}, {"messages": talk}])).rows
+    assert alone == together[1]
+    assert alone["messages"][1]["tool_calls"] == [{"name": "look_up", "arguments": {"of": "Anna"}}]
+    assert together[0]["messages"] == other  # content may be nothing
+
+
+def test_builtin_data_need_no_file_of_the_user(tmp_path: Path) -> None:
+    data = section(train="builtin:clinic", unit="patient_id", max_examples_per_unit=8)
+    table = load_table("builtin:clinic", data, "train", tmp_path)
+    assert table.format == "text"
+    assert count_units(data, tmp_path) == len({row["patient_id"] for row in table.rows})
+    with pytest.raises(DataError, match="builtin:clinic"):
+        load_table("builtin:klinik", data, "train", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved", "folder of files"])
+def test_rows_of_every_kind_of_source_keep_their_order_and_their_text(tmp_path: Path, kind: str) -> None:
+    import datasets
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    random.seed(1)
+    texts = ["".join(random.choices('a,"\t \n\r;é\u2028😀', k=random.randint(1, 9))) for _ in range(2500)]
+    rows = [{"text": text, "n": str(number)} for number, text in enumerate(texts)]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=700)
+    elif kind == "saved":
+        datasets.Dataset.from_list(rows[::-1]).select(range(2499, -1, -1)).save_to_disk(str(path))
+    else:
+        write(path / "train.jsonl" if kind == "folder of files" else path, rows)
+    table = load(path)
+    assert list(table.rows) == rows
+    assert table.rows[2499] == rows[2499]
+
+
+# --- errors name file, row and column, and never the text ------------------------------------------------------------
+
+
+def hidden(path: Path, rows: list[Json], **values: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load(path if path.exists() else write(path, rows), **values)
+    message = str(caught.value)
+    assert str(path) in message
+    assert not any(word in message for word in ["Sigrid", "Forsberg", "4711"]), message
+    assert caught.value.__cause__ is None
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("missing", [{"completion": SENTINEL}, {"prompt": SENTINEL}])
+def test_a_missing_field_is_named_with_its_row(tmp_path: Path, kind: str, missing: Json) -> None:
+    good = {"prompt": SENTINEL, "completion": SENTINEL}
+    gap = {"prompt": None, "completion": None, **missing}
+    if kind == "csv":  # a short line; an empty cell is the empty text
+        path = tmp_path / "rows.csv"
+        names = ["completion", "prompt"] if "completion" in missing else ["prompt", "completion"]
+        path.write_text(f"{','.join(names)}\n{SENTINEL},{SENTINEL}\n{SENTINEL}\n")
+    else:
+        path = write(tmp_path / f"rows.{kind}", [good, gap if kind == "parquet" else missing])
+    field = ({"prompt", "completion"} - set(missing)).pop()
+    message = hidden(path, [])
+    assert f"row 2 has no text in column '{field}'" in message
+
+
+@pytest.mark.parametrize("value", [7, None, [SENTINEL], {"a": SENTINEL}, True])
+def test_text_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
+    message = hidden(tmp_path / "rows.jsonl", [{"text": SENTINEL}, {"text": SENTINEL}, {"text": value}])
+    assert "row 3 has no text in column 'text'" in message
+
+
+@pytest.mark.parametrize("value", [SENTINEL, [], None])
+def test_messages_that_are_no_list_are_refused(tmp_path: Path, value: Any) -> None:
+    message = hidden(tmp_path / "rows.jsonl", [*TALKS, {"messages": value}])
+    assert "row 5 has no a list of messages in column 'messages'" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", f'{{"text": "{SENTINEL}"}}\n{{"text": "{SENTINEL}'),
+        ("rows.jsonl", f'{{"text": "{SENTINEL}"}}\n"{SENTINEL}"\n'),
+        ("rows.jsonl", f'{{"body": "{SENTINEL}"}}\n'),
+        ("rows.csv", f"{SENTINEL},{SENTINEL}\n{SENTINEL},{SENTINEL}\n"),
+        ("rows.csv", f"text\n{SENTINEL}\n" + "x" * 200_000 + "\n"),
+        ("rows.tsv", f"{SENTINEL}\t1\n{SENTINEL}\t2\n"),
+        ("rows.parquet", SENTINEL * 20),
+        ("rows.txt", SENTINEL),
+    ],
+    ids=["cut", "no-object", "other-column", "no-header", "huge-field", "tsv", "no-parquet", "kind"],
+)
+def test_broken_files_are_told_without_their_text(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    hidden(tmp_path / name, [])
+
+
+def test_bytes_that_are_no_text_are_told_without_them(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.csv"):
+        (tmp_path / name).write_bytes(SENTINEL.encode() + b"\xff\xfe\xfa\n")
+        hidden(tmp_path / name, [])
+
+
+def test_a_broken_line_has_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "{SENTINEL}"}}\n\n{{"text": {SENTINEL}}}\n')
+    assert "line 3 is not valid JSON" in hidden(path, [])
+
+
+@pytest.mark.parametrize("levels", [101, 900, 100_000])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_row_without_end_has_its_line(tmp_path: Path, name: str, levels: int) -> None:
+    path = tmp_path / name
+    value = f'{{"text": "{SENTINEL}", "n": {"[" * levels}"{SENTINEL}"{"]" * levels}}}'
+    path.write_text(f'{{"text": "{SENTINEL}"}}\n{value}\n')
+    assert "line 2 is nested" in hidden(path, [])
+
+
+def test_half_a_character_has_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "whole \\ud83d\\ude00"}}\n{{"text": "{SENTINEL} \\ud800"}}\n')
+    assert "row 2 holds half a character" in hidden(path, [])
+
+
+def test_a_broken_directory_is_told_without_its_text(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "state.json").write_text(SENTINEL)
+    hidden(folder, [])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_no_rows_is_an_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "rows.parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    else:
+        path.write_text("text\n" if name == "rows.csv" else "\n\n")
+    with pytest.raises(DataError, match="holds no rows"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent.csv", "absent", "a/b/c/absent"])
+def test_a_missing_file_is_no_hub_id(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        load_table(str(tmp_path / name), section(), "train", tmp_path)
+
+
+def test_a_hub_id_without_network_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"some-org/some-data: no such file, and the Hub gave no dataset .* network"
+    ) as caught:
+        load_table("some-org/some-data", section(), "train", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+CACHES = """
+import sys
+from pathlib import Path
+from dpllm.recipe.config import DataConfig
+from dpllm.text.data import load_table
+source, cache = sys.argv[1:]
+assert len(load_table(source, DataConfig(train=source), "train", Path(cache)).rows) == 3
+"""
+
+
+@pytest.mark.parametrize("kind", ["folder of files", "saved"])
+def test_copies_of_data_lie_in_the_given_cache_only(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "source"
+    if kind == "saved":
+        import datasets
+
+        datasets.Dataset.from_list([{"text": SENTINEL}] * 3).save_to_disk(str(source))
+    else:
+        tiny.write_rows(source / "train.jsonl", [{"text": SENTINEL}] * 3)
+    before = {path: path.stat().st_size for path in source.rglob("*")}
+    home, cache = tmp_path / "home", tmp_path / "cache"
+    home.mkdir()
+    keep = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "TRANSFORMERS_"))}
+    env = {
+        **keep,
+        "HOME": str(home),
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
+    (tmp_path / "tmp").mkdir()
+    env["PYTHONPATH"] = str(Path(dpllm.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", CACHES, str(source), str(cache)], env=env, check=True, capture_output=True)
+    for elsewhere in (home, tmp_path / "tmp"):
+        assert [
+            path for path in elsewhere.rglob("*") if path.is_file() and SENTINEL.encode() in path.read_bytes()
+        ] == []
+    assert [path for path in home.rglob("*") if path.is_file()] == []
+    assert {path: path.stat().st_size for path in source.rglob("*")} == before
+
+
+def test_dataset_name_has_no_path_of_the_user(tmp_path: Path) -> None:
+    path = write(tmp_path / "ward" / "notes.jsonl", TEXT)
+    assert dataset_name(section(train=str(path))) == "ward/notes"
+    assert dataset_name(section(train="builtin:clinic")) == "builtin:clinic"
+    assert dataset_name(section(train="org/name")) == "org/name"
+
+
+# --- units -----------------------------------------------------------------------------------------------------------
+
+
+def units_of(rows: list[Json], limit: int) -> dict[str, list[str]]:
+    data = section(unit="who", max_examples_per_unit=limit)
+    from dpllm.text.data import Table
+
+    groups = group_rows(Table("rows.jsonl", rows, "text"), data)
+    assert all(len({str(row["who"]) for row in group}) == 1 for group in groups)
+    return {str(group[0]["who"]): sorted(row["text"] for row in group) for group in groups}
+
+
+def test_without_a_unit_column_every_row_is_a_unit() -> None:
+    from dpllm.text.data import Table
+
+    assert list(group_rows(Table("rows.jsonl", TEXT, "text"), section())) == [[row] for row in TEXT]
+
+
+def test_a_unit_holds_all_its_rows_wherever_they_stand(tmp_path: Path) -> None:
+    rows = [{"who": who, "text": f"{who}{number}"} for number in range(4) for who in "abc"]
+    assert units_of(rows, 9) == {who: [f"{who}{number}" for number in range(4)] for who in "abc"}
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert count_units(section(train=str(path), unit="who", max_examples_per_unit=1), tmp_path) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from("abcd"), st.text("xyz", max_size=4)), min_size=1, max_size=24),
+    limit=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_which_rows_of_a_unit_train_depends_on_that_unit_alone(
+    rows: list[tuple[str, str]], limit: int, seed: int
+) -> None:
+    everyone = [{"who": who, "text": text} for who, text in rows]
+    chosen = units_of(everyone, limit)
+    mixed = list(everyone)
+    random.Random(seed).shuffle(mixed)
+    assert units_of(mixed, limit) == chosen
+    for who, texts in chosen.items():
+        own = [row for row in everyone if row["who"] == who]
+        assert units_of(own, limit) == {who: texts}
+        assert len(texts) == min(limit, len(own))
+
+
+def test_a_column_that_only_others_fill_does_not_change_the_choice(tmp_path: Path) -> None:
+    own = [{"who": "a", "text": f"t{number}"} for number in range(12)]
+    others = [{"who": "b", "text": "u", "remark": "only here"}]
+    alone = load(write(tmp_path / "alone.parquet", own)).rows
+    together = load(write(tmp_path / "together.parquet", others + own)).rows
+    assert units_of(alone, 3)["a"] == units_of(together, 3)["a"]
+
+
+def test_how_others_fill_a_column_does_not_change_the_choice() -> None:
+    own = [{"who": "a", "text": f"t{number}", "age": number} for number in range(12)]
+    read = [{**row, "age": str(row["age"])} for row in own]  # as a table reads it in which one row says "unknown"
+    assert units_of(own, 3) == units_of(read, 3)
+
+
+def test_the_choice_is_not_simply_the_first_rows() -> None:
+    own = [{"who": "a", "text": f"t{number:02}"} for number in range(40)]
+    assert units_of(own, 3)["a"] != ["t00", "t01", "t02"]
+
+
+PEOPLE: list[list[Any]] = [
+    ["p1", " p1 ", "p1\n", "\u200bp1", "\ufeffp1", "p\u00ad1", "\uff50\uff11", "p\u00b9"],
+    ["Zoë  Ø", "Zoe\u0308 Ø", "Zoë\u00a0Ø", "\tZoë\u2003Ø"],
+    [1, 1.0, "1", "1.0", "1.000", " 1.0 ", Decimal("1.00"), "\uff11"],
+    [10**17, "100000000000000000", "100000000000000000.0", 1e17],
+    ["01"], ["1.01"], ["1.10"], ["1.1", 1.1], ["P1"], ["p 1"], ["ZOË Ø"], ["1e0"], [10], [-1, "-1.0"], ["1.0.0"], [True],
+]  # fmt: skip
+
+
+def test_a_person_written_in_several_ways_is_one_unit() -> None:
+    rows = [{"who": who, "text": str(number)} for number, people in enumerate(PEOPLE) for who in people]
+    random.Random(0).shuffle(rows)
+    from dpllm.text.data import Table
+
+    groups = group_rows(Table("rows.jsonl", rows, "text"), section(unit="who", max_examples_per_unit=99))
+    assert sorted([int(row["text"]) for row in group] for group in groups) == [
+        [number] * len(people) for number, people in enumerate(PEOPLE)
+    ]
+
+
+@pytest.mark.parametrize("null", [None, "", " ", float("nan"), "\u200b\u00a0"])
+def test_a_row_without_an_owner_is_refused_by_its_number(tmp_path: Path, null: Any) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"who": "a", "text": SENTINEL}, {"who": null, "text": SENTINEL}])
+    data = section(train=str(path), unit="who", max_examples_per_unit=2)
+    with pytest.raises(DataError) as caught:
+        count_units(data, tmp_path)
+    assert f"{path}: row 2 has no value in the unit column 'who'" in str(caught.value)
+    assert "Sigrid" not in str(caught.value)
+
+
+def test_an_absent_unit_column_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", TEXT)
+    with pytest.raises(DataError, match="row 1 has no value in the unit column 'author'"):
+        count_units(section(train=str(path), unit="author", max_examples_per_unit=2), tmp_path)
+
+
+def test_a_csv_line_with_too_many_cells_still_has_an_owner(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("who,text\na,one,more\na,two\n")
+    assert count_units(section(train=str(path), unit="who", max_examples_per_unit=1), tmp_path) == 1

@@ -1,0 +1,203 @@
+"""Which tokens of a row are learned, and what becomes of rows that are too long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data import PROMPTED, ROWS, SENTINEL, TALKS, TEXT, Json, section, tokenizer
+
+from dpllm.errors import DataError
+from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.sampling import collate
+from dpllm.text.data import FIELDS, TokenSequence, Unit, encode, encode_units
+
+# --- which tokens are learned ----------------------------------------------------------------------------------------
+
+
+def learned(sequence: TokenSequence) -> str:
+    ids = [token for token, target in zip(sequence.input_ids, sequence.loss_mask, strict=True) if target]
+    return str(tokenizer().decode(ids))
+
+
+def one(row: Json, fmt: str) -> TokenSequence:
+    (sequence,) = encode(row, fmt, tokenizer(), 128, "truncate")  # type: ignore[arg-type]
+    assert sequence.denominator == sum(sequence.loss_mask) > 0
+    assert not sequence.loss_mask[0]
+    return sequence
+
+
+@pytest.mark.parametrize("row", TEXT)
+def test_text_is_learned_whole_with_its_end_and_not_its_beginning(row: Json) -> None:
+    sequence = one(row, "text")
+    assert learned(sequence) == row["text"] + "</s>"
+    assert (sequence.input_ids[0], sequence.input_ids[-1]) == (0, 1)
+
+
+def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bare = tiny.tokenizer()
+    bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
+    (sequence,) = encode({"text": "Anna bought plums"}, "text", bare, 128, "truncate")
+    first = tokenizer().decode([sequence.input_ids[0]])
+    assert first + learned(sequence) == "Anna bought plums</s>"
+
+
+def test_an_end_that_the_tokenizer_brings_itself_is_learned_once() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    ending = tiny.tokenizer()
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    (sequence,) = encode(TEXT[0], "text", ending, 128, "truncate")
+    assert learned(sequence) == TEXT[0]["text"] + "</s>"
+    assert sequence.input_ids.count(1) == 1
+
+
+@pytest.mark.parametrize("row", PROMPTED)
+def test_of_prompt_and_completion_the_completion_is_learned(row: Json) -> None:
+    sequence = one(row, "prompt_completion")
+    assert learned(sequence) == f" {row['completion']}</s>"
+    assert tokenizer().decode(sequence.input_ids) == f"<s>{row['prompt']} {row['completion']}</s>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "joined"),
+    [("Q:", " A", "Q: A"), ("Q:\n", "A", "Q:\nA"), ("", "A", "A"), ("Q:", "A", "Q: A"), ("Q: ", " A", "Q:  A")],
+)
+def test_one_space_stands_between_unless_the_data_bring_their_own(prompt: str, completion: str, joined: str) -> None:
+    sequence = one({"prompt": prompt, "completion": completion}, "prompt_completion")
+    assert tokenizer().decode(sequence.input_ids) == f"<s>{joined}</s>"
+
+
+@pytest.mark.parametrize("row", TALKS)
+def test_of_a_talk_the_assistants_turns_are_learned(row: Json) -> None:
+    first, second = (turn["content"] for turn in row["messages"] if turn["role"] == "assistant")
+    sequence = one(row, "messages")
+    assert learned(sequence) == f"{first}</s>{second}</s>"
+    assert tokenizer().decode(sequence.input_ids).startswith("<s><|user|>What did")
+    assert sequence.input_ids.count(0) == 1
+
+
+def test_a_tokenizer_without_a_chat_template_is_a_clear_error() -> None:
+    plain = tiny.tokenizer(chat_template=None)
+    with pytest.raises(DataError, match=r"rows.jsonl: unit 1: .*chat template.*use prompt_completion") as caught:
+        encode_units([[TALKS[0]]], "messages", plain, section())
+    assert "What did" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}",  # rewrites what came before
+        "{% if messages|length > 2 %}{{ raise_exception(messages[0]['content']) }}{% endif %}",
+    ],
+)
+def test_a_chat_template_that_cannot_be_told_apart_is_refused(template: str) -> None:
+    strange = tiny.tokenizer(chat_template=template)
+    row = {"messages": [{**turn, "content": SENTINEL} for turn in TALKS[0]["messages"]]}
+    with pytest.raises(DataError) as caught:
+        encode_units([[row]], "messages", strange, section())
+    assert "Sigrid" not in str(caught.value)
+
+
+@pytest.mark.parametrize("message", [SENTINEL, {"role": "user"}, {"content": SENTINEL}, None])
+def test_a_broken_message_is_refused_without_its_text(message: Any) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, message, {"role": "assistant", "content": "b"}]}
+    try:
+        learned_text = learned(encode_units([[row]], "messages", tokenizer(), section())[0].sequences[0])
+    except DataError as error:
+        message = str(error)
+    else:  # a template may leave out what is missing; nothing but the answer is learned
+        assert learned_text == "b</s>"
+        return
+    assert message.startswith("rows.jsonl: unit 1: ")
+    assert "Sigrid" not in message
+
+
+def test_nothing_to_predict_makes_no_sequence() -> None:
+    assert learned(one({"text": ""}, "text")) == "</s>"
+    user = {"messages": [{"role": "user", "content": "Hello?"}]}
+    assert encode(user, "messages", tokenizer(), 16, "truncate") == []
+    assert encode_units([[user]], "messages", tokenizer(), section()) == [Unit(())]
+
+
+# --- long examples ---------------------------------------------------------------------------------------------------
+
+LONG = {"text": " ".join(tiny.sentence(number) for number in range(9))}
+
+
+def test_truncated_to_max_length() -> None:
+    (sequence,) = encode(LONG, "text", tokenizer(), 20, "truncate")
+    (whole,) = encode(LONG, "text", tokenizer(), 10_000, "truncate")
+    assert sequence.input_ids == whole.input_ids[:20]
+    assert sequence.denominator == sum(sequence.loss_mask) == 19
+
+
+def test_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"unit 2: .*longer than data.max_length \(64 tokens\)") as caught:
+        encode_units([[TEXT[0]], [LONG]], "text", tokenizer(), section(max_length=64, long_examples="refuse"))
+    assert "Anna" not in str(caught.value)
+    assert len(encode(TEXT[0], "text", tokenizer(), 64, "refuse")) == 1
+
+
+def test_errors_in_held_out_data_name_their_own_file() -> None:
+    with pytest.raises(DataError, match=r"^held_out.jsonl: unit 1: "):
+        encode_units(
+            [[LONG]], "text", tokenizer(), section(max_length=8, long_examples="refuse"), name="held_out.jsonl"
+        )
+
+
+@settings(max_examples=80, deadline=None)
+@given(words=st.lists(st.sampled_from([*tiny.NAMES, "bought", "é", "\n"]), max_size=40), length=st.integers(2, 30))
+def test_chunks_cover_every_target_exactly_once(words: list[str], length: int) -> None:
+    half = len(words) // 2
+    row = {"prompt": " ".join(words[:half]), "completion": " ".join(words[half:])}
+    whole = encode(row, "prompt_completion", tokenizer(), 10_000, "chunk")
+    chunks = encode(row, "prompt_completion", tokenizer(), length, "chunk")
+    targets = [t for s in whole for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
+    covered = [t for s in chunks for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
+    assert covered == targets
+    assert all(len(s.input_ids) <= length and not s.loss_mask[0] and any(s.loss_mask) for s in chunks)
+    assert {s.denominator for s in chunks} == {s.denominator for s in whole} <= {len(targets)}
+
+
+@settings(max_examples=15, deadline=None)
+@given(length=st.integers(2, 40), seed=st.integers(0, 9))
+def test_losses_of_chunks_add_up_to_the_mean_of_the_whole_row(length: int, seed: int) -> None:
+    """For a model that looks back one token, so that cutting the context changes nothing."""
+    logits_VV = torch.randn(384, 384, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def loss(sequences: list[TokenSequence]) -> torch.Tensor:
+        batch = collate([Unit(tuple(sequences))], pad_id=2)
+        logits = logits_VV[batch.input_ids_RT]
+        return sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R.double()).sum()
+
+    (whole,) = encode(LONG, "text", tokenizer(), 10_000, "chunk")
+    ids = torch.tensor(whole.input_ids)
+    mean = torch.nn.functional.cross_entropy(logits_VV[ids[:-1]], ids[1:])
+    chunks = encode(LONG, "text", tokenizer(), length, "chunk")
+    torch.testing.assert_close(loss([whole]).double(), mean, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss(chunks).double(), mean, rtol=1e-5, atol=0)
+
+
+def test_a_units_chunks_stay_together() -> None:
+    (unit,) = encode_units([[LONG, TEXT[0]]], "text", tokenizer(), section(max_length=16, long_examples="chunk"))
+    assert len(unit.sequences) > 3
+    assert {s.denominator for s in unit.sequences} == {
+        one(row, "text").denominator
+        if row is TEXT[0]
+        else encode(LONG, "text", tokenizer(), 10_000, "chunk")[0].denominator
+        for row in (LONG, TEXT[0])
+    }
+
+
+def test_every_format_has_its_fields() -> None:
+    assert {fmt: set(fields) for fmt, fields in FIELDS.items()} == {fmt: set(rows[0]) for fmt, rows in ROWS.items()}

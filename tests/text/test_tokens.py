@@ -1,0 +1,539 @@
+"""Units on disk are the units that memory would hold; they are tokenised once, whole or not at all, in little memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dpllm
+from dpllm.errors import DataError
+from dpllm.recipe.config import DataConfig
+from dpllm.text import data, rows, tokens
+from dpllm.text.data import Table, TokenSequence, Unit, encode_units, load_table, sampled_rows
+from dpllm.text.rows import OpenFile, StoredRows
+from dpllm.text.tokens import Units, make_units, open_units
+from dpllm.text.units import each_row
+
+Json = dict[str, Any]
+TEXTS = [{"text": tiny.sentence(number) * (1 + number % 3), "who": f"p{number % 5}"} for number in range(40)]
+PROMPTED = [{"prompt": row["text"], "completion": row["text"][::-1], "who": row["who"]} for row in TEXTS]
+TALKS = [
+    {
+        "messages": [
+            {"role": "user", "content": row["text"]},
+            *([{"role": "assistant", "content": "Yes."}] * (number % 3)),
+        ],
+        "who": row["who"],
+    }
+    for number, row in enumerate(TEXTS)
+]
+ROWS = {"text": TEXTS, "prompt_completion": PROMPTED, "messages": TALKS}
+BY_UNIT = {"unit": "who", "max_examples_per_unit": 3}
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny.tokenizer()
+
+
+def section(**values: Any) -> DataConfig:
+    return DataConfig.model_validate({"train": "rows.jsonl", "max_length": 24, "long_examples": "chunk", **values})
+
+
+def table_of(folder: Path, some: list[Json], **values: Any) -> tuple[Table, DataConfig]:
+    path = tiny.write_rows(folder / "rows.jsonl", some)
+    wanted = section(**{**values, "train": str(path)})
+    return load_table(str(path), wanted, "train", folder / "cache"), wanted
+
+
+def made(folder: Path, some: list[Json] = TEXTS, tokeniser: Any = None, **values: Any) -> Units:
+    table, wanted = table_of(folder, some, **values)
+    return make_units(table, sampled_rows(table, wanted), tokeniser or tokenizer(), wanted, folder / "cache")
+
+
+def in_memory(some: list[Json], fmt: Any, **values: Any) -> list[Unit]:
+    """As before anything lay on disk."""
+    groups = data.group_rows(Table("rows.jsonl", some, fmt), section(**values))
+    return encode_units(list(groups), fmt, tokenizer(), section(**values))
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(some=st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), max_size=9), buffer=st.integers(0, 200))
+def test_rows_come_back_in_any_order_wherever_they_lie(some: list[Json], buffer: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        stored = StoredRows(Path(folder) / "cache", buffer)
+        for number, row in enumerate(some):
+            stored.append(row)
+            assert stored[number] == row
+    # The folder is gone, and with it every name of the file.
+    assert list(stored) == some == stored[:]
+    assert [stored[number] for number in reversed(range(len(some)))] == some[::-1]
+    assert stored[1:-1] == some[1:-1]
+    with pytest.raises(IndexError):
+        stored[len(some)]
+
+
+def test_rows_may_hold_what_json_cannot(tmp_path: Path) -> None:
+    row = {"text": "half \ud800", None: ["more", "cells"], "when": datetime(2026, 1, 1), "raw": b"\x00"}
+    for buffer in (0, 2**20):
+        stored = StoredRows(tmp_path, buffer)
+        stored.append(row)
+        assert stored[0] == row
+
+
+def test_few_rows_never_touch_the_disk_and_many_leave_no_name_there(tmp_path: Path) -> None:
+    few, many = StoredRows(tmp_path / "few"), StoredRows(tmp_path / "many", 64)
+    for row in TEXTS:
+        few.append(row)
+        many.append(row)
+    assert not (tmp_path / "few").exists()
+    assert list((tmp_path / "many").iterdir()) == []
+    assert stat.S_IMODE((tmp_path / "many").stat().st_mode) == 0o700
+
+
+def test_files_are_closed_when_nobody_reads_them(tmp_path: Path) -> None:
+    process = psutil.Process()
+    before = process.num_fds()
+    for _ in range(5):
+        stored = StoredRows(tmp_path, 0)
+        stored.append({"text": "a"})
+        units = made(tmp_path).with_slots([None])
+        assert units[0] is not None
+    del stored, units
+    assert process.num_fds() == before
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, wanted = table_of(tmp_path, TEXTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "BUFFER", 0)
+        patch.setattr(OpenFile, "write", full_disk)
+        with pytest.raises(DataError, match=r"No space left.*--output_dir"):
+            table_of(tmp_path, TEXTS)
+    monkeypatch.setattr(np, "save", full_disk)
+    with pytest.raises(DataError, match=r"No space left.*--output_dir"):
+        make_units(table, sampled_rows(table, wanted), tokenizer(), wanted, tmp_path / "cache")
+    assert entries(tmp_path) == []
+
+
+# --- units by their owner --------------------------------------------------------------------------------------------
+
+
+def grouped_in_memory(some: list[Json], limit: int) -> list[list[Json]]:
+    """Grouping as a dictionary of lists of rows does it."""
+    units: dict[str, list[Json]] = {}
+    for row in some:
+        units.setdefault("1" if row["who"] == 1.0 and row["who"] is not True else str(row["who"]), []).append(row)
+    return [sorted(group, key=lambda row: data._row_hash(row, ["text"]))[:limit] for group in units.values()]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    some=st.lists(
+        st.fixed_dictionaries(
+            {"who": st.sampled_from(["a", "b", "cc", 1, "1", 1.0, True]), "text": st.text("xy", max_size=2)}
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    limit=st.integers(1, 4),
+)
+def test_grouping_by_hashes_is_grouping_by_values(some: list[Json], limit: int) -> None:
+    wanted = section(unit="who", max_examples_per_unit=limit)
+    groups = data.group_rows(Table("rows.jsonl", some, "text"), wanted)
+    expected = grouped_in_memory(some, limit)
+    assert list(groups) == expected == groups[:]
+    assert groups[-1] == expected[-1]
+    singles = sampled_rows(Table("rows.jsonl", some, "text"), section(**{**BY_UNIT, "sampling": "example"}))
+    assert list(singles) == [[row] for group in grouped_in_memory(some, 3) for row in group]
+
+
+# --- the same units --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    fmt=st.sampled_from(sorted(ROWS)),
+    picks=st.lists(st.integers(0, 39), min_size=1, max_size=12),
+    max_length=st.sampled_from([2, 3, 8, 9, 24, 100]),
+    long_examples=st.sampled_from(["chunk", "truncate"]),
+    unit=st.sampled_from([{}, BY_UNIT]),
+    at_once=st.sampled_from([0, 150, 2**18]),
+)
+def test_units_on_disk_are_those_of_memory(
+    fmt: str, picks: list[int], max_length: int, long_examples: str, unit: Json, at_once: int
+) -> None:
+    some = [ROWS[fmt][pick] for pick in picks]
+    values = {"max_length": max_length, "long_examples": long_examples, **unit}
+    one_by_one = [
+        Unit(
+            tuple(s for row in group for s in data.encode(row, fmt, tokenizer(), max_length, long_examples))  # type: ignore[arg-type]
+        )
+        for group in data.group_rows(Table("rows.jsonl", some, fmt), section(**values))  # type: ignore[arg-type]
+    ]
+    assert in_memory(some, fmt, **values) == one_by_one
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "AT_ONCE", at_once)
+        units = made(Path(folder), some, **values)
+        again = open_units(Path(folder) / "cache", units.key)
+    for found in (units, again):
+        assert list(found) == one_by_one == found[:]
+        assert found.digest == units.digest
+        for index, unit_ in enumerate(one_by_one):
+            lengths = [len(sequence.input_ids) for sequence in unit_.sequences]
+            assert found.sizes(index) == (len(lengths), max(lengths, default=0))
+    assert all(type(token) is int for unit_ in units[:] if unit_ for one in unit_.sequences for token in one.input_ids)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20), st.integers(1, 9999)),
+            max_size=3,
+        ),
+        max_size=3,
+    )
+)
+def test_any_sequence_is_packed_without_loss(value: Any) -> None:
+    for sequences in value:
+        unit = Unit(
+            tuple(TokenSequence(tuple(i for i, _ in s), tuple(m for _, m in s), number) for s, number in sequences)
+        )
+        assert tokens._unpack(tokens._pack(unit), len(unit.sequences)) == unit
+
+
+def test_slots_stand_behind_the_units(tmp_path: Path) -> None:
+    units = made(tmp_path)
+    slots = [None, in_memory(TEXTS[:1], "text")[0], Unit(())]
+    more = units.with_slots(slots)
+    assert (len(more), more[len(units) :]) == (len(units) + 3, slots)
+    assert more[: len(units)] == units[:]
+    assert [more.sizes(len(units) + index) for index in range(3)] == [(0, 0), units.sizes(0), (0, 0)]
+    assert more.sizes(-1) == (0, 0)
+    digests = {units.digest, more.digest, units.with_slots(slots[::-1]).digest, units.with_slots([None]).digest}
+    assert len(digests) == 4
+    assert units.with_slots(slots).digest == more.digest
+
+
+def test_the_digest_tells_other_units(tmp_path: Path) -> None:
+    one = made(tmp_path / "a")
+    assert made(tmp_path / "b").digest == one.digest
+    assert made(tmp_path / "c", TEXTS[::-1]).digest != one.digest
+    assert made(tmp_path / "d", max_length=23).digest != one.digest
+    assert made(tmp_path / "e", TEXTS[:-1]).digest != one.digest
+
+
+def test_an_error_of_an_earlier_row_comes_first(tmp_path: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "a b " * 90}, {"role": "assistant", "content": "Yes."}]}
+    bad = {"messages": [{"no": "role"}]}
+    for some, message in (
+        ([TALKS[1], long, bad], "unit 2: a row is longer"),
+        ([TALKS[1], bad, long], "unit 2: .*template"),
+    ):
+        with pytest.raises(DataError, match=message):
+            made(tmp_path, some, long_examples="refuse", max_length=100)
+        with pytest.raises(DataError, match=message):
+            encode_units(
+                [[row] for row in some], "messages", tokenizer(), section(long_examples="refuse", max_length=100)
+            )
+    assert entries(tmp_path) == []
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def entries(folder: Path) -> list[str]:
+    there = folder / "cache" / tokens.FOLDER
+    return sorted(path.name for path in there.iterdir()) if there.exists() else []
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each time that a corpus is tokenised."""
+    calls: list[int] = []
+
+    def count(*arguments: Any, **named: Any) -> Iterator[Unit]:
+        calls.append(1)
+        return data.iter_units(*arguments, **named)
+
+    monkeypatch.setattr(tokens, "iter_units", count)
+    return calls
+
+
+def test_a_corpus_is_tokenised_once(tmp_path: Path, counted: list[int]) -> None:
+    first = made(tmp_path)
+    again = made(tmp_path)
+    assert (len(counted), again.digest, again.key) == (1, first.digest, first.key)
+    assert list(again) == list(first)
+    assert entries(tmp_path) == [first.key]
+    for path in (first.path, first.path.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+class OtherTemplate:
+    """A tokenizer with one thing changed."""
+
+    def __init__(self, change: str) -> None:
+        self.made = tiny.tokenizer(chat_template="!" + tiny.CHAT) if change == "template" else tiny.tokenizer()
+        if change == "eos":
+            self.made.eos_token = "<pad>"
+        if change == "vocabulary":
+            self.made.add_tokens(["plums"])
+
+
+CHANGES: list[tuple[str, Json]] = [
+    ("max_length", {"max_length": 23}),
+    ("long_examples", {"long_examples": "truncate"}),
+    ("groups", BY_UNIT),
+    ("fewer of a unit", {**BY_UNIT, "max_examples_per_unit": 2}),
+    ("single rows", {**BY_UNIT, "sampling": "example"}),
+]
+
+
+def test_whatever_changes_the_tokens_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [made(tmp_path, TALKS).key]
+    keys += [made(tmp_path, TALKS, **values).key for _, values in CHANGES]
+    keys += [made(tmp_path, TALKS, OtherTemplate(change).made).key for change in ("template", "eos", "vocabulary")]
+    keys += [made(tmp_path, TALKS[::-1]).key, made(tmp_path, TALKS[1:]).key]
+    both = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
+    keys += [made(tmp_path, both, format=fmt).key for fmt in ("prompt_completion", "text")]
+    keys += [made(tmp_path, [{"prompt": p, "completion": c}]).key for p, c in (("a", "bc"), ("ab", "c"))]
+    splitting = tiny.tokenizer()  # not the one that the tests share
+    splitting.split_special_tokens = True
+    keys.append(made(tmp_path, TALKS, splitting).key)
+    monkeypatch.setattr(tokens, "ENCODING", tokens.ENCODING + 1)
+    keys.append(made(tmp_path, TALKS).key)
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_column_that_no_format_reads_makes_no_other_entry(tmp_path: Path, counted: list[int]) -> None:
+    made(tmp_path)
+    made(tmp_path, [{**row, "remark": number} for number, row in enumerate(TEXTS)])
+    assert len(counted) == 1
+
+
+def test_truncation_that_a_tokenizer_was_saved_with_makes_no_other_entry(tmp_path: Path, counted: list[int]) -> None:
+    cutting = tiny.tokenizer()
+    cutting.backend_tokenizer.enable_truncation(4)
+    assert list(made(tmp_path, TEXTS, cutting)) == list(made(tmp_path)) == in_memory(TEXTS, "text")
+    assert len(counted) == 1
+
+
+def test_a_table_without_a_digest_has_no_key(tmp_path: Path) -> None:
+    table = Table("rows.jsonl", TEXTS, "text")
+    with pytest.raises(ValueError, match="digest"):
+        make_units(table, each_row(TEXTS), tokenizer(), section(), tmp_path)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 3)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 + (path.suffix == ".json")] ^= 1
+    path.write_bytes(content)
+
+
+def flip_last(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 255
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, flip_last, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("name", ["tokens.bin", "index.npy", "meta.json"])
+def test_a_damaged_entry_is_made_again(
+    tmp_path: Path, counted: list[int], name: str, damage: Callable[[Path], Any]
+) -> None:
+    first = made(tmp_path)
+    expected, key = list(first), first.key
+    damage(first.path / name)
+    again = made(tmp_path)
+    assert (list(again), again.key, again.digest) == (expected, key, first.digest)
+    assert len(counted) == 2
+    made(tmp_path)
+    assert len(counted) == 2
+    assert entries(tmp_path) == [key]
+
+
+def test_units_that_are_open_survive_the_removal_of_their_files(tmp_path: Path) -> None:
+    import shutil
+
+    units = made(tmp_path)
+    shutil.rmtree(tmp_path / "cache")
+    assert list(units) == in_memory(TEXTS, "text")
+
+
+def test_what_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    units = made(tmp_path)
+    os.truncate(units.path / "tokens.bin", 100)
+    with pytest.raises(DataError, match="cut short"):
+        list(units)
+
+
+def test_another_process_finds_nothing_under_another_key(tmp_path: Path) -> None:
+    units = made(tmp_path)
+    assert list(open_units(tmp_path / "cache", units.key)) == list(units)
+    with pytest.raises(DataError, match="give all of them the same files"):
+        open_units(tmp_path / "cache", "0" * 32)
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_tokens
+from dpllm.text import data, tokens
+
+whole = data.iter_units
+def dies(*arguments, **named):
+    for number, unit in enumerate(whole(*arguments, **named)):
+        if number == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield unit
+tokens.iter_units, tokens._PIECE = dies, 1
+test_tokens.made(Path(sys.argv[2]))
+"""
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(Path(dpllm.__file__).parents[1]), str(tests), str(tests / "text")])
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+
+
+def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, counted: list[int]) -> None:
+    died = python(DIES, str(Path(__file__).parent), str(tmp_path))
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    lock, left = entries(tmp_path)
+    assert lock == ".lock"
+    assert left.startswith(".part-")
+    units = made(tmp_path)
+    assert list(units) == in_memory(TEXTS, "text")
+    assert (entries(tmp_path), len(counted)) == ([units.key], 1)
+
+
+def test_of_several_at_once_one_tokenises(tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    table, wanted = table_of(tmp_path, TEXTS)
+    found: list[Units] = []
+    quick = tokens.iter_units
+
+    def slow(*arguments: Any, **named: Any) -> Iterator[Unit]:
+        time.sleep(0.5)  # so that the others come meanwhile
+        return quick(*arguments, **named)
+
+    monkeypatch.setattr(tokens, "iter_units", slow)
+
+    def run() -> None:
+        tokeniser = tiny.tokenizer()
+        found.append(make_units(table, sampled_rows(table, wanted), tokeniser, wanted, tmp_path / "cache"))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counted) == 1
+    assert {units.digest for units in found} == {made(tmp_path).digest}
+    assert len(found) == 4
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+GROWS = """
+import json, os, sys
+from pathlib import Path
+import psutil, tiny, transformers, tokenizers, numpy, pyarrow
+from tokenizers import Tokenizer, models, pre_tokenizers
+from dpllm.text import data, rows, tokens
+from dpllm.recipe.config import DataConfig
+
+folder, megabytes, in_memory = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "in memory"
+words = [f"word{number:07}" for number in range(1000)]
+backend = Tokenizer(models.WordLevel({"</s>": 0, **{word: place + 1 for place, word in enumerate(words)}}, unk_token="</s>"))
+backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+path, number = folder / "rows.jsonl", 0
+with open(path, "w") as file:
+    while file.tell() < megabytes * 2**20:
+        text = " ".join(words[(number * 7 + place * place) % 1000] for place in range(300))
+        file.write(json.dumps({"who": number % 4999, "text": text}) + "\\n")
+        number += 1
+wanted = DataConfig(train=str(path), max_length=256, long_examples="chunk", unit="who", max_examples_per_unit=10**6)
+data.encode({"text": "word"}, "text", tokenizer, 256, "chunk")
+if megabytes < 100:  # so that few rows are many
+    data.AT_ONCE, rows.BUFFER = 2**15, 2**20
+before = psutil.Process().memory_info().rss
+most = [0]
+def look():
+    most[0] = max(most[0], psutil.Process().memory_info().rss - before)
+table = data.load_table(str(path), wanted, "train", folder / "cache")
+look()
+groups = data.sampled_rows(table, wanted)
+look()
+if in_memory:
+    units = data.encode_units(groups, "text", tokenizer, wanted)
+else:
+    units = tokens.make_units(table, groups, tokenizer, wanted, folder / "cache")
+look()
+seen = 0
+for count, unit in enumerate(units):
+    seen += sum(len(sequence.input_ids) for sequence in unit.sequences)
+    if count % 500 == 0:
+        look()
+look()
+assert seen > 300 * number
+print(most[0] / 2**20)
+"""
+
+
+def growth(folder: Path, megabytes: int, how: str) -> float:
+    done = python(GROWS, str(folder), str(megabytes), how)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    assert growth(tmp_path, 4, "on disk") < 20
+
+
+@pytest.mark.full
+def test_a_corpus_is_trained_on_in_less_memory_than_it_takes(tmp_path: Path) -> None:
+    assert growth(tmp_path, 12, "in memory") > 30  # what is measured can be seen
+    assert growth(tmp_path, 300, "on disk") < 120

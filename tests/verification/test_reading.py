@@ -1,0 +1,113 @@
+"""Files of strangers: what they may hold, and that nothing else gets in."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.errors import ConfigError
+from dpllm.statement import section
+from dpllm.verification import check_leaks, reading
+from dpllm.verification.values import Wrong, close, differences, plain
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.dictionaries(st.text(max_size=5), VALUES, max_size=5))
+def test_what_json_writes_is_read_back(value: dict[str, object]) -> None:
+    assert reading.parse_object(json.dumps(value), "x") == value
+    assert not list(differences(value, json.loads(json.dumps(value)), tolerance=0.0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "1", "{", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": 1, "a": 1}', '{"a": {"b": 1, "b": 2}}',
+     '{"a": ' * 5000 + "1" + "}" * 5000, '{"a": ' + "9" * 5000 + "}", '{"a": ' + "[" * 70 + "]" * 70 + "}"],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_json_with_tricks_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(Wrong) as error:
+        reading.parse_object(text, "privacy.json")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "matter",
+    ["a: &x [1, 2]\nb: *x", "a: 1\na: 2", "a: {b: 1, b: 2}", "<<: {a: 1}", "- 1", "a: [", "a: !!python/name:os.system ''",
+     "a: " + "[" * 500 + "]" * 500, "a: 2020-99-99", ""],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_yaml_with_tricks_is_refused(matter: str) -> None:
+    with pytest.raises(ConfigError, match="front matter"):
+        section.front_matter(f"---\n{matter}\n---\ntext\n")
+
+
+def test_a_front_matter_is_read_as_yaml_writes_it() -> None:
+    value = {"a": 1e-5, "b": {"c": [1, 2.5, None, True, "1", "2026-11-21"]}, "d": "x: y"}
+    assert section.front_matter(f"---\n{yaml.safe_dump(value)}---\n\n# Title\n\n---\n") == value
+    for text in ("# Title\n", "---\na: 1\n---\nx\r```\n"):
+        with pytest.raises(ConfigError, match="front matter"):
+            section.front_matter(text)
+
+
+def test_no_link_no_pipe_and_no_giant_is_read(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("x", encoding="utf-8")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "missing", "."):
+        with pytest.raises(Wrong):
+            reading.read_bytes(tmp_path / name)
+    with pytest.raises(Wrong, match="more than"):
+        reading.read_bytes(tmp_path / "real", 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [(1, 1.0, False), (1, True, False), (1.0, 1.0 + 1e-10, True), (1.0, 1.0 + 1e-8, False), ("1", 1, False), (None, 0, False),
+     ([1], [1, 2], False), ({"a": 1}, {"a": 1, "b": None}, False), ({}, [], False), (False, 0, False)],
+)  # fmt: skip
+def test_equal_means_equal_up_to_rounding(one: object, other: object, same: bool) -> None:
+    assert (not list(differences(one, other))) is same
+
+
+def test_rounding_has_a_limit() -> None:
+    assert close(8.0, 8.0 * (1 + 1e-10))
+    assert not close(8.0, 8.0 * (1 + 1e-8))
+    assert not close(1e-13, 2e-13, 0.0)
+    assert not close(float("nan"), float("nan"))
+
+
+def test_what_is_shown_holds_no_escape_sequence() -> None:
+    assert plain("a\x1b[2J\nb\u202ec" + "d" * 1000).isprintable()
+    assert len(plain("d" * 1000)) == 400
+
+
+TEMPLATE = "You are a helpful assistant who answers every question of the customer with care."
+ROWS = [(number, f"{TEMPLATE} {name} owes {number} crowns to the bakery near the old harbour since May")
+        for number, name in enumerate(("Aino", "Bertil", "Cilla", "Doris", "Erik"), start=1)]  # fmt: skip
+
+
+def test_words_of_one_row_are_found_and_those_of_a_template_are_not() -> None:
+    texts = {"README.md": f"# Card\n\n{TEMPLATE}\n", "chat.jinja": "owes 3 crowns to the bakery near the OLD harbour!"}
+    assert check_leaks._matches(ROWS, texts, most=3) == {"chat.jinja": 3}
+
+
+def test_a_short_row_is_found_as_a_whole() -> None:
+    texts = {"README.md": "It says: the alarm code reads 516667672066, they say."}
+    assert check_leaks._matches([(9, "The alarm code reads 516667672066")], texts, most=3) == {"README.md": 9}
+    assert not check_leaks._matches([(9, "the alarm they"), (10, "they say it")], texts, most=3)
