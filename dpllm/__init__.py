@@ -1,18 +1,211 @@
-"""dpllm: fine-tune causal language models with differential privacy, audit them, publish the card."""
+"""dpllm: fine-tune causal language models with differential privacy, audit them, publish the card.
 
+The front door for Python. Nothing heavy is imported before it is used:
+
+    recipe = dpllm.load_recipe("recipes/smoke/clinic.yaml", {"privacy.epsilon": 3})
+    print(dpllm.plan(recipe))           # the promise, without weights
+    run = dpllm.train(recipe)
+    run.epsilon, run.delta, run.status, run.export_dir
+    report = dpllm.audit(run)
+    dpllm.write_card(run)
+    dpllm.verify(run.export_dir)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dpllm.comparison.compare import Comparison
     from dpllm.comparison.compare import DPComparison as DPComparison
+    from dpllm.ledger import Ledger as Ledger
+    from dpllm.privacy.engine import Engine as Engine
+    from dpllm.publish.generate import Sample
+    from dpllm.recipe.config import RunConfig
+    from dpllm.run.directory import Run
+    from dpllm.run.promise import Decision
+    from dpllm.verification.values import Verification
 
 __version__ = "0.1.0"
-__all__ = ["DPComparison", "__version__"]
+__all__ = [
+    "DPComparison",
+    "Engine",
+    "Ledger",
+    "__version__",
+    "audit",
+    "compare",
+    "generate",
+    "load_recipe",
+    "plan",
+    "train",
+    "verify",
+    "write_card",
+]
+
+_LAZY = {
+    "DPComparison": ("dpllm.comparison.compare", "DPComparison"),
+    "Engine": ("dpllm.privacy.engine", "Engine"),
+    "Ledger": ("dpllm.ledger", "Ledger"),
+    "builtin": ("dpllm.text.builtin", None),
+}
+"""Name -> where it is found; published cards name ``builtin``."""
 
 
 def __getattr__(name: str) -> Any:
     """Loads what is heavy once it is asked for, so that ``import dpllm`` stays quick."""
-    if name == "DPComparison":
-        from dpllm.comparison.compare import DPComparison
+    if name not in _LAZY:
+        raise AttributeError(f"module 'dpllm' has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    found = import_module(module)
+    return found if attribute is None else getattr(found, attribute)
 
-        return DPComparison
-    raise AttributeError(f"module 'dpllm' has no attribute {name!r}")
+
+def load_recipe(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Reads a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: Dotted key -> value, as ``{"privacy.epsilon": 3}``.
+
+    Raises:
+        ConfigError: A key is unknown, or a value impossible.
+    """
+    from dpllm.recipe.config import load_config
+
+    return load_config(os.fspath(path), dict(overrides or {}))
+
+
+def plan(recipe: RunConfig) -> Decision:
+    """What a run of a recipe would promise, and everything that would refuse it; reads no weights and writes nothing.
+
+    Returns:
+        The decision: ``plan``, ``schedule``, ``ledger``, ``refusals``; printed, a few lines.
+    """
+    from dpllm.run.promise import Start, decide
+
+    return decide(recipe, Start())
+
+
+def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, make_up_lost_steps: bool = False) -> Run:
+    """Runs a recipe from data to export/; also from a notebook.
+
+    Args:
+        recipe: Of ``load_recipe``.
+        resume: Go on with the interrupted run in ``output_dir``.
+        overwrite: Replace a run that lies there. What it spent stays in the ledger.
+        make_up_lost_steps: With ``resume``: reserve and repeat the steps that were charged and lost in a crash.
+
+    Returns:
+        The run; look at its ``status``.
+
+    Raises:
+        ConfigError: The recipe or the data cannot be used.
+        Refused: A guard or the ledger's budget refuses.
+    """
+    from dpllm.run import loop
+    from dpllm.run.directory import Run
+
+    loop.train(recipe, resume=resume, overwrite=overwrite, make_up_lost_steps=make_up_lost_steps)
+    return Run.open(recipe.output_dir)
+
+
+def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> dict[str, Any]:
+    """Attacks a finished run by its canaries; see ``dpllm audit``.
+
+    Args:
+        run: A run, or its directory.
+        generate: Let the models complete and sample as well; else only what one pass of scoring shows.
+
+    Returns:
+        The report, as audit.json holds it. A falsified claim is said in ``verdict``, not raised.
+
+    Raises:
+        ConfigError: No canaries in the recipe, or no weights.
+    """
+    from dpllm.auditing.run import audit as attack
+
+    return attack(_directory(run), generate=generate)
+
+
+def compare(
+    runs: Sequence[Run | str | os.PathLike[str]], output: str | os.PathLike[str] | None = None, *, public: bool = False
+) -> Comparison:
+    """Runs side by side, the baseline first; see ``DPComparison`` for two.
+
+    Args:
+        runs: Two or more runs, or their directories.
+        output: Where table and pictures go; None: beside the first run.
+        public: Leave out what may not be published.
+
+    Raises:
+        ConfigError: They cannot be compared.
+    """
+    from pathlib import Path
+
+    from dpllm.comparison.compare import compare as side_by_side
+
+    return side_by_side([_directory(run) for run in runs], Path(output) if output else None, public=public)
+
+
+def write_card(run: Run | str | os.PathLike[str]) -> Path:
+    """Writes the model card of a run; returns the path of ``export/README.md``.
+
+    Raises:
+        ConfigError: The run was refused, or its files are damaged.
+    """
+    from dpllm.statement.card import write_card as write
+
+    return write(_directory(run))
+
+
+def verify(
+    path: Run | str | os.PathLike[str], *, ledger: str | None = None, signers: str | os.PathLike[str] | None = None
+) -> Verification:
+    """Recomputes what a run or an export states; imports no torch.
+
+    Args:
+        path: A run, a run directory, or an export.
+        ledger: A ledger's file, an export of one, or a PostgreSQL URL.
+        signers: File of allowed signers, for a signed card.
+
+    Returns:
+        ``checks``, each verified, asserted or failed.
+    """
+    from pathlib import Path
+
+    from dpllm.verification.verify import verify as check
+
+    return check(_directory(path).root, ledger=ledger, signers=Path(signers) if signers else None)
+
+
+def generate(
+    run: Run | str | os.PathLike[str], prompts: Sequence[str] | None = None, num: int = 1, **settings: Any
+) -> list[Sample]:
+    """Samples text from a tuned model; post-processing, which costs no privacy.
+
+    Args:
+        run: A run, its directory or export, or what ``dpllm merge`` wrote.
+        prompts: None: texts are written from their beginning.
+        num: Texts behind each prompt.
+        settings: ``max_new_tokens``, ``temperature``, ``top_p``, ``seed``.
+
+    Raises:
+        ConfigError: There is no model, or its base cannot be found.
+    """
+    from dpllm.publish.generate import load, sample
+
+    return sample(load(_directory(run).root), prompts, num, **settings)
+
+
+def _directory(run: Any) -> Any:
+    """The run directory of a run, or of a path."""
+    from pathlib import Path
+
+    from dpllm.run.directory import Run, RunDir
+
+    return run.directory if isinstance(run, Run) else RunDir(Path(run))
