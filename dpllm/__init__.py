@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from dpllm.privacy.engine import Engine as Engine
     from dpllm.publish.generate import Sample
     from dpllm.recipe.config import RunConfig
-    from dpllm.run.directory import Run
     from dpllm.run.promise import Decision
+    from dpllm.run.records import Run
     from dpllm.verification.values import Verification
 
 __version__ = "0.1.0"
@@ -108,7 +108,7 @@ def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, m
         Refused: A guard or the ledger's budget refuses.
     """
     from dpllm.run import loop
-    from dpllm.run.directory import Run
+    from dpllm.run.records import Run
 
     loop.train(recipe, resume=resume, overwrite=overwrite, make_up_lost_steps=make_up_lost_steps)
     return Run.open(recipe.output_dir)
@@ -158,7 +158,7 @@ def write_card(run: Run | str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: The run was refused, or its files are damaged.
     """
-    from dpllm.statement.card import write_card as write
+    from dpllm.card.card import write_card as write
 
     return write(_directory(run))
 
@@ -206,6 +206,7 @@ def _directory(run: Any) -> Any:
     """The run directory of a run, or of a path."""
     from pathlib import Path
 
-    from dpllm.run.directory import Run, RunDir
+    from dpllm.run.directory import RunDir
+    from dpllm.run.records import Run
 
     return run.directory if isinstance(run, Run) else RunDir(Path(run))

@@ -1,6 +1,6 @@
-"""What lies in export/: the files and settings that may be published, and hashes, which tie run.json and card to them.
+"""Files of a run: where each lies, JSON that is written whole or not at all, what may lie in export/, and its hashes.
 
-Comes in: a directory, names, settings. Goes out: path -> SHA-256; what is not known.
+Comes in: a directory, names, values. Goes out: paths, JSON values, path -> SHA-256; what is not known.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dpllm.errors import ConfigError
 
 CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "privacy.json.sig"
 UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
@@ -115,3 +118,96 @@ def sha256(path: Path, *, follow: bool = True) -> str:
     flags = os.O_RDONLY if follow else os.O_RDONLY | os.O_NOFOLLOW
     with open(os.open(path, flags), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+SCHEMA_VERSION = 1
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes JSON atomically (temporary file, fsync, rename), keys sorted, with a schema version."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, sort_keys=True, allow_nan=False)
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def digest(value: dict[str, Any]) -> str:
+    """SHA-256 of a JSON object, the same however it is laid out."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ConfigError: Missing or damaged file.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing; the run did not get that far, or this is no run directory.") from None
+    except (OSError, ValueError, RecursionError):
+        raise ConfigError(f"{path}: is not readable as JSON; the file is damaged.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds no JSON object; the file is damaged.")
+    return value
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe."""
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The promise."""
+        return self.root / "plan.json"
+
+    @property
+    def run(self) -> Path:
+        """What happened."""
+        return self.root / "run.json"
+
+    @property
+    def export(self) -> Path:
+        """The only directory that is ever uploaded."""
+        return self.root / "export"
+
+    @property
+    def private(self) -> Path:
+        """Mode 0700; never leaves."""
+        return self.root / "private"
+
+    @property
+    def canaries(self) -> Path:
+        """Canary texts, coins and references: secret."""
+        return self.private / "canaries.json"
+
+    @property
+    def resume(self) -> Path:
+        """The checkpoints that a resumed run starts from: secret."""
+        return self.private / "resume"
+
+    def checkpoints(self) -> list[Path]:
+        """Their directories, such as step-00000040, of the highest step first; none that is still being written."""
+        found = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
+        return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+    @property
+    def metrics(self) -> Path:
+        """Un-noised diagnostics, one JSON value a line: private."""
+        return self.private / "metrics.jsonl"
+
+    def audit_dir(self, private_enabled: bool) -> Path:
+        """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""
+        return self.export / "audit" if private_enabled else self.private / "audit"

@@ -44,13 +44,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from dpllm.model import environment
 from dpllm.model.loading import _unfreeze
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.recipe.config import FrozenConfig
-from dpllm.run import environment
 from dpllm.text.data import TokenSequence, Unit
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")

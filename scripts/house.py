@@ -24,13 +24,13 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
         "comparison",
         "publish",
         "verification",
-        "statement",
+        "card",
         "auditing",
         "forecast",
         "run",
         "telemetry",
     ),
-    *("ledger", "canaries", "model", "privacy", "text", "recipe", "files", "errors"),
+    *("statement", "ledger", "canaries", "model", "privacy", "text", "recipe", "files", "errors"),
 )
 LIMITS = {
     "lines": 20_000,

@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dpllm.recipe import published as published_recipe
 from dpllm.recipe.config import dump_config
 from dpllm.run.directory import RunDir
-from dpllm.statement import published_recipe
 from dpllm.verification.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]

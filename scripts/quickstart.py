@@ -26,11 +26,11 @@ def main(output: Path) -> None:
     start = time.time()
     from dpllm.auditing import terminal
     from dpllm.auditing.run import audit
+    from dpllm.card.card import write_card
     from dpllm.comparison.compare import compare
     from dpllm.recipe.config import load_config
     from dpllm.run.directory import RunDir
     from dpllm.run.loop import train
-    from dpllm.statement.card import write_card
 
     console = Console()
     ledger = {"privacy.ledger": str(output / "ledger.sqlite")}

@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
+from dpllm.card.card import compose
+from dpllm.card.claim import statement_of
+from dpllm.files import write_json
 from dpllm.recipe.config import RunConfig, dump_config
-from dpllm.run.directory import RunDir, write_json
-from dpllm.statement.card import compose
-from dpllm.statement.claim import statement_of
+from dpllm.run.directory import RunDir
 
 Json = dict[str, Any]
 WEIGHTS, TOKENIZER = b"weights", b"{}"

@@ -7,9 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from dpllm.files import write_json
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.recipe.config import RunConfig, dump_config
-from dpllm.run.directory import RunDir, write_json
+from dpllm.run.directory import RunDir
 
 Json = dict[str, Any]
 EVENT = dp_sgd_event(1.0, 40.0, 4)  # cheap to account

@@ -17,6 +17,11 @@ from scipy import optimize, special, stats
 from dpllm.auditing.rates import upper_limit
 from dpllm.auditing.table import CanaryScores
 
+GAMMA = 1.0
+"""RMIA's threshold of the likelihood ratio."""
+OFFLINE_A = 0.3
+"""RMIA's a: how much of p_in is explained by p_out, p_in = a p_out + 1 - a."""
+
 # A legend of shapes: P positives, N negatives, Q references.
 
 Floats = NDArray[np.float64]
@@ -308,3 +313,59 @@ def _pairs_interval(value: float, pairs: int, miss: float) -> tuple[float, float
     exact, hoeffding = 1 - (miss / 2) ** (1 / pairs), math.sqrt(math.log(2 / miss) / (2 * pairs))
     reach = exact if value in (0.0, 1.0) else hoeffding
     return max(0.0, value - reach), min(1.0, value + reach)
+
+
+def rmia(
+    target: ArrayLike,
+    average: ArrayLike,
+    target_references: ArrayLike,
+    average_references: ArrayLike,
+    gamma: float = GAMMA,
+) -> Floats:
+    """Share of references z whose likelihood ratio to the candidate x is at least gamma (RMIA).
+
+    The ratio is [p(x | target) / p(x)] / [p(z | target) / p(z)]. For given references the share only rises with
+    p(x | target) / p(x): the references set the scale of the score, and hardly its order.
+
+    Args:
+        target: Shape (M,), log p(x | target). For a text, p is the geometric mean over its tokens.
+        average: Shape (M,), log p(x), over models with and without x: see ``average_offline`` and ``average_online``.
+        target_references: Shape (Q,), log p(z | target).
+        average_references: Shape (Q,), log p(z).
+        gamma: > 0.
+
+    Returns:
+        Shape (M,), in [0, 1]; higher = more likely a member.
+
+    References:
+        Zarifzadeh, Liu and Shokri 2024, "Low-Cost High-Power Membership Inference Attacks".
+    """
+    gain_M = log_ratio(np.asarray(target, dtype=np.float64), np.asarray(average, dtype=np.float64))
+    gain_Q = np.sort(
+        log_ratio(np.asarray(target_references, dtype=np.float64), np.asarray(average_references, dtype=np.float64))
+    )
+    result: Floats = np.searchsorted(gain_Q, gain_M - math.log(gamma), side="right") / len(gain_Q)
+    return result
+
+
+def average_offline(log_p_out: ArrayLike, a: float = OFFLINE_A) -> Floats:
+    """Log p(x) = log(((1 + a) p_out + 1 - a) / 2), from models that never saw x; p_out = 0 is an answer like another.
+
+    Args:
+        log_p_out: Any shape.
+        a: In [0, 1). Where texts are unlikely (p_out far below 1 - a) the average hardly depends on p_out, and what
+            remains is an attack on the loss.
+
+    References:
+        Zarifzadeh, Liu and Shokri 2024, on p(x) without in models.
+    """
+    result: Floats = np.logaddexp(
+        math.log((1 + a) / 2) + np.asarray(log_p_out, dtype=np.float64), math.log((1 - a) / 2)
+    )
+    return result
+
+
+def log_ratio(first: Floats, second: Floats) -> Floats:
+    """First minus second, in log space; 0 where they are equal, also where both probabilities are zero."""
+    same = np.asarray(first == second)
+    return np.where(same, 0.0, first - np.where(same, 0.0, second))

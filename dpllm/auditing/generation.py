@@ -17,8 +17,8 @@ from torch import nn
 
 from dpllm.auditing import personal, untargeted, verbatim
 from dpllm.auditing.decoding import Tokens, complete, sample, until_end
-from dpllm.auditing.scores import encode_secret
 from dpllm.canaries.canaries import Canary, CanaryPlan
+from dpllm.canaries.encoding import encode_secret
 from dpllm.text.data import Format
 
 if TYPE_CHECKING:

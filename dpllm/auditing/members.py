@@ -21,8 +21,9 @@ from dpllm.auditing.overlap import Rows, check_overlap
 from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.tokens import TokenTable
 from dpllm.errors import ConfigError
+from dpllm.files import write_json
 from dpllm.recipe.config import DataConfig, RunConfig
-from dpllm.run.directory import RunDir, write_json
+from dpllm.run.directory import RunDir
 from dpllm.text import data
 from dpllm.text.data import Format, TokenSequence, Unit
 

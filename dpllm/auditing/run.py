@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
 from dpllm.auditing import attacks, figure, token_attacks
 from dpllm.auditing.generation import generate_attacks
@@ -29,10 +29,11 @@ from dpllm.auditing.words import words_control
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError
+from dpllm.files import digest, read_json, write_json
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
-from dpllm.run.directory import RunDir, digest, read_json, write_json
+from dpllm.run.directory import RunDir
 from dpllm.telemetry import publish_audit
 from dpllm.text.data import Format, load_table
 
@@ -45,10 +46,13 @@ PARTS = {
     **{name: ("generation", name) for name in ("completion", "untargeted", "personal")},
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
+Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
 ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *token_attacks.ATTACKS, *PARTS)
 
 
-def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate: bool = True) -> dict[str, Any]:
+def audit(
+    run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = None, generate: bool = True
+) -> dict[str, Any]:
     """Scores the canaries of a finished run and writes what follows from them.
 
     Args:
@@ -56,8 +60,8 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
         twin: An audited run of the same recipe without privacy, where the attack has to succeed: a positive control. Unless
             both are of the same public data this report stays in private/, because it tells something of that run, and one
             without the twin is published.
-        shadows: How many shadow runs to train and to compare with, see ``shadows.audit_shadows``; where an exception allowed
-            them, likewise.
+        shadows: What trains shadow runs and compares with them, as ``lab.shadows`` does; where an exception allowed them,
+            likewise.
         generate: Let the models complete and sample as well; else only what one pass of scoring shows.
 
     Returns:
@@ -68,18 +72,12 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, generate
             a twin that is none.
         Refused: Shadows that may not be trained.
     """
-    from dpllm.lab.shadows import audit_shadows, may_train  # which train
-
     config, plan, claim = _subject(run)
     seen, open_twin = _twin(config, twin) if twin else (None, True)
-    if shadows:
-        may_train(run, config)
     examined = _examine(run, config, plan, claim, generate=generate)
     report, open_shadows = _report(examined, seen), True
     if shadows:
-        delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
-        console = Console(stderr=True)
-        report["shadows"] = audit_shadows(run, config, plan, examined.table, shadows, delta=delta, console=console)
+        report["shadows"] = shadows(run, config, plan, examined.table, claim.delta if claim else DELTA_WITHOUT_CLAIM)
         open_shadows = report["shadows"]["public_data"]
     report["audits_run"] = _count(run)
     report["published"] = config.privacy.enabled and open_twin and open_shadows

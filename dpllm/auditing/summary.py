@@ -20,7 +20,6 @@ from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.auditing.tokens import TokenTable
 from dpllm.auditing.verdict import CONTROL_LEVEL, Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
-from dpllm.lab import shadow_attacks
 from dpllm.privacy.limits import attacker_limits
 
 __all__ = ["CONFIDENCE", "PRIMARY_ATTACK", "Claim", "summarise"]
@@ -217,9 +216,9 @@ def rmia_base(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) 
 
     def averages(side: Sequence[CanaryScores]) -> tuple[attacks.Floats, attacks.Floats]:
         lengths = np.array([row.num_tokens for row in side], dtype=np.float64)
-        return attacks.loss(side) / lengths, shadow_attacks.average_offline(attacks.base_loss(side) / lengths)
+        return attacks.loss(side) / lengths, attacks.average_offline(attacks.base_loss(side) / lengths)
 
-    return shadow_attacks.rmia(*averages(rows), *averages(references))
+    return attacks.rmia(*averages(rows), *averages(references))
 
 
 def separation(

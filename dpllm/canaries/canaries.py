@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.canaries import kinds
 from dpllm.errors import ConfigError
+from dpllm.files import read_json, write_json
+from dpllm.privacy.plan import _slots_each
 from dpllm.recipe.config import CanaryConfig, DataConfig
-from dpllm.run.directory import read_json, write_json
 
 if TYPE_CHECKING:
     from dpllm.canaries.source import ModelSource  # which loads torch
@@ -158,24 +159,6 @@ def count_groups(canaries: Sequence[Canary]) -> dict[str, dict[str, int]]:
     return groups
 
 
-def num_slots(config: CanaryConfig, data: DataConfig) -> int:
-    """Slots in N: every candidate holds its own, whatever its coin says.
-
-    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
-    are drawn, each repetition holds one.
-
-    Raises:
-        ConfigError: More repetitions than one unit may bring.
-    """
-    if data.max_examples_per_unit is not None and max(config.groups) > data.max_examples_per_unit:
-        raise ConfigError(
-            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(config.groups)} repetitions only "
-            f"data.max_examples_per_unit ({data.max_examples_per_unit}) could train. Lower the repetitions in "
-            "audit.canaries.groups, or raise data.max_examples_per_unit."
-        )
-    return sum(_slots_each(group, data) * candidates for group, candidates in config.groups.items())
-
-
 def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
     """What stands in each slot: an inserted canary as often as one draw brings it; nothing where the coin said out."""
     filled = []
@@ -215,10 +198,6 @@ def load(path: Path) -> CanaryPlan:
             "an audit with them would prove nothing; restore the file, or train again."
         )
     return plan
-
-
-def _slots_each(group: int, data: DataConfig) -> int:
-    return group if data.unit == "example" or data.sampling == "example" else 1
 
 
 def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:

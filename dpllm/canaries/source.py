@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpllm.auditing.scores import encode_secret
 from dpllm.canaries import carriers
 from dpllm.canaries.canaries import Canary
+from dpllm.canaries.encoding import encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.config import FrozenConfig, RunConfig

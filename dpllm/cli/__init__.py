@@ -153,7 +153,7 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _env(known: argparse.Namespace, rest: list[str]) -> int:
-    from dpllm.run import environment
+    from dpllm.model import environment
 
     print(json.dumps({"versions": environment.versions(), "hardware": environment.hardware()}, indent=2))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,15 @@ def _run(known: argparse.Namespace, path: Path) -> int:
         _show(known, part, terminal.part_table(known.attack, part))
         return 0
     twin = RunDir(Path(known.twin)) if known.twin else None
-    report = audits.audit(run, twin=twin, shadows=known.shadows or 0, generate=not known.scores_only)
+    shadows = None
+    if known.shadows:
+        from rich.console import Console
+
+        from dpllm.lab.shadows import audit_shadows, may_train
+
+        may_train(run, run.load_config())
+        shadows = partial(audit_shadows, num_shadows=known.shadows, console=Console(stderr=True))
+    report = audits.audit(run, twin=twin, shadows=shadows, generate=not known.scores_only)
     _show(known, report, terminal.table(report))
     _say(known, f"Written to {run.audit_dir(report['published'])}")
     return _end(report)
@@ -196,14 +205,13 @@ def _before_training(known: argparse.Namespace, rest: list[str]) -> int:
     _show(known, found.to_json(), mechanism.table(found))
     if plan:
         _say(known, _keep(RunDir(Path(known.run)), found.to_json()))
-    word, reason = mechanism.verdict(found)
-    return _end({"verdict": word, "verdict_reason": reason})
+    return _end({"verdict": found.verdict, "verdict_reason": found.reason})
 
 
 def _keep(run: RunDir, found: dict[str, Any]) -> str:
     """Writes the mechanism's audit beside the run's: it saw the Plan's numbers and no data. A falsified one stays."""
-    from dpllm.run import environment
-    from dpllm.run.directory import read_json, write_json
+    from dpllm.files import read_json, write_json
+    from dpllm.model import environment
 
     path, versions = run.audit_dir(True) / "mechanism.json", environment.versions()
     trained_by = read_json(run.run).get("versions")
@@ -218,9 +226,10 @@ def _keep(run: RunDir, found: dict[str, Any]) -> str:
 
 def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
     """A recipe, or that of a run with its Plan."""
+    from dpllm.files import read_json
     from dpllm.lab.mechanism import read_plan
     from dpllm.recipe.config import load_config, parse_overrides
-    from dpllm.run.directory import RunDir, read_json
+    from dpllm.run.directory import RunDir
 
     if not path.is_dir():
         return load_config(path, parse_overrides(rest)), None

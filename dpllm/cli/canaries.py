@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.recipes import load_recipe
 from dpllm.errors import ConfigError
+from dpllm.privacy.plan import num_slots
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,15 +59,13 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
 
 def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
     """What may be said of a plan before training: numbers and the commitment, no text and no coin."""
-    from dpllm.canaries import canaries
-
     settings = config.audit.canaries
     assert settings is not None
     return {
         "kind": plan.kind,
         "groups": {str(group): candidates for group, candidates in sorted(settings.groups.items())},
         "candidates": len(plan.canaries),
-        "slots": canaries.num_slots(settings, config.data),
+        "slots": num_slots(settings, config.data),
         "references": len(plan.references),
         "log2_secrets": plan.log2_secrets,
         "commitment": plan.commitment,
@@ -79,14 +78,13 @@ def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
     Raises:
         ConfigError: The recipe plants nothing, or the directory holds a run, a plan, or something else.
     """
-    from dpllm.canaries import canaries
     from dpllm.run.directory import check_directory
 
     if config.audit.canaries is None:
         raise ConfigError(
             "audit.canaries is null, so the recipe plants nothing. Set audit: {canaries: {}}, or keys of that section."
         )
-    canaries.num_slots(config.audit.canaries, config.data)
+    num_slots(config.audit.canaries, config.data)
     if run.config.exists():
         raise ConfigError(
             f"{run.root}: holds a run, whose audit needs the canaries that it was trained with. Type another --output_dir."

@@ -14,13 +14,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Runs the command; returns its exit code."""
+    from dpllm.card.card import write_card
     from dpllm.run.directory import RunDir
-    from dpllm.statement.card import write_card
 
     card = write_card(RunDir(Path(known.run)))
     print(card)
     if known.sign:
-        from dpllm.statement.sign import sign
+        from dpllm.verification.sign import sign
 
         print(sign(card.parent, Path(known.sign)))
     return 0

@@ -252,8 +252,8 @@ def _verify(book: Ledger, known: argparse.Namespace) -> int:
 
 
 def _verify_file(path: Path, head: str | None) -> int:
+    from dpllm.files import read_json
     from dpllm.ledger.exchange import read_export, verify_export
-    from dpllm.run.directory import read_json
 
     value = read_json(path)
     read_export(value, path)
@@ -272,7 +272,7 @@ def _say(problems: list[str], head: dict[str, Any], where: str, compared: bool) 
 
 
 def _head(text: str | None) -> dict[str, Any] | None:
-    from dpllm.run.directory import read_json
+    from dpllm.files import read_json
 
     if text is None:
         return None
@@ -302,9 +302,9 @@ def _reconcile(book: Ledger, known: argparse.Namespace) -> int:
 
 
 def _import(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.files import read_json
     from dpllm.ledger import budgets
     from dpllm.ledger.exchange import event_of, read_export
-    from dpllm.run.directory import read_json
 
     given = [name for name in ("epsilon", "event", "source") if getattr(known, name) is not None]
     if len(given) != 1:
@@ -343,8 +343,8 @@ def _import(book: Ledger, known: argparse.Namespace) -> int:
 
 
 def _export(book: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.files import write_json
     from dpllm.ledger.exchange import to_export
-    from dpllm.run.directory import write_json
 
     value = to_export(book)
     if known.output:

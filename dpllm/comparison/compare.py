@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpllm.card.claim import Json
 from dpllm.comparison import compared_runs, rows, values
 from dpllm.comparison.rows import Row
 from dpllm.errors import ConfigError
-from dpllm.run.directory import RunDir, write_json
-from dpllm.statement.claim import Json
+from dpllm.files import write_json
+from dpllm.run.directory import RunDir
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dpllm.card.claim import Json, check_audit, why_not
 from dpllm.errors import ConfigError
+from dpllm.files import read_json
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import COST, RunDir, read_json
-from dpllm.statement import formatting
-from dpllm.statement.claim import Json, check_audit, why_not
+from dpllm.run.directory import COST, RunDir
 
 HELD_OUT, TASKS = "held_out.json", "tasks.json"
 """Under private/: figures by example that ``dpllm.comparison.tasks`` computes once and that no report shows by themselves."""
@@ -244,7 +245,7 @@ def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:
                 "between the two would say nothing about privacy. Train all with the same model, data, evaluation and canaries."
             )
         if not (public and key in PLACES):
-            found[key] = formatting.without_paths(values) if public else values
+            found[key] = names.without_paths(values) if public else values
     return found
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpllm.auditing.summary import PRIMARY_ATTACK
+from dpllm.card.claim import Json
 from dpllm.comparison.figure_style import COLOURS, INK, new_figure, save, style
-from dpllm.statement.claim import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dpllm.card.claim import Json
 from dpllm.comparison import rows
 from dpllm.comparison.figure_style import COLOURS, INK, new_figure, save, style
-from dpllm.statement.claim import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpllm.auditing.summary import PRIMARY_ATTACK
+from dpllm.card.claim import Json
 from dpllm.statement import formatting
-from dpllm.statement.claim import Json
 
 if TYPE_CHECKING:
     from rich.table import Table

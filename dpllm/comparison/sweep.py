@@ -18,12 +18,13 @@ from dpllm import ledger
 from dpllm.comparison.compare import Comparison, compare
 from dpllm.comparison.sweep_runs import STATE, Point, read_points, state_of
 from dpllm.errors import AuditContradiction, BudgetExceeded, ConfigError, DpllmError, Refused
+from dpllm.files import read_json, write_json
 from dpllm.ledger import admission, dataset_policy, groups, reserving
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, read_json, write_json
+from dpllm.run.directory import RunDir
 from dpllm.run.promise import Subject, decide, read_subject
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def _refuse_lost(point: Point, entry: str) -> None:
 
 def _audit(points: Sequence[Point], console: Console) -> list[str]:
     """Audits what has canaries and writes every card; says which promises an audit contradicts."""
-    from dpllm.statement.card import write_card
+    from dpllm.card.card import write_card
 
     free = next((point for point in points if math.isinf(point.epsilon)), None)
     contradictions = []

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError
+from dpllm.files import digest, read_json
 from dpllm.recipe.config import RunConfig, load_config
-from dpllm.run.directory import RunDir, check_directory, digest, read_json
+from dpllm.run.directory import RunDir, check_directory
 
 STATE = "sweep.json"
 """In the sweep's directory: what was asked for, and the name of its tuning group; public values only."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.comparison.compared_runs import HELD_OUT, TASKS
 from dpllm.errors import ConfigError, DpllmError
+from dpllm.files import read_json, write_json
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, read_json, write_json
+from dpllm.run.directory import RunDir
 from dpllm.text import data
 from dpllm.text.units import each_row
 
@@ -79,7 +80,7 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
 
 def data_name(config: RunConfig) -> str:
     """The evaluation data in a word."""
-    from dpllm.statement.formatting import public_name
+    from dpllm.recipe.names import public_name
 
     return public_name(str(config.data.eval))
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from dpllm.auditing.attacks import ATTACKS
 from dpllm.auditing.summary import PRIMARY_ATTACK
+from dpllm.card.claim import Json, stated_epsilon
 from dpllm.comparison.compared_runs import Side
 from dpllm.errors import DpllmError
 from dpllm.privacy import accounting
-from dpllm.statement import formatting
-from dpllm.statement.claim import Json, stated_epsilon
+from dpllm.recipe import names
 
 # Intervals cover the choice of evaluation examples or canaries, and not the randomness of training: another run of the same
 # recipe may lie outside.
@@ -49,7 +49,7 @@ def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) 
         },
         "left_out": [line for side in sides for line in side.left_out],
     }
-    copy: Json = json.loads(json.dumps(_finite(formatting.without_paths(value) if public else value)))
+    copy: Json = json.loads(json.dumps(_finite(names.without_paths(value) if public else value)))
     return copy
 
 

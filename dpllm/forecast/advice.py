@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping
 
 from dpllm.errors import ConfigError
+from dpllm.files import read_json
 from dpllm.forecast import signal
 from dpllm.privacy.plan import Plan, auto_delta
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, read_json
+from dpllm.run.directory import RunDir
 
 TOO_NOISY = 1.5  # times the least noise per unit of signal that the same compute allows
 NOT_REWARDED = 1.10  # less noise than this factor for twice the steps

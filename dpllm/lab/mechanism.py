@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
+from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.mechanism_report import ALPHA, MechanismReport, verdict
 from dpllm.errors import ConfigError
 from dpllm.lab import releases
-from dpllm.lab.releases import ReleaseTest
 from dpllm.privacy import accounting, events
 from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.plan import Plan, Schedule
@@ -26,64 +26,10 @@ from dpllm.recipe.config import RunConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dpllm.lab.replay import Pair
 
-ALPHA = 1e-3
-"""Probability that a mechanism which keeps its Plan is called falsified."""
 CANARIES = 1000
 ROWS = 200  # of a step, beyond which the default takes fewer canaries
 FEWEST_CANARIES = 300
-SLACK = 1e-6  # of C: what the engine promises for one unit
-COARSEST = 0.5  # an error of the sum's length that must be visible, or the audit is inconclusive
-SCOPE = (
-    "The engine, the sampler and the noise are those that train; the model is a small one made to be watched, and only "
-    "the recipe's numbers are its own. What this run's weights remember is measured by the audit of the run."
-)
-
-
-@dataclass(frozen=True)
-class MechanismReport:
-    """What one audit of the mechanism found.
-
-    Attributes:
-        verdict: falsified, consistent or inconclusive; never private, which no audit can show.
-        reason: In a sentence or two.
-        steps: How many steps were run, and tested.
-        promised_steps: How many of them, from the first, the bound looks at: no more than the Plan has.
-        canaries: M.
-        claimed: Numbers of the Plan that were tested, and its epsilon for all of its steps.
-        epsilon: What the accountant states for ``promised_steps``, at the delta of ``bound``, for one thing that is sampled.
-        bound: Lower bound on it, from the canaries' coins.
-        tests: What was released against the Plan.
-        level: Of each test: half of ALPHA over their number. The bound has the other half.
-        resolution: By what share the sum must be too long or too short for its test to see it, half of the time.
-        largest_contribution: Of one unit, over C.
-        pairs: Neighbouring batches with equal noise.
-    """
-
-    verdict: str
-    reason: str
-    steps: int
-    promised_steps: int
-    canaries: int
-    claimed: dict[str, Any]
-    epsilon: float
-    bound: OneRunBound
-    tests: tuple[ReleaseTest, ...]
-    level: float
-    resolution: float
-    largest_contribution: float
-    pairs: tuple[Pair, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as a JSON value; what is not finite is null."""
-        values = asdict(self)
-        values["bound"]["guesses"] = list(self.bound.guesses)
-        for pair, shown in zip(self.pairs, values["pairs"], strict=True):
-            shown["excess"] = pair.excess
-        for key in ("epsilon", "resolution"):
-            values[key] = values[key] if math.isfinite(values[key]) else None
-        return {**values, "tests": list(values["tests"]), "pairs": list(values["pairs"]), "scope": SCOPE}
 
 
 def audit_mechanism(
@@ -175,43 +121,6 @@ def audit_mechanism(
     )
     word, reason = verdict(report)
     return replace(report, verdict=word, reason=reason)
-
-
-def verdict(report: MechanismReport) -> tuple[str, str]:
-    """falsified, inconclusive or consistent, and why; whatever ``report.verdict`` says."""
-    wrong = contradictions(report)
-    if wrong:
-        return "falsified", f"What the engine released contradicts the Plan: {'; '.join(wrong)}."
-    if report.resolution > COARSEST:
-        return "inconclusive", (
-            f"In {report.steps} steps at sampling rate {report.claimed['sampling_rate']:.3g} the {report.canaries} canaries "
-            "were drawn too seldom: a sum of half or twice its length would not have been seen. Noise and single "
-            "contributions are as the Plan says. Take more steps or more canaries."
-        )
-    return "consistent", (
-        f"No test failed over {report.steps} steps: noise, sampling, clipping and the sum are as the Plan says, to "
-        f"{100 * report.resolution:.1f}% of the sum's length. This proves nothing about what was not tested."
-    )
-
-
-def contradictions(report: MechanismReport) -> list[str]:
-    """Every property that failed, with its p-value where it has one."""
-    wrong = [
-        f"{test.name} is {test.found:.4g} and should be {test.promised:.4g} (p = {test.p_value:.1g})"
-        for test in report.tests
-        if not test.p_value > report.level  # a statistic of nan fails
-    ]
-    if not report.largest_contribution <= 1 + SLACK:
-        wrong.append(f"one unit contributed {report.largest_contribution:.4g} C")
-    excess = max((pair.excess for pair in report.pairs), default=0.0)
-    if not all(pair.excess <= 1 for pair in report.pairs):
-        wrong.append(f"neighbouring batches with equal noise differ by {excess:.4g} times what is allowed")
-    if report.bound.value > report.epsilon:
-        wrong.append(
-            f"epsilon is at least {report.bound.value:.3g} after {report.promised_steps} steps, and {report.epsilon:.3g} is "
-            f"stated (delta {report.bound.delta:.1g}, level {report.bound.alpha:.1g})"
-        )
-    return wrong
 
 
 def read_plan(values: Mapping[str, Any]) -> Plan:

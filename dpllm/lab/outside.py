@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpllm.auditing.members import audit_members
-from dpllm.auditing.scores import encode_secret, score_encoded
+from dpllm.auditing.scores import score_encoded
 from dpllm.auditing.table import CanaryScores
 from dpllm.auditing.tokens import TokenTable
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries.canaries import count_groups
+from dpllm.canaries.encoding import encode_secret
 from dpllm.errors import ConfigError, DataError
+from dpllm.files import write_json
 from dpllm.lab.manifest import Manifest, read_manifest
 from dpllm.lab.manifest_summary import summarise_manifest
 from dpllm.lab.outside_model import load_outside, positions
 from dpllm.recipe.config import AuditConfig, DataConfig
 from dpllm.run import checkpoint
-from dpllm.run.directory import write_json
 from dpllm.text import data
 from dpllm.text.data import Format, TokenSequence
 

@@ -9,35 +9,19 @@ Shape suffixes: M canaries, T steps, P trainable coordinates.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from dpllm.auditing.mechanism_report import ReleaseTest
+
 if TYPE_CHECKING:
     from dpllm.lab.probe import Observation
 
 Floats = NDArray[np.float64]
 FEWEST_EXPECTED = 10  # draws of a slot or of a step, below which the spread of their number is not tested
-
-
-@dataclass(frozen=True)
-class ReleaseTest:
-    """One property of what was released.
-
-    Attributes:
-        name: What was tested.
-        found: The statistic, in the units of ``promised``.
-        promised: What it is by the Plan, up to chance.
-        p_value: Probability of a statistic at least so far off (twice the smaller side, where there are two).
-    """
-
-    name: str
-    found: float
-    promised: float
-    p_value: float
 
 
 def release_tests(seen: Observation, sampling_rate: float) -> tuple[ReleaseTest, ...]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.auditing.mechanism_report import Pair
 from dpllm.model import loading
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
@@ -31,34 +32,6 @@ SLACK = 1e-6  # of C: what the engine promises
 PHYSICAL_BATCH_SIZE = 3  # rows, so that a logical batch takes several and a unit of four rows is cut
 MAX_LENGTH, VOCABULARY = 16, 256  # of a shrunken model
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two batches that differ in one unit, and by how much what came of them differs.
-
-    Attributes:
-        units: Units of the larger batch.
-        rows: Rows of the unit that the other batch lacks.
-        physical_batches: Of the larger batch.
-        sum_difference: Norm of the difference of the clipped sums over C, before noise, in float64; at most 1 + 1e-6.
-        released_difference: The same of what one step hands to the optimizer, noise included, less what rounding to
-            float32 can explain.
-        count_difference: With adaptive clipping, how far the released count moved; at most 1/2.
-    """
-
-    units: int
-    rows: int
-    physical_batches: int
-    sum_difference: float
-    released_difference: float
-    count_difference: float | None
-
-    @property
-    def excess(self) -> float:
-        """The largest of the differences over what the Plan allows for it; more than 1 contradicts the Plan."""
-        of_count = 2 * (self.count_difference or 0.0) / (1 + SLACK)
-        return max(self.sum_difference / (1 + SLACK), self.released_difference / (1 + SLACK), of_count)
 
 
 def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Generator) -> tuple[Pair, ...]:

@@ -11,6 +11,8 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dpllm.auditing.attacks import log_ratio
+
 # A legend of shapes: K shadows, M candidates, Q references.
 
 Floats = NDArray[np.float64]
@@ -22,10 +24,6 @@ VARIANCE_FLOOR = 1e-6
 """Nats squared: runs that differ by less than a thousandth of a nat do not differ."""
 LIFT_FLOOR = 1e-3
 """Standard deviations: a candidate whose shadows show a smaller effect of training is taken to have this one."""
-OFFLINE_A = 0.3
-"""RMIA's a: how much of p_in is explained by p_out, p_in = a p_out + 1 - a."""
-GAMMA = 1.0
-"""RMIA's threshold of the likelihood ratio."""
 
 
 def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
@@ -87,56 +85,6 @@ def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
     return _log_normal(target_M, level_M + lift_M, var_in_M) - _log_normal(target_M, level_M, var_out_M)
 
 
-def rmia(
-    target: ArrayLike,
-    average: ArrayLike,
-    target_references: ArrayLike,
-    average_references: ArrayLike,
-    gamma: float = GAMMA,
-) -> Floats:
-    """Share of references z whose likelihood ratio to the candidate x is at least gamma (RMIA).
-
-    The ratio is [p(x | target) / p(x)] / [p(z | target) / p(z)]. For given references the share only rises with
-    p(x | target) / p(x): the references set the scale of the score, and hardly its order.
-
-    Args:
-        target: Shape (M,), log p(x | target). For a text, p is the geometric mean over its tokens.
-        average: Shape (M,), log p(x), over models with and without x: see ``average_offline`` and ``average_online``.
-        target_references: Shape (Q,), log p(z | target).
-        average_references: Shape (Q,), log p(z).
-        gamma: > 0.
-
-    Returns:
-        Shape (M,), in [0, 1]; higher = more likely a member.
-
-    References:
-        Zarifzadeh, Liu and Shokri 2024, "Low-Cost High-Power Membership Inference Attacks".
-    """
-    gain_M = _log_ratio(np.asarray(target, dtype=np.float64), np.asarray(average, dtype=np.float64))
-    gain_Q = np.sort(
-        _log_ratio(np.asarray(target_references, dtype=np.float64), np.asarray(average_references, dtype=np.float64))
-    )
-    result: Floats = np.searchsorted(gain_Q, gain_M - math.log(gamma), side="right") / len(gain_Q)
-    return result
-
-
-def average_offline(log_p_out: ArrayLike, a: float = OFFLINE_A) -> Floats:
-    """Log p(x) = log(((1 + a) p_out + 1 - a) / 2), from models that never saw x; p_out = 0 is an answer like another.
-
-    Args:
-        log_p_out: Any shape.
-        a: In [0, 1). Where texts are unlikely (p_out far below 1 - a) the average hardly depends on p_out, and what
-            remains is an attack on the loss.
-
-    References:
-        Zarifzadeh, Liu and Shokri 2024, on p(x) without in models.
-    """
-    result: Floats = np.logaddexp(
-        math.log((1 + a) / 2) + np.asarray(log_p_out, dtype=np.float64), math.log((1 - a) / 2)
-    )
-    return result
-
-
 def average_online(log_p_in: ArrayLike, log_p_out: ArrayLike) -> Floats:
     """Log p(x) = log((p_in + p_out) / 2)."""
     result: Floats = np.logaddexp(log_p_in, log_p_out) - math.log(2)
@@ -159,13 +107,13 @@ def sides(log_p: ArrayLike, coins: ArrayLike) -> tuple[Floats, Floats, float]:
     log_p_KM, in_KM = np.asarray(log_p, dtype=np.float64), np.asarray(coins, dtype=np.bool_)
     in_M, out_M = log_mean(log_p_KM, in_KM), log_mean(log_p_KM, ~in_KM)
     has_in_M, has_out_M = in_KM.any(0), (~in_KM).any(0)
-    gain_M = _log_ratio(in_M, out_M)[has_in_M & has_out_M]
+    gain_M = log_ratio(in_M, out_M)[has_in_M & has_out_M]
     gain_M = gain_M[np.isfinite(gain_M)]
     lift = 0.0
     if len(gain_M):
         lift = float(gain_M.mean())
     elif has_in_M.any() and has_out_M.any():
-        gain = _log_ratio(in_M[has_in_M].mean(), out_M[has_out_M].mean())
+        gain = log_ratio(in_M[has_in_M].mean(), out_M[has_out_M].mean())
         lift = float(gain) if np.isfinite(gain) else 0.0
     return np.where(has_in_M, in_M, out_M + lift), np.where(has_out_M, out_M, in_M - lift), lift
 
@@ -181,12 +129,6 @@ def log_mean(log_KM: Floats, counted_KM: Coins) -> Floats:
     total_M: Floats = np.logaddexp.reduce(np.where(counted_KM, log_KM, -np.inf), axis=0)
     result: Floats = total_M - np.log(np.maximum(counted_KM.sum(0), 1))
     return result
-
-
-def _log_ratio(first: Floats, second: Floats) -> Floats:
-    """First minus second, in log space; 0 where they are equal, also where both probabilities are zero."""
-    same = np.asarray(first == second)
-    return np.where(same, 0.0, first - np.where(same, 0.0, second))
 
 
 def _log_normal(value_M: Floats, mean_M: Floats, variance_M: Floats) -> Floats:

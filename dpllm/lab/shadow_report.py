@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.auditing import attacks
+from dpllm.auditing.attacks import average_offline, rmia
 from dpllm.auditing.rates import Rates, epsilon_from_rates, many_runs
 from dpllm.auditing.summary import CONFIDENCE, rmia_base, separation
 from dpllm.auditing.table import CanaryScores
-from dpllm.lab.shadow_attacks import average_offline, average_online, lira, log_mean, rmia, sides
+from dpllm.lab.shadow_attacks import average_online, lira, log_mean, sides
 
 # A legend of shapes: K shadows, M candidates, Q references, R runs: the target and its shadows.
 

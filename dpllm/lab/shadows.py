@@ -24,12 +24,13 @@ from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
+from dpllm.files import read_json
 from dpllm.lab.shadow_report import ShadowScores, summarise_shadows
 from dpllm.ledger.dataset_policy import Custody
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run import checkpoint
-from dpllm.run.directory import RunDir, read_json
+from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
 
@@ -47,9 +48,9 @@ def audit_shadows(
     config: RunConfig,
     plan: CanaryPlan,
     table: Sequence[CanaryScores],
-    num_shadows: int,
-    *,
     delta: float,
+    *,
+    num_shadows: int,
     console: Console,
 ) -> dict[str, Any]:
     """Trains shadows where they are missing, scores them, and says what they show about the run.
@@ -59,8 +60,8 @@ def audit_shadows(
         config: Its config.yaml.
         plan: Its canaries.
         table: Its score table.
-        num_shadows: K, at least 1.
         delta: Of the claim.
+        num_shadows: K, at least 1.
         console: Where one line for each shadow goes.
 
     Returns:

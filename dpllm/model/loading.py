@@ -25,10 +25,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers.pytorch_utils import Conv1D
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import memory, sharding
+from dpllm.model import memory, processes, sharding
 from dpllm.privacy.guards import ROUTED
+from dpllm.recipe import names
 from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig
-from dpllm.run import processes
 from dpllm.text import builtin
 
 transformers.utils.logging.disable_progress_bar()
@@ -67,7 +67,7 @@ def source(name_or_path: str) -> str:
     Raises:
         ConfigError: An unknown builtin name.
     """
-    if not builtin.is_builtin(name_or_path):
+    if not names.is_builtin(name_or_path):
         return name_or_path
     try:
         return str(builtin.path(name_or_path))

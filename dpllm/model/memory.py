@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from dpllm.errors import ConfigError
+from dpllm.model import environment, processes
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import ModelConfig, RunConfig
-from dpllm.run import environment, processes
 
 if TYPE_CHECKING:
     from dpllm.privacy.engine import Engine

@@ -28,9 +28,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import memory
+from dpllm.model import memory, processes
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.run import processes
 
 _LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads it too
 
@@ -187,15 +186,6 @@ def shard(model: Any, blocks: str, device: torch.device) -> None:
             f"one decoder block and 1/{world} of the others do not fit into this device's memory. Start more processes "
             "(--num_processes), set model.dtype: bfloat16, or name a smaller model."
         ) from None
-
-
-def recover(model: nn.Module) -> None:
-    """Makes a sharded model fit for another pass after one that an exception ended, on all ranks alike.
-
-    Where it ended on one rank only, nothing helps: the others wait for it.
-    """
-    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # new in torch 2.13
-        model.reset_iter_state()
 
 
 def _ends(model: Any) -> list[nn.Module]:

@@ -19,10 +19,10 @@ from typing import Any, cast
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dpllm.errors import Refused, RoundsByCompany
-from dpllm.model import sharding
 from dpllm.privacy.clipping import PerUnitClipper, PlainSum, Summer, refuse_foreign_gradients
 from dpllm.privacy.fused_loss import TokenLosses
 from dpllm.privacy.lattice import EXACT, noise_scale, spacing_of
@@ -221,7 +221,7 @@ class Engine:
                 update = torch.ones(2 * size, device=self._device)  # what AdamW holds of all parameters at once
                 del state, flat_P, released_P, update
         except BaseException:
-            sharding.recover(self._model)
+            recover(self._model)
             self._summer.close()  # it may hold gradients of a pass that did not end
             self._summer = self._make_summer()
             raise
@@ -417,3 +417,12 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, paramet
         )
     if low := [name for name, p in parameters.items() if p.dtype != torch.float32]:
         raise Refused(f"{low[0]} trains in {parameters[low[0]].dtype}; noise needs float32. Cast it with .float().")
+
+
+def recover(model: nn.Module) -> None:
+    """Makes a sharded model fit for another pass after one that an exception ended, on all ranks alike.
+
+    Where it ended on one rank only, nothing helps: the others wait for it.
+    """
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # new in torch 2.13
+        model.reset_iter_state()

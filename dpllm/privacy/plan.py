@@ -13,13 +13,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from dpllm.canaries import canaries
-from dpllm.errors import BudgetExceeded, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.privacy import accounting, events, limits, renyi
 from dpllm.privacy.accounting import Event, Relation
 from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
 from dpllm.privacy.renyi import Fit
-from dpllm.recipe.config import RunConfig
+from dpllm.recipe.config import CanaryConfig, DataConfig, RunConfig
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
@@ -122,7 +121,7 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
         Refused: The logical batch is larger than the dataset.
         ConfigError: A canary of more rows than one unit may bring.
     """
-    slots = canaries.num_slots(config.audit.canaries, config.data) if config.audit.canaries else 0
+    slots = num_slots(config.audit.canaries, config.data) if config.audit.canaries else 0
     size = num_units + slots
     batch = config.train.batch_size
     if batch > size:
@@ -315,3 +314,25 @@ def auto_delta(dataset_size: int) -> float:
     bound = Fraction(1, 10 * dataset_size)
     exponent = math.floor(math.log10(bound))
     return float(math.floor(bound / Fraction(10) ** exponent) * Fraction(10) ** exponent)
+
+
+def num_slots(config: CanaryConfig, data: DataConfig) -> int:
+    """Slots in N: every candidate holds its own, whatever its coin says.
+
+    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
+    are drawn, each repetition holds one.
+
+    Raises:
+        ConfigError: More repetitions than one unit may bring.
+    """
+    if data.max_examples_per_unit is not None and max(config.groups) > data.max_examples_per_unit:
+        raise ConfigError(
+            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(config.groups)} repetitions only "
+            f"data.max_examples_per_unit ({data.max_examples_per_unit}) could train. Lower the repetitions in "
+            "audit.canaries.groups, or raise data.max_examples_per_unit."
+        )
+    return sum(_slots_each(group, data) * candidates for group, candidates in config.groups.items())
+
+
+def _slots_each(group: int, data: DataConfig) -> int:
+    return group if data.unit == "example" or data.sampling == "example" else 1

@@ -20,9 +20,10 @@ from peft import PeftModel
 from transformers import GenerationConfig
 
 from dpllm.errors import ConfigError, DataError
+from dpllm.files import read_json
 from dpllm.model import loading
 from dpllm.recipe.config import ModelConfig, RunConfig
-from dpllm.run.directory import RunDir, read_json
+from dpllm.run.directory import RunDir
 
 ROWS_PER_BATCH = 16
 Prompt = str | list[dict[str, Any]]

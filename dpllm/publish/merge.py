@@ -18,12 +18,13 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
+from dpllm.card import card
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import BLOCK, CARD, keep_publishable
+from dpllm.files import BLOCK, CARD, keep_publishable, read_json
 from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.run.directory import RunDir, read_json
-from dpllm.statement import card, lineage, privacy_record, section
+from dpllm.run.directory import RunDir
+from dpllm.statement import lineage, privacy_record, section
 from dpllm.statement.fields import Lineage, MergedFrom
 from dpllm.statement.privacy_record import PrivacyRecord
 

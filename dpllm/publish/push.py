@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import BLOCK, CARD, UNHASHED, sha256
-from dpllm.run.directory import RunDir, read_json
+from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
+from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 from dpllm.statement.fields import Composed
 from dpllm.statement.privacy_record import PrivacyRecord

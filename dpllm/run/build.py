@@ -21,23 +21,24 @@ from rich.console import Console
 from rich.table import Table
 
 from dpllm import ledger
-from dpllm.auditing.scores import encode_secret
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
+from dpllm.canaries.encoding import encode_secret
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError, Refused, RoundsByCompany
-from dpllm.model import loading, memory, sharding
+from dpllm.files import read_json, write_json
+from dpllm.model import environment, loading, memory, processes, sharding
+from dpllm.model.processes import salted, shared
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
 from dpllm.privacy.noise import key_bits, os_entropy
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.recipe.config import RunConfig, TrainConfig, dump_config
-from dpllm.run import checkpoint, environment, processes
-from dpllm.run.directory import RunDir, read_json, write_json
+from dpllm.run import checkpoint
+from dpllm.run.directory import RunDir
 from dpllm.run.optimizer import make_optimizer
 from dpllm.run.payment import Payment, pay
-from dpllm.run.processes import salted, shared
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.resume import flat
 from dpllm.text import data, tokens

@@ -8,77 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dpllm.errors import ConfigError
+from dpllm.files import RunPaths, read_json
 from dpllm.recipe.config import RunConfig, load_config
 
-SCHEMA_VERSION = 1
 COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
 """What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""
 
 
 @dataclass(frozen=True)
-class RunDir:
-    """The paths of one run."""
-
-    root: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved recipe."""
-        return self.root / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The promise."""
-        return self.root / "plan.json"
-
-    @property
-    def run(self) -> Path:
-        """What happened."""
-        return self.root / "run.json"
-
-    @property
-    def export(self) -> Path:
-        """The only directory that is ever uploaded."""
-        return self.root / "export"
-
-    @property
-    def private(self) -> Path:
-        """Mode 0700; never leaves."""
-        return self.root / "private"
-
-    @property
-    def canaries(self) -> Path:
-        """Canary texts, coins and references: secret."""
-        return self.private / "canaries.json"
-
-    @property
-    def resume(self) -> Path:
-        """The checkpoints that a resumed run starts from: secret."""
-        return self.private / "resume"
-
-    def checkpoints(self) -> list[Path]:
-        """Their directories, such as step-00000040, of the highest step first; none that is still being written."""
-        found = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
-        return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
-
-    @property
-    def metrics(self) -> Path:
-        """Un-noised diagnostics, one JSON value a line: private."""
-        return self.private / "metrics.jsonl"
-
-    def audit_dir(self, private_enabled: bool) -> Path:
-        """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""
-        return self.export / "audit" if private_enabled else self.private / "audit"
+class RunDir(RunPaths):
+    """One run directory."""
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -196,37 +142,3 @@ def _strangers(config: RunConfig, run: RunDir) -> list[Path]:
         for part in folder.iterdir()
         if part not in known
     ]
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes JSON atomically (temporary file, fsync, rename), keys sorted, with a schema version."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, sort_keys=True, allow_nan=False)
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def digest(value: dict[str, Any]) -> str:
-    """SHA-256 of a JSON object, the same however it is laid out."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ConfigError: Missing or damaged file.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: missing; the run did not get that far, or this is no run directory.") from None
-    except (OSError, ValueError, RecursionError):
-        raise ConfigError(f"{path}: is not readable as JSON; the file is damaged.") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds no JSON object; the file is damaged.")
-    return value

@@ -17,16 +17,16 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from dpllm.model import memory
+from dpllm.files import read_json
+from dpllm.model import environment, memory, processes
 from dpllm.model.evaluate import HeldOut, held_out_loss
+from dpllm.model.processes import ahead, stop_signal
 from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.recipe.config import RunConfig
-from dpllm.run import environment, processes
 from dpllm.run.build import Prepared, check_processes, prepare
-from dpllm.run.directory import RunDir, check_directory, read_json
+from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import one_fate
 from dpllm.run.optimizer import learning_rate
-from dpllm.run.processes import ahead, stop_signal
 from dpllm.run.promise import Start
 from dpllm.run.record import Recorder
 from dpllm.telemetry import Telemetry

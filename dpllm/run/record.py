@@ -22,15 +22,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dpllm import files
 from dpllm.errors import DpllmError
-from dpllm.model import loading
+from dpllm.files import digest, read_json, write_json
+from dpllm.model import environment, loading
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy import guards
+from dpllm.recipe import published as published_recipe
 from dpllm.recipe.config import RunConfig
-from dpllm.run import checkpoint, environment
+from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
-from dpllm.run.directory import COST, digest, read_json, write_json
+from dpllm.run.directory import COST
 from dpllm.run.failures import Watch
-from dpllm.statement import lineage, published_recipe
+from dpllm.statement import lineage
 from dpllm.telemetry import EpsilonSpent, Telemetry
 
 Status = Literal["completed", "interrupted"]

@@ -12,11 +12,12 @@ from typing import Any
 
 from dpllm import ledger
 from dpllm.errors import ConfigError, Refused
+from dpllm.files import read_json
 from dpllm.ledger import Ledger
 from dpllm.ledger.dataset_policy import Custody
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, read_json
+from dpllm.run.directory import RunDir
 
 MAY_CHANGE = {
     *("train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "train.process_timeout"),

@@ -14,14 +14,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dpllm.errors import ConfigError, DpllmError, Refused
-from dpllm.files import BLOCK, CARD, sha256
+from dpllm.files import BLOCK, CARD, digest, sha256
 from dpllm.privacy import accounting
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import digest
-from dpllm.statement import formatting, privacy_record
+from dpllm.recipe.names import is_builtin
+from dpllm.statement import privacy_record
 from dpllm.statement.fields import Terms
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.text.builtin import is_builtin
 
 Json = dict[str, Any]
 
@@ -89,12 +89,12 @@ def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
         wrong = _changed({file: record.files[file] for file in weights if fetch or file in found}, found)
     if wrong:
         raise Refused(
-            f"{wrong[0]} of the base model {formatting.last_part(name)} is not the file that its privacy.json describes"
+            f"{wrong[0]} of the base model {names.last_part(name)} is not the file that its privacy.json describes"
             f"{f' ({len(wrong)} such files)' if len(wrong) > 1 else ''}, so nobody knows what these weights promise. Take a copy "
             "that dpllm verify passes; if it was changed on purpose, remove privacy.json and the card, which no longer speak "
             "of it."
         )
-    return _base(_public_name(path) if path.is_dir() else formatting.public_name(name), record)
+    return _base(_public_name(path) if path.is_dir() else names.public_name(name), record)
 
 
 def _public_name(path: Path) -> str:

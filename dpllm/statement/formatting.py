@@ -6,18 +6,10 @@ Comes in: values of a run. Goes out: short strings. Must not open any file.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from decimal import ROUND_CEILING, Decimal
-from pathlib import Path
-from typing import Any
 
-DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst"}
 NOT_MEASURED = "not measured"
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# Not part of a URL or of a relative path, and at least one directory deep.
-_ABSOLUTE_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://)?(?:~|[A-Za-z]:)?[/\\][^\s'\"`,;:()]+")
 
 
 def bound(value: float, digits: int = 4) -> str:
@@ -95,38 +87,6 @@ def tier(epsilon: float) -> str:
         Ponomareva et al. 2023, "How to DP-fy ML", section 5.2 (three tiers, as a convention).
     """
     return "strong" if epsilon <= 1 else "reasonable" if epsilon <= 10 else "weak, often no meaningful protection"
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of a Hugging Face repository and nothing local bears it."""
-    return (
-        _HUB_ID.fullmatch(name) is not None
-        and Path(name).suffix.lower() not in DATA_SUFFIXES
-        and not Path(name).exists()
-    )
-
-
-def public_name(name: str) -> str:
-    """A dataset by its Hub id or builtin name, and a local path by its last part."""
-    if name.startswith("builtin:") or is_hub_id(name):
-        return name
-    return last_part(name)
-
-
-def last_part(path: str) -> str:
-    """The name of a local file or directory without where it lies."""
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-
-
-def without_paths(value: Any) -> Any:
-    """The same JSON value with every absolute local path in its strings cut to its last part."""
-    if isinstance(value, str):
-        return _ABSOLUTE_PATH.sub(lambda match: last_part(match[0]), value)
-    if isinstance(value, dict):
-        return {without_paths(key): without_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_paths(inner) for inner in value]
-    return value
 
 
 def by_number(names: Iterable[str]) -> list[str]:

@@ -19,10 +19,10 @@ from typing import Any, Self
 from prometheus_client import start_http_server
 
 from dpllm.errors import ConfigError, DpllmError
+from dpllm.files import RunPaths, read_json
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, read_json
 from dpllm.telemetry import metrics
 from dpllm.telemetry.metrics import INTERVAL, Families, RunValues
 
@@ -41,7 +41,7 @@ class Telemetry:
         and on evaluation data only where they are declared public (side channels such as the time of a step aside).
     """
 
-    def __init__(self, config: RunConfig, run: RunDir, *, main: bool = True) -> None:
+    def __init__(self, config: RunConfig, run: RunPaths, *, main: bool = True) -> None:
         """Checks everything that the recipe asks for, and starts to listen.
 
         Args:
@@ -181,7 +181,7 @@ class Telemetry:
         self._told = True
 
 
-def _checked(directory: str, run: RunDir) -> Path:
+def _checked(directory: str, run: RunPaths) -> Path:
     """Where metrics can be written, as the recipe says.
 
     Raises:
@@ -206,7 +206,7 @@ def _checked(directory: str, run: RunDir) -> Path:
     return path
 
 
-def _about(config: RunConfig, run: RunDir, values: RunValues) -> dict[str, Value | None]:
+def _about(config: RunConfig, run: RunPaths, values: RunValues) -> dict[str, Value | None]:
     """A run in public values, for the trackers' configuration."""
     train = ("optimizer", "learning_rate", "lr_scheduler", "warmup", "weight_decay")
     promise = ("unit", "neighbouring_relation", "clipping", "max_grad_norm", "sampling_rate")
@@ -225,7 +225,7 @@ def _about(config: RunConfig, run: RunDir, values: RunValues) -> dict[str, Value
     }
 
 
-def publish_audit(run: RunDir, config: RunConfig, primary_attack: str) -> None:
+def publish_audit(run: RunPaths, config: RunConfig, primary_attack: str) -> None:
     """After an audit: the run's file, with what the audit published. A failure is told, and ends nothing.
 
     Args:

@@ -25,12 +25,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.files import RunPaths, read_json
 from dpllm.ledger import Ledger
 from dpllm.ledger.values import State
 from dpllm.privacy import accounting
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, read_json
-from dpllm.statement.formatting import public_name, without_paths
+from dpllm.recipe.names import public_name, without_paths
 
 STATES = ("running", "completed", "interrupted")
 OPEN = ("reserved", "running")
@@ -145,13 +145,13 @@ def run_families(run: RunValues) -> list[Metric]:
 # --- from the record of a run ----------------------------------------------------------------------------------------
 
 
-def model_label(run: RunDir) -> str:
+def model_label(run: RunPaths) -> str:
     """The name of what is trained: the last part of the run directory."""
     return run.root.resolve().name
 
 
 def of_record(
-    run: RunDir, config: RunConfig, *, promised: bool | None = None, primary_attack: str | None = None
+    run: RunPaths, config: RunConfig, *, promised: bool | None = None, primary_attack: str | None = None
 ) -> RunValues:
     """The metrics of a run by its record.
 
@@ -173,7 +173,7 @@ def of_record(
 
 
 def _of_record(
-    run: RunDir, config: RunConfig, record: Json, promised: bool | None, primary_attack: str | None
+    run: RunPaths, config: RunConfig, record: Json, promised: bool | None, primary_attack: str | None
 ) -> RunValues:
     plan = read_json(run.plan) if record.get("epsilon_spent") is not None else None
     promised = plan is not None and (record["guarantee"]["holds"] if promised is None else promised)
@@ -230,7 +230,7 @@ def _consumed(plan: Json, record: Json) -> float:
     return min(whole, accounting.epsilon(event, plan["delta"], plan["neighbouring_relation"], interval=INTERVAL))
 
 
-def _audited(run: RunDir, primary_attack: str) -> Json:
+def _audited(run: RunPaths, primary_attack: str) -> Json:
     """The audit in export/, if it is there; one in private/ is not for metrics."""
     path = run.export / "audit" / "audit.json"
     if not path.exists():
@@ -247,7 +247,7 @@ def _audited(run: RunDir, primary_attack: str) -> Json:
     }
 
 
-def _last_step(run: RunDir, *, clips: bool) -> Json:
+def _last_step(run: RunPaths, *, clips: bool) -> Json:
     """The un-noised figures of the last step."""
     lines = run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []
     steps = [line for line in map(json.loads, lines) if "units" in line]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from dpllm.errors import DataError
+from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig
-from dpllm.text import builtin
 from dpllm.text.rows import Row, StoredRows
 from dpllm.text.sources import read_rows
 from dpllm.text.units import Groups, each_row
@@ -321,7 +321,7 @@ def _cut(
 def dataset_name(data: DataConfig) -> str:
     """The ledger's default name of a dataset: the Hub id or builtin name, or a file's folder and stem."""
     path = Path(data.train)
-    if builtin.is_builtin(data.train) or not path.exists():
+    if names.is_builtin(data.train) or not path.exists():
         return data.train
     path = path.resolve()
     return f"{path.parent.name}/{path.stem}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import DataError
+from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig
 from dpllm.text import builtin
 from dpllm.text.rows import Row
@@ -35,7 +36,7 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
     Raises:
         DataError: A source that is missing, of no known kind or damaged.
     """
-    if builtin.is_builtin(source):
+    if names.is_builtin(source):
         try:
             path = builtin.path(source)
         except KeyError as error:

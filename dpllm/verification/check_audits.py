@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from dpllm.auditing import mechanism_report
 from dpllm.auditing.bounds import epsilon_from_guesses, one_run_ceiling
 from dpllm.auditing.summary import SCHEMA_VERSION, Claim, summarise
 from dpllm.auditing.table import CanaryScores, by_group, read_scores
 from dpllm.auditing.tokens import TokenTable
+from dpllm.card import claim
 from dpllm.errors import DpllmError
-from dpllm.lab import mechanism
 from dpllm.privacy import events
-from dpllm.statement import claim
 from dpllm.statement.fields import Terms
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
 from dpllm.verification import costs
@@ -309,12 +309,12 @@ def check_mechanism(found: Published) -> Iterator[Check]:
     )
     shown = {
         "bound": {**bound, "value": max(least, 0.0), "ceiling": ceiling, "num_canaries": canaries},
-        "bound.alpha": mechanism.ALPHA / 2,
-        "bound.delta": min(terms.delta, mechanism.ALPHA / 1000 / canaries),
-        "level": mechanism.ALPHA / 2 / len(report["tests"]),
+        "bound.alpha": mechanism_report.ALPHA / 2,
+        "bound.delta": min(terms.delta, mechanism_report.ALPHA / 1000 / canaries),
+        "level": mechanism_report.ALPHA / 2 / len(report["tests"]),
         "promised_steps": promised,
         "epsilon": epsilon,
-        "scope": mechanism.SCOPE,
+        "scope": mechanism_report.SCOPE,
     }
     stated = {**report, "bound.alpha": bound["alpha"], "bound.delta": bound["delta"]}
     if wrong := list(differences({key: stated.get(key) for key in shown}, shown, tolerance=1e-3)):
@@ -331,7 +331,7 @@ def check_mechanism(found: Published) -> Iterator[Check]:
             "resolution": math.inf if report["resolution"] is None else report["resolution"],
         }
     )
-    if list(mechanism.verdict(seen)) != [report["verdict"], report["reason"]]:
+    if list(mechanism_report.verdict(seen)) != [report["verdict"], report["reason"]]:
         raise Wrong(f"the verdict of mechanism.json is not that of its own figures. {again}")
     if found.record.guarantee and report["verdict"] == "falsified":
         yield failed(

@@ -16,6 +16,7 @@ from typing import Any
 
 from dpllm.canaries import canaries
 from dpllm.errors import DpllmError
+from dpllm.recipe import names
 from dpllm.run.directory import RunDir
 from dpllm.verification.reading import read_bytes
 from dpllm.verification.values import Check, asserted, failed, listed, verified
@@ -111,7 +112,6 @@ def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[Check]:
 
 
 def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[Check]:
-    from dpllm.text import builtin
     from dpllm.text.data import FIELDS, load_table
 
     name, config = "training text", run.load_config()
@@ -119,7 +119,7 @@ def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[Check]:
         yield asserted(name, "the recipe declares the data public, so they were not searched for.")
         return
     source = config.data.train
-    if not (builtin.is_builtin(source) or Path(source).is_file()):
+    if not (names.is_builtin(source) or Path(source).is_file()):
         yield asserted(name, "the training data are not here, so they could not be searched for.")
         return
     try:

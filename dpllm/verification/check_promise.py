@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import cast, get_args
 
+from dpllm.card import claim
 from dpllm.privacy import accounting, events
 from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.privacy_loss import Relation
-from dpllm.statement import claim
 from dpllm.statement.fields import DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.verification import costs

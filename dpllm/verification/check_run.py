@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dpllm.auditing.table import read_scores
 from dpllm.auditing.words import words_control
 from dpllm.canaries import canaries
+from dpllm.card import claim
 from dpllm.errors import DpllmError
 from dpllm.run.directory import RunDir
-from dpllm.statement import claim
 from dpllm.statement.privacy_record import Audit
 from dpllm.verification.reading import read_object
 from dpllm.verification.values import (

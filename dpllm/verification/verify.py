@@ -19,8 +19,7 @@ from pathlib import Path
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD
 from dpllm.run.directory import RunDir
-from dpllm.statement import sign
-from dpllm.verification import check_audits, check_files, check_ledger, check_page, check_promise, check_run
+from dpllm.verification import check_audits, check_files, check_ledger, check_page, check_promise, check_run, sign
 from dpllm.verification.reading import read_object, read_text
 from dpllm.verification.values import Check, Published, Verification, Wrong, failed, tried, verified
 

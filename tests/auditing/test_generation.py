@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from dpllm.auditing import decoding, generation, untargeted
 from dpllm.auditing.decoding import complete, sample
 from dpllm.auditing.generation import generate_attacks
-from dpllm.auditing.scores import encode_secret, score
+from dpllm.auditing.scores import score
 from dpllm.auditing.tokens import TOP_K
 from dpllm.canaries.canaries import Canary, plan_canaries
+from dpllm.canaries.encoding import encode_secret
 from dpllm.recipe.config import CanaryConfig
 from dpllm.text import builtin
 from dpllm.text.data import TokenSequence

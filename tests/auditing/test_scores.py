@@ -16,10 +16,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dpllm.auditing import scores
-from dpllm.auditing.scores import encode_secret, score, score_canaries
+from dpllm.auditing.scores import score, score_canaries
 from dpllm.auditing.table import CanaryScores, read_scores
 from dpllm.auditing.tokens import write_tokens
 from dpllm.canaries.canaries import Canary, plan_canaries
+from dpllm.canaries.encoding import encode_secret
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import CanaryConfig
 from dpllm.text.data import TokenSequence, encode

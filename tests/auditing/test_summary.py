@@ -14,11 +14,12 @@ from dpllm.auditing.bounds import OneRunBound
 from dpllm.auditing.summary import Claim, summarise
 from dpllm.auditing.table import CanaryScores, read_scores
 from dpllm.auditing.verdict import Controls, Test, grid, judge, levels
+from dpllm.card import claim
 from dpllm.errors import ConfigError
+from dpllm.files import read_json
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.limits import attacker_limits_of
-from dpllm.run.directory import read_json
-from dpllm.statement import claim, privacy_record
+from dpllm.statement import privacy_record
 from dpllm.verification import check_audits
 from dpllm.verification.values import Published, Wrong
 

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.canaries import canaries, carriers
-from dpllm.canaries.canaries import Canary, check_fits, load, num_slots, plan_canaries, save, slots
+from dpllm.canaries.canaries import Canary, check_fits, load, plan_canaries, save, slots
 from dpllm.errors import ConfigError
+from dpllm.privacy.plan import num_slots
 from dpllm.recipe.config import CanaryConfig, DataConfig
 from dpllm.run.directory import RunDir
 

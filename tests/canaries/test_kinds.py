@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.auditing.scores import encode_secret
 from dpllm.canaries import carriers, kinds, pii
 from dpllm.canaries.canaries import plan_canaries, redraw_coins, slots
+from dpllm.canaries.encoding import encode_secret
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading

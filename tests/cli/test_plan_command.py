@@ -17,10 +17,11 @@ import yaml
 import dpllm
 from dpllm.cli import main
 from dpllm.cli.plan import _dump
+from dpllm.files import write_json
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
 from dpllm.ledger.store import default_path
-from dpllm.run.directory import RunDir, write_json
+from dpllm.run.directory import RunDir
 
 HEAVY = ("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "matplotlib")
 AFTER = """

@@ -23,8 +23,9 @@ from dpllm.cli import main
 from dpllm.comparison import rows, values
 from dpllm.comparison.compare import Comparison, compare
 from dpllm.errors import ConfigError
+from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, stated
-from dpllm.run.directory import RunDir, write_json
+from dpllm.run.directory import RunDir
 
 INF = math.inf
 FILES = {"comparison.json", "comparison.md", "comparison.png", "utility.png", "leakage.png"}

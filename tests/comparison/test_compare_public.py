@@ -11,7 +11,8 @@ from comparing import make_run, weights, without_pictures, write_held_out
 
 from dpllm.comparison.compare import compare
 from dpllm.errors import ConfigError
-from dpllm.run.directory import RunDir, write_json
+from dpllm.files import write_json
+from dpllm.run.directory import RunDir
 
 INF = math.inf
 SECRET = 1.98765  # of all figures that must not show

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dpllm.comparison import tasks
 from dpllm.errors import ConfigError
-from dpllm.run.directory import read_json
+from dpllm.files import read_json
 
 INF = float("inf")
 

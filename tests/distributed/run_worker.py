@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 
 from dpllm import cli
+from dpllm.model import environment
 from dpllm.privacy.engine import Engine
-from dpllm.run import environment, loop
+from dpllm.run import loop
 
 ROOT = Path(__file__).parents[2]
 NOTES = ROOT / "dpllm" / "text" / "builtin" / "clinic"

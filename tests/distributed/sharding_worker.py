@@ -136,7 +136,7 @@ def after_a_failure(net: Any, batches: list[PhysicalBatch]) -> torch.Tensor:
             raise AssertionError("nothing failed")
         hook.remove()
         engine.close()
-        sharding.recover(net)
+        engine.recover(net)
         engine = tm.make_engine(net, tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)))
     return engine.clipped_sum(batches)[0]
 

@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger
-from dpllm.run.processes import join
+from dpllm.model.processes import join
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,9 +14,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import loading, sharding
+from dpllm.model import loading, processes, sharding
 from dpllm.recipe.config import RunConfig
-from dpllm.run import processes
 
 ROOT = Path(__file__).parents[2]
 

@@ -206,7 +206,8 @@ def next_aim(attempts: list[Attempt], typed: list[str], kills: int, draw: random
 
 def command(place: Any) -> list[str] | None:
     """What a user types next; None where the run is complete."""
-    from dpllm.run.directory import RunDir, read_json
+    from dpllm.files import read_json
+    from dpllm.run.directory import RunDir
 
     run = RunDir(place.run)
     if run.run.exists() and read_json(run.run)["status"] == "completed":

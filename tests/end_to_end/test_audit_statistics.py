@@ -17,13 +17,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dpllm.auditing import figure, summary, terminal
 from dpllm.auditing.run import audit
-from dpllm.auditing.scores import encode_secret
 from dpllm.auditing.table import read_scores
 from dpllm.canaries import canaries
+from dpllm.canaries.encoding import encode_secret
 from dpllm.errors import ConfigError
+from dpllm.files import digest, read_json, write_json
 from dpllm.recipe.config import DataConfig, RunConfig, dump_config
 from dpllm.run import checkpoint
-from dpllm.run.directory import RunDir, digest, read_json, write_json
+from dpllm.run.directory import RunDir
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
 

@@ -19,10 +19,10 @@ from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, ma
 
 from dpllm.auditing import figure
 from dpllm.auditing.table import read_scores
+from dpllm.card.card import rerender
 from dpllm.errors import RoundsByCompany
 from dpllm.ledger import Ledger
 from dpllm.privacy import selfcheck
-from dpllm.statement.card import rerender
 
 SLOTS = 20 + 4 * 4
 Json = dict[str, Any]

@@ -19,9 +19,10 @@ from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError, DpllmError, Refused
+from dpllm.files import read_json
 from dpllm.lab import shadows
 from dpllm.model.loading import load_for_scoring
-from dpllm.run.directory import RunDir, read_json
+from dpllm.run.directory import RunDir
 
 CANARIES = {"groups": {1: 12, 4: 4}, "references": 100, "digits": 12}
 QUICK = {"train.steps": 2, "data.public": True, "audit.canaries": CANARIES, "audit.guesses": [5, 10]}
@@ -44,7 +45,7 @@ def audit(place: Place, num_shadows: int, console: Console = QUIET) -> dict[str,
     run = RunDir(place.run)
     plan = canaries.load(run.canaries)
     config = run.load_config()
-    return shadows.audit_shadows(run, config, plan, table_of(run), num_shadows, delta=1e-3, console=console)
+    return shadows.audit_shadows(run, config, plan, table_of(run), 1e-3, num_shadows=num_shadows, console=console)
 
 
 def book_of(place: Place) -> bytes:

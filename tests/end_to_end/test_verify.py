@@ -380,9 +380,10 @@ def test_epsilon_cannot_be_stated_smaller_than_the_event_costs(export: Path, fac
 
 def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
     """A consistent card of fewer steps: what is left to say is that the audit tested another claim."""
+    from dpllm.card import claim
     from dpllm.privacy import accounting, limits
     from dpllm.privacy.plan import CURVE_DELTAS
-    from dpllm.statement import claim, tradeoff_figure
+    from dpllm.statement import tradeoff_figure
     from dpllm.statement.fields import Terms
 
     block = read(export)

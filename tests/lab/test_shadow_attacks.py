@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.auditing import attacks, rates
+from dpllm.auditing.attacks import average_offline, rmia
 from dpllm.auditing.table import CanaryScores, by_group
-from dpllm.lab.shadow_attacks import LIFT_FLOOR, MANY_SHADOWS, average_offline, average_online, lira, rmia, sides
+from dpllm.lab.shadow_attacks import LIFT_FLOOR, MANY_SHADOWS, average_online, lira, sides
 from dpllm.lab.shadow_report import ShadowScores, one_canary_bound, shadow_scores, summarise_shadows
 
 

@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import memory
+from dpllm.model import memory, processes
 from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.recipe import published as published_recipe
 from dpllm.recipe.config import RunConfig
-from dpllm.run import processes
-from dpllm.statement import published_recipe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GB = 10**9
@@ -428,7 +427,7 @@ def test_anything_else_is_one_line(value: Any, tmp_path: Path) -> None:
 
 
 def test_the_card_says_the_number_and_how_it_came_about() -> None:
-    from dpllm.statement.card import _physical
+    from dpllm.card.card import _physical
 
     assert _physical(recipe(8), {}) == "8 sequences"
     assert _physical(recipe(), {"physical_batch_size": 24}) == "24 sequences, found automatically,"

@@ -16,10 +16,12 @@ import torch
 from rich.console import Console
 from scipy import stats
 
+from dpllm.auditing import mechanism_report
+from dpllm.auditing.mechanism_report import ALPHA, MechanismReport, Pair, contradictions
 from dpllm.errors import ConfigError
 from dpllm.lab import mechanism, probe, releases
-from dpllm.lab.mechanism import ALPHA, MechanismReport, audit_mechanism, contradictions
-from dpllm.lab.replay import Pair, replay
+from dpllm.lab.mechanism import audit_mechanism
+from dpllm.lab.replay import replay
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, make_plan
@@ -138,7 +140,7 @@ def test_too_few_draws_are_inconclusive(seed):
     recipe = config(batch=1)
     report = audit_mechanism(recipe, num_units=10_000, steps=20, canaries=50, pairs=1, entropy=[seed, 8])
     assert report.verdict == "inconclusive"
-    assert report.resolution > mechanism.COARSEST
+    assert report.resolution > mechanism_report.COARSEST
 
 
 def test_other_randomness_every_time(plans):
@@ -261,12 +263,15 @@ def test_alpha_is_paid_for_every_test_and_the_bound(plans, seed):
     assert report.level * len(report.tests) + report.bound.alpha == pytest.approx(ALPHA)
     assert 2 * report.canaries * report.bound.delta <= report.bound.alpha / 100
     off = replace(report, tests=(replace(report.tests[0], p_value=report.level), *report.tests[1:]))
-    assert mechanism.verdict(off)[0] == "falsified"
+    assert mechanism_report.verdict(off)[0] == "falsified"
     nan = replace(report, tests=(replace(report.tests[0], p_value=math.nan), *report.tests[1:]))
-    assert mechanism.verdict(nan)[0] == "falsified"
-    assert mechanism.verdict(replace(report, largest_contribution=1 + 2e-6))[0] == "falsified"
-    assert mechanism.verdict(replace(report, largest_contribution=math.nan))[0] == "falsified"
-    assert mechanism.verdict(replace(report, bound=replace(report.bound, value=report.epsilon + 1)))[0] == "falsified"
+    assert mechanism_report.verdict(nan)[0] == "falsified"
+    assert mechanism_report.verdict(replace(report, largest_contribution=1 + 2e-6))[0] == "falsified"
+    assert mechanism_report.verdict(replace(report, largest_contribution=math.nan))[0] == "falsified"
+    assert (
+        mechanism_report.verdict(replace(report, bound=replace(report.bound, value=report.epsilon + 1)))[0]
+        == "falsified"
+    )
 
 
 def test_a_plan_comes_back_from_its_file(plans):

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.files import read_json
 from dpllm.privacy.accounting import count_releases, dp_sgd_event
 from dpllm.run import checkpoint
 from dpllm.run.checkpoint import executed, load_resume, newest, save_resume, weight_hashes
-from dpllm.run.directory import RunDir, read_json
+from dpllm.run.directory import RunDir
 
 EVENT = dp_sgd_event(0.1, 1.2, 10)
 HEAD = {"hash": "ab" * 32, "count": 3}

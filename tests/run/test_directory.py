@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dpllm.errors import ConfigError
-from dpllm.run.directory import RunDir, read_json, write_json
+from dpllm.files import read_json, write_json
+from dpllm.run.directory import RunDir
 
 
 def test_json_comes_back_with_a_version_and_sorted_keys(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpllm.run import environment
+from dpllm.model import environment
 
 MIB = 2**20
 

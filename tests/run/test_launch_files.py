@@ -15,8 +15,8 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from dpllm.errors import ConfigError
+from dpllm.model import processes
 from dpllm.recipe.config import load_config
-from dpllm.run import processes
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))

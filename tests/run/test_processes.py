@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.run import processes
+from dpllm.model import processes
+from dpllm.model.processes import ahead
 from dpllm.run.failures import Watch
-from dpllm.run.processes import ahead
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 

@@ -10,12 +10,13 @@ import pytest
 import tiny
 
 from dpllm.errors import BudgetExceeded, ConfigError, DataError
+from dpllm.files import write_json
 from dpllm.forecast.advice import released_by
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
 from dpllm.privacy.plan import make_plan
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, write_json
+from dpllm.run.directory import RunDir
 from dpllm.run.promise import Start, decide, read_subject
 
 ROWS = 50

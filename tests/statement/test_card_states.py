@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from cards import Json, audit, baseline, baseline_record, body, broken, config, first_line, plan, record, render_card
 
+from dpllm.card.card import compose
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
 from dpllm.recipe.config import RunConfig
 from dpllm.statement import privacy_record, section
-from dpllm.statement.card import compose
 
 CLAIM = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
 NONE = "> **No differential privacy guarantee: "

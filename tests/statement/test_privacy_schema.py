@@ -15,9 +15,9 @@ from cards import Json, audit, config, plan, record, render_card
 from jsonschema import Draft202012Validator
 from test_card_states import STATES
 
+from dpllm.card.card import dump_block
 from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
-from dpllm.statement.card import dump_block
 from dpllm.statement.fields import NotAStatement
 
 ROOT = Path(__file__).parents[2]

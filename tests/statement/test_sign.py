@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpllm.errors import ConfigError
-from dpllm.statement import sign
+from dpllm.verification import sign
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
 

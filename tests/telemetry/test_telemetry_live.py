@@ -15,9 +15,10 @@ from metrics_text import Series, series
 from tiny_models import recipe
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.files import write_json
 from dpllm.ledger import Ledger, budgets
 from dpllm.privacy.plan import make_plan
-from dpllm.run.directory import RunDir, write_json
+from dpllm.run.directory import RunDir
 from dpllm.telemetry import Telemetry, live, metrics, publish_audit
 from dpllm.telemetry.live import Trackers
 from dpllm.telemetry.metrics import dataset_families, exposition, label

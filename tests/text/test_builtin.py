@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpllm.recipe import names
 from dpllm.text import builtin
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -98,8 +99,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 def test_only_the_prefix_makes_a_name_builtin() -> None:
-    assert builtin.is_builtin("builtin:nothing")
-    assert not builtin.is_builtin("data/builtin:tiny.jsonl")
+    assert names.is_builtin("builtin:nothing")
+    assert not names.is_builtin("data/builtin:tiny.jsonl")
 
 
 def test_looking_up_a_name_does_not_import_torch() -> None:

@@ -20,11 +20,6 @@ NAMES: dict[str, Path] = {
 """Every name, and the file or directory that it stands for."""
 
 
-def is_builtin(name: str) -> bool:
-    """Says whether a recipe's value names something embedded, known or not."""
-    return name.startswith("builtin:")
-
-
 def path(name: str) -> Path:
     """Returns the file or directory that a `builtin:` name stands for.
 

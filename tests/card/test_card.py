@@ -34,10 +34,10 @@ from cards import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpllm.card.card import write_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.lattice import noise_scale
 from dpllm.statement import formatting
-from dpllm.statement.card import write_card
 
 # What is said
 

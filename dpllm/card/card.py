@@ -18,14 +18,15 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from dpllm import files as exported_files
+from dpllm.card.claim import Json, statement_of
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED
+from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, read_json, write_json
+from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.run.directory import RunDir, read_json, write_json
+from dpllm.recipe.names import is_builtin
+from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, section, tradeoff_figure
-from dpllm.statement.claim import Json, statement_of
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.text.builtin import is_builtin
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
 
@@ -106,7 +107,7 @@ def compose(config: RunConfig, record: Json, statement: PrivacyRecord) -> str:
         ConfigError: A text of the recipe holds one of the card's markers.
     """
     parts, block = section.render(statement), statement.to_json()
-    record = formatting.without_paths(record)
+    record = names.without_paths(record)
     front = ModelCardData(**_front_matter(config, record, statement), privacy=block).to_yaml()
     marked = {name: section.marked(name, part) for name, part in parts.items()}
     body = section.template("card.md.j2").render(**marked, **_context(config, record, statement))
@@ -192,11 +193,11 @@ def _front_matter(config: RunConfig, record: Json, statement: PrivacyRecord) -> 
 def _base_model(config: RunConfig, record: Json) -> str | None:
     """The base model's Hub id; None for one that is embedded or local."""
     name = config.model.name_or_path
-    return name if record["model"]["commit"] and formatting.is_hub_id(name) else None
+    return name if record["model"]["commit"] and names.is_hub_id(name) else None
 
 
 def _hub_dataset(config: RunConfig) -> bool:
-    return config.data.public and "/" in config.data.train and formatting.is_hub_id(config.data.train)
+    return config.data.public and "/" in config.data.train and names.is_hub_id(config.data.train)
 
 
 def _context(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
@@ -208,12 +209,12 @@ def _context(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[
         "w": formatting,
         "config": config,
         "record": record,
-        "title": " ".join((config.card.title or formatting.last_part(config.output_dir)).split()),
+        "title": " ".join((config.card.title or names.last_part(config.output_dir)).split()),
         "description": config.card.description or "",
         "lora": lora,
         "adapter": lora and statement.merged_from is None,
         "base_model": _base_model(config, record),
-        "base_name": name if is_builtin(name) else formatting.last_part(name),
+        "base_name": name if is_builtin(name) else names.last_part(name),
         "evaluation": metrics["public"] if config.data.eval_public else {},
         "released": metrics["released"] if statement.guarantee else {},
         "settings": _settings(config, record),

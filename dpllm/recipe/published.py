@@ -5,10 +5,10 @@ Comes in: a ``RunConfig``. Goes out: another one of the same promise, and a dige
 
 from __future__ import annotations
 
+from dpllm.files import digest as digest_of
+from dpllm.recipe import names
 from dpllm.recipe.config import CardConfig, RunConfig, TelemetryConfig
-from dpllm.run.directory import digest as digest_of
-from dpllm.statement import formatting
-from dpllm.text.builtin import is_builtin
+from dpllm.recipe.names import is_builtin
 
 
 def publishable(config: RunConfig) -> RunConfig:
@@ -26,17 +26,15 @@ def publishable(config: RunConfig) -> RunConfig:
     model, data, privacy, telemetry = config.model, config.data, config.privacy, config.telemetry
     return config.model_copy(
         update={
-            "model": model.model_copy(update={"name_or_path": formatting.public_name(model.name_or_path)}),
+            "model": model.model_copy(update={"name_or_path": names.public_name(model.name_or_path)}),
             "data": data.model_copy(
-                update={
-                    name: formatting.public_name(path) for name in ("train", "eval") if (path := getattr(data, name))
-                }
+                update={name: names.public_name(path) for name in ("train", "eval") if (path := getattr(data, name))}
             ),
             "privacy": privacy.model_copy(
                 update={"ledger": None, "insecure_seed": None if privacy.insecure_seed is None else 0}
             ),
             "telemetry": telemetry.model_copy(update={"textfile": None}),
-            "output_dir": formatting.last_part(config.output_dir),
+            "output_dir": names.last_part(config.output_dir),
         }
     )
 
@@ -57,7 +55,7 @@ def digest(config: RunConfig) -> str:
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
         value = recipe[section][name]
         if value and not is_builtin(value):
-            recipe[section][name] = formatting.last_part(value)
+            recipe[section][name] = names.last_part(value)
     return digest_of(recipe)
 
 

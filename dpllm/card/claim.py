@@ -15,13 +15,15 @@ from typing import Any
 from dpllm.auditing.families import gaussian_epsilon
 from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
+from dpllm.files import digest
 from dpllm.privacy import guards
+from dpllm.recipe import names
+from dpllm.recipe import published as published_recipe
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.run.directory import digest
-from dpllm.statement import formatting, privacy_record, published_recipe, tradeoff_figure
+from dpllm.recipe.names import is_builtin
+from dpllm.statement import formatting, privacy_record, tradeoff_figure
 from dpllm.statement.fields import DEFINITION, Composed, Sampling, Terms
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
-from dpllm.text.builtin import is_builtin
 
 Json = dict[str, Any]
 
@@ -69,10 +71,10 @@ def statement_of(
     model, ledger = record["model"], record["ledger"]
     base = str(model["name_or_path"])
     if not model["commit"] and not is_builtin(base):
-        base = formatting.last_part(base)
+        base = names.last_part(base)
     block |= {
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
-        "dataset": ledger["dataset"] if ledger else formatting.public_name(config.data.train),
+        "dataset": ledger["dataset"] if ledger else names.public_name(config.data.train),
         "data_public": config.data.public,
         "steps": {"planned": record["steps_planned"], "taken": record["steps_taken"]},
         "status": record["status"],
@@ -93,7 +95,7 @@ def statement_of(
         "recipe_digest": published_recipe.digest(config),
         "files": dict(sorted((record["artifacts"] if files is None else files).items())),
     }
-    return privacy_record.read(formatting.without_paths(block))
+    return privacy_record.read(names.without_paths(block))
 
 
 def why_not(

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from cards import WEIGHTS, audit, baseline, baseline_record, broken, config, make_run, plan, record
 
+from dpllm.card.card import rerender, write_card
 from dpllm.cli import main
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, CARD
+from dpllm.files import BLOCK, CARD, write_json
+from dpllm.recipe import published as published_recipe
 from dpllm.recipe.config import dump_config
-from dpllm.run.directory import RunDir, write_json
-from dpllm.statement import published_recipe
-from dpllm.statement.card import rerender, write_card
+from dpllm.run.directory import RunDir
 from dpllm.statement.tradeoff_figure import FILE
 from dpllm.verification.verify import verify
 
