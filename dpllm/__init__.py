@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from dpllm.comparison.compare import Comparison
     from dpllm.comparison.compare import DPComparison as DPComparison
     from dpllm.ledger import Ledger as Ledger
-    from dpllm.privacy.engine import Engine as Engine
     from dpllm.publish.generate import Sample
     from dpllm.recipe.config import RunConfig
+    from dpllm.run.own_loop import Engine as Engine
+    from dpllm.run.own_loop import promise as promise
     from dpllm.run.promise import Decision
     from dpllm.run.records import Run
+    from dpllm.text.data import TokenSequence as TokenSequence
+    from dpllm.text.data import Unit as Unit
     from dpllm.verification.values import Verification
 
 __version__ = "0.1.0"
@@ -36,12 +39,15 @@ __all__ = [
     "DPComparison",
     "Engine",
     "Ledger",
+    "TokenSequence",
+    "Unit",
     "__version__",
     "audit",
     "compare",
     "generate",
     "load_recipe",
     "plan",
+    "promise",
     "train",
     "verify",
     "write_card",
@@ -49,8 +55,11 @@ __all__ = [
 
 _LAZY = {
     "DPComparison": ("dpllm.comparison.compare", "DPComparison"),
-    "Engine": ("dpllm.privacy.engine", "Engine"),
+    "Engine": ("dpllm.run.own_loop", "Engine"),
     "Ledger": ("dpllm.ledger", "Ledger"),
+    "TokenSequence": ("dpllm.text.data", "TokenSequence"),
+    "Unit": ("dpllm.text.data", "Unit"),
+    "promise": ("dpllm.run.own_loop", "promise"),
     "builtin": ("dpllm.text.builtin", None),
 }
 """Name -> where it is found; published cards name ``builtin``."""

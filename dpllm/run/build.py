@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,10 @@ def prepare(config: RunConfig, start: Start, state: PartialState, console: Conso
 def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, console: Console) -> Prepared:
     main, cache, device = state.is_main_process, run.private / "cache", state.device
     decision: Decision = shared(decide(config, start, fetch=True, cache=cache).obeyed() if main else None)
-    config, plan, schedule, resumed = decision.config, decision.plan, decision.schedule, decision.resumed
+    data_config = config.data.model_copy(update={"format": decision.config.data.format})
+    config = config.model_copy(update={"data": data_config})  # with places of this machine, not of rank 0's
+    decision = replace(decision, config=config)
+    plan, schedule, resumed = decision.plan, decision.schedule, decision.resumed
     assert schedule is not None
     console.print(str(decision), markup=False)
     tokenizer = loading.load_tokenizer(config.model)

@@ -18,8 +18,7 @@ from accelerate import PartialState
 from rich.console import Console
 
 from dpllm.files import read_json
-from dpllm.model import environment, memory, processes
-from dpllm.model.evaluate import HeldOut, held_out_loss
+from dpllm.model import environment, evaluate, memory, processes
 from dpllm.model.processes import ahead, stop_signal
 from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.recipe.config import RunConfig
@@ -133,11 +132,11 @@ def _next_batches(p: Prepared, state: PartialState) -> list[PhysicalBatch]:
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found
 
 
-def _evaluate(p: Prepared, state: PartialState) -> HeldOut | None:
+def _evaluate(p: Prepared, state: PartialState) -> evaluate.HeldOut | None:
     """Held-out loss and accuracy; None where there are no held-out rows."""
     if not p.held_out:
         return None
     size = p.physical_batch_size * (4 if state.device.type == "cpu" else 1)
     rank, world = state.process_index, state.num_processes
     with memory.explained(p.config, p.physical_batch_size):
-        return held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)
+        return evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import evaluate, loading, sharding
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import Engine, recover
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
@@ -136,7 +136,7 @@ def after_a_failure(net: Any, batches: list[PhysicalBatch]) -> torch.Tensor:
             raise AssertionError("nothing failed")
         hook.remove()
         engine.close()
-        engine.recover(net)
+        recover(net)
         engine = tm.make_engine(net, tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)))
     return engine.clipped_sum(batches)[0]
 
