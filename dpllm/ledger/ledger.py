@@ -320,16 +320,18 @@ class Ledger:
         account = self.account(name)
         budget = account.budget
         at = budget.delta if budget else delta
-        why = None
+        why, reason = None, "over_budget"
         try:
             self.refuse_if_tampered()
             self.same_unit(name, unit, relation)
             why = admission.refusal(account, event, num_steps)
         except Refused as error:
-            why = str(error)
+            why, reason = str(error), error.reason
         spent, after = self.spent(name, at), self.spent(name, at, (event, relation))
         by_filter = admission.filter_epsilon(account), admission.filter_epsilon(account, event)
-        return Outlook(name, budget.gate if budget else "none", budget, at, spent, after, *by_filter, why)
+        return Outlook(
+            name, budget.gate if budget else "none", budget, at, spent, after, *by_filter, why, reason if why else ""
+        )
 
     def fit(self, dataset: str, derived_from: str | None = None) -> Fit | None:
         """What is left of an adaptive budget, for calibration; None under another gate."""

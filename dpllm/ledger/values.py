@@ -149,6 +149,7 @@ class Outlook:
         filter_spent: Epsilon that the Renyi filter states for what is reserved; None unless adaptive.
         filter_after: The same with the run.
         refusal: With which words the run would be refused; None if it fits.
+        reason: In one word, by which refusals are counted.
     """
 
     dataset: str
@@ -160,6 +161,7 @@ class Outlook:
     filter_spent: float | None
     filter_after: float | None
     refusal: str | None
+    reason: str
 
 
 def check_name(dataset: str) -> None:

@@ -101,8 +101,8 @@ class Engine:
             )
         if len(units) != plan.schedule.dataset_size:
             raise ConfigError(
-                f"there are {len(units)} units, and the Plan samples from {plan.schedule.dataset_size}, so its sampling rate would "
-                "be another. Make the Plan with promise(len(units), ...)."
+                f"there are {len(units)} units, and the Plan samples from {plan.schedule.dataset_size}, at another rate. "
+                "Make the Plan with promise(len(units), ...)."
             )
         if any(len(row.input_ids) > max_length for unit in units for row in unit.sequences):
             raise ConfigError("a row is longer than max_length, to which rows are padded. Cut it, or raise max_length.")

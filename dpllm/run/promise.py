@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from dpllm import ledger
-from dpllm.errors import BudgetExceeded, DpllmError
+from dpllm.errors import BudgetExceeded, DpllmError, Refused
 from dpllm.ledger import dataset_policy
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
@@ -201,7 +201,8 @@ def decide(
         if book and plan and resumed is None and terms is None and not (start and start.entry):
             seen = found.attempt(_ask, book, config, subject, plan)
         if seen and seen.refusal:
-            found.add(BudgetExceeded(seen.refusal, dataset=seen.dataset, reason="over_budget"))
+            kind = BudgetExceeded if seen.reason == "over_budget" else Refused
+            found.add(kind(seen.refusal, dataset=seen.dataset, reason=seen.reason))
         elif over:
             found.add(over)
         ancestry = found.attempt(_ancestry, config, subject, book, plan, fetch)

@@ -79,6 +79,7 @@ class Recorder:
         self._epsilon_after, self._started = EpsilonSpent(p.plan), started
         self._summary, self._step = Summary(), p.first_step
         self._saved: int | None = None
+        self._finishing = False  # from then on, run.json says what was done, or that the process was killed
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, disable=not main)
         self._task = self._progress.add_task("training", total=p.schedule.num_steps, completed=p.first_step)
@@ -95,7 +96,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
-        if error is None or not self._main:
+        if error is None or self._finishing or not self._main:
             return
         why = f"it ended with {type(error).__name__} after step {self._step}"
         with (
@@ -157,6 +158,7 @@ class Recorder:
         status: Status = "completed" if self._step == total else "interrupted"
         if not self._main:
             return status
+        self._finishing = True
         with self._writing():
             checkpoint.export(p.model, p.tokenizer, p.run)
             p.payment.finish(status)

@@ -75,9 +75,9 @@ def test_a_loop_that_ends_early_keeps_its_reservation(model: nn.Module, ledger: 
 def test_an_own_step_of_the_optimizer_is_refused(model: nn.Module, ledger: dpllm.Ledger) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS)
-    with dpllm.Engine(model, optimizer, plan, units(), ledger=ledger, dataset="letters", max_length=LENGTH):
-        with pytest.raises(Refused):
-            optimizer.step()
+    made = dpllm.Engine(model, optimizer, plan, units(), ledger=ledger, dataset="letters", max_length=LENGTH)
+    with made, pytest.raises(Refused):
+        optimizer.step()
 
 
 def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, ledger: dpllm.Ledger) -> None:
