@@ -12,12 +12,15 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse, special, stats
 
 from dpllm.auditing import attacks
+from dpllm.auditing.verdict import CONTROL_LEVEL
+from dpllm.canaries.canaries import Canary
 
 # A legend of shapes: D texts, W words, P texts of a fold that are of the first side, N those of the second.
 
@@ -136,3 +139,12 @@ def _interval(value: float, variance: float, pairs: int, miss: float) -> tuple[f
     width = stats.norm.ppf(1 - miss / 2) * math.sqrt(variance) / (value * (1 - value))
     low, high = special.expit(special.logit(value) + np.array([-width, width]))
     return float(low), float(high)
+
+
+def words_control(canaries: Sequence[Canary]) -> dict[str, Any] | None:
+    """AUC, its interval at ``CONTROL_LEVEL``, and whether it ``succeeds``; None: too few canaries of a side."""
+    sides = [[canary.text for canary in canaries if canary.inserted is coin] for coin in (True, False)]
+    found = blind(sides[0], sides[1], confidence=1 - CONTROL_LEVEL)
+    if found is None:
+        return None
+    return {"auc": found.auc, "interval": [found.low, found.high], "succeeds": found.succeeds}

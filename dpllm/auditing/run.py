@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpllm.auditing import attacks, figure, token_attacks
+from dpllm.auditing.blind import words_control
 from dpllm.auditing.generation import generate_attacks
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, summarise
 from dpllm.auditing.table import CanaryScores
 from dpllm.auditing.tokens import TokenTable, write_tokens
 from dpllm.auditing.verdict import Claim
-from dpllm.auditing.words import words_control
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError

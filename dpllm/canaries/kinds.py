@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dpllm.canaries import carriers, pii
+from dpllm.canaries import carriers
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import CanaryConfig
 
@@ -93,7 +93,7 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
         ConfigError: Fewer distinct texts than asked for, or a kind that this model and recipe cannot have.
     """
     if config.kind == "pii":
-        return Drawn(tuple(pii.draw(total, generator)), pii.LOG2_SECRETS)
+        return Drawn(tuple(carriers.draw(total, generator)), carriers.LOG2_SECRETS)
     sentences = _carriers(total, generator)
     if config.kind == "digits":
         return _digits(config, sentences, generator)

@@ -34,10 +34,10 @@ from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
 from dpllm.privacy.noise import key_bits, os_entropy
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.recipe.config import RunConfig, TrainConfig, dump_config
+from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.run.optimizer import make_optimizer
+from dpllm.run.optimizer import autocast_of, is_low, make_optimizer, precision_of
 from dpllm.run.payment import Payment, pay
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.resume import flat
@@ -184,7 +184,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     optimizer = make_optimizer(config.train, net)
     sampler, engine, autocast = _mechanism(config, net, optimizer, schedule, plan, len(units), device)
     rows = memory.resolve(engine, config, vocabulary, device, world=state.num_processes)
-    low = _is_low(config, net, device)
+    low = is_low(config, net, device)
     rows = _self_check(engine, config, vocabulary, rows, low, tokenizer.pad_token_id or 0, console)
     if plan and low:
         _check_in_float32(config, net, plan, device, rows)
@@ -243,8 +243,8 @@ def _mechanism(
     secure, seed = config.privacy.secure_noise, config.privacy.insecure_seed
     bits = key_bits(secure)
     noise_key, sampling_key = shared((os_entropy(bits), os_entropy(bits)) if seed is None else (2 * seed, 2 * seed + 1))
-    precision = _precision(config.train, device)
-    autocast = partial(_autocast, device, precision)
+    precision = precision_of(config.train, device)
+    autocast = partial(autocast_of, device, precision)
     engine = Engine(
         net,
         optimizer,
@@ -312,7 +312,7 @@ def _build(
     net = loading.build(config, device)
     guards.check_model(net)
     loading.check_length(config, net)
-    _show_trainable(net, console)
+    show_trainable(net, console)
     dropout_off = loading.without_dropout(net) if plan else None
     if dropout_off:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
@@ -325,13 +325,6 @@ def _build(
     if loading.untied(net):
         console.print("The base model ties its head to its input embedding; what trains is a copy, so they are untied.")
     return net, dropout_off
-
-
-def _is_low(config: RunConfig, net: Any, device: torch.device) -> bool:
-    """Whether anything is computed or held in less than float32."""
-    if _precision(config.train, device) is not None or getattr(net.config, "quantization_config", None) is not None:
-        return True
-    return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
 
 
 def _self_check(
@@ -419,18 +412,7 @@ def _vocabulary(
     return min(known, made)
 
 
-def _precision(train: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """The autocast type; None for float32."""
-    if train.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[train.precision]
-
-
-def _autocast(device: torch.device, precision: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if precision is None else torch.autocast(device.type, dtype=precision)
-
-
-def _show_trainable(net: torch.nn.Module, console: Console) -> None:
+def show_trainable(net: torch.nn.Module, console: Console) -> None:
     table = Table("what trains", "tensors", "parameters", title=None)
     rows = loading.trainable_table(net)
     for kind, tensors, size in rows:

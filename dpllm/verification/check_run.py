@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dpllm.auditing.blind import words_control
 from dpllm.auditing.table import read_scores
-from dpllm.auditing.words import words_control
 from dpllm.canaries import canaries
 from dpllm.card import claim
 from dpllm.errors import DpllmError

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.auditing import personal, verbatim
-from dpllm.canaries import pii
+from dpllm.canaries import carriers
 
 # Near matches.
 
@@ -87,8 +87,8 @@ def test_details_are_found_however_they_are_written(text, details):
 
 
 def test_the_planted_details_are_recognised_as_what_they_are():
-    for sentence, detail in pii.draw(200, random.Random(0)):
-        kind = next(kind for kind, start in pii.SENTENCES.items() if start[:8] == sentence[:8])
+    for sentence, detail in carriers.draw(200, random.Random(0)):
+        kind = next(kind for kind, start in carriers.SENTENCES.items() if start[:8] == sentence[:8])
         assert {found for found, _ in personal.find(detail)} == {kind}
         assert not personal.find(sentence)
         assert len(personal.find(f"{sentence} {detail}.")) == 1

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.canaries import carriers, kinds, pii
+from dpllm.canaries import carriers, kinds
 from dpllm.canaries.canaries import plan_canaries, redraw_coins, slots
 from dpllm.canaries.encoding import encode_secret
 from dpllm.canaries.source import ModelSource
@@ -218,7 +218,7 @@ def test_new_tokens_need_an_output_head_that_trains(adapter, trains, tokenizer):
 
 
 def test_personal_details_belong_to_nobody(seed):
-    pairs = pii.draw(3000, random.Random(seed))
+    pairs = carriers.draw(3000, random.Random(seed))
     number_of = Counter()
     people = [re.fullmatch(r"The (phone number|card number|e-mail address) of (\S+ \S+) is", c)[2] for c, _ in pairs]
     assert len(set(people)) == len({secret for _, secret in pairs}) == 3000
@@ -227,20 +227,20 @@ def test_personal_details_belong_to_nobody(seed):
             assert re.fullmatch(r"[2-9](?!11)[0-8]\d-555-01\d\d", secret)
         elif carrier.startswith("The card"):
             assert re.fullmatch(r"4\d{3} \d{4} \d{4} \d{4}", secret)
-            assert not pii.passes_luhn(secret)
+            assert not carriers.passes_luhn(secret)
         else:
             assert re.fullmatch(r"[a-z'-]+\.[a-z'-]+\d\d@example\.org", secret)
         number_of[carrier.split()[1]] += 1
     assert stats.chisquare(list(number_of.values())).pvalue > 1e-8 / 2
     last = Counter(secret[-1] for carrier, secret in pairs if carrier.startswith("The card"))
     assert stats.chisquare([last[digit] for digit in "0123456789"]).pvalue > 1e-8 / 2
-    assert len(pii.AREA_CODES) == 712
+    assert len(carriers.AREA_CODES) == 712
 
 
 def test_the_check_digit_is_that_of_real_cards():
     # The example of ISO/IEC 7812-1, and numbers that payment providers publish for tests.
-    assert all(pii.passes_luhn(number) for number in ("79927398713", "4242 4242 4242 4242", "5555 5555 5555 4444"))
-    assert not any(pii.passes_luhn(f"7992739871{digit}") for digit in "012456789")
+    assert all(carriers.passes_luhn(number) for number in ("79927398713", "4242 4242 4242 4242", "5555 5555 5555 4444"))
+    assert not any(carriers.passes_luhn(f"7992739871{digit}") for digit in "012456789")
 
 
 @pytest.mark.parametrize("given", [{"kind": "rare_tokens"}, {"kind": "synthetic"}, {"temperature": 1.2}])
@@ -278,7 +278,7 @@ def test_kinds_of_the_base_model_need_one():
 )
 def test_more_canaries_than_texts_are_refused(asked, message, source, monkeypatch):
     monkeypatch.setattr(kinds, "TRIES", 3)
-    monkeypatch.setattr(pii, "AREA_CODES", ("212",))
+    monkeypatch.setattr(carriers, "AREA_CODES", ("212",))
     with pytest.raises(ConfigError, match=message):
         kinds.draw(asked, sum(asked.groups.values()) + asked.references, random.Random(0), source)
 
