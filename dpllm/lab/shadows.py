@@ -26,7 +26,7 @@ from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import read_json
 from dpllm.lab.shadow_report import ShadowScores, summarise_shadows
-from dpllm.ledger.dataset_policy import Custody
+from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run import checkpoint
@@ -108,8 +108,8 @@ def may_train(run: RunDir, config: RunConfig) -> bool:
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with book or contextlib.nullcontext():
         try:
-            custody = read_subject(asked, run.private / "cache").policy
-            assert custody is not None
+            policy = read_subject(asked, run.private / "cache").policy
+            assert policy is not None
         except Refused as error:
             if book and error.reason:
                 book.count_refusal(error.dataset, error.reason)
@@ -124,8 +124,8 @@ def may_train(run: RunDir, config: RunConfig) -> bool:
                 reason=error.reason,
             ) from None
         if book and (record.get("ledger") or {}).get("dataset"):
-            _same_data(run, record["ledger"]["dataset"], custody, book)
-        return config.data.public and not _budgeted(custody, book)
+            _same_data(run, record["ledger"]["dataset"], policy, book)
+        return config.data.public and not _budgeted(policy, book)
 
 
 def train_shadows(
@@ -269,15 +269,15 @@ def _texts(plan: CanaryPlan) -> list[tuple[str, int, str, str]]:
     return [(one.canary_id, one.group, one.carrier, one.secret) for one in (*plan.canaries, *plan.references)]
 
 
-def _budgeted(custody: Custody, book: ledger.Ledger | None) -> bool:
+def _budgeted(policy: DatasetPolicy, book: ledger.Ledger | None) -> bool:
     if book is None:
         return False
-    return book.budget(book.records.charged_to(custody.dataset, custody.derived_from)) is not None
+    return book.budget(book.records.charged_to(policy.dataset, policy.derived_from)) is not None
 
 
-def _same_data(run: RunDir, dataset: str, custody: Custody, book: ledger.Ledger) -> None:
+def _same_data(run: RunDir, dataset: str, policy: DatasetPolicy, book: ledger.Ledger) -> None:
     registered = book.records.of_account(dataset)
-    if custody.records and registered and custody.records.digest not in registered:
+    if policy.records and registered and policy.records.digest not in registered:
         raise ConfigError(
             f"{run.root}: data.train no longer holds the records that the run was trained on, so its shadows would be runs of "
             "another mechanism. Put the file of that time back, or train again."

@@ -1,6 +1,6 @@
 """Which account a recipe's data belong to, and what may be done with them.
 
-Comes in: the recipe and its rows. Goes out: a ``Custody``, or a refusal. Every command that trains or plans asks here.
+Comes in: the recipe and its rows. Goes out: a ``DatasetPolicy``, or a refusal. Every command that trains or plans asks here.
 This binds the code of dpllm: it does not stop other programs, nor somebody who changes every record a little.
 """
 
@@ -22,7 +22,7 @@ from dpllm.text.data import FIELDS, Table
 
 
 @dataclass(frozen=True)
-class Custody:
+class DatasetPolicy:
     """Whose data a recipe trains on.
 
     Attributes:
@@ -46,7 +46,7 @@ class Custody:
         ]
 
 
-def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custody:
+def find_policy(config: RunConfig, table: Table, book: Ledger | None) -> DatasetPolicy:
     """Finds the account of a recipe's data, and refuses what it does not permit.
 
     Args:
@@ -77,7 +77,7 @@ def take_custody(config: RunConfig, table: Table, book: Ledger | None) -> Custod
         _refuse_without_privacy(config, name, budgeted)
     if config.data.eval is not None and config.data.eval_public:
         _check_public_evaluation(config, config.data.eval, table, book)
-    return Custody(name, parent, records, tuple(exceptions))
+    return DatasetPolicy(name, parent, records, tuple(exceptions))
 
 
 class Terms(TypedDict):

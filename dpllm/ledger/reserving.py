@@ -131,7 +131,7 @@ def reserve_all(
         return claims
 
 
-def take(
+def use_reservation(
     book: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int, records: Fingerprint | None = None
 ) -> Reservation:
     """The place of a run that was reserved before, as one of a group.

@@ -36,7 +36,7 @@ BROKEN = re.compile(r"gloo|nccl|process group|connection (closed|reset|refused)|
 _runs = 0  # of this process, so that a second run reads no message of the first
 
 
-class Watch:
+class StepDeadline:
     """What the loop tells: that it goes on.
 
     Attributes:
@@ -72,22 +72,22 @@ class Watch:
 
 
 @contextlib.contextmanager
-def one_fate(seconds: float) -> Iterator[Watch]:
+def fail_together(seconds: float) -> Iterator[StepDeadline]:
     """Inside, the failure of one rank is that of all; nothing happens in a run of one process.
 
     Args:
-        seconds: That a step may take; see ``Watch.step``.
+        seconds: That a step may take; see ``StepDeadline.step``.
 
     Raises:
         EndedElsewhere: Another rank failed, and rank 0 has said why.
         DpllmError: A rank ended without a word (killed), said on rank 0.
     """
-    watch = Watch(seconds)
+    watch = StepDeadline(seconds)
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         yield watch
         return
-    board = _Board()
-    thread = threading.Thread(target=board.look, args=(watch,), name="dpllm-fate", daemon=True)
+    board = _FailureStore()
+    thread = threading.Thread(target=board.look, args=(watch,), name="dpllm-failures", daemon=True)
     thread.start()
     threading.Thread(target=board.end_alone, args=(watch,), name="dpllm-alone", daemon=True).start()
     try:
@@ -101,7 +101,7 @@ def one_fate(seconds: float) -> Iterator[Watch]:
         board.leave()
 
 
-class _Board:
+class _FailureStore:
     """The place in the group's store where the first failure is written."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class _Board:
             self._wait(self._said, TO_SAY)
         raise EndedElsewhere(found["code"]) from error
 
-    def look(self, watch: Watch) -> None:
+    def look(self, watch: StepDeadline) -> None:
         """The thread: ends this process when another has failed, or a step takes too long."""
         posted = False
         while not self.over.wait(LOOK_EVERY):
@@ -184,7 +184,7 @@ class _Board:
             if not self.over.wait(TO_END):  # the main thread waits in a collective operation that will never end
                 os._exit(found["code"])
 
-    def end_alone(self, watch: Watch) -> None:
+    def end_alone(self, watch: StepDeadline) -> None:
         """A second thread: the first waits for ever where the store does not answer (its machine lost, its process stopped)."""
         while not self.over.wait(LOOK_EVERY):
             if overdue := watch.overdue(TO_SAY + 2 * TO_END):

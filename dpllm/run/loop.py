@@ -24,7 +24,7 @@ from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.recipe.config import RunConfig
 from dpllm.run.build import Prepared, check_processes, prepare
 from dpllm.run.directory import RunDir, check_directory
-from dpllm.run.failures import one_fate
+from dpllm.run.failures import fail_together
 from dpllm.run.optimizer import learning_rate
 from dpllm.run.promise import Start
 from dpllm.run.record import Recorder
@@ -68,50 +68,50 @@ def train(
     torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
     environment.reset_peak_memory()
     with contextlib.ExitStack() as stack:
-        watch = stack.enter_context(one_fate(config.train.process_timeout))  # where one process fails, all end
+        watch = stack.enter_context(fail_together(config.train.process_timeout))  # where one process fails, all end
         check_processes(config, state)
         if main:  # rank 0 alone reads and writes the run directory
             check_directory(config, run, resume=resume, overwrite=overwrite)  # before anything is made
             stack.enter_context(run.locked())
         telemetry = stack.enter_context(Telemetry(config, run, main=main))
-        p = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
-        stack.enter_context(contextlib.closing(p.payment))
-        recorder = stack.enter_context(Recorder(p, started, telemetry, watch, console, main=main))
-        settings, total, step = p.config.train, p.schedule.num_steps, p.first_step
+        prepared = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
+        stack.enter_context(contextlib.closing(prepared.payment))
+        recorder = stack.enter_context(Recorder(prepared, started, telemetry, watch, console, main=main))
+        settings, total, step = prepared.config.train, prepared.schedule.num_steps, prepared.first_step
 
-        recorder.evaluated(_evaluate(p, state), "before")
+        recorder.evaluated(_evaluate(prepared, state), "before")
         with (
             stop_signal() as stopping,
-            contextlib.closing(ahead(partial(_next_batches, p, state), total - step)) as logical_batches,
+            contextlib.closing(ahead(partial(_next_batches, prepared, state), total - step)) as logical_batches,
         ):
             (stop,) = processes.totals(len(stopping))
             while step < total and not stop:
                 watch.step(step + 1)
                 rate = learning_rate(settings, step, total)
-                for group in p.optimizer.param_groups:
+                for group in prepared.optimizer.param_groups:
                     group["lr"] = rate
                 batches = next(logical_batches)
-                p.payment.charge(step + 1)  # written before the update exists
-                with memory.explained(p.config, p.physical_batch_size):
-                    mine = p.engine.step(batches)
+                prepared.payment.charge(step + 1)  # written before the update exists
+                with memory.explained(prepared.config, prepared.physical_batch_size):
+                    mine = prepared.engine.step(batches)
                 step += 1
                 stop, loss_sum, units, clipped = processes.totals(
                     len(stopping), mine.loss_sum, mine.units, mine.clipped
                 )
                 if step % COMPARE_EVERY == 0 or stop or step == total:
-                    processes.check_same_weights(p.engine.parameters.values(), step)
+                    processes.check_same_weights(prepared.engine.parameters.values(), step)
                 recorder.step(step, rate, loss_sum, units, clipped)
                 watch.rest()  # what comes now may take as long as it wants
                 # once in a while:
                 if settings.eval_every and step % settings.eval_every == 0 and step < total:
-                    recorder.evaluated(_evaluate(p, state), "during")
+                    recorder.evaluated(_evaluate(prepared, state), "during")
                 if settings.checkpoint_every and step % settings.checkpoint_every == 0:
                     recorder.save()
 
-        p.engine.close()
-        if step < total or (settings.checkpoint_every and step > p.first_step):
+        prepared.engine.close()
+        if step < total or (settings.checkpoint_every and step > prepared.first_step):
             recorder.save()  # a crash from here on must not lose paid steps
-        recorder.evaluated(_evaluate(p, state), "after")
+        recorder.evaluated(_evaluate(prepared, state), "after")
         recorder.finish()
         if step == total and state.is_local_main_process:  # a copy of private text that nobody reads again
             shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
@@ -124,19 +124,23 @@ def train(
         return record
 
 
-def _next_batches(p: Prepared, state: PartialState) -> list[PhysicalBatch]:
+def _next_batches(prepared: Prepared, state: PartialState) -> list[PhysicalBatch]:
     """This rank's part of the next logical batch, in physical batches."""
-    pad_id = p.tokenizer.pad_token_id if p.tokenizer.pad_token_id is not None else 0
-    rank, world, longest = state.process_index, state.num_processes, p.config.data.max_length
-    found = physical_batches(p.sampler.draw(), p.units, p.physical_batch_size, pad_id, longest, rank, world)
+    pad_id = prepared.tokenizer.pad_token_id if prepared.tokenizer.pad_token_id is not None else 0
+    rank, world, longest = state.process_index, state.num_processes, prepared.config.data.max_length
+    found = physical_batches(
+        prepared.sampler.draw(), prepared.units, prepared.physical_batch_size, pad_id, longest, rank, world
+    )
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found
 
 
-def _evaluate(p: Prepared, state: PartialState) -> evaluate.HeldOut | None:
+def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | None:
     """Held-out loss and accuracy; None where there are no held-out rows."""
-    if not p.held_out:
+    if not prepared.held_out:
         return None
-    size = p.physical_batch_size * (4 if state.device.type == "cpu" else 1)
+    size = prepared.physical_batch_size * (4 if state.device.type == "cpu" else 1)
     rank, world = state.process_index, state.num_processes
-    with memory.explained(p.config, p.physical_batch_size):
-        return evaluate.held_out_loss(p.model, p.held_out, size, state.device, p.autocast, rank, world)
+    with memory.explained(prepared.config, prepared.physical_batch_size):
+        return evaluate.held_out_loss(
+            prepared.model, prepared.held_out, size, state.device, prepared.autocast, rank, world
+        )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from dpllm import ledger
 from dpllm.errors import Refused
 from dpllm.ledger import Ledger, admission, dataset_policy, groups
-from dpllm.ledger.reserving import take
+from dpllm.ledger.reserving import use_reservation
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -109,11 +109,13 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
     assert book is not None
     try:
         if policy.records is None:  # there was no ledger to tell the data by
-            policy = dataset_policy.take_custody(config, table, book)
+            policy = dataset_policy.find_policy(config, table, book)
         if resumed is None and start.entry is not None:
             account = book.records.charged_to(policy.dataset, policy.derived_from)
             steps = plan.schedule.num_steps
-            claim = take(book, start.entry, dataset=account, event=plan.event, num_steps=steps, records=policy.records)
+            claim = use_reservation(
+                book, start.entry, dataset=account, event=plan.event, num_steps=steps, records=policy.records
+            )
             return Payment(((claim.entry, claim.num_steps),), book)
         steps = plan.schedule.num_steps
         if resumed is not None:

@@ -60,7 +60,7 @@ class Subject:
     num_units: int
     format: data.Format
     dataset: str
-    policy: dataset_policy.Custody | None
+    policy: dataset_policy.DatasetPolicy | None
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Decision:
         return max((error.exit_code for error in self.refusals), default=0)
 
     @property
-    def policy(self) -> dataset_policy.Custody:
+    def policy(self) -> dataset_policy.DatasetPolicy:
         """Whose data these are, of a decision that nothing refused."""
         assert self.subject is not None
         assert self.subject.policy is not None
@@ -238,7 +238,7 @@ def _read_subject(
         table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None
-        policy = found.attempt(dataset_policy.take_custody, config, table, book)
+        policy = found.attempt(dataset_policy.find_policy, config, table, book)
         rows = found.attempt(data.sampled_rows, table, config.data)
         if config.data.eval is not None:
             found.attempt(data.load_table, config.data.eval, config.data, config.data.eval_split, where)
@@ -292,7 +292,7 @@ def _ancestry(
 ) -> dict[str, Any] | None:
     parent = config.privacy.derived_from if subject.policy else None
     base = lineage.of_base(config, fetch=fetch)
-    return lineage.settle(base, config, dataset=subject.dataset, derived_from=parent, book=book, plan=plan)
+    return lineage.compose_with_base(base, config, dataset=subject.dataset, derived_from=parent, book=book, plan=plan)
 
 
 def _ask(book: ledger.Ledger, config: RunConfig, subject: Subject, plan: Plan) -> ledger.Outlook:

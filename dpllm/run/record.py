@@ -31,7 +31,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
 from dpllm.run.directory import COST
-from dpllm.run.failures import Watch
+from dpllm.run.failures import StepDeadline
 from dpllm.statement import lineage
 from dpllm.telemetry import EpsilonSpent, Telemetry
 
@@ -63,7 +63,7 @@ class Recorder:
     """Writes down one run from its first step to its end, whichever way it ends; use it in a ``with`` statement."""
 
     def __init__(
-        self, p: Prepared, started: float, telemetry: Telemetry, watch: Watch, console: Console, *, main: bool
+        self, p: Prepared, started: float, telemetry: Telemetry, watch: StepDeadline, console: Console, *, main: bool
     ) -> None:
         """Begins when the run is entered.
 

@@ -14,7 +14,7 @@ from dpllm import ledger
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import read_json
 from dpllm.ledger import Ledger
-from dpllm.ledger.dataset_policy import Custody
+from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -56,7 +56,7 @@ class ResumeState:
     units: str | None = None
 
 
-def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, custody: Custody) -> ResumeState:
+def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, policy: DatasetPolicy) -> ResumeState:
     """Reads checkpoint and ledger, and refuses where one cannot belong to the other.
 
     Raises:
@@ -85,19 +85,19 @@ def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, custo
     problems = book.verify(saved["head"])
     if problems:
         raise _cut(run, problems[0])
-    first, dataset = book.reservation(saved["entry"]), custody.dataset
+    first, dataset = book.reservation(saved["entry"]), policy.dataset
     if book.run(first.entry).state == "reconciled":
         raise Refused(
             f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and what never ran may have been given "
             "to other runs. Start anew with --overwrite."
         )
-    if first.dataset != book.records.charged_to(dataset, custody.derived_from):
+    if first.dataset != book.records.charged_to(dataset, policy.derived_from):
         raise Refused(
             f"{run.root}: the run reserved for dataset {first.dataset!r}, and data.train is dataset {dataset!r}. Resume with "
             f"{run.config} and the data of that time."
         )
     registered = book.records.of_account(first.dataset)
-    if custody.records and registered and custody.records.digest not in registered:
+    if policy.records and registered and policy.records.digest not in registered:
         raise Refused(
             f"{run.root}: data.train no longer holds the records that the run reserved for, so its steps would be charged to "
             "other people's data. Put the file of that time back, or start anew."

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from dpllm.ledger import Ledger
     from dpllm.privacy.plan import Plan
 
-__all__ = ["Base", "deviations", "of_base", "settle", "why_not"]
+__all__ = ["Base", "compose_with_base", "deviations", "of_base", "why_not"]
 
 Json = dict[str, Any]
 
 
-def settle(
+def compose_with_base(
     base: Base | None,
     config: RunConfig,
     *,

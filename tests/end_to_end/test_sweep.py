@@ -242,7 +242,7 @@ def test_what_the_base_model_forbids_is_refused_first(
         if not config.privacy.enabled:
             raise Refused("a model with differential privacy may not be continued without it.")
 
-    monkeypatch.setattr("dpllm.statement.lineage.settle", settle)
+    monkeypatch.setattr("dpllm.statement.lineage.compose_with_base", settle)
     place = make(tmp_path / "place", base)
     answer = swept_to(place, "2,inf")
     assert answer.code == REFUSED

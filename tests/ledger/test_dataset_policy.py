@@ -27,10 +27,10 @@ def recipe(root: Path, texts: list[str] = TEXTS, name: str = "rows.jsonl", **sec
     return RunConfig.model_validate({**value, **sections})
 
 
-def ask(config: RunConfig, book: Ledger | None) -> dataset_policy.Custody:
+def ask(config: RunConfig, book: Ledger | None) -> dataset_policy.DatasetPolicy:
     root = Path(config.output_dir).parent
     table = data.load_table(config.data.train, config.data, config.data.train_split, root / "cache")
-    return dataset_policy.take_custody(config, table, book)
+    return dataset_policy.find_policy(config, table, book)
 
 
 def opened(path: Path) -> Ledger:
@@ -67,9 +67,9 @@ def test_a_budget_is_stronger_than_a_declaration_that_data_are_public(tmp_path: 
         with pytest.raises(Refused, match="alone may except"):
             budgets.except_from_privacy(book, "notes", "mallory", "I want to")
         budgets.except_from_privacy(book, "notes", "alice", "a baseline that is never released")
-        custody = ask(config, book)
-        assert custody.dataset == "notes"
-        (deviation,) = custody.deviations()
+        policy = ask(config, book)
+        assert policy.dataset == "notes"
+        (deviation,) = policy.deviations()
         assert "by alice" in deviation
         assert "a baseline that is never released" in deviation
         assert ask(recipe(tmp_path), book).deviations() == [deviation]  # later runs with privacy say it too

@@ -14,7 +14,7 @@ from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, admission, budgets, groups
 from dpllm.ledger.exchange import to_export, verify_export
 from dpllm.ledger.fingerprint import fingerprint
-from dpllm.ledger.reserving import Group, Wanted, reserve_all, take
+from dpllm.ledger.reserving import Group, Wanted, reserve_all, use_reservation
 from dpllm.ledger.tables import totals
 from dpllm.ledger.values import Sealed
 from dpllm.privacy import renyi
@@ -129,18 +129,18 @@ def test_other_units_refuse_the_whole_group(ledger: Ledger):
 def test_a_run_takes_its_place_once_and_for_itself_alone(ledger: Ledger):
     first, second, _ = reserve_group(ledger)
     taken = {"dataset": "notes", "event": EVENTS[0], "num_steps": 4}
-    assert take(ledger, first.entry, **taken) == first
+    assert use_reservation(ledger, first.entry, **taken) == first
     for other in ({"event": EVENTS[1]}, {"num_steps": 3}, {"dataset": "others"}):
         with pytest.raises(Refused, match="was made for other data, noise"):
-            take(ledger, first.entry, **{**taken, **other})
+            use_reservation(ledger, first.entry, **{**taken, **other})
     ledger.charge(first.entry, 1)
     with pytest.raises(Refused, match="is running after 1 of 4 steps"):
-        take(ledger, first.entry, **taken)
+        use_reservation(ledger, first.entry, **taken)
     ledger.reconcile(second.entry, "alice", "no longer wanted")
     with pytest.raises(Refused, match="is reconciled"):
-        take(ledger, second.entry, dataset="notes", event=EVENTS[1], num_steps=4)
+        use_reservation(ledger, second.entry, dataset="notes", event=EVENTS[1], num_steps=4)
     with pytest.raises(ConfigError, match="no reservation"):
-        take(ledger, "f" * 16, **taken)
+        use_reservation(ledger, "f" * 16, **taken)
 
 
 def test_a_run_takes_its_place_for_the_records_it_was_reserved_for(ledger: Ledger):
@@ -150,8 +150,8 @@ def test_a_run_takes_its_place_for_the_records_it_was_reserved_for(ledger: Ledge
     first, *_ = reserve_all(ledger, "notes", wanted(), group=GROUP, records=records("theirs"), **TERMS)
     taken = {"dataset": "notes", "event": EVENTS[0], "num_steps": 4}
     with pytest.raises(Refused, match="no longer holds the records"):
-        take(ledger, first.entry, **taken, records=records("others"))
-    assert take(ledger, first.entry, **taken, records=records("theirs")) == first
+        use_reservation(ledger, first.entry, **taken, records=records("others"))
+    assert use_reservation(ledger, first.entry, **taken, records=records("theirs")) == first
 
 
 def test_lost_steps_of_a_group_are_not_made_up(ledger: Ledger):

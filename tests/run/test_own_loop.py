@@ -81,7 +81,7 @@ def test_an_own_step_of_the_optimizer_is_refused(model: nn.Module, ledger: dpllm
 
 
 def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    with pytest.raises(ConfigError, match="sampling rate"):
+    with pytest.raises(ConfigError, match="another rate"):
         engine(model, ledger, units=units()[1:])
     with pytest.raises(ConfigError, match="longer than max_length"):
         engine(model, ledger, max_length=8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dpllm.model import processes
 from dpllm.model.processes import ahead
-from dpllm.run.failures import Watch
+from dpllm.run.failures import StepDeadline
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 
@@ -80,7 +80,7 @@ def test_what_goes_wrong_ahead_is_said_when_its_turn_comes() -> None:
 
 
 def test_a_step_has_its_time_and_what_lies_between_has_as_much_as_it_wants() -> None:
-    watch = Watch(0.02)
+    watch = StepDeadline(0.02)
     assert watch.overdue() is None
     watch.step(3)
     assert watch.overdue() is None

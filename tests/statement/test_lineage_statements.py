@@ -73,7 +73,7 @@ def base(*before: Json, budgeted: bool = False, **changes: Any) -> Base:
 
 def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Json:
     terms: Json = {"dataset": "notes", "derived_from": None, "book": None, "plan": plan(), **changes}
-    found = lineage.settle(parent, config or recipe(), **terms)
+    found = lineage.compose_with_base(parent, config or recipe(), **terms)
     assert found is not None
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     return found
@@ -100,7 +100,7 @@ def reserve(book: Ledger, dataset: str = "notes") -> str:
 
 
 def test_without_a_block_there_is_no_lineage() -> None:
-    assert lineage.settle(None, recipe(), dataset="notes", derived_from=None, book=None, plan=plan()) is None
+    assert lineage.compose_with_base(None, recipe(), dataset="notes", derived_from=None, book=None, plan=plan()) is None
     assert lineage.why_not(None) is None
     assert lineage.deviations(None) == []
 
