@@ -312,7 +312,7 @@ def _build(
     net = loading.build(config, device)
     guards.check_model(net)
     loading.check_length(config, net)
-    show_trainable(net, console)
+    _show_trainable(net, console)
     dropout_off = loading.without_dropout(net) if plan else None
     if dropout_off:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
@@ -412,7 +412,7 @@ def _vocabulary(
     return min(known, made)
 
 
-def show_trainable(net: torch.nn.Module, console: Console) -> None:
+def _show_trainable(net: torch.nn.Module, console: Console) -> None:
     table = Table("what trains", "tensors", "parameters", title=None)
     rows = loading.trainable_table(net)
     for kind, tensors, size in rows:

@@ -51,4 +51,5 @@ def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None
 
 
 def autocast_of(device: torch.device, precision: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """The context of a forward pass in this precision."""
     return contextlib.nullcontext() if precision is None else torch.autocast(device.type, dtype=precision)
