@@ -119,8 +119,8 @@ def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, m
     from dpllm.run import loop
     from dpllm.run.records import Run
 
-    loop.train(recipe, resume=resume, overwrite=overwrite, make_up_lost_steps=make_up_lost_steps)
-    return Run.open(recipe.output_dir)
+    record = loop.train(recipe, resume=resume, overwrite=overwrite, make_up_lost_steps=make_up_lost_steps)
+    return Run.of(recipe.output_dir, record)
 
 
 def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> dict[str, Any]:

@@ -409,8 +409,11 @@ def _run_of(recipe: str, dataset: str, unit: str | None, largest_delta: float) -
 
 
 def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Any:
+    import tempfile
+
     from dpllm.recipe.config import load_config
-    from dpllm.run.promise import decide
+    from dpllm.run.promise import Subject, decide
+    from dpllm.text.data import count_units, dataset_name
 
     config = load_config(recipe)
     if not config.privacy.enabled:
@@ -422,4 +425,8 @@ def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: 
             f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be "
             "charged to it. Type --unit, or set data.unit."
         )
-    return decide(config, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan
+    with tempfile.TemporaryDirectory() as folder:
+        size = config.data.public_size or count_units(config.data, Path(folder))
+    # Whose records they are is asked when the run starts, of the ledger that it names.
+    subject = Subject(size, "text", dataset or config.privacy.dataset or dataset_name(config.data), None)
+    return decide(config, subject=subject, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan

@@ -112,7 +112,12 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
     try:
         with book, book.counting():
             if policy.records is None:  # there was no ledger to tell the data by
-                policy = read_subject(config).policy
+                again = read_subject(config)
+                if again.digest != subject.digest:
+                    raise Refused(
+                        f"data.train ({config.data.train}) changed while the sweep was planned. Start it again."
+                    )
+                policy = again.policy
                 assert policy is not None
             first = next(iter(plans.values()))[0]
             reserving.reserve_all(

@@ -150,11 +150,16 @@ def recipe_plan(config: RunConfig, num_units: int | None = None) -> Plan:
     Raises:
         Refused: The Plan cannot be made.
     """
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
     from dpllm.privacy.plan import make_plan
-    from dpllm.run.promise import accounting_cache, read_subject
+    from dpllm.run.promise import accounting_cache
+    from dpllm.text.data import count_units
 
     if num_units is None:
-        num_units = config.data.public_size or read_subject(config).num_units
+        with TemporaryDirectory() as folder:
+            num_units = config.data.public_size or count_units(config.data, Path(folder))
     return make_plan(config, num_units, accounting_cache())
 
 

@@ -169,6 +169,12 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     plan_json = _plan_json(decision, planted)
 
     table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
+    assert decision.subject is not None
+    if table.digest != decision.subject.digest:
+        raise Refused(
+            f"data.train ({config.data.train}) changed after its records were counted and recognised, so the promise would be "
+            "about other people. Start again, and leave the file alone meanwhile."
+        )
     units = _units(config, table, tokenizer, planted, cache)
     held_out = _held_out(config, tokenizer, cache)
     processes.check_equal({"the training data, as tokens,": salted(units.digest)})
@@ -202,7 +208,11 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     payment = pay(config, decision, start, run, table) if main else Payment()
     claims = shared(payment.claims)
     if main:
-        _begin(run, config, planted, plan_json, resume=start.resume, keep=units.path)
+        try:
+            _begin(run, config, planted, plan_json, resume=start.resume, keep=units.path)
+        except BaseException:
+            payment.close()
+            raise
     state.wait_for_everyone()
     return Prepared(
         decision, run, units, held_out, tokenizer, net, optimizer, engine, autocast, sampler,
@@ -263,15 +273,14 @@ def _mechanism(
 
 def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
     """Writes down that a run was refused: in run.json of a directory without one, and among the ledger's counts."""
+    with contextlib.suppress(ConfigError):  # a ledger that cannot be opened must not hide the refusal
+        if error.reason and (book := ledger.open_ledger(config.privacy.ledger, create=False)):
+            with book:
+                book.count_refusal(error.dataset, error.reason)
     if not run.run.exists():
         reason = {"holds": False, "reason": f"the run was refused: {error}"}
-        write_json(run.run, {"status": "refused", "guarantee": reason, "steps_taken": 0})
-    with contextlib.suppress(ConfigError):  # a ledger that cannot be opened must not hide the refusal
-        book = ledger.open_ledger(config.privacy.ledger, create=False)
-        if book is None or not error.reason:
-            return
-        with book:
-            book.count_refusal(error.dataset, error.reason)
+        with contextlib.suppress(OSError):
+            write_json(run.run, {"status": "refused", "guarantee": reason, "steps_taken": 0})
 
 
 def _plan_json(decision: Decision, planted: CanaryPlan | None) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from dpllm.files import read_json
 from dpllm.model import environment, evaluate, memory, processes
 from dpllm.model.processes import ahead, stop_signal
+from dpllm.privacy import guards
 from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.recipe.config import RunConfig
 from dpllm.run.build import Prepared, check_processes, prepare
@@ -61,6 +62,7 @@ def train(
         ConfigError: The recipe or the data cannot be used (exit code 2).
         Refused: A guard or the ledger's budget refuses (exit code 3).
     """
+    guards.check_modes(config)  # before anything is made
     started, start = time.time(), Start(resume, make_up_lost_steps, overwrite, entry)
     state, run = processes.join(), RunDir(Path(config.output_dir))
     main = state.is_main_process

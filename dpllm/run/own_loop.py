@@ -5,11 +5,14 @@ Comes in: a model in memory, units of tokens, a Plan, an open ledger. Goes out: 
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from dpllm.errors import ConfigError, Refused, RoundsByCompany
@@ -29,25 +32,32 @@ def promise(num_units: int, *, epsilon: float, batch_size: int, steps: int, max_
     """The Plan of a loop of one's own: flat clipping, units sampled whole, delta by ``privacy.delta: auto``.
 
     Args:
-        num_units: N, which is published.
+        num_units: N, which is published; at least 1.
         epsilon: The target; the noise is calibrated to it.
         batch_size: B, expected units of a step.
         steps: T.
         max_grad_norm: C.
 
     Raises:
-        ConfigError: The target cannot be reached.
+        ConfigError: A number is impossible, or the target cannot be reached.
         Refused: The batch is larger than N.
     """
-    config = RunConfig.model_validate(
-        {
-            "model": {"name_or_path": "a model in memory"},
-            "data": {"train": "units in memory"},
-            "privacy": {"epsilon": epsilon, "max_grad_norm": max_grad_norm},
-            "train": {"batch_size": batch_size, "steps": steps},
-            "output_dir": "nowhere",
-        }
-    )
+    values = {
+        "model": {"name_or_path": "a model in memory"},
+        "data": {"train": "units in memory"},
+        "privacy": {"epsilon": epsilon, "max_grad_norm": max_grad_norm},
+        "train": {"batch_size": batch_size, "steps": steps},
+        "output_dir": "nowhere",
+    }
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"{first['loc'][-1]}: {first['msg']}, so there is no such Plan. Give another number."
+        ) from None
+    if not isinstance(num_units, int) or num_units < 1:
+        raise ConfigError(f"num_units {num_units!r} is no number of units. Give len(units).")
     return make_plan(config, num_units)
 
 
@@ -58,7 +68,8 @@ class Engine:
         Once all T steps are taken, the trainable parameters are (epsilon, delta)-differentially private, as ``plan`` states,
         if each of ``units`` holds all rows of one privacy unit and was encoded from them alone, and if nothing else that was
         computed from these data reaches the parameters: no other optimizer step, no decision taken on what ``step`` returns.
-        Steps that were taken count when the loop ends early: the ledger keeps the whole reservation.
+        The ledger keeps the whole reservation when the loop ends early. That ``dataset`` names these data is taken on trust:
+        the ledger sees no records, and cannot recognise copies.
 
     Attributes:
         plan: What is promised.
@@ -91,57 +102,71 @@ class Engine:
             physical_batch_size: Rows in one forward pass, at most.
 
         Raises:
-            ConfigError: There are not N units, or a row is too long.
-            Refused: Several processes; a model or an optimizer for which the guarantee does not hold; low precision; a
-                self-check that fails; a budget without room. Nothing is spent.
+            ConfigError: There are not N different units, or a row cannot be trained on.
+            Refused: Another Plan than ``promise`` makes; several processes; a model or an optimizer for which the guarantee does
+                not hold; low precision; a self-check that fails; a budget without room. Nothing is spent.
         """
-        if processes.several():
+        schedule = plan.schedule
+        batch, steps, norm = schedule.expected_batch_size, schedule.num_steps, plan.max_grad_norm
+        again = promise(
+            schedule.dataset_size, epsilon=plan.target_epsilon, batch_size=batch, steps=steps, max_grad_norm=norm
+        )
+        if plan != again:
             raise Refused(
-                "dpllm.Engine draws its own samples and noise in one process. Use accelerate launch and a recipe."
+                "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
+                "Pass what dpllm.promise(len(units), ...) returns."
             )
-        if len(units) != plan.schedule.dataset_size:
-            raise ConfigError(
-                f"there are {len(units)} units, and the Plan samples from {plan.schedule.dataset_size}, at another rate. "
-                "Make the Plan with promise(len(units), ...)."
-            )
-        if any(len(row.input_ids) > max_length for unit in units for row in unit.sequences):
-            raise ConfigError("a row is longer than max_length, to which rows are padded. Cut it, or raise max_length.")
-        device = next(model.parameters()).device
-        if torch.is_autocast_enabled(device.type) or any(
-            p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()
-        ):
-            raise Refused(
-                "the model is not float32 throughout, and a self-check of low precision needs a recipe. Load it with "
-                "dtype=torch.float32, without autocast."
-            )
+        self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
+        self._units = tuple(units)  # the caller's list may change
+        self._check_surroundings()
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        _check_units(self._units, schedule.dataset_size, max_length, vocabulary)
+        if physical_batch_size < 1:
+            raise ConfigError(f"physical_batch_size {physical_batch_size} is no number of rows. Give 1 or more.")
         guards.check_model(model)
-        self.plan, self.dropout_off = plan, loading.without_dropout(model.train())
-        self._units, self._max_length, self._steps = units, max_length, 0
+        self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
         self._engine = StepEngine(
             model,
             optimizer,
-            plan.schedule,
+            schedule,
             plan,
             grad_sample_mode="auto",
             noise_entropy=os_entropy(key_bits(False)),
-            device=device,
+            device=next(model.parameters()).device,
             max_length=max_length,
         )
-        vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        self._rows = self._checked(vocabulary, physical_batch_size)
-        self._sampler = PoissonSampler(plan.schedule, len(units), os_entropy(key_bits(False)))
-        self._ledger = ledger
-        self.entry = ledger.reserve(
-            dataset,
-            event=plan.event,
-            delta=plan.delta,
-            unit=plan.unit,
-            relation=plan.neighbouring_relation,
-            num_steps=plan.schedule.num_steps,
-            run="own loop",
-        ).entry
+        try:
+            self._rows = self._checked(vocabulary, physical_batch_size)
+            self._sampler = PoissonSampler(schedule, len(self._units), os_entropy(key_bits(False)))
+            self._ledger = ledger
+            with ledger.counting():
+                self.entry = ledger.reserve(
+                    dataset,
+                    event=plan.event,
+                    delta=plan.delta,
+                    unit=plan.unit,
+                    relation=plan.neighbouring_relation,
+                    num_steps=schedule.num_steps,
+                    run=f"own-loop-{secrets.token_hex(4)}",
+                ).entry
+        except BaseException:
+            self._engine.close()  # the model is the caller's again
+            raise
+
+    def _check_surroundings(self) -> None:
+        """What must hold in every step: one process, float32, no dropout."""
+        if processes.several() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise Refused("dpllm.Engine is for one process, and there are several. Use accelerate launch and a recipe.")
+        parameters = list(self._model.parameters())
+        low = any(p.is_floating_point() and p.dtype != torch.float32 for p in parameters)
+        config = getattr(self._model, "config", None)
+        if low or getattr(config, "quantization_config", None) or torch.is_autocast_enabled(parameters[0].device.type):
+            raise Refused(
+                "the model is not float32 throughout, and a self-check of low precision needs a recipe. Load it with "
+                "dtype=torch.float32, without autocast."
+            )
 
     def _checked(self, vocabulary: int, rows: int) -> int:
         """The physical batch size after the self-check: 1 where a kernel rounds rows by company."""
@@ -160,13 +185,23 @@ class Engine:
             Un-noised facts about it, which are private: do not publish them, nor decide by them.
 
         Raises:
-            Refused: All T steps were taken, or a gradient cannot be clipped.
+            Refused: All T steps were taken, the loop was closed, the model or its surroundings changed, or a gradient cannot be
+                clipped. A step that fails once it is charged counts as taken.
         """
+        if not self._open:
+            raise Refused(
+                "the reservation of this Engine is closed, so that nothing pays for a step. Make another Engine."
+            )
+        self._check_surroundings()
+        if found := loading.without_dropout(self._model):
+            raise Refused(
+                f"dropout was switched on again ({', '.join(found)}), and its masks tie what one unit adds to the others. It is "
+                "off now: leave it off while the Engine is open."
+            )
         self._ledger.charge(self.entry, self._steps + 1)  # written before the update exists
-        drawn = self._sampler.draw()
-        seen = self._engine.step(physical_batches(drawn, self._units, self._rows, self._pad_id, self._max_length))
         self._steps += 1
-        return seen
+        drawn = self._sampler.draw()
+        return self._engine.step(physical_batches(drawn, self._units, self._rows, self._pad_id, self._max_length))
 
     def __enter__(self) -> Self:
         return self
@@ -175,5 +210,34 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes the reservation; what was not taken stays charged unless the ledger gives it back."""
+        if not self._open:
+            return
+        self._open = False
         self._engine.close()
         self._ledger.finish(self.entry, "completed" if self._steps == self.plan.schedule.num_steps else "interrupted")
+
+
+def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary: int) -> None:
+    """Refuses what a step could only fail on after it was charged, and units that are not N different ones."""
+    if len(units) != size:
+        raise ConfigError(
+            f"there are {len(units)} units, and the Plan samples from {size}, at another rate. Make the Plan with "
+            "promise(len(units), ...)."
+        )
+    if len({id(unit) for unit in units}) != len(units):
+        raise ConfigError(
+            "a unit stands twice in the list, so that it would count twice. Bring each once, with all its rows."
+        )
+    for number, unit in enumerate(units):
+        if not isinstance(unit, Unit):
+            raise ConfigError(f"units[{number}] is no dpllm.Unit. Make it of all rows of one privacy unit.")
+        for row in unit.sequences:
+            length = len(row.input_ids)
+            if length > max_length:
+                raise ConfigError(f"units[{number}] has a row longer than max_length. Cut it, or raise max_length.")
+            known = all(0 <= token < vocabulary for token in row.input_ids)
+            if not known or not 1 <= length == len(row.loss_mask) or row.loss_mask[0] or row.denominator < 1:
+                raise ConfigError(
+                    f"units[{number}] has a row on which nothing could be trained. Give token ids below {vocabulary}, a "
+                    "loss_mask of the same length that is False at position 0, and a denominator of at least 1."
+                )

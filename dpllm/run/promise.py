@@ -55,12 +55,14 @@ class Subject:
         format: Of the rows, as they were found.
         dataset: Their name in the ledger.
         policy: Whose they are and what may be done with them; None where that is refused.
+        digest: Of the rows that were read, which are those that must be trained on; None where they were only counted.
     """
 
     num_units: int
     format: data.Format
     dataset: str
     policy: dataset_policy.DatasetPolicy | None
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ def _read_subject(
         return None
     # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
     dataset = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
-    return Subject(config.data.public_size or len(rows), table.format, dataset, policy)
+    return Subject(config.data.public_size or len(rows), table.format, dataset, policy, table.digest)
 
 
 def _terms(config: RunConfig, subject: Subject, book: ledger.Ledger | None) -> dataset_policy.Terms:

@@ -76,9 +76,18 @@ class Run:
         Raises:
             ConfigError: There is no run, or its record is damaged.
         """
+        return cls.of(path, read_json(RunDir(Path(path)).run))
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], record: dict[str, Any]) -> Self:
+        """The run in a directory whose run.json holds ``record``.
+
+        Raises:
+            ConfigError: It is no record of a run.
+        """
         directory = RunDir(Path(path))
         try:
-            return cls(directory, RunRecord.model_validate(read_json(directory.run)))
+            return cls(directory, RunRecord.model_validate(record))
         except ValidationError as error:
             where = ".".join(map(str, error.errors()[0]["loc"]))
             raise ConfigError(

@@ -158,6 +158,17 @@ def test_recipes_are_sealed_and_their_data_recognised(say, place: Place, recipe:
     assert (code, "privacy.dataset is 'notes'" in out) == (2, True)
 
 
+def test_sealing_asks_nothing_that_only_a_run_can_know(say, place: Place, recipe: Path):
+    """Evaluation data may lie on another machine, and a parent in the ledger that is named, not in the default one."""
+    text = yaml.safe_load(recipe.read_text("utf-8"))
+    text["data"]["eval"] = "elsewhere.jsonl"
+    text["privacy"] |= {"derived_from": "notes", "dataset": None, "ledger": None}
+    recipe.write_text(yaml.safe_dump(text), encoding="utf-8")
+    say("init", "notes", *BUDGET, "--unit", "example")
+    code, out = say("seal", "notes", recipe, *WHO)
+    assert (code, "1 runs sealed" in out) == (0, True)
+
+
 def test_exceptions_are_the_owners(say):
     say("init", "notes", *BUDGET)
     assert say("except", "notes", *WHO)[0] == 3

@@ -324,6 +324,24 @@ def test_other_clipping_functions_are_planned_run_and_stated(place: Place, clipp
         assert f"{sigma_g!r} C_t" in card
 
 
+def test_data_that_change_while_a_run_is_prepared_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N, policy and records are of one reading, and so is what trains."""
+    from dpllm.model import loading
+
+    load = loading.load_tokenizer
+
+    def meanwhile(*arguments: Any) -> Any:
+        place.train.write_text("".join(place.train.read_text("utf-8").splitlines(keepends=True)[:10]), encoding="utf-8")
+        return load(*arguments)
+
+    monkeypatch.setattr(loading, "load_tokenizer", meanwhile)
+    answer = dpllm_("train", place.recipe)
+    assert answer.code == 3
+    assert "changed after its records were counted" in answer.err
+    with Ledger(place.ledger) as book:
+        assert not book.datasets()
+
+
 @pytest.mark.parametrize("method", ["lora", "frozen"])
 def test_low_precision_is_checked_in_float32_too(place: Place, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dpllm.run import build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ def model(tmp_path: Path) -> nn.Module:
 def ledger(tmp_path: Path) -> Iterator[dpllm.Ledger]:
     with dpllm.Ledger(tmp_path / "ledger.sqlite") as book:
         yield book
+
+
+def row(ids: tuple[int, ...], mask: tuple[bool, ...] = (False, True), denominator: int = 1) -> dpllm.Unit:
+    return dpllm.Unit((dpllm.TokenSequence(ids, mask, denominator),))
 
 
 def engine(model: nn.Module, ledger: dpllm.Ledger, **changes: Any) -> dpllm.Engine:
@@ -81,8 +86,16 @@ def test_an_own_step_of_the_optimizer_is_refused(model: nn.Module, ledger: dpllm
 
 
 def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    with pytest.raises(ConfigError, match="another rate"):
-        engine(model, ledger, units=units()[1:])
+    for wrong, message in (
+        (units()[1:], "another rate"),
+        ([units()[0]] * N, "twice"),
+        ([None, *units()[1:]], "no dpllm.Unit"),
+        ([row((400, 3)), *units()[1:]], "nothing could be trained"),
+        ([row((4, 3), mask=(True, True)), *units()[1:]], "nothing could be trained"),
+        ([row((4, 3), denominator=-1), *units()[1:]], "nothing could be trained"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine(model, ledger, units=wrong)
     with pytest.raises(ConfigError, match="longer than max_length"):
         engine(model, ledger, max_length=8)
     with pytest.raises(Refused, match="float32"), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -97,3 +110,71 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
     assert not ledger.account("letters").runs
     with pytest.raises(Refused, match="float32"):
         engine(model.bfloat16(), ledger)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda plan: replace(plan, noise_multiplier=0.01),
+        lambda plan: replace(plan, schedule=replace(plan.schedule, sampling_rate=1.0)),
+        lambda plan: replace(plan, delta=0.5),
+        lambda plan: replace(plan, sampling="example"),
+        lambda plan: replace(plan, target_epsilon=1.0),
+    ],
+)
+def test_a_plan_that_promise_did_not_make_is_refused(model: nn.Module, ledger: dpllm.Ledger, changed: Any) -> None:
+    """What is charged must be what runs."""
+    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS, max_grad_norm=0.1)
+    with pytest.raises(Refused, match="is not as dpllm"):
+        engine(model, ledger, plan=changed(plan))
+    assert not ledger.account("letters").runs
+
+
+def test_a_refused_engine_leaves_the_model_to_its_owner(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    set_budget(ledger, "letters", Budget(0.5, 1e-3, "example", "zero_out", "planned", None))
+    with pytest.raises(BudgetExceeded):
+        engine(model, ledger)
+    assert ledger.refusals() == {("letters", "over_budget"): 1}
+    with engine(model, ledger, dataset="others") as made:
+        made.step()
+
+
+def test_what_changes_after_the_checks_is_refused_before_the_charge(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    mine = units()
+    with engine(model, ledger, units=mine) as made:
+        mine[0] = row(tuple([3] * 40), mask=(False, *[True] * 39))  # the engine has its own list
+        with pytest.raises(Refused, match="float32"), torch.autocast("cpu", dtype=torch.bfloat16):
+            made.step()
+        next(module for module in model.modules() if isinstance(module, nn.Dropout)).p = 0.5
+        with pytest.raises(Refused, match="dropout was switched on again"):
+            made.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dpllm.model.processes.several", lambda: True)
+            with pytest.raises(Refused, match="one process"):
+                made.step()
+        assert ledger.run(made.entry).steps == 0
+        made.step()
+    with pytest.raises(Refused, match="closed"):
+        made.step()
+    made.__exit__(None, None, None)
+    assert ledger.run(made.entry).steps == 1
+
+
+def test_a_step_that_fails_counts_and_the_next_goes_on(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    with engine(model, ledger) as made:
+        trained = next(p for p in model.parameters() if p.requires_grad)
+        trained.grad = torch.ones_like(trained)
+        with pytest.raises(Refused):
+            made.step()
+        trained.grad = None
+        made.step()
+        assert ledger.run(made.entry).steps == 2
+
+
+@pytest.mark.parametrize(
+    ("num_units", "given"), [(12, {"epsilon": -1.0}), (12, {"steps": 0}), (12, {"batch_size": 0}), (12.5, {}), (0, {})]
+)
+def test_a_promise_of_impossible_numbers_is_one_line(num_units: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        dpllm.promise(num_units, **{"epsilon": 8.0, "batch_size": 4, "steps": 3, **given})
+    assert len(str(refusal.value).splitlines()) == 1
