@@ -107,11 +107,7 @@ class Engine:
                 not hold; low precision; a self-check that fails; a budget without room. Nothing is spent.
         """
         schedule = plan.schedule
-        batch, steps, norm = schedule.expected_batch_size, schedule.num_steps, plan.max_grad_norm
-        again = promise(
-            schedule.dataset_size, epsilon=plan.target_epsilon, batch_size=batch, steps=steps, max_grad_norm=norm
-        )
-        if plan != again:
+        if not _as_promised(plan):
             raise Refused(
                 "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
                 "Pass what dpllm.promise(len(units), ...) returns."
@@ -121,9 +117,6 @@ class Engine:
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         _check_units(self._units, schedule.dataset_size, max_length, vocabulary)
-        if physical_batch_size < 1:
-            raise ConfigError(f"physical_batch_size {physical_batch_size} is no number of rows. Give 1 or more.")
-        guards.check_model(model)
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
@@ -140,23 +133,14 @@ class Engine:
         try:
             self._rows = self._checked(vocabulary, physical_batch_size)
             self._sampler = PoissonSampler(schedule, len(self._units), os_entropy(key_bits(False)))
-            self._ledger = ledger
-            with ledger.counting():
-                self.entry = ledger.reserve(
-                    dataset,
-                    event=plan.event,
-                    delta=plan.delta,
-                    unit=plan.unit,
-                    relation=plan.neighbouring_relation,
-                    num_steps=schedule.num_steps,
-                    run=f"own-loop-{secrets.token_hex(4)}",
-                ).entry
+            self._ledger, self.entry = ledger, _reserve(plan, ledger, dataset)
         except BaseException:
             self._engine.close()  # the model is the caller's again
             raise
 
     def _check_surroundings(self) -> None:
-        """What must hold in every step: one process, float32, no dropout."""
+        """What must hold in every step: one process, float32, no layer that couples rows."""
+        guards.check_model(self._model)
         if processes.several() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise Refused("dpllm.Engine is for one process, and there are several. Use accelerate launch and a recipe.")
         parameters = list(self._model.parameters())
@@ -170,6 +154,8 @@ class Engine:
 
     def _checked(self, vocabulary: int, rows: int) -> int:
         """The physical batch size after the self-check: 1 where a kernel rounds rows by company."""
+        if rows < 1:
+            raise ConfigError(f"physical_batch_size {rows} is no number of rows. Give 1 or more.")
         check: Any = self._engine.self_check
         try:
             check(vocabulary, self._max_length, physical_batch_size=rows, pad_id=self._pad_id)
@@ -241,3 +227,26 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
                     f"units[{number}] has a row on which nothing could be trained. Give token ids below {vocabulary}, a "
                     "loss_mask of the same length that is False at position 0, and a denominator of at least 1."
                 )
+
+
+def _reserve(plan: Plan, ledger: Ledger, dataset: str) -> str:
+    with ledger.counting():
+        claim = ledger.reserve(
+            dataset,
+            event=plan.event,
+            delta=plan.delta,
+            unit=plan.unit,
+            relation=plan.neighbouring_relation,
+            num_steps=plan.schedule.num_steps,
+            run=f"own-loop-{secrets.token_hex(4)}",
+        )
+    return claim.entry
+
+
+def _as_promised(plan: Plan) -> bool:
+    """Whether a Plan is what ``promise`` makes of its own numbers."""
+    schedule = plan.schedule
+    batch, steps, norm = schedule.expected_batch_size, schedule.num_steps, plan.max_grad_norm
+    return plan == promise(
+        schedule.dataset_size, epsilon=plan.target_epsilon, batch_size=batch, steps=steps, max_grad_norm=norm
+    )
