@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.recipes import load_recipe
 from dpllm.errors import ConfigError
-from dpllm.privacy.plan import num_slots
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,6 +58,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
 
 def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
     """What may be said of a plan before training: numbers and the commitment, no text and no coin."""
+    from dpllm.privacy.plan import num_slots
+
     settings = config.audit.canaries
     assert settings is not None
     return {
@@ -78,6 +79,7 @@ def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
     Raises:
         ConfigError: The recipe plants nothing, or the directory holds a run, a plan, or something else.
     """
+    from dpllm.privacy.plan import num_slots
     from dpllm.run.directory import check_directory
 
     if config.audit.canaries is None:
