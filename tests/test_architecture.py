@@ -17,8 +17,8 @@ import house
 MODULES = house.read()
 # What exceeds its limit in house.LIMITS today, or has none: numbers only fall.
 TODAY = {
-    "lines": 32783,
-    "code lines": 21011,
+    "lines": 32773,
+    "code lines": 21006,
     "lines of lab": 2739,
     "modules": 183,
     "longest module": 499,

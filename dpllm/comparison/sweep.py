@@ -115,7 +115,8 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
                 again = read_subject(config)
                 if again.digest != subject.digest:
                     raise Refused(
-                        f"data.train ({config.data.train}) changed while the sweep was planned. Start it again."
+                        f"data.train ({config.data.train}) changed while the sweep was planned, so its runs would be reserved "
+                        "for other records than were counted. Start it again, and leave the file alone meanwhile."
                     )
                 policy = again.policy
                 assert policy is not None

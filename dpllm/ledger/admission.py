@@ -108,7 +108,8 @@ def filter_epsilon(account: Account, event: Event | None = None) -> float | None
 def order_after_results(budget: Budget) -> float:
     """The filter's order where results are known already, by which a reference run could have been chosen.
 
-    It follows from epsilon and delta alone: about where the conversion's price is half of epsilon.
+    It follows from epsilon and delta alone: about where the conversion's price is half of epsilon. That these two were not
+    chosen by results is the owner's to say; nothing here can see it.
     """
     wanted = 1 + 2 * math.log(1 / conversion_delta(budget)) / budget.epsilon
     return min(renyi.ORDERS, key=lambda order: abs(order - wanted))

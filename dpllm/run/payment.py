@@ -112,12 +112,10 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
             policy = dataset_policy.find_policy(config, table, book)
         if resumed is None and start.entry is not None:
             account = book.records.charged_to(policy.dataset, policy.derived_from)
-            steps = plan.schedule.num_steps
             claim = use_reservation(
                 book, start.entry, dataset=account, event=plan.event, num_steps=steps, records=policy.records
             )
             return Payment(((claim.entry, claim.num_steps),), book)
-        steps = plan.schedule.num_steps
         if resumed is not None:
             steps = resumed.to_make_up if start.make_up_lost_steps else 0
         claims = resumed.claims if resumed else ()

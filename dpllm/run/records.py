@@ -13,7 +13,6 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpllm.errors import ConfigError
-from dpllm.files import read_json
 from dpllm.run.directory import RunDir
 
 
@@ -68,15 +67,6 @@ class Run:
 
     directory: RunDir
     record: RunRecord
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a run directory.
-
-        Raises:
-            ConfigError: There is no run, or its record is damaged.
-        """
-        return cls.of(path, read_json(RunDir(Path(path)).run))
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], record: dict[str, Any]) -> Self:

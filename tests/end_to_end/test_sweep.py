@@ -235,6 +235,22 @@ def test_without_privacy_only_public_data_are_swept(tmp_path: Path, base: Path) 
     assert not list((place.root / "sweep").glob("eps-*"))
 
 
+def test_data_that_change_while_a_sweep_is_planned_are_refused(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make(tmp_path / "place", base)
+
+    def meanwhile(config: object) -> None:
+        place.train.write_text("".join(place.train.read_text("utf-8").splitlines(keepends=True)[:10]), encoding="utf-8")
+
+    monkeypatch.setattr("dpllm.comparison.sweep._check_model", meanwhile)
+    answer = swept_to(place, "2,4")
+    assert answer.code == REFUSED
+    assert "changed while the sweep was planned" in answer.err
+    with Ledger(place.ledger) as book:
+        assert not book.datasets()
+
+
 def test_what_the_base_model_forbids_is_refused_first(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

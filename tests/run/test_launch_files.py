@@ -89,7 +89,9 @@ def launched(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("file", ["cpu.yaml", "cpu_2.yaml"])
 def test_a_real_launch_starts_what_its_file_says(file: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from dpllm.model import processes as ranks\nranks.join()\nprint('went', 'on')\n")
+    script.write_text(
+        "import os\nfrom dpllm.model import processes as ranks\nranks.join()\nos.write(1, b'went on\\n')\n"
+    )
     done = launched(["--config_file", f"recipes/accelerate/{file}", str(script)])
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("went on") == PROCESSES[file]
