@@ -110,7 +110,7 @@ def compose(config: RunConfig, record: Json, statement: PrivacyRecord) -> str:
     record = names.without_paths(record)
     front = ModelCardData(**_front_matter(config, record, statement), privacy=block).to_yaml()
     marked = {name: section.marked(name, part) for name, part in parts.items()}
-    body = section.template("card.md.j2").render(**marked, **_context(config, record, statement))
+    body = formatting.template("card.md.j2").render(**marked, **_context(config, record, statement))
     text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
         whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == block

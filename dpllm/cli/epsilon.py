@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints epsilon, a table, an attacker's limits, and the guarantee in prose."""
-    from dpllm.statement.statement import statement
+    from dpllm.statement.formatting import epsilon_in_prose
 
     answer = answer_to(known)
-    answer["statement"] = statement(answer)
+    answer["statement"] = epsilon_in_prose(answer)
     if known.json:
         print(json.dumps(answer, indent=2, sort_keys=True, allow_nan=False))
     else:
@@ -157,7 +157,7 @@ def _show(answer: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dpllm.statement.statement import up
+    from dpllm.statement.formatting import bound_or_infinite as up
 
     console = Console(highlight=False)
     epsilon = up(answer["epsilon"])

@@ -1,14 +1,20 @@
-"""Numbers and names as a card shows them: bounds are rounded up, paths are cut to their last part.
+"""Numbers and names as a card shows them, bounds rounded up; and the templates that hold its words.
 
-Comes in: values of a run. Goes out: short strings. Must not open any file.
+Comes in: values of a run. Goes out: short strings, templates. Must not open any file but these.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+TEMPLATES = Path(__file__).parent / "templates"
 NOT_MEASURED = "not measured"
 
 
@@ -19,6 +25,11 @@ def bound(value: float, digits: int = 4) -> str:
         return str(value)
     unit = Decimal(1).scaleb(number.adjusted() - digits + 1)
     return number_text(float(number.quantize(unit, rounding=ROUND_CEILING)))
+
+
+def bound_or_infinite(value: float | None, digits: int = 4) -> str:
+    """The same; "infinite" for None."""
+    return "infinite" if value is None else bound(value, digits)
 
 
 def percent_bound(share: float) -> str:
@@ -92,3 +103,23 @@ def tier(epsilon: float) -> str:
 def by_number(names: Iterable[str]) -> list[str]:
     """Names that are numbers, the smallest first."""
     return sorted(names, key=int)
+
+
+@cache
+def template(name: str) -> Template:
+    """A template of a card or of a part of it."""
+    loader = FileSystemLoader(TEMPLATES)
+    found: Template = Environment(loader=loader, undefined=StrictUndefined, autoescape=False).get_template(name)
+    return found
+
+
+def epsilon_in_prose(answer: Mapping[str, Any]) -> str:
+    """The guarantee of one run of DP-SGD in words, with everything that it takes for granted.
+
+    Args:
+        answer: What ``dpllm epsilon --json`` prints but for the statement itself.
+
+    Returns:
+        Paragraphs, separated by empty lines. Epsilons are rounded up.
+    """
+    return template("epsilon.txt.j2").render(answer, up=bound_or_infinite)

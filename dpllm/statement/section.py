@@ -10,28 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, TemplateError
+import yaml
+from jinja2 import TemplateError
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
 from dpllm.statement import formatting, tradeoff_figure
+from dpllm.statement.formatting import template
 from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
 
 Json = dict[str, Any]
 
-TEMPLATES = Path(__file__).parent / "templates"
 PARTS = ("banner", "privacy")
-TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
+_TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
 """Where HTML would begin: a text of a statement could hide what stands behind it."""
-MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
-MOST_MATTER = 2**19
-"""Letters of a front matter; YAML takes ten seconds for a million."""
-MOST_LEVELS = 60
+_MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
+_MOST_MATTER = 2**19  # letters; YAML takes ten seconds for a million
+_MOST_LEVELS = 60
 
 
 def render(record: PrivacyRecord) -> dict[str, str]:
@@ -71,7 +68,7 @@ def render(record: PrivacyRecord) -> dict[str, str]:
                 f"a text in the privacy block holds a marker of the card's {name}, so the card could not be read back. Take "
                 "<!-- dpllm: ... --> out of card.contact, card.tuning and the names in the recipe."
             )
-    return {name: TAG.sub("&lt;", text) for name, text in found.items()}
+    return {name: _TAG.sub("&lt;", text) for name, text in found.items()}
 
 
 def marked(name: str, text: str) -> str:
@@ -89,7 +86,7 @@ def parts(markdown: str) -> dict[str, str]:
     Raises:
         ConfigError: A marker is missing, doubled or out of order.
     """
-    text = _unix(markdown)
+    text = _read(markdown).replace("\r", "\n")
     found = {}
     for name in PARTS:
         start, end = _markers(name)
@@ -105,33 +102,26 @@ def parts(markdown: str) -> dict[str, str]:
     return found
 
 
-@lru_cache(maxsize=4)
 def body(markdown: str) -> str:
     """What a reader of a card sees: all that stands behind its front matter."""
-    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
-    return MATTER.sub("", text, count=1).lstrip()
+    return _MATTER.sub("", _read(markdown), count=1).lstrip()
 
 
 def front_matter(markdown: str) -> Json:
-    """The YAML between the first two rules of a card, which may be a stranger's; not to be changed.
+    """The YAML between the first two rules of a card, which may be a stranger's.
 
     Raises:
         ConfigError: There is none, or it is no mapping; a key stands twice; or it uses anchors or is nested without end, so that
             a short text stands for a value of any size.
     """
-    import yaml
-
-    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff")
-    matter = MATTER.match(text)
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = _read(markdown)
+    matter = _MATTER.match(text)
     value = None
     try:
         # Readers differ over whether a carriage return alone ends a line.
-        if matter and "\r" not in text and len(matter[1]) <= MOST_MATTER:
-            _refuse_tricks(yaml.parse(matter[1], Loader=loader))
-            _unique_keys(yaml.compose(matter[1], Loader=loader))
-            value = yaml.load(matter[1], Loader=loader)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        if matter and "\r" not in text and len(matter[1]) <= _MOST_MATTER:
+            value = _strict_yaml(matter[1])
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a trick, or a date that is none
         value = None
     if not isinstance(value, dict):
         raise ConfigError(
@@ -141,44 +131,30 @@ def front_matter(markdown: str) -> Json:
     return value
 
 
-def _refuse_tricks(events: Iterable[Any]) -> None:
-    import yaml
-
+def _strict_yaml(text: str) -> Any:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0
-    for event in events:
+    for event in yaml.parse(text, Loader=loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or depth > MOST_LEVELS:
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or depth > _MOST_LEVELS:
             raise ValueError("anchors, or nested without end")
-
-
-def _unique_keys(node: Any) -> None:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        keys = [key.value if isinstance(key, yaml.ScalarNode) else "?" for key, _ in node.value]
-        if len(set(keys)) != len(keys) or "<<" in keys:
-            raise ValueError("a key stands twice")
-        for _, value in node.value:
-            _unique_keys(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _unique_keys(value)
+    pending = [yaml.compose(text, Loader=loader)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value if isinstance(key, yaml.ScalarNode) else "?" for key, _ in node.value]
+            if len(set(keys)) != len(keys) or "<<" in keys:
+                raise ValueError("a key stands twice")
+            pending += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            pending += node.value
+    return yaml.load(text, Loader=loader)
 
 
 def digest(block: Json) -> str:
     """SHA-256 of a block as JSON with sorted keys and without spaces."""
     text = json.dumps(block, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@cache
-def template(name: str) -> Template:
-    """A template of a card or of a part of it."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, autoescape=False, keep_trailing_newline=False
-    )
-    found: Template = environment.get_template(name)
-    return found
 
 
 def _markers(name: str) -> tuple[str, str]:
@@ -190,5 +166,6 @@ def _tidy(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
 
 
-def _unix(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+def _read(markdown: str) -> str:
+    """A card with the line ends of Unix, as the operating system or an editor may not have left it."""
+    return markdown.replace("\r\n", "\n").removeprefix("\ufeff")

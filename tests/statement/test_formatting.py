@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dpllm.statement.statement import statement, up
+from dpllm.statement.formatting import bound_or_infinite as up
+from dpllm.statement.formatting import epsilon_in_prose as statement
 
 
 def answer(**changes: Any) -> dict[str, Any]:
