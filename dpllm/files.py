@@ -5,11 +5,15 @@ Comes in: a directory, names, values. Goes out: paths, JSON values, path -> SHA-
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+import secrets
+import shutil
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,16 +127,62 @@ def sha256(path: Path, *, follow: bool = True) -> str:
 SCHEMA_VERSION = 1
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes JSON atomically (temporary file, fsync, rename), keys sorted, with a schema version."""
+def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Writes a file whole or not at all: to the disk, under another name, and then renamed. Its directory is made.
+
+    Args:
+        path: A file there is replaced.
+        content: Text becomes UTF-8.
+        mode: Who may read it, from its first byte on; the process's mask is taken off.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_directory(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
+    """A new directory beside ``path``, which replaces it when all is written, and is removed after an error."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    part.mkdir(mode, parents=True)
+    try:
+        yield part
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(part, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_json(path: Path, value: dict[str, Any], *, mode: int = 0o666) -> None:
+    """Writes JSON as ``write_whole`` does, keys sorted, with a schema version."""
     text = json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, sort_keys=True, allow_nan=False)
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_whole(path, text + "\n", mode=mode)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """One process at a time; ``path`` exists as long as one is inside.
+
+    Raises:
+        BlockingIOError: Another process is inside, and this one does not ``wait``.
+    """
+    while True:
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino):
+                continue  # its holder removed it meanwhile
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
 
 
 def digest(value: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ without a model. Torch is not imported.
 
 from __future__ import annotations
 
-import os
+import io
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
+from dpllm.files import write_whole
 
 # A legend of shapes: S sequences, N tokens of all of them, one sequence after the other.
 
@@ -80,10 +81,9 @@ def write_tokens(table: TokenTable, path: Path) -> None:
         "zlib_bytes": table.zlib_bytes_S[table.sequence_N],
         **{name.removesuffix("_N"): getattr(table, name) for name in _COLUMNS},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    parquet.write_table(pyarrow.table(columns), temporary)
-    os.replace(temporary, path)
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), content)
+    write_whole(path, content.getvalue())
 
 
 def read_tokens(path: Path) -> TokenTable:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import secrets
 from collections.abc import Sequence
@@ -170,11 +169,7 @@ def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
 
 def save(plan: CanaryPlan, path: Path) -> None:
     """Writes texts, coins and salt for the owner's eyes alone (mode 0600), atomically."""
-    mask = os.umask(0o077)
-    try:
-        write_json(path, {**_content(plan), "commitment": plan.commitment, "salt": plan.salt})
-    finally:
-        os.umask(mask)
+    write_json(path, {**_content(plan), "commitment": plan.commitment, "salt": plan.salt}, mode=0o600)
 
 
 def load(path: Path) -> CanaryPlan:

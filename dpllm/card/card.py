@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from huggingface_hub import ModelCardData
 from dpllm import files as exported_files
 from dpllm.card.claim import Json, statement_of
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, read_json, write_json
+from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, read_json, write_json, write_whole
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
@@ -53,7 +52,7 @@ def write_card(run: RunDir) -> Path:
     if drawing is None:
         figure.unlink(missing_ok=True)
     else:
-        _write(figure, drawing)
+        write_whole(figure, drawing)
     files = hashes(run.export)
     _check_artifacts(run, record, files)
     statement = statement.model_copy(update={"files": files})
@@ -62,7 +61,7 @@ def write_card(run: RunDir) -> Path:
     if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != dump_block(block):
         (run.export / SIGNATURE).unlink(missing_ok=True)
     write_json(before, block)
-    _write(run.export / CARD, text)
+    write_whole(run.export / CARD, text)
     return run.export / CARD
 
 
@@ -165,12 +164,6 @@ def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> Non
             f"{run.export}: {', '.join(changed[:3])} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so a card "
             "would describe other files. Restore them, or train again."
         )
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
 
 
 def _front_matter(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dpllm.card.claim import Json
 from dpllm.comparison import compared_runs, rows, values
 from dpllm.comparison.rows import Row
 from dpllm.errors import ConfigError
-from dpllm.files import write_json
+from dpllm.files import write_json, write_whole
 from dpllm.run.directory import RunDir
 
 if TYPE_CHECKING:
@@ -193,9 +193,7 @@ def _write(value: Json, target: Path, public: bool) -> tuple[Path, ...]:
             "leakage.png": epsilon_figure.draw_leakage,
         }
         drawn = [name for name, draw in pictures.items() if draw(value, target / name)]
-        temporary = target / f".comparison.md.{os.getpid()}"
-        temporary.write_text(rows.markdown(value, drawn), encoding="utf-8")
-        os.replace(temporary, target / "comparison.md")
+        write_whole(target / "comparison.md", rows.markdown(value, drawn))
         files = tuple(target / name for name in FILES if (target / name).exists())
         for path in files:
             path.chmod(0o644 if public else 0o600)

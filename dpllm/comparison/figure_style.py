@@ -5,9 +5,11 @@ Comes in: sizes and axes. Goes out: figures and files. Knows no figure of any ru
 
 from __future__ import annotations
 
-import os
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dpllm.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,10 +46,6 @@ def style(ax: Axes, title: str, unit: str) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a PNG file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(temporary, format="png", edgecolor=figure.get_edgecolor(), metadata={"Software": None})
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    content = io.BytesIO()
+    figure.savefig(content, format="png", edgecolor=figure.get_edgecolor(), metadata={"Software": None})
+    write_whole(path, content.getvalue())

@@ -6,7 +6,6 @@ Goes out: a report as an audited run has it. What no file can show is listed in 
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,13 +176,11 @@ def write_outside(report: dict[str, Any], folder: Path, path: Path) -> Path:
             "--output."
         )
     target = folder / ("audit_members.json" if "word" in report else "audit.json")
-    mask = os.umask(0o077)
     try:
-        write_json(target, report)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(target, report, mode=0o600)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written to ({error.strerror}). Type another --output.") from None
-    finally:
-        os.umask(mask)
     return target
 
 

@@ -8,7 +8,7 @@ the other in this process.
 from __future__ import annotations
 
 import contextlib
-import os
+import io
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
-from dpllm.files import read_json
+from dpllm.files import read_json, write_whole
 from dpllm.lab.shadow_report import ShadowScores, summarise_shadows
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.model import loading
@@ -219,11 +219,9 @@ def score_shadows(runs: Sequence[RunDir], device: torch.device) -> ShadowScores:
 
 def save(scores: ShadowScores, path: Path) -> None:
     """Writes the scores for the owner's eyes alone (mode 0600), atomically; numpy reads them without pickles."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "wb") as file:
-        np.savez(file, allow_pickle=False, **{name: np.asarray(value) for name, value in vars(scores).items()})
-    os.replace(temporary, path)
+    content = io.BytesIO()
+    np.savez(content, allow_pickle=False, **{name: np.asarray(value) for name, value in vars(scores).items()})
+    write_whole(path, content.getvalue(), mode=0o600)
 
 
 def _recipe(run: RunDir, config: RunConfig, shadow: RunDir, own_ledger: Path | None) -> RunConfig:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from dpllm.errors import ConfigError
+from dpllm.files import write_whole
 from dpllm.privacy.events import dp_sgd_event, normal_form, number
 from dpllm.privacy.privacy_loss import FINE_INTERVAL, Relation, privacy_loss, versions
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
@@ -75,10 +74,7 @@ def calibrate_noise_multiplier(
             return number("noise_multiplier", stored["noise_multiplier"], 0.0)
     sigma = _calibrate(target_epsilon, delta, sampling_rate, num_steps, relation, group_size)
     with suppress(OSError):  # a cache that cannot be written costs time, and nothing else
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_dir, delete=False) as file:
-            json.dump({"key": key, "noise_multiplier": sigma}, file, sort_keys=True)
-        os.replace(file.name, path)
+        write_whole(path, json.dumps({"key": key, "noise_multiplier": sigma}, sort_keys=True), mode=0o600)
     return sigma
 
 

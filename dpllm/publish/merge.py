@@ -7,7 +7,6 @@ merging reads nothing but what was released.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from dpllm.card import card
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import BLOCK, CARD, keep_publishable, read_json
+from dpllm.files import BLOCK, CARD, keep_publishable, read_json, whole_directory
 from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.directory import RunDir
@@ -61,16 +60,9 @@ def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto", max_s
     _check_output(run, output)
     base_config = _pinned(run, config)
     _check_base(base_config, statement.lineage)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        merge_weights(base_config, run.export, temporary, dtype, max_shard_size)
-        _write_statement(config, run, statement, temporary)
-        shutil.rmtree(output, ignore_errors=True)
-        os.replace(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with whole_directory(output) as part:
+        merge_weights(base_config, run.export, part, dtype, max_shard_size)
+        _write_statement(config, run, statement, part)
     return output
 
 

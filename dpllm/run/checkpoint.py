@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import keep_publishable, sha256
+from dpllm.files import keep_publishable, sha256, whole_directory
 from dpllm.run.directory import RunDir
 
 SCHEMA_VERSION = 2
@@ -37,16 +37,14 @@ def export(model: Any, tokenizer: Any, run: RunDir) -> None:
     """
     for leftover in run.root.glob(".export.*"):  # of a process that was killed while it wrote
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary = run.root / f".export.{os.getpid()}"
-    if isinstance(model, PeftModel):
-        model.save_pretrained(str(temporary), save_embedding_layers=False)
-        (temporary / "README.md").unlink(missing_ok=True)  # peft's template; the card is written by statement/card.py
-    else:
-        model.save_pretrained(str(temporary))
-    tokenizer.save_pretrained(str(temporary))
-    keep_publishable(temporary)
-    shutil.rmtree(run.export, ignore_errors=True)
-    os.replace(temporary, run.export)
+    with whole_directory(run.export) as part:
+        if isinstance(model, PeftModel):
+            model.save_pretrained(str(part), save_embedding_layers=False)
+            (part / "README.md").unlink(missing_ok=True)  # peft's template; the card is written by card/card.py
+        else:
+            model.save_pretrained(str(part))
+        tokenizer.save_pretrained(str(part))
+        keep_publishable(part)
 
 
 def weight_hashes(directory: Path) -> dict[str, str]:

@@ -7,15 +7,13 @@ is readable by its owner alone.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from dpllm.errors import ConfigError
-from dpllm.files import RunPaths, read_json
+from dpllm.files import RunPaths, locked, read_json
 from dpllm.recipe.config import RunConfig, load_config
 
 COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
@@ -33,30 +31,20 @@ class RunDir(RunPaths):
         Raises:
             ConfigError: Another process trains here, or the directory cannot be written to.
         """
-        path = self.root / ".lock"
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            file = open(path, "w")  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(
-                f"{self.root}: cannot be written to ({error.strerror}). Type another --output_dir."
-            ) from None
-        with file:
+        with contextlib.ExitStack() as held:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Not one that its holder removed meanwhile.
-                mine = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino
+                self.root.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(self.root / ".lock", wait=False))
             except BlockingIOError:
-                mine = False
-            if not mine:
                 raise ConfigError(
                     f"{self.root}: another process trains in this directory, and two would write one record. Wait for it, or "
                     "type another --output_dir."
                 ) from None
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.root}: cannot be written to ({error.strerror}). Type another --output_dir."
+                ) from None
+            yield
 
     def make(self) -> None:
         """Creates the directories; private/ for its owner alone."""

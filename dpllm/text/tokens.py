@@ -15,15 +15,12 @@ Shape suffixes: U units, T tokens.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -31,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.errors import DataError
+from dpllm.files import locked, whole_directory
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, TokenSequence, Unit, iter_units
 from dpllm.text.rows import OpenFile
@@ -123,9 +121,11 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
     path = cache_dir / FOLDER / key
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _alone(path.parent):
+        with locked(path.parent / ".lock"):
             if (found := _open(path, check=True)) is None:
-                with _whole(path) as part:
+                for left in path.parent.glob(".*.*"):  # of a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                with whole_directory(path, mode=0o700) as part:
                     _write(part, iter_units(groups, table.format, tokenizer, data, name=table.name))
                 found = _open(path, check=False)
     except OSError as error:
@@ -187,40 +187,6 @@ def cache_key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) ->
         "long_examples": data.long_examples,
     }
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One writer at a time; whatever is half written by then is of a process that was killed."""
-    path = folder / ".lock"
-    while True:
-        with open(path, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:  # not one that its holder removed meanwhile
-                mine = path.stat().st_ino == os.fstat(file.fileno()).st_ino
-            except FileNotFoundError:
-                mine = False
-            if mine:
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
-                return
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A directory to write into, which gets its name when all is written, and else is removed."""
-    for left in path.parent.glob(".part-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    part = path.parent / f".part-{secrets.token_hex(8)}"
-    part.mkdir(mode=0o700)
-    try:
-        yield part
-        shutil.rmtree(path, ignore_errors=True)  # one that is damaged
-        os.rename(part, path)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _write(part: Path, units: Iterable[Unit]) -> None:

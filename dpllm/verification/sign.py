@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, SIGNATURE
+from dpllm.files import BLOCK, SIGNATURE, write_whole
 from dpllm.verification.reading import read_bytes
 from dpllm.verification.values import Check, Wrong, asserted, failed, plain, verified
 
@@ -51,11 +51,8 @@ def sign(directory: Path, key: Path) -> Path:
             f"--sign {key}: ssh-keygen could not sign ({said}). A key with a passphrase is used through ssh-agent: type "
             "ssh-add KEY first. A public key alone does not sign."
         )
-    path = directory / SIGNATURE
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(answer.stdout)
-    os.replace(temporary, path)
-    return path
+    write_whole(directory / SIGNATURE, answer.stdout)
+    return directory / SIGNATURE
 
 
 def check(directory: Path, signers: Path | None = None) -> Check:
