@@ -1,44 +1,49 @@
 """Gradient leakage: which tokens a party that sees one step's gradient could read out of it.
 
-Comes in: a model with LoRA, a Plan, token sequences; or a recipe. Goes out: how well their tokens are found in the raw, the
-clipped and the noised gradient of the first adapters, and what no reconstruction can exceed. The sequences are read by the
-attack and no text leaves it, but the figures depend on them: computed from private text, they are private.
+Comes in: a recipe; or a model with LoRA, a Plan and token sequences. Goes out: how well their tokens are found in the raw,
+the clipped and the noised gradient of the first adapters, and what no reconstruction can exceed. No text leaves it, but the
+figures depend on the sequences: computed from private text, they are private.
 
-Shape suffixes: K candidate tokens, L positions, D inputs of a layer, G rows of a gradient, P trainable coordinates.
+Shape suffixes: R rows of a batch, K candidate tokens, L positions, D inputs of a layer, G rows of a gradient, P trainable
+coordinates.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from rich.table import Table
 from scipy import special
 from torch import Tensor, nn
 
+from dpllm.auditing.attacks import placements
+from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.lab import span
-from dpllm.lab.replay import Watched, plain_gradient
+from dpllm.lab.mechanism import recipe_plan
+from dpllm.lab.replay import CPU, Watched, noise_key, plain_gradient
+from dpllm.model import loading
 from dpllm.privacy import limits
-from dpllm.privacy.noise import key_bits, os_entropy
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.recipe.config import CanaryConfig, LoraConfig, RunConfig
+from dpllm.text import data
 from dpllm.text.data import TokenSequence, Unit
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 PRIORS = (1e-6, 1e-4, 1e-2)
-CANDIDATES = 2000
-"""Tokens of the vocabulary that are ranked beside those of the batch."""
+CANDIDATES = 2000  # tokens of the vocabulary that are ranked beside those of the batch
 STEP = 1e-2
-NUM_TEXTS = 8
-"""Artificial sentences in the batch of a recipe's audit."""
+NUM_TEXTS = 8  # artificial sentences in the batch of a recipe's audit
+RANK_TOLERANCE = 1e-5  # of the largest singular value: what float32 leaves of a zero
+SAME = 1e-4  # relative difference of two inputs that are the same
+CHUNK = 2**24  # numbers of candidate inputs held at once
 STATEMENT = (
     "This adversary sees the gradient of a step: a server in federated training, or anyone with whom gradients are shared. "
     "It does not matter for an adapter that is trained in one place and released: nobody sees gradients there, and the "
@@ -56,14 +61,10 @@ class Recovery:
     Attributes:
         span_auc: Rank AUC of how much of a token's input lies in the gradient's row space; 0.5 is chance.
         span_recall: Share of the batch's tokens among the b highest, b being their number.
-        energy_auc: The same of the length of the gradient times the input, which noise in all directions hides less.
-        energy_recall: See ``span_recall``.
     """
 
     span_auc: float
     span_recall: float
-    energy_auc: float
-    energy_recall: float
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class LeakageReport:
-    """What one gradient gives away.
+    """What one gradient gives away: as it is, clipped without noise (which is no defence), and as the engine releases it.
 
     Attributes:
         layers: The adapters whose gradients were read: those that see the first block's normed embeddings.
@@ -95,12 +96,7 @@ class LeakageReport:
         gradient_rank: Numerical rank of the raw gradient.
         candidates: Tokens that were ranked, those of the batch among them.
         first_step_norm: Norm of the raw gradient of A where B was still zero; None where B had moved already.
-        raw: From the gradient as it is.
-        clipped: From the clipped sum without noise: clipping is no defence.
-        noised: From what the engine releases.
         signal_to_noise: Norm of the clipped sum over the expected norm of the noise.
-        reconstruction: See ``Reconstruction``.
-        statement: When this adversary matters.
     """
 
     layers: tuple[str, ...]
@@ -118,8 +114,33 @@ class LeakageReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON value."""
-        values = asdict(self)
-        return {**values, "layers": list(self.layers), "reconstruction": list(values["reconstruction"])}
+        return asdict(self)
+
+
+def audit_leakage(config: RunConfig, plan: Plan | None = None) -> LeakageReport:
+    """Attacks one gradient of a recipe's model, on artificial sentences: no private text is read.
+
+    Args:
+        config: With LoRA and ``privacy.enabled``.
+        plan: The promise of a run; None: the one that the recipe makes.
+
+    Raises:
+        ConfigError: The recipe makes no promise or has no LoRA; and see ``gradient_leakage``.
+        Refused: The Plan cannot be made, or the engine refuses the model.
+    """
+    if not config.privacy.enabled or not isinstance(config.adapter, LoraConfig):
+        raise ConfigError(
+            "the attack compares a clipped and noised gradient of LoRA with the raw one, and this recipe has no such "
+            "gradient. Audit a recipe with adapter.method: lora and privacy.enabled: true."
+        )
+    plan = plan or recipe_plan(config)
+    tokenizer = loading.load_tokenizer(config.model)
+    drawn = canaries.plan_canaries(CanaryConfig(groups={1: NUM_TEXTS}, references=100))
+    encode = partial(data.encode, fmt="text", tokenizer=tokenizer, max_length=config.data.max_length)
+    sequences = [encode(one.example("text"), long_examples="truncate")[0] for one in drawn.canaries]
+    net = loading.build(config, CPU).train()
+    loading.without_dropout(net)
+    return gradient_leakage(net, plan, sequences, grad_sample_mode=config.privacy.grad_sample_mode)
 
 
 def gradient_leakage(
@@ -134,11 +155,10 @@ def gradient_leakage(
 
     The span check of DAGER on LoRA: dA = sum over tokens of (B^T delta) x^T, so its rows lie in the span of the inputs x,
     and in the first block x depends on nothing but the token (and its position). The adapters that read the same x are
-    taken together. Where B is zero it is first moved as one step of Adam would, by ``STEP`` in every entry; the model is
-    put back afterwards.
+    taken together. Where B is zero it is first moved as one step of Adam would, by ``STEP`` in every entry.
 
     Args:
-        net: With LoRA adapters on the first block, in training mode, without an engine on it.
+        net: With LoRA adapters on the first block, in training mode on the CPU, without an engine on it.
         plan: The clipping function, C and sigma.
         sequences: At least one, each with a target.
         grad_sample_mode: How the engine computes.
@@ -153,157 +173,208 @@ def gradient_leakage(
         and Hayes 2022, Reconstructing Training Data with Informed Adversaries; Hayes et al. 2023, Bounding Training Data
         Reconstruction in DP-SGD (the bounds).
     """
-    torch.set_float32_matmul_precision("highest")
     units = [Unit((sequence,)) for sequence in sequences if any(sequence.loss_mask)]
     if not units:
         raise ConfigError("no sequence has a target token, so there is no gradient. Give sequences with loss_mask.")
-    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    batch = collate(units, pad_id=0).to(next(net.parameters()).device)
-    layers = span.first_adapters(net, batch)
-    generator = np.random.default_rng(entropy)
-    with _restored(trained):
-        first_norm = _leave_zero(net, trained, layers, batch)
-        raw_P = _flat(plain_gradient(net, list(trained.values()), batch))
-        key = os_entropy() if entropy is None else int.from_bytes(generator.bytes(key_bits(False) // 8), "little")
-        watched = Watched(net, plan, key, grad_sample_mode=grad_sample_mode, max_length=batch.input_ids_RT.shape[1])
-        try:
-            sum_P, released_P, _ = watched.step([batch])
-        finally:
-            watched.engine.close()
-        clipped_P = sum_P[: len(released_P)].cpu()
-        noised_P = released_P.cpu() * plan.schedule.expected_batch_size
-        sigma = plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier
-        noise_norm = plan.max_grad_norm * sigma * math.sqrt(len(raw_P))
-        raw, clipped, noised = (_rows(vector, trained, layers) for vector in (raw_P, clipped_P, noised_P))
-        positional = span.positional(net, layers[0], batch)
-        members, count = span.tokens_of(units, positional)
-        tokens = span.choose_candidates(members, span.vocabulary_of(net), CANDIDATES, generator)
-        scores = span.span_scores(
-            net, layers[0], tokens, batch.input_ids_RT.shape[1] if positional else 1, (raw, clipped, noised)
-        )
-    member_K = np.isin(tokens, sorted(members))
-    found = [Recovery(*span.ranked(span_K, member_K), *span.ranked(energy_K, member_K)) for span_K, energy_K in scores]
+    torch.set_float32_matmul_precision("highest")
+    generator, batch = np.random.default_rng(entropy), collate(units, pad_id=0)
+    layers = _first_adapters(net, batch)
+    first_norm = _leave_zero(net, layers, batch)
+    gradient = plain_gradient(net, batch)
+    watched = Watched(net, plan, noise_key(generator), grad_sample_mode, max_length=batch.input_ids_RT.shape[1])
+    with contextlib.closing(watched.engine) as engine:
+        size = sum(one.numel() for one in gradient.values())
+        clipped_P = engine.clipped_sum([batch])[0].double()[:size]
+        released_P, _ = watched.step([batch])
+    raw_GD = _rows(gradient, layers)
+    clipped_GD, noised_GD = (_rows(_split(vector_P, gradient), layers) for vector_P in (clipped_P, released_P))
+    tokens, candidates, found = _find_tokens(net, layers[0], units, (raw_GD, clipped_GD, noised_GD), generator)
+    sigma = plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier
     return LeakageReport(
-        layers=tuple(layers),
-        tokens=count,
-        rank_limit=min(raw.shape),
-        gradient_rank=len(span.row_space(raw)),
-        candidates=len(tokens),
+        tuple(layers),
+        tokens=tokens,
+        rank_limit=min(raw_GD.shape),
+        gradient_rank=len(_row_space(raw_GD)),
+        candidates=candidates,
         first_step_norm=first_norm,
         raw=found[0],
         clipped=found[1],
         noised=found[2],
-        signal_to_noise=float(clipped_P.norm()) / noise_norm,
+        signal_to_noise=float(clipped_P.norm()) / (plan.max_grad_norm * sigma * math.sqrt(size)),
         reconstruction=tuple(reconstruction_bound(plan, prior) for prior in PRIORS),
     )
 
 
-def audit_leakage(config: RunConfig, plan: Plan | None = None) -> LeakageReport:
-    """Attacks one gradient of a recipe's model, on artificial sentences: no private text is read.
-
-    Args:
-        config: With LoRA and ``privacy.enabled``.
-        plan: The promise of a run; None: the one that the recipe makes.
-
-    Raises:
-        ConfigError: The recipe makes no promise or has no LoRA; and see ``gradient_leakage``.
-        Refused: The Plan cannot be made, or the engine refuses the model.
-    """
-    from dpllm.canaries import canaries
-    from dpllm.lab import mechanism
-    from dpllm.model import loading
-    from dpllm.text import data
-
-    if not config.privacy.enabled or not isinstance(config.adapter, LoraConfig):
-        raise ConfigError(
-            "the attack compares a clipped and noised gradient of LoRA with the raw one, and this recipe has no such "
-            "gradient. Audit a recipe with adapter.method: lora and privacy.enabled: true."
-        )
-    plan = plan or mechanism.recipe_plan(config)
-    tokenizer = loading.load_tokenizer(config.model)
-    drawn = canaries.plan_canaries(CanaryConfig(groups={1: NUM_TEXTS}, references=100))
-    rows = [data.encode(one.example("text"), "text", tokenizer, config.data.max_length, "truncate")
-            for one in drawn.canaries]  # fmt: skip
-    net = loading.build(config, torch.device("cpu")).train()
-    loading.without_dropout(net)
-    return gradient_leakage(net, plan, [row[0] for row in rows], grad_sample_mode=config.privacy.grad_sample_mode)
-
-
 def reconstruction_bound(plan: Plan, prior: float) -> Reconstruction:
     """See ``Reconstruction``; ``prior`` in (0, 1)."""
+
+    def shifted(mu: float) -> float:
+        return float(special.ndtr(special.ndtri(prior) + mu))
+
     group = plan.max_examples_per_unit or 1 if plan.sampling == "example" else 1
     found = plan.limits or limits.attacker_limits_of(plan.event, plan.neighbouring_relation)
     stated = [(plan.delta, plan.epsilon), *((delta, epsilon) for delta, epsilon in plan.curve if epsilon is not None)]
-    run = min((math.exp(min(epsilon, 700.0)) * prior + delta for delta, epsilon in stated), default=1.0)
+    run = min(math.exp(min(epsilon, 700.0)) * prior + delta for delta, epsilon in stated)
     mu = found.get("gdp_mu")
     return Reconstruction(
-        prior,
-        _shifted(prior, group / plan.noise_multiplier),
-        min(1.0, run),
-        None if mu is None else _shifted(prior, mu),
+        prior, shifted(group / plan.noise_multiplier), min(1.0, run), None if mu is None else shifted(mu)
     )
 
 
 def table(report: LeakageReport) -> Table:
     """A report for the terminal."""
-    from rich.table import Table
-
     title = f"Gradient leakage: {report.tokens} tokens, rank {report.rank_limit} at most"
-    result = Table("gradient", "AUC, span", "recall", "AUC, energy", "recall", title=title, caption=report.statement)
-    for name in ("raw", "clipped", "noised"):
-        seen: Recovery = getattr(report, name)
-        result.add_row(
-            name,
-            f"{seen.span_auc:.3f}",
-            f"{seen.span_recall:.3f}",
-            f"{seen.energy_auc:.3f}",
-            f"{seen.energy_recall:.3f}",
-        )
-    chance = min(1.0, report.tokens / report.candidates)
-    result.add_row("chance", "0.500", f"{chance:.3f}", "0.500", f"{chance:.3f}")
+    result = Table("gradient", "AUC of the span check", "recall", title=title, caption=report.statement)
+    for name, seen in (("raw", report.raw), ("clipped", report.clipped), ("noised", report.noised)):
+        result.add_row(name, f"{seen.span_auc:.3f}", f"{seen.span_recall:.3f}")
+    result.add_row("chance", "0.500", f"{min(1.0, report.tokens / report.candidates):.3f}")
     result.add_section()
     for one in report.reconstruction:
         step = f"at most {one.one_step:.3g} from one noised gradient"
-        result.add_row(f"a guess right with {one.prior:g}", step, "", f"{one.run:.3g} from the whole run", "")
+        result.add_row(f"a guess right with {one.prior:g}", step, f"{one.run:.3g} from the whole run")
     return result
 
 
-def _flat(gradients: Sequence[Tensor]) -> Tensor:
-    return torch.cat([gradient.detach().flatten() for gradient in gradients]).double().cpu()
+# What the first adapters read.
 
 
-def _leave_zero(
-    net: nn.Module, trained: dict[str, nn.Parameter], layers: list[str], batch: PhysicalBatch
-) -> float | None:
+def _first_adapters(net: nn.Module, batch: PhysicalBatch) -> list[str]:
+    """Names of the A matrices that read what the first adapter reads, if that depends on single tokens."""
+    adapters: dict[str, nn.Module] = {
+        name: module
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_A." in f".{name}" and module.weight.requires_grad
+    }
+    if not adapters:
+        raise ConfigError(
+            "the model has no LoRA adapter that trains, so the span check has no gradient to read: with frozen-layer "
+            "fine-tuning the first layers do not train. Use adapter.method: lora."
+        )
+    seen = _inputs(net, adapters, batch.input_ids_RT)
+    first = next(iter(seen))
+    other_ids = batch.input_ids_RT.clone()
+    other_ids[:, 0] = (other_ids[:, 0] + 1) % _vocabulary(net)
+    if not _same(seen[first][:, 1:], _input(net, first, other_ids)[:, 1:]):
+        raise ConfigError(
+            f"{first} reads tokens that attention has mixed, so the span check of the first block does not apply to it. Put "
+            "adapters on the first block's attention: adapter.target_modules: auto."
+        )
+    return [name for name, input in seen.items() if input.shape == seen[first].shape and _same(input, seen[first])]
+
+
+class _SeenAll(Exception):
+    """The rest of a forward pass is not needed."""
+
+
+def _inputs(net: nn.Module, layers: dict[str, nn.Module], ids: Tensor) -> dict[str, Tensor]:
+    """What each layer reads, in the order of the calls, without dropout."""
+    seen: dict[str, Tensor] = {}
+
+    def look(name: str, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        seen.setdefault(name, arguments[0].detach().float())
+        if len(seen) == len(layers):
+            raise _SeenAll
+
+    handles = [layer.register_forward_pre_hook(partial(look, name)) for name, layer in layers.items()]
+    training = net.training
+    net.eval()
+    try:
+        with torch.no_grad(), contextlib.suppress(_SeenAll):
+            net(input_ids=ids, use_cache=False)
+    finally:
+        net.train(training)
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _input(net: nn.Module, layer: str, ids: Tensor) -> Tensor:
+    return _inputs(net, {layer: net.get_submodule(layer)}, ids)[layer]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) <= SAME * max(float(one.norm()), 1e-30)
+
+
+def _vocabulary(net: nn.Module) -> int:
+    get: Any = net.get_input_embeddings
+    return int(get().weight.shape[0])
+
+
+# Their gradients, and what they tell of tokens.
+
+
+def _leave_zero(net: nn.Module, layers: list[str], batch: PhysicalBatch) -> float | None:
     """Where B is zero, the norm of dA there; then B is moved against the sign of its gradient, as Adam's first step."""
-    second = {name: p for name, p in trained.items() if ".lora_B." in f".{name}"}
+    second = {name: p for name, p in net.named_parameters() if p.requires_grad and ".lora_B." in f".{name}"}
     if any(bool(p.detach().any()) for p in second.values()):
         return None
-    gradients = plain_gradient(net, list(trained.values()), batch)
-    norm = float(_rows(_flat(gradients), trained, layers).norm())
+    gradient = plain_gradient(net, batch)
     with torch.no_grad():
-        for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
-            if name in second:
-                parameter.sub_(STEP * gradient.sign())
-    return norm
+        for name, parameter in second.items():
+            parameter.sub_(STEP * gradient[name].sign())
+    return float(_rows(gradient, layers).norm())
 
 
-def _rows(vector_P: Tensor, trained: dict[str, nn.Parameter], layers: list[str]) -> Tensor:
+def _rows(gradient: Mapping[str, Tensor], layers: list[str]) -> Tensor:
     """gradient_GD of the layers' weights, one below the other."""
-    parts = dict(zip(trained, torch.split(vector_P, [p.numel() for p in trained.values()]), strict=True))
-    return torch.cat([parts[f"{name}.weight"].view_as(trained[f"{name}.weight"]) for name in layers])
+    return torch.cat([gradient[f"{name}.weight"] for name in layers]).double()
 
 
-@contextlib.contextmanager
-def _restored(trained: dict[str, nn.Parameter]) -> Iterator[None]:
-    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(before[name])
+def _split(vector_P: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parts = torch.split(vector_P, [one.numel() for one in like.values()])
+    return {name: part.view_as(like[name]) for name, part in zip(like, parts, strict=True)}
 
 
-def _shifted(prior: float, mu: float) -> float:
-    return float(special.ndtr(special.ndtri(prior) + mu))
+def _find_tokens(
+    net: nn.Module, layer: str, units: list[Unit], gradients: Sequence[Tensor], generator: np.random.Generator
+) -> tuple[int, int, list[Recovery]]:
+    """b, the number of candidates, and how well each gradient tells the batch's tokens from the others."""
+    ids = torch.tensor([units[0].sequences[0].input_ids[:1] * 2])
+    one, other = _input(net, layer, ids)[0]
+    positional = not _same(one, other)  # learned positions are added to the embedding
+    members, count = _tokens_of(units, positional)
+    rest = np.setdiff1d(np.arange(_vocabulary(net)), sorted(members))
+    chosen = generator.choice(rest, min(CANDIDATES, len(rest)), replace=False)
+    tokens_K = np.sort(np.concatenate([np.array(sorted(members)), chosen]))
+    length = max(len(sequence.input_ids) for unit in units for sequence in unit.sequences) if positional else 1
+    member_K, found = np.isin(tokens_K, sorted(members)), _span_scores(net, layer, tokens_K, length, gradients)
+    return count, len(tokens_K), [_ranked(span_K, member_K) for span_K in found]
+
+
+def _tokens_of(units: list[Unit], positional: bool) -> tuple[set[int], int]:
+    """Tokens before the last target of their sequence, which alone have part in a loss; and b."""
+    inputs = set()
+    for unit in units:
+        for sequence in unit.sequences:
+            last = max(position for position, target in enumerate(sequence.loss_mask) if target)
+            inputs |= {(token, at if positional else 0) for at, token in enumerate(sequence.input_ids[:last])}
+    return {token for token, _ in inputs}, len(inputs)
+
+
+def _row_space(rows_GD: Tensor) -> Tensor:
+    """An orthonormal basis of the span of the rows, by rows."""
+    _, values, basis = torch.linalg.svd(rows_GD, full_matrices=False)
+    kept: Tensor = basis[values > RANK_TOLERANCE * values.max()]
+    return kept
+
+
+def _span_scores(
+    net: nn.Module, layer: str, tokens_K: NDArray[np.int64], length: int, gradients: Sequence[Tensor]
+) -> list[NDArray[np.float64]]:
+    """span_K for each gradient: how much of an input of length one lies in its row space; the best over positions."""
+    bases = [_row_space(gradient_GD) for gradient_GD in gradients]
+    found: list[list[Tensor]] = [[] for _ in bases]
+    for chunk in torch.split(torch.tensor(tokens_K), max(1, CHUNK // (length * gradients[0].shape[1]))):
+        input_KLD = _input(net, layer, chunk[:, None].expand(-1, length)).double()
+        input_KLD = input_KLD / input_KLD.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        for basis, scores in zip(bases, found, strict=True):
+            scores.append((input_KLD @ basis.T).square().sum(dim=-1).amax(dim=1))
+    return [torch.cat(scores).numpy() for scores in found]
+
+
+def _ranked(score_K: NDArray[np.float64], member_K: NDArray[np.bool_]) -> Recovery:
+    """Rank AUC with ties counted half, and the share of members among as many highest scores (ties at random)."""
+    beaten_P, _ = placements(score_K[member_K], score_K[~member_K])
+    order = np.lexsort((np.random.default_rng(0).permutation(len(score_K)), -score_K))
+    return Recovery(float(beaten_P.mean()), float(member_K[order[: len(beaten_P)]].mean()))

@@ -2,6 +2,8 @@
 
 Comes in: a recipe, and the Plan that was made of it. Goes out: a ``MechanismReport`` with a verdict, in a minute, before a
 day of training is spent. Reads no weights, no rows of the data and no ledger.
+
+Shape suffixes: M canaries, T steps, P trainable coordinates.
 """
 
 from __future__ import annotations
@@ -10,33 +12,38 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.table import Table
+from scipy import stats
 
 from dpllm.auditing.bounds import epsilon_lower_bound
-from dpllm.auditing.mechanism_report import ALPHA, MechanismReport, verdict
+from dpllm.auditing.mechanism_report import ALPHA, MechanismReport, Pair, ReleaseTest, verdict
 from dpllm.errors import ConfigError
-from dpllm.lab import releases
+from dpllm.lab.probe import Floats, Observation, lengths, observe
+from dpllm.lab.replay import replay
 from dpllm.privacy import accounting, events
 from dpllm.privacy.adaptive import AdaptiveClipping
-from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.plan import Plan, Schedule, make_plan
 from dpllm.recipe.config import RunConfig
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
+from dpllm.run.promise import accounting_cache
+from dpllm.text.data import count_units
 
 CANARIES = 1000
 ROWS = 200  # of a step, beyond which the default takes fewer canaries
 FEWEST_CANARIES = 300
+FEWEST_EXPECTED = 10  # draws of a slot or of a step, below which the spread of their number is not tested
 
 
 def audit_mechanism(
     config: RunConfig,
     *,
     plan: Plan | None = None,
-    num_units: int | None = None,
     steps: int = 300,
     canaries: int | None = None,
     pairs: int = 8,
@@ -44,9 +51,8 @@ def audit_mechanism(
 ) -> MechanismReport:
     """Runs the real engine on a model made to be watched, and tests what it releases against the Plan.
 
-    The clipping function, C, q, sigma, the divisor, the generators and grad_sample_mode are the recipe's. The model, its
-    data and the number of steps are not: canaries are units whose gradient reaches coordinates of their own, so that
-    each can be seen in what is released. What is checked is the engine and the numbers in the Plan, not the weights.
+    The clipping function, C, q, sigma, the divisor, the generators and grad_sample_mode are the recipe's; model, data and
+    number of steps are not. Canaries are units whose gradient reaches coordinates of their own, so that each can be seen.
 
     Guarantee:
         If sampling, clipping, noise and divisor are what the Plan says, ``falsified`` is said with probability at most
@@ -56,68 +62,65 @@ def audit_mechanism(
     Args:
         config: A recipe with ``privacy.enabled``; ``audit.guesses``, all canaries and half of them are the grid of the bound.
         plan: The promise to test; None: the one that the recipe makes.
-        num_units: Public number of what is sampled, without canaries, to make the Plan from; None: declared in the recipe,
-            or counted from the data, as ``dpllm plan`` does.
         steps: How many steps to run, >= 1.
-        canaries: M; None: 1000, and fewer, down to 300, where large batches would take long.
+        canaries: M, >= 2; None: 1000, and fewer, down to 300, where large batches would take long.
         pairs: Neighbouring batches to replay, >= 1.
         entropy: Seeds coins, sampling and noise, for tests; None: the operating system.
 
     Raises:
-        ConfigError: The recipe makes no promise, or a number is out of range.
+        ConfigError: The recipe makes no promise.
         Refused: The Plan cannot be made, or the engine refuses to run.
 
     References:
         Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning (gradient canaries); Steinke, Nasr and
         Jagielski 2023 (the bound); Cebere et al. 2026, arXiv 2602.17454 (record and replay).
     """
-    from dpllm.lab import probe
-    from dpllm.lab.replay import replay
-
     if not config.privacy.enabled:
         raise ConfigError(
             "privacy.enabled is false, so that there is no mechanism to audit. Audit a recipe that promises something, "
             "or set privacy.enabled: true."
         )
-    if steps < 1 or pairs < 1 or (canaries is not None and canaries < 2):
-        raise ConfigError(
-            f"steps {steps}, canaries {canaries} and pairs {pairs}: an audit of nothing finds nothing. "
-            "Use 1 step, 2 canaries and 1 pair at least; the defaults take a minute."
-        )
-    plan = plan or recipe_plan(config, num_units)
-    rate = plan.schedule.sampling_rate
-    canaries = canaries or max(FEWEST_CANARIES, min(CANARIES, round(ROWS / rate)))
+    plan = plan or recipe_plan(config)
+    canaries = canaries or max(FEWEST_CANARIES, min(CANARIES, round(ROWS / plan.schedule.sampling_rate)))
     generator = np.random.default_rng(entropy)
     with _one_thread():
-        seen = probe.observe(config, plan, steps=steps, canaries=canaries, generator=generator)
+        seen = observe(config, plan, steps=steps, canaries=canaries, generator=generator)
         found = replay(config, plan, pairs=pairs, generator=generator)
-    tests = releases.release_tests(seen, rate)
+    return _report(config, plan, seen, found)
+
+
+def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair, ...]) -> MechanismReport:
+    steps, canaries, schedule = len(seen.draws), len(seen.inserted_M), plan.schedule
+    tests, promised = release_tests(seen, schedule.sampling_rate), min(steps, schedule.num_steps)
     level = ALPHA / 2 / len(tests)
-    promised = min(steps, plan.schedule.num_steps)
-    # The Plan's event states an epsilon for every delta; the bound's price, 2 M delta, must be small beside alpha.
     bound = epsilon_lower_bound(
-        releases.canary_scores(seen, rate, promised),
+        canary_scores(seen, schedule.sampling_rate, promised),
         seen.inserted_M,
+        # The Plan's event states an epsilon for every delta; the bound's price, 2 M delta, must be small beside alpha.
         delta=min(plan.delta, ALPHA / 1000 / canaries),
         alpha=ALPHA / 2,
         guesses=(*config.audit.guesses, canaries // 2, canaries),
     )
     # Of one thing that is sampled: a canary is one, also where the promise is for a unit of several.
-    event = events.sampled_steps(plan.event["event"]["event"], rate, promised)
+    event = events.sampled_steps(plan.event["event"]["event"], schedule.sampling_rate, promised)
     report = MechanismReport(
         verdict="",
         reason="",
         steps=steps,
         promised_steps=promised,
         canaries=canaries,
-        claimed=_claimed(plan),
+        claimed={
+            **{key: getattr(plan, key) for key in ("delta", "noise_multiplier", "clipping", "max_grad_norm")},
+            **{key: getattr(schedule, key) for key in ("num_steps", "sampling_rate", "expected_batch_size")},
+            "epsilon": plan.epsilon if math.isfinite(plan.epsilon) else None,
+        },
         epsilon=accounting.epsilon(event, bound.delta, plan.neighbouring_relation),
         bound=bound,
         tests=tests,
         level=level,
-        resolution=releases.resolution(seen, level),
+        resolution=_resolution(seen, level),
         largest_contribution=max(seen.contributions),
-        pairs=found,
+        pairs=pairs,
     )
     word, reason = verdict(report)
     return replace(report, verdict=word, reason=reason)
@@ -140,33 +143,19 @@ def read_plan(values: Mapping[str, Any]) -> Plan:
         ) from None
 
 
-def recipe_plan(config: RunConfig, num_units: int | None = None) -> Plan:
-    """The promise that a recipe makes before any run.
-
-    Args:
-        config: With ``privacy.enabled``.
-        num_units: See ``audit_mechanism``.
+def recipe_plan(config: RunConfig) -> Plan:
+    """The promise that a recipe with ``privacy.enabled`` makes before any run.
 
     Raises:
         Refused: The Plan cannot be made.
     """
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
-    from dpllm.privacy.plan import make_plan
-    from dpllm.run.promise import accounting_cache
-    from dpllm.text.data import count_units
-
-    if num_units is None:
-        with TemporaryDirectory() as folder:
-            num_units = config.data.public_size or count_units(config.data, Path(folder))
+    with TemporaryDirectory() as folder:
+        num_units = config.data.public_size or count_units(config.data, Path(folder))
     return make_plan(config, num_units, accounting_cache())
 
 
 def table(report: MechanismReport) -> Table:
     """A report for the terminal."""
-    from rich.table import Table
-
     result = Table(
         *("what, on a small model that stands for yours", "found", "by the Plan", "p"),
         title=f"Audit of the mechanism: {report.verdict}",
@@ -189,8 +178,6 @@ def table(report: MechanismReport) -> Table:
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """Models this small are slower on several threads, many times so where cores are shared."""
-    import torch
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -199,15 +186,159 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _claimed(plan: Plan) -> dict[str, Any]:
-    schedule = plan.schedule
-    return {
-        "epsilon": plan.epsilon if math.isfinite(plan.epsilon) else None,
-        "delta": plan.delta,
-        "num_steps": schedule.num_steps,
-        "sampling_rate": schedule.sampling_rate,
-        "noise_multiplier": plan.noise_multiplier,
-        "clipping": plan.clipping,
-        "max_grad_norm": plan.max_grad_norm,
-        "expected_batch_size": schedule.expected_batch_size,
-    }
+# Whether what was released is what the Plan says. Each test's p-value is at most p with a probability of at most p if the
+# Plan is kept; they are not independent of each other.
+
+
+def release_tests(seen: Observation, sampling_rate: float) -> tuple[ReleaseTest, ...]:
+    """Every test of what was released; how many there are depends on public numbers alone."""
+    # Independent N(0, 1) if the Plan is kept.
+    noise_TP = (seen.released_TP - seen.expected_TP) / seen.noise_multiplier
+    found = [_noise_scale(f"noise on {name}", noise_TP[:, start:end]) for name, (start, end) in seen.parts.items()]
+    found += [_noise_shape(noise_TP), _noise_between_steps(noise_TP), _noise_within_steps(noise_TP)]
+    if seen.count_residual_T is not None:
+        found.append(_noise_scale("noise on the count of unclipped units", seen.count_residual_T))
+    found += [_scale_of_the_sum(seen, noise_TP), _single_canaries(seen, noise_TP)]
+    return (*found, *_sampling_tests(seen, sampling_rate))
+
+
+def _noise_scale(name: str, noise: Floats) -> ReleaseTest:
+    """Chi-square test of the standard deviation, over all steps and coordinates given."""
+    square, degrees = float(np.square(noise).sum()), noise.size
+    p_value = 2 * min(stats.chi2.cdf(square, degrees), stats.chi2.sf(square, degrees))
+    return ReleaseTest(name, math.sqrt(square / degrees), 1.0, min(1.0, float(p_value)))
+
+
+def _noise_shape(noise_TP: Floats) -> ReleaseTest:
+    """Kolmogorov and Smirnov's test against the normal distribution; found is the largest distance of the two."""
+    result = stats.kstest(noise_TP.ravel(), "norm")
+    return ReleaseTest("shape of the noise", float(result.statistic), 0.0, float(result.pvalue))
+
+
+def _noise_between_steps(noise_TP: Floats) -> ReleaseTest:
+    """Equal or related noise in two steps, whichever they are.
+
+    For s < t, <r_s, r_t> / |r_s| is N(0, 1) given r_s; the p-value is the smallest of all pairs, times their number.
+    found is the largest correlation of two steps.
+    """
+    gram_TT = noise_TP @ noise_TP.T
+    length_T = np.sqrt(np.maximum(np.diag(gram_TT), 1e-300))
+    earlier, later = np.triu_indices(len(noise_TP), k=1)
+    if not len(earlier):
+        return ReleaseTest("noise of two steps", 0.0, 0.0, 1.0)
+    z = np.abs(gram_TT[earlier, later]) / length_T[earlier]
+    found = float((z / length_T[later]).max())
+    return ReleaseTest("noise of two steps", found, 0.0, min(1.0, len(z) * 2 * float(stats.norm.sf(z.max()))))
+
+
+def _noise_within_steps(noise_TP: Floats) -> ReleaseTest:
+    """Related noise at any fixed distance within a step: one stream used for two parameters, say.
+
+    For each distance, the sum of products over all steps and coordinates is close to normal; the p-value is the smallest
+    of all distances, times their number. found is the largest autocorrelation.
+    """
+    steps, size = noise_TP.shape
+    distances = size // 2
+    power = np.square(np.abs(np.fft.rfft(noise_TP, axis=1))).sum(axis=0)
+    products = np.abs(np.fft.irfft(power, size)[1 : distances + 1])
+    # At a distance of half the circle every pair is there twice.
+    spread = np.sqrt(steps * size * np.where(2 * np.arange(1, distances + 1) == size, 2.0, 1.0))
+    z = float((products / spread).max())
+    found = float(products.max() / max(np.square(noise_TP).sum(), 1e-300))
+    return ReleaseTest("noise of two coordinates", found, 0.0, min(1.0, distances * 2 * float(stats.norm.sf(z))))
+
+
+def _scale_of_the_sum(seen: Observation, noise_TP: Floats) -> ReleaseTest:
+    """How long the released sum is along the expected one: clipping, accumulation and divisor.
+
+    Given the draws, <residual, expected> / |expected| is N(0, 1).
+    """
+    length = _length_of_the_sum(seen)
+    if length == 0:
+        return ReleaseTest("length of the sum", 1.0, 1.0, 1.0)
+    z = float((noise_TP * seen.expected_TP).sum()) / seen.noise_multiplier / length
+    return ReleaseTest("length of the sum", 1 + z / length, 1.0, 2 * float(stats.norm.sf(abs(z))))
+
+
+def _resolution(seen: Observation, level: float) -> float:
+    """By what share the sum must be too long or too short to be told from chance at a level, half of the time."""
+    length = _length_of_the_sum(seen)
+    return float(stats.norm.isf(level / 2)) / length if length else math.inf
+
+
+def _length_of_the_sum(seen: Observation) -> float:
+    return float(np.linalg.norm(seen.expected_TP)) / seen.noise_multiplier
+
+
+def _single_canaries(seen: Observation, noise_TP: Floats) -> ReleaseTest:
+    """Chi-square test over canaries of what each adds beside what it should; found is the root of its mean square.
+
+    Given the draws, the residual along a canary's own coordinates, summed over the steps that drew it, is normal, and
+    independent of all others'.
+    """
+    present_TM = np.zeros((len(seen.draws), len(seen.inserted_M)))
+    first = seen.num_slots - len(seen.inserted_M)
+    for present_M, drawn in zip(present_TM, seen.draws, strict=True):
+        present_M[[slot - first for slot in drawn if slot >= first]] = 1.0
+    present_TM[:, ~seen.inserted_M] = 0.0
+    count_M = present_TM.sum(axis=0)
+    drawn_M = count_M > 0
+    if not drawn_M.any():
+        return ReleaseTest("sum of single canaries", 1.0, 1.0, 1.0)
+    z = (present_TM * _along(seen, noise_TP)).sum(axis=0)[drawn_M] / np.sqrt(count_M[drawn_M])
+    return _noise_scale("sum of single canaries", z)
+
+
+def _along(seen: Observation, rows_TP: Floats) -> Floats:
+    """Each step's product with each canary's direction on its own coordinates."""
+    result: Floats = np.asarray((seen.own_MP @ rows_TP.T).T) / lengths(seen.own_MP)
+    return result
+
+
+def _sampling_tests(seen: Observation, rate: float) -> list[ReleaseTest]:
+    """How often canaries' slots, and all slots, join; how that spreads over steps and over slots."""
+    steps, canaries = len(seen.draws), len(seen.inserted_M)
+    slot_counts = np.bincount([slot for drawn in seen.draws for slot in drawn], minlength=seen.num_slots)
+    step_counts = np.array([len(drawn) for drawn in seen.draws])
+    of_canaries = int(slot_counts[seen.num_slots - canaries :].sum())
+    found = [
+        _rate("sampling rate of canaries", of_canaries, steps * canaries, rate),
+        _rate("sampling rate of all slots", int(slot_counts.sum()), steps * seen.num_slots, rate),
+    ]
+    if rate < 1 and rate * seen.num_slots >= FEWEST_EXPECTED:
+        found.append(_spread("spread of the batch's size", step_counts, seen.num_slots, rate))
+    if rate < 1 and rate * steps >= FEWEST_EXPECTED:
+        found.append(_spread("spread over slots", slot_counts, steps, rate))
+    return found
+
+
+def _rate(name: str, joined: int, chances: int, rate: float) -> ReleaseTest:
+    p_value = 2 * min(stats.binom.cdf(joined, chances, rate), stats.binom.sf(joined - 1, chances, rate))
+    return ReleaseTest(name, joined / chances, rate, min(1.0, float(p_value)))
+
+
+def _spread(name: str, counts: NDArray[np.int64], trials: int, rate: float) -> ReleaseTest:
+    """Sum of squared deviations of binomial counts, against the gamma distribution of the same mean and variance."""
+    variance = trials * rate * (1 - rate)
+    ratio = float(np.square(counts - trials * rate).sum()) / variance
+    of_one = 2 + (1 - 6 * rate * (1 - rate)) / variance  # variance of (n - trials q)^2 / variance
+    shape = len(counts) / of_one
+    p_value = 2 * min(stats.gamma.cdf(ratio, shape, scale=of_one), stats.gamma.sf(ratio, shape, scale=of_one))
+    return ReleaseTest(name, math.sqrt(ratio / len(counts)), 1.0, min(1.0, float(p_value)))
+
+
+def canary_scores(seen: Observation, sampling_rate: float, steps: int) -> Floats:
+    """score_M of the first steps: higher = more likely inserted. Looks at no draw and no coin.
+
+    For each step it is the logarithm of the likelihood ratio of "joins with probability q" against "never", along the
+    canary's own coordinates; summed over steps. What it would be for releases of zero is subtracted, so that canaries that
+    weigh less are not ranked by their weight where the noise is not what it should be.
+    """
+    along_TM = _along(seen, seen.released_TP[:steps]) / seen.noise_multiplier
+    shift_TM = seen.gain_TM[:steps] * lengths(seen.own_MP) / seen.noise_multiplier
+    log_ratio_TM = shift_TM * along_TM - shift_TM**2 / 2
+    absent = math.log1p(-sampling_rate) if sampling_rate < 1 else -math.inf
+    joined = math.log(sampling_rate)
+    at_zero_TM = np.logaddexp(absent, joined - shift_TM**2 / 2)
+    scores: Floats = (np.logaddexp(absent, joined + log_ratio_TM) - at_zero_TM).sum(axis=0)
+    return scores

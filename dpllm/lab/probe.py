@@ -1,14 +1,15 @@
 """A model made to be watched, and what the real engine releases when it trains it.
 
 Comes in: a Plan and how the recipe computes it. Goes out: an ``Observation`` in numpy: coins, draws, released sums, and
-what each of them should have been. The draw, the clipping, the noise and the update are the engine's own; the gradients
-that they are compared with are computed here by plain autograd, and clipped here once more. Knows no statistics, no data.
+what each of them should have been. The draw, the clipping and the noise are the engine's own; the gradients that they are
+compared with are computed here by plain autograd, and clipped here once more. Knows no statistics, no data.
 
 Shape suffixes: M canaries, T steps, P trainable coordinates, R rows of a physical batch, L tokens, D width.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -22,10 +23,10 @@ from scipy import sparse
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dpllm.lab.replay import Watched, noise_key
 from dpllm.privacy.engine import Engine
-from dpllm.privacy.noise import key_bits
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.sampling import PoissonSampler, collate, physical_batches
+from dpllm.privacy.sampling import PoissonSampler, physical_batches
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -37,6 +38,7 @@ FAINT = 0.02  # the layer with a bias, which all canaries share, is made to matt
 NORMS = (16.0, 32.0, 1.2, 64.0, 8.0, 16.0, 0.5, 32.0)  # lengths of the canaries' gradients, in units of C
 EMPTY_SLOTS = 2000
 MAX_LENGTH = 16
+LONGEST = 512  # by which the engine chooses the form of its gradients, as it does for long texts
 FEW_CANARIES = 20
 
 
@@ -75,8 +77,8 @@ class Observation:
 class Probe(nn.Module):
     """A causal language model in which canary i reaches coordinates that no other canary reaches.
 
-    Two embeddings, a linear layer, and a faint linear layer with a bias train; all start at zero and are put back to it
-    after every step, so that a gradient is the same in all of them.
+    Two embeddings, a linear layer, and a faint linear layer with a bias train; all are zero and stay so, so that a gradient
+    is the same in every step.
     """
 
     def __init__(self, size_M: Tensor) -> None:
@@ -88,19 +90,13 @@ class Probe(nn.Module):
         self.second = nn.Embedding(vocabulary, WIDTH)
         self.dense = nn.Linear(count, WIDTH, bias=False)
         self.faint = nn.Linear(count, WIDTH, bias=True)
-        self.reset()
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
         self.which = _frozen(functional.pad(torch.eye(count), (0, 0, CLASSES, 0)))
         self.size = _frozen(functional.pad(size_M, (CLASSES, 0)).unsqueeze(1))
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         self.head.weight = nn.Parameter(torch.tensor([[1.0, -0.5, 0.25, 0.5]] * CLASSES), requires_grad=False)
         self.head.weight[1] *= -1.0
-
-    def reset(self) -> None:
-        """Everything that trains goes back to zero."""
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.requires_grad:
-                    parameter.zero_()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
         """Logits of the two classes, from each token alone."""
@@ -114,7 +110,62 @@ def _frozen(weight: Tensor) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight, freeze=True)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def canary_units(count: int, *, several: bool) -> list[Unit]:
+def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generator: np.random.Generator) -> Observation:
+    """Runs the probe through the real engine and sampler.
+
+    Args:
+        config: How the engine computes: grad_sample_mode, secure_noise, physical_batch_size.
+        plan: What it promises.
+        steps: How many steps, >= 1.
+        canaries: M >= 1, each a sampled thing of its own with a fair coin.
+        generator: Source of coins and of the keys of noise and sampling.
+    """
+    torch.set_float32_matmul_precision("highest")
+    units = _canary_units(canaries, several=plan.sampling == "unit")
+    probe, exact = _probe(units, plan.max_grad_norm)
+    mode, secure, divisor = (
+        config.privacy.grad_sample_mode,
+        config.privacy.secure_noise,
+        plan.schedule.expected_batch_size,
+    )
+    watched = Watched(probe, plan, noise_key(generator, secure), mode, secure, max_length=LONGEST)
+    inserted_M = generator.random(canaries) < 0.5
+    slots: list[Unit | None] = [None] * EMPTY_SLOTS
+    slots += [unit if coin else None for unit, coin in zip(units, inserted_M, strict=True)]
+    sampler = PoissonSampler(plan.schedule, len(slots), noise_key(generator, secure), secure=secure)
+    draws = [sampler.draw() for _ in range(steps)]
+    size = _physical_batch_size(config, plan, slots)
+    norms, counts, released_TP = [], [], []
+    with contextlib.closing(watched.engine) as engine:
+        for drawn in draws:
+            norms.append(engine.max_grad_norm)
+            released_P, count = watched.step(physical_batches(drawn, slots, size, 0, MAX_LENGTH))
+            released_TP.append(released_P.numpy() * divisor / norms[-1])
+            counts.append(count)
+        contributions = _contributions(engine, units)
+    present = [[slot - EMPTY_SLOTS for slot in drawn if slots[slot] is not None] for drawn in draws]
+    clipped = {norm: _clipped(exact, plan.clipping, norm) for norm in set(norms)}
+    own_MP = _own(exact, clipped[plan.max_grad_norm])
+    ends = itertools.accumulate(parameter.numel() for parameter in engine.parameters.values())
+    expected_TP = [
+        np.asarray(clipped[norm][joined].sum(axis=0)).ravel() for norm, joined in zip(norms, present, strict=True)
+    ]
+    return Observation(
+        inserted_M=inserted_M,
+        draws=draws,
+        num_slots=len(slots),
+        released_TP=np.array(released_TP),
+        expected_TP=np.array(expected_TP),
+        own_MP=own_MP,
+        gain_TM=np.array([lengths(_own(exact, clipped[norm])) for norm in norms]) / lengths(own_MP),
+        noise_multiplier=plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier,
+        parts=dict(zip(engine.parameters, itertools.pairwise([0, *ends]), strict=True)),
+        count_residual_T=_count_residuals(exact, plan, norms, counts, present) if plan.adaptive else None,
+        contributions=contributions,
+    )
+
+
+def _canary_units(count: int, *, several: bool) -> list[Unit]:
     """One unit for each canary, of ragged rows: one to three of them if ``several``."""
     units = []
     for canary in range(count):
@@ -127,132 +178,21 @@ def canary_units(count: int, *, several: bool) -> list[Unit]:
     return units
 
 
-def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generator: np.random.Generator) -> Observation:
-    """Trains the probe through the real engine and sampler.
-
-    Args:
-        config: How the engine computes: grad_sample_mode, secure_noise, physical_batch_size.
-        plan: What it promises.
-        steps: How many steps, >= 1.
-        canaries: M >= 1, each a sampled thing of its own with a fair coin.
-        generator: Source of coins and of the keys of noise and sampling.
-    """
-    torch.set_float32_matmul_precision("highest")
-    units = canary_units(canaries, several=plan.sampling == "unit")
-    probe, exact = _probe(units, plan.max_grad_norm)
-    engine = _engine(config, plan, probe, generator)
-    try:
-        return _observe(config, plan, probe, engine, units, exact, steps, generator)
-    finally:
-        engine.close()
-
-
-def _observe(
-    config: RunConfig,
-    plan: Plan,
-    probe: Probe,
-    engine: Engine,
-    units: list[Unit],
-    exact: _Exact,
-    steps: int,
-    generator: np.random.Generator,
-) -> Observation:
-    count, rate, divisor = len(units), plan.schedule.sampling_rate, plan.schedule.expected_batch_size
-    inserted_M = generator.random(count) < 0.5
-    slots: list[Unit | None] = [None] * EMPTY_SLOTS
-    slots += [unit if coin else None for unit, coin in zip(units, inserted_M, strict=True)]
-    sampler = PoissonSampler(plan.schedule, len(slots), _key(config, generator), secure=config.privacy.secure_noise)
-    rows = rate * sum(len(unit.sequences) for unit, coin in zip(units, inserted_M, strict=True) if coin)
-    named, third = config.train.physical_batch_size, max(1, math.ceil(rows / 3))  # about three physical batches
-    size = third if named == "auto" else min(named, third)
-    released_TP = np.zeros((steps, exact.gradient_MP.shape[1]))
-    expected_TP, gain_TM = np.zeros_like(released_TP), np.ones((steps, count))
-    draws, residuals = [], []
-    norm_M = _lengths(exact.gradient_MP)
-    clipped_MP, clipped_at = _clipped(exact, plan.clipping, plan.max_grad_norm), plan.max_grad_norm
-    own_MP = _own(exact, clipped_MP)
-    for step in range(steps):
-        norm, drawn = engine.max_grad_norm, sampler.draw()
-        engine.step(physical_batches(drawn, slots, size, 0, MAX_LENGTH))
-        sum_P = torch.cat([-p.detach().flatten() for p in engine.parameters.values()]).double() * divisor
-        probe.reset()
-        released_TP[step] = sum_P.numpy() / norm
-        if norm != clipped_at:
-            clipped_MP, clipped_at = _clipped(exact, plan.clipping, norm), norm
-        present = [slot - EMPTY_SLOTS for slot in drawn if slot >= EMPTY_SLOTS and slots[slot] is not None]
-        expected_TP[step] = np.asarray(clipped_MP[present].sum(axis=0)).ravel()
-        if plan.adaptive is not None:
-            gain_TM[step] = _lengths(_own(exact, clipped_MP)) / _lengths(own_MP)
-            released = (engine.released()["unclipped_fraction"] - 0.5) * divisor
-            counted = float(np.where(norm_M[present] <= norm, 0.5, -0.5).sum())
-            residuals.append((released - counted) / plan.adaptive.count_noise_multiplier)
-        draws.append(drawn)
-    sigma = plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier
-    return Observation(
-        inserted_M=inserted_M,
-        draws=draws,
-        num_slots=len(slots),
-        released_TP=released_TP,
-        expected_TP=expected_TP,
-        own_MP=own_MP,
-        gain_TM=gain_TM,
-        noise_multiplier=sigma,
-        parts=_parts(engine),
-        count_residual_T=np.array(residuals) if plan.adaptive else None,
-        contributions=_contributions(engine, units),
-    )
-
-
-def _probe(units: list[Unit], max_grad_norm: float) -> tuple[Probe, _Exact]:
-    """A probe whose gradients have the lengths of ``NORMS`` times C, and these gradients."""
-    exact = _gradients(Probe(torch.ones(len(units))).double(), units)
-    wanted_M = max_grad_norm * np.array([NORMS[canary % len(NORMS)] for canary in range(len(units))])
-    size_M = torch.tensor(wanted_M / _lengths(exact.gradient_MP), dtype=torch.float32)
-    # At zero weights a canary's gradient is proportional to its size.
-    return Probe(size_M), replace(exact, gradient_MP=_scaled(exact.gradient_MP, size_M.double().numpy()))
-
-
-def _engine(config: RunConfig, plan: Plan, probe: Probe, generator: np.random.Generator) -> Engine:
-    trained = [parameter for parameter in probe.parameters() if parameter.requires_grad]
-    return Engine(
-        probe,
-        torch.optim.SGD(trained, lr=1.0),  # from zero, the update is minus what was released, to the last bit
-        plan.schedule,
-        plan,
-        grad_sample_mode=config.privacy.grad_sample_mode,
-        noise_entropy=_key(config, generator),
-        secure_noise=config.privacy.secure_noise,
-        device=torch.device("cpu"),
-    )
-
-
-def _key(config: RunConfig, generator: np.random.Generator) -> int:
-    return int.from_bytes(generator.bytes(key_bits(config.privacy.secure_noise) // 8), "little")
-
-
-def _parts(engine: Engine) -> dict[str, tuple[int, int]]:
-    parts, start = {}, 0
-    for name, parameter in engine.parameters.items():
-        parts[name] = (start, start + parameter.numel())
-        start += parameter.numel()
-    return parts
+def _physical_batch_size(config: RunConfig, plan: Plan, slots: list[Unit | None]) -> int:
+    """About three physical batches, or what the recipe says, where that is less."""
+    rows = plan.schedule.sampling_rate * sum(len(unit.sequences) for unit in slots if unit)
+    named, third = config.train.physical_batch_size, max(1, math.ceil(rows / 3))
+    return third if named == "auto" else min(named, third)
 
 
 def _contributions(engine: Engine, units: list[Unit]) -> tuple[float, ...]:
     """Norm over C of what single units add, each as a logical batch of its own; the longest gradients are among them."""
-    found = []
+    size, found = sum(p.numel() for p in engine.parameters.values()), []
     for unit in units[:FEW_CANARIES]:
-        whole = collate([unit], pad_id=0)
-        pieces = [whole] if len(unit.sequences) == 1 else _pieces(unit)
-        for batches in ([whole], pieces):
-            sum_P = engine.clipped_sum(batches)[0][: sum(p.numel() for p in engine.parameters.values())]
+        for rows in (len(unit.sequences), 1):  # whole, and cut into batches of one row
+            sum_P = engine.clipped_sum(physical_batches([0], [unit], rows, 0, MAX_LENGTH))[0][:size]
             found.append(float(sum_P.norm()) / engine.max_grad_norm)
     return tuple(found)
-
-
-def _pieces(unit: Unit) -> list[Any]:
-    """A unit cut into batches of one row."""
-    return physical_batches([0], [unit], 1, 0, MAX_LENGTH)
 
 
 # The same gradients without the engine.
@@ -267,6 +207,15 @@ class _Exact:
     shared: tuple[int, int]  # the bias
 
 
+def _probe(units: list[Unit], max_grad_norm: float) -> tuple[Probe, _Exact]:
+    """A probe whose gradients have the lengths of ``NORMS`` times C, and these gradients."""
+    exact = _gradients(Probe(torch.ones(len(units))).double(), units)
+    wanted_M = max_grad_norm * np.array([NORMS[canary % len(NORMS)] for canary in range(len(units))])
+    size_M = torch.tensor(wanted_M / lengths(exact.gradient_MP), dtype=torch.float32)
+    # At zero weights a canary's gradient is proportional to its size.
+    return Probe(size_M), replace(exact, gradient_MP=_scaled(exact.gradient_MP, size_M.double().numpy()))
+
+
 def _gradients(probe: Probe, units: list[Unit]) -> _Exact:
     trained = {name: p for name, p in probe.named_parameters() if p.requires_grad}
     rows = []
@@ -277,11 +226,10 @@ def _gradients(probe: Probe, units: list[Unit]) -> _Exact:
             loss = loss + functional.cross_entropy(logits, torch.tensor(sequence.input_ids[1:2]))
         found = torch.autograd.grad(loss, list(trained.values()))
         rows.append(sparse.csr_matrix(torch.cat([g.flatten() for g in found]).numpy()[None]))
-    ends = dict(zip(trained, np.cumsum([p.numel() for p in trained.values()]).tolist(), strict=True))
+    ends = dict(zip(trained, itertools.accumulate(p.numel() for p in trained.values()), strict=True))
     bounds = [0, *(ends[f"{layer}.weight"] for layer in ("first", "second", "dense")), ends["faint.bias"]]
-    return _Exact(
-        sparse.vstack(rows).tocsr(), tuple(itertools.pairwise(bounds)), (ends["faint.weight"], ends["faint.bias"])
-    )
+    shared = (ends["faint.weight"], ends["faint.bias"])
+    return _Exact(sparse.vstack(rows).tocsr(), tuple(itertools.pairwise(bounds)), shared)
 
 
 def _clipped(exact: _Exact, clipping: str, bound: float) -> Any:
@@ -292,22 +240,34 @@ def _clipped(exact: _Exact, clipping: str, bound: float) -> Any:
         parts = []
         for start, end in exact.layers:
             part = gradient_MP[:, start:end]
-            parts.append(_scaled(part, np.minimum(1.0, share / np.maximum(_lengths(part), 1e-300)) / bound))
+            parts.append(_scaled(part, np.minimum(1.0, share / np.maximum(lengths(part), 1e-300)) / bound))
         return sparse.hstack(parts).tocsr()
-    norm_M = _lengths(gradient_MP)
+    norm_M = lengths(gradient_MP)
     factor_M = bound / (norm_M + 0.01) if clipping == "automatic" else np.minimum(1.0, bound / norm_M)
     return _scaled(gradient_MP, factor_M / bound)
+
+
+def _count_residuals(
+    exact: _Exact, plan: Plan, norms: list[float], counts: list[float | None], present: list[list[int]]
+) -> Floats:
+    """Released count of unclipped units minus the counted one, over the Plan's noise."""
+    assert plan.adaptive is not None
+    norm_M = lengths(exact.gradient_MP)
+    counted_T = [np.where(norm_M[joined] <= norm, 0.5, -0.5).sum() for norm, joined in zip(norms, present, strict=True)]
+    released_T = (np.array(counts) - 0.5) * plan.schedule.expected_batch_size
+    result: Floats = (released_T - counted_T) / plan.adaptive.count_noise_multiplier
+    return result
 
 
 def _own(exact: _Exact, clipped_MP: Any) -> Any:
     """Without the coordinates that all canaries share."""
     keep_P = np.ones(clipped_MP.shape[1])
     keep_P[slice(*exact.shared)] = 0.0
-    own = clipped_MP @ sparse.diags(keep_P)
-    return own.tocsr()
+    return (clipped_MP @ sparse.diags(keep_P)).tocsr()
 
 
-def _lengths(rows: Any) -> Floats:
+def lengths(rows: Any) -> Floats:
+    """The norm of each row of a sparse matrix."""
     return np.sqrt(np.asarray(rows.multiply(rows).sum(axis=1), dtype=np.float64)).ravel()
 
 

@@ -10,13 +10,13 @@ Shape suffix: P trainable coordinates.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dpllm.auditing.mechanism_report import Pair
 from dpllm.model import loading
@@ -28,24 +28,17 @@ from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
 from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
-SLACK = 1e-6  # of C: what the engine promises
 PHYSICAL_BATCH_SIZE = 3  # rows, so that a logical batch takes several and a unit of four rows is cut
 MAX_LENGTH, VOCABULARY = 16, 256  # of a shrunken model
 CPU = torch.device("cpu")
 
 
 def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Generator) -> tuple[Pair, ...]:
-    """Takes the same steps on neighbouring batches.
+    """Takes the same steps on neighbouring batches; the first neighbour is the empty batch.
 
     The model is a Llama of two narrow blocks with random weights and the recipe's kind of adapter, without dropout, in
     float32. C is set between the lengths of its gradients, so that some are clipped and others not; nothing else of the
     Plan is changed.
-
-    Args:
-        config: The adapter, grad_sample_mode, secure_noise.
-        plan: The clipping function, the noise, the divisor.
-        pairs: How many, >= 1. In the first the other batch is empty.
-        generator: Source of units, weights and keys.
 
     References:
         Cebere et al. 2026, arXiv 2602.17454 (record and replay).
@@ -54,15 +47,32 @@ def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Ge
     net = _model(config, generator)
     several = plan.sampling == "unit"
     batches = [_units(1 if pair == 0 else int(generator.integers(3, 8)), generator, several) for pair in range(pairs)]
-    promise = replace(plan, max_grad_norm=_median_norm(net, batches[-1]))
-    key = int.from_bytes(generator.bytes(key_bits(config.privacy.secure_noise) // 8), "little")
-    how: dict[str, Any] = {name: getattr(config.privacy, name) for name in ("grad_sample_mode", "secure_noise")}
-    one, other = (Watched(copy.deepcopy(net), promise, key, **how) for _ in range(2))
+    gradients = [plain_gradient(net, collate([unit], pad_id=0)).values() for unit in batches[-1]]
+    norms = [float(torch.cat([gradient.flatten() for gradient in one]).norm()) for one in gradients]
+    promise = replace(plan, max_grad_norm=float(np.median(norms)))
+    privacy, key = config.privacy, noise_key(generator, config.privacy.secure_noise)
+    one, other = (
+        Watched(copy.deepcopy(net), promise, key, privacy.grad_sample_mode, privacy.secure_noise) for _ in range(2)
+    )
     try:
         return tuple(_pair(one, other, units, int(generator.integers(len(units))), promise) for units in batches)
     finally:
         one.engine.close()
         other.engine.close()
+
+
+def noise_key(generator: np.random.Generator, secure_noise: bool = False) -> int:
+    """Entropy of one stream of the engine's or the sampler's."""
+    return int.from_bytes(generator.bytes(key_bits(secure_noise) // 8), "little")
+
+
+def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
+    """The gradient of the summed losses of a batch by each parameter that trains, by plain autograd."""
+    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
+    loss_R = sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
+    found = torch.autograd.grad(loss_R.sum(), list(trained.values()), allow_unused=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)}
 
 
 class Watched:
@@ -73,14 +83,12 @@ class Watched:
         net: nn.Module,
         plan: Plan,
         key: int,
-        *,
         grad_sample_mode: str,
         secure_noise: bool = False,
         max_length: int = MAX_LENGTH,
     ) -> None:
         """Arguments as of ``Engine``; ``key`` is the entropy of the noise."""
-        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.0)
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0)
         self.engine = Engine(
             net,
             optimizer,
@@ -89,32 +97,29 @@ class Watched:
             grad_sample_mode=grad_sample_mode,
             noise_entropy=key,
             secure_noise=secure_noise,
-            device=trained[0].device,
+            device=CPU,
             max_length=max_length,
         )
-        self._released: list[Tensor] = []
         optimizer.register_step_pre_hook(self._read)
 
     def _read(self, *_: Any) -> None:
         gradients = [p.grad for p in self.engine.parameters.values() if p.grad is not None]
-        self._released = [torch.cat([gradient.flatten() for gradient in gradients]).double()]
+        self._released_P = torch.cat([gradient.flatten() for gradient in gradients]).double()
 
-    def step(self, batches: list[PhysicalBatch]) -> tuple[Tensor, Tensor, float | None]:
-        """The clipped sum before noise, what the step released, and the released count over the divisor."""
-        sum_P = self.engine.clipped_sum(batches)[0].double()
+    def step(self, batches: list[PhysicalBatch]) -> tuple[Tensor, float | None]:
+        """What one step releases: the noised sum over the divisor, and with adaptive clipping the count over it."""
         self.engine.step(batches)
-        return sum_P, self._released[0], self.engine.released().get("unclipped_fraction")
+        return self._released_P, self.engine.released().get("unclipped_fraction")
 
 
 def _pair(one: Watched, other: Watched, units: list[Unit], left_out: int, plan: Plan) -> Pair:
     norm, divisor = one.engine.max_grad_norm, plan.schedule.expected_batch_size
     slots: list[Unit | None] = list(units)
-    drawn = range(len(slots))
-    larger = physical_batches(drawn, slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
+    larger = physical_batches(range(len(slots)), slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
     slots[left_out] = None
-    smaller = physical_batches(drawn, slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
-    sum_P, released_P, count = one.step(larger)
-    other_sum_P, other_released_P, other_count = other.step(smaller)
+    smaller = physical_batches(range(len(slots)), slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
+    sum_P, other_sum_P = one.engine.clipped_sum(larger)[0].double(), other.engine.clipped_sum(smaller)[0].double()
+    (released_P, count), (other_released_P, other_count) = one.step(larger), other.step(smaller)
     other.engine.max_grad_norm = one.engine.max_grad_norm  # with adaptive clipping it follows the released count
     size = len(released_P)
     # Each of the two is rounded to float32 twice: as a sum, and when it is divided.
@@ -135,27 +140,7 @@ def _pair(one: Watched, other: Watched, units: list[Unit], left_out: int, plan: 
     )
 
 
-def _median_norm(net: nn.Module, units: list[Unit]) -> float:
-    """The median length of the units' gradients, by plain autograd."""
-    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    norms = []
-    for unit in units:
-        batch = collate([unit], pad_id=0)
-        norms.append(float(torch.stack([g.norm() for g in plain_gradient(net, trained, batch)]).norm()))
-    return float(np.median(norms))
-
-
-def plain_gradient(net: nn.Module, trained: Sequence[nn.Parameter], batch: PhysicalBatch) -> list[Tensor]:
-    """The gradient of the summed losses of a batch, by plain autograd."""
-    logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
-    loss_R = sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
-    found = torch.autograd.grad(loss_R.sum(), trained, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
-
-
 def _model(config: RunConfig, generator: np.random.Generator) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     shape = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,

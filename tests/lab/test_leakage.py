@@ -17,7 +17,7 @@ from rich.console import Console
 from scipy import stats
 
 from dpllm.errors import ConfigError
-from dpllm.lab import leakage, span
+from dpllm.lab import leakage
 from dpllm.lab.leakage import LeakageReport, gradient_leakage, reconstruction_bound
 from dpllm.model import loading
 from dpllm.privacy.clipping import FUNCTIONS
@@ -64,7 +64,6 @@ def test_the_raw_gradient_gives_all_tokens_away_and_the_noised_one_none(family, 
     assert report.noised.span_recall < 0.35
     # 21 tokens against 479: the rank AUC's standard deviation under chance is 0.065.
     assert abs(report.noised.span_auc - 0.5) < 6 * 0.065
-    assert abs(report.noised.energy_auc - 0.5) < 6 * 0.065
 
 
 def test_noise_is_what_protects(plan, monkeypatch, seed):
@@ -74,10 +73,9 @@ def test_noise_is_what_protects(plan, monkeypatch, seed):
 
 
 def test_on_average_the_noised_gradient_is_chance(plan, full, seed):
-    found = [leak("llama", plan, 50 * seed + number).noised for number in range(60 if full else 12)]
-    for areas in ([one.span_auc for one in found], [one.energy_auc for one in found]):
-        assert stats.ttest_1samp(areas, 0.5).pvalue > 1e-8
-        assert abs(np.mean(areas) - 0.5) < 0.1
+    areas = [leak("llama", plan, 50 * seed + number).noised.span_auc for number in range(60 if full else 12)]
+    assert stats.ttest_1samp(areas, 0.5).pvalue > 1e-8
+    assert abs(np.mean(areas) - 0.5) < 0.1
 
 
 def test_more_tokens_than_rank_hide_some(plan, seed):
@@ -97,12 +95,15 @@ def test_at_the_first_step_the_gradient_of_a_is_zero(plan, seed):
     assert gradient_leakage(fresh, plan, sequences(seed=seed), entropy=seed).first_step_norm is None
 
 
-def test_the_model_is_left_as_it_was(plan, seed):
+def test_nothing_of_the_model_moves_but_b(plan, seed):
     fresh = net()
     before = {name: p.detach().clone() for name, p in fresh.named_parameters()}
     gradient_leakage(fresh, plan, sequences(seed=seed), entropy=seed)
     for name, parameter in fresh.named_parameters():
-        assert torch.equal(parameter, before[name])
+        if "lora_B" in name:
+            assert float(parameter.detach().abs().max()) <= leakage.STEP
+        else:
+            assert torch.equal(parameter, before[name])
         assert parameter.grad is None
         assert parameter.requires_grad == ("lora_" in name)
     assert fresh.training
@@ -127,10 +128,10 @@ def test_adapters_that_read_the_same_are_taken_together(plan, seed):
 def test_prompt_tokens_leak_and_the_last_token_does_not(plan):
     ids = (10, 20, 30, 40, 50)
     units = [Unit((TokenSequence(ids, (False, False, False, True, True), 2),))]
-    assert span.tokens_of(units, positional=False) == ({10, 20, 30, 40}, 4)
+    assert leakage._tokens_of(units, positional=False) == ({10, 20, 30, 40}, 4)
     twice = [Unit((TokenSequence((10, 10, 30), (False, True, True), 2),))]
-    assert span.tokens_of(twice, positional=False) == ({10}, 1)
-    assert span.tokens_of(twice, positional=True) == ({10}, 2)
+    assert leakage._tokens_of(twice, positional=False) == ({10}, 1)
+    assert leakage._tokens_of(twice, positional=True) == ({10}, 2)
 
 
 def test_a_deeper_adapter_or_none_is_refused(plan, seed):
