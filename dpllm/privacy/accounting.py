@@ -1,22 +1,27 @@
-"""What a mechanism costs: events in, epsilon out, and what other accountants say.
+"""What a mechanism costs, and the noise that meets a target: events in, epsilon out; a target in, a noise multiplier out.
 
-Comes in: events (see ``dpllm.privacy.events``). Goes out: the stated epsilon, the figures of other accountants, a
-refusal where they contradict each other. Knows nothing of models or data, and imports neither torch nor an accountant
-before one is needed.
+Comes in: events (see ``dpllm.privacy.events``), targets. Goes out: the stated epsilon, the figures of other accountants, a
+refusal where they contradict each other; calibrated noise, from a cache where one is named. Knows nothing of models or
+data, and imports neither torch nor an accountant before one is needed.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from importlib import metadata
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, NoReturn, get_args
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.calibration import calibrate_noise_multiplier
+from dpllm.files import digest, write_whole
 from dpllm.privacy.events import (
     Event,
     Terms,
@@ -29,16 +34,14 @@ from dpllm.privacy.events import (
     number,
     require,
 )
-from dpllm.privacy.limits import attacker_limits
 from dpllm.privacy.privacy_loss import FINE_INTERVAL, Relation, privacy_loss, versions
-from dpllm.privacy.renyi import BELOW_ONE, rdp_epsilon
+from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 
 __all__ = [
     "FINE_INTERVAL",
     "Event",
     "Relation",
     "accountants",
-    "attacker_limits",
     "beside",
     "calibrate_noise_multiplier",
     "compose",
@@ -54,6 +57,8 @@ __all__ = [
 PRV_MAX_POINTS = 4_000_000  # about 0.8 GB
 LEAST_COMPARED = 1e-10  # delta, below which round-off is larger than the gap between accountants
 PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
+FORMAT = 2  # of what is calibrated and how: a change of either makes older answers unread
+PROGRESS_SECONDS = 5.0
 
 
 def epsilon(
@@ -106,23 +111,44 @@ def epsilon(
     require(terms, accountant)
     if accountant == "rdp":
         return rdp_epsilon(terms, delta)
-    if accountant == "pld":
-        return _pld_epsilon(terms, delta, relation, interval)
+    return _pld(terms, delta, relation, interval) if accountant == "pld" else _prv(terms, delta)
+
+
+@lru_cache(maxsize=1024)
+def _pld(terms: Terms, delta: float, relation: Relation, interval: float) -> float:
     try:
-        return _prv(terms, delta)
+        return float(privacy_loss(terms, relation, interval).get_epsilon_for_delta(delta))
+    except OverflowError:  # the loss of hardly any noise does not fit a float
+        return math.inf
+
+
+def _prv(terms: Terms, delta: float) -> float:
+    # Opacus' own mesh (prv.py, _get_domain): its arrays grow with epsilon and sqrt(T).
+    steps = sum(part.times for part in terms.sampled)
+    mesh = 0.01 / math.sqrt(steps * math.log(12_000 / delta) / 2)
+    try:
+        points = 2 * (rdp_epsilon(terms, delta / 4000) + 3) / mesh
+        if points > PRV_MAX_POINTS:
+            raise MemoryError(f"it needs {points:.0f} points")
+        import numpy as np
+        from opacus.accountants import PRVAccountant
+
+        accountant = PRVAccountant()
+        accountant.history = [(part.noise_multiplier, part.probability, part.times) for part in terms.sampled]
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            value = float(accountant.get_epsilon(delta, eps_error=0.01))
+        if not math.isfinite(value):
+            raise ValueError(f"it found {value}")
     except (ValueError, RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"accountant 'prv' cannot evaluate this event at delta {delta:g} ({error}). Use pld."
         ) from error
+    return value
 
 
 def stated(event: Event, delta: float, relation: Relation) -> tuple[float, str]:
     """The epsilon that is promised, and by which accountant: "pld" where it knows the event, "rdp" elsewhere.
-
-    Args:
-        event: what was released.
-        delta: in (0, 1).
-        relation: see ``epsilon``.
 
     Raises:
         ConfigError: see ``epsilon``.
@@ -134,17 +160,19 @@ def stated(event: Event, delta: float, relation: Relation) -> tuple[float, str]:
     return epsilon(event, delta, relation, name), name
 
 
+def curve(event: Event, relation: Relation, deltas: Sequence[float]) -> list[tuple[float, float]]:
+    """(delta, stated epsilon) at several deltas; one computation for all of them. Raises as ``stated`` does."""
+    return [(float(delta), stated(event, delta, relation)[0]) for delta in deltas]
+
+
 def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False) -> dict[str, float]:
-    """What each accountant says that knows `event`, side by side.
+    """What each accountant says that knows `event`, side by side: "pld", "rdp" and, if asked, "prv" -> epsilon.
 
     Args:
         event: what was released.
         delta: in (0, 1).
         relation: see ``epsilon``.
         prv: also ask Opacus' PRV, which imports torch; left out where it cannot answer.
-
-    Returns:
-        "pld" and "rdp" and, if asked, "prv" -> epsilon.
 
     Raises:
         Refused: no accountant knows every part of the event, or two contradict each other.
@@ -154,24 +182,14 @@ def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False)
     require(terms)
     known = accountants_of(terms)
     values: dict[str, float] = {}
-    for name in ("pld", "rdp", "prv"):
-        if name in known and (prv or name != "prv"):
+    for name in ("pld", "rdp", "prv") if prv else ("pld", "rdp"):
+        if name in known:
             with suppress(ConfigError) if name == "prv" else nullcontext():
                 values[name] = epsilon(event, delta, relation, name)
     if math.isfinite(values.get("pld", math.inf)):
         for name in values.keys() - {"pld"}:
             _compare(values["pld"], delta, name, values[name], math.inf if name == "rdp" else PRV_GAP)
     return values
-
-
-def curve(event: Event, relation: Relation, deltas: Sequence[float]) -> list[tuple[float, float]]:
-    """The stated epsilon at several deltas, as (delta, epsilon); one computation for all of them.
-
-    Raises:
-        ConfigError: see ``epsilon``.
-        Refused: see ``stated``.
-    """
-    return [(float(delta), stated(event, delta, relation)[0]) for delta in deltas]
 
 
 def cross_check(event: Event, delta: float, relation: Relation, stated: float) -> dict[str, Any] | None:
@@ -216,9 +234,7 @@ def cross_check(event: Event, delta: float, relation: Relation, stated: float) -
 
 
 def _compare(pld: float, delta: float, name: str, value: float, gap: float) -> None:
-    if delta < LEAST_COMPARED:
-        return
-    if not pld - 1e-3 <= value <= pld + max(gap, 1e-3 * pld):
+    if delta >= LEAST_COMPARED and not pld - 1e-3 <= value <= pld + max(gap, 1e-3 * pld):
         raise Refused(
             f"epsilon {pld:.4f} at delta {delta:g} is contradicted by {name}: {value:.4f}. "
             "Nothing can be promised until they agree. Compute the plan again, and report the "
@@ -226,29 +242,143 @@ def _compare(pld: float, delta: float, name: str, value: float, gap: float) -> N
         )
 
 
-@lru_cache(maxsize=1024)
-def _pld_epsilon(terms: Terms, delta: float, relation: Relation, interval: float) -> float:
-    try:
-        return privacy_loss(terms, relation, interval).epsilon_at(delta)
-    except OverflowError:  # the loss of hardly any noise does not fit a float
-        return math.inf
+def calibrate_noise_multiplier(
+    target_epsilon: float,
+    delta: float,
+    sampling_rate: float,
+    num_steps: int,
+    relation: Relation,
+    cache_dir: Path | None = None,
+    group_size: int = 1,
+) -> float:
+    """The smallest noise multiplier, in steps of 1e-4, that meets `target_epsilon`.
+
+    Args:
+        target_epsilon: > 0.
+        delta: in (0, 1).
+        sampling_rate: probability q that a sampled thing joins a logical batch, 0 < q <= 1.
+        num_steps: logical batches, >= 1.
+        relation: the neighbouring relation.
+        cache_dir: keeps answers, one JSON file each; a damaged one is computed again.
+        group_size: how many sampled things are protected together, 1 to 1024.
+
+    Raises:
+        ConfigError: a value is out of range, or no noise multiplier from 0.05 to 1e4 meets the target.
+
+    Guarantee:
+        For the sigma returned, `epsilon(dp_sgd_event(q, sigma, T, group_size), delta, relation)` is at most the target;
+        for sigma - 1e-3 it is not. A cached answer is as good as its directory.
+    """
+    dp_sgd_event(sampling_rate, 1.0, num_steps, group_size)
+    number("num_steps", num_steps, 0.0)
+    key = {
+        "format": FORMAT,
+        "target_epsilon": number("privacy.epsilon", target_epsilon, 0.0),
+        "delta": number("privacy.delta", delta, 0.0, BELOW_ONE),
+        "sampling_rate": float(sampling_rate),
+        "num_steps": num_steps,
+        "relation": relation,
+        "group_size": group_size,
+        "accountant": {"kind": "pld", "interval": FINE_INTERVAL, **versions()},
+    }
+    question = target_epsilon, delta, sampling_rate, num_steps, relation, group_size
+    if cache_dir is None:
+        return _calibrate(*question)
+    path = cache_dir / f"noise-multiplier-{digest(key)[:32]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["key"] == key:
+            return number("noise_multiplier", stored["noise_multiplier"], 0.0)
+    sigma = _calibrate(*question)
+    with suppress(OSError):  # a cache that cannot be written costs time, and nothing else
+        write_whole(path, json.dumps({"key": key, "noise_multiplier": sigma}, sort_keys=True), mode=0o600)
+    return sigma
 
 
-def _prv(terms: Terms, delta: float) -> float:
-    # Opacus' own mesh (prv.py, _get_domain): its arrays grow with epsilon and sqrt(T).
-    steps = sum(part.times for part in terms.sampled)
-    mesh = 0.01 / math.sqrt(steps * math.log(12_000 / delta) / 2)
-    points = 2 * (rdp_epsilon(terms, delta / 4000) + 3) / mesh
-    if points > PRV_MAX_POINTS:
-        raise MemoryError(f"it needs {points:.0f} points")
-    import numpy as np
-    from opacus.accountants import PRVAccountant
+def _calibrate(target: float, delta: float, q: float, num_steps: int, relation: Relation, group_size: int) -> float:
+    """Secant steps in log sigma on a coarse PLD, then in whole numbers of 1e-4 on the fine one, both within brackets."""
+    due, tried = time.monotonic() + PROGRESS_SECONDS, 0
+    too_weak = "So weak a promise protects nobody: lower privacy.epsilon or privacy.delta."
 
-    accountant = PRVAccountant()
-    accountant.history = [(part.noise_multiplier, part.probability, part.times) for part in terms.sampled]
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        value = float(accountant.get_epsilon(delta, eps_error=0.01))
-    if not math.isfinite(value):
-        raise ValueError(f"it found {value}")
-    return value
+    def refuse(mend: str) -> NoReturn:
+        raise ConfigError(
+            f"epsilon {target:g} at delta {delta:g} is not reachable with sampling rate {q:g} "
+            f"and {num_steps} steps by a noise multiplier of {MIN_NOISE_MULTIPLIER:g} to "
+            f"{MAX_NOISE_MULTIPLIER:g}. {mend}"
+        )
+
+    def cost(sigma: float, interval: float = FINE_INTERVAL) -> float:
+        nonlocal due, tried
+        if sigma < MIN_NOISE_MULTIPLIER:
+            refuse(too_weak)
+        if time.monotonic() >= due:
+            print(
+                f"calibrating the noise: epsilon {target:g} at delta {delta:g}, {num_steps} steps: {tried} noise multipliers "
+                f"tried, now {sigma:g}",
+                file=sys.stderr,
+                flush=True,
+            )
+            due = time.monotonic() + PROGRESS_SECONDS
+        tried += 1
+        terms = normal_form(dp_sgd_event(q, sigma, num_steps, group_size))
+        try:
+            return float(privacy_loss(terms, relation, interval).get_epsilon_for_delta(delta))
+        except OverflowError:
+            return math.inf
+
+    # Both ends of what is reachable come first. Without any noise, delta is at most the probability of being drawn at all.
+    if q < 1 and -math.expm1(num_steps * group_size * math.log1p(-q)) <= delta:
+        refuse(too_weak)
+    if cost(MAX_NOISE_MULTIPLIER) > target:
+        refuse("Raise privacy.epsilon or privacy.delta, or train fewer steps.")
+    # Start from the central limit theorem: mu of the Gaussian mechanism, then its sigma. A group of k is taken for one
+    # thing at distance k q / (1 - (1 - q)^k) that is sampled with the probability that any of it is.
+    any_of_it = -math.expm1(group_size * math.log1p(-q)) if q < 1 else 1.0
+    tail = 2 * math.log(1 / delta)
+    mu = math.sqrt(tail + 2 * target) - math.sqrt(tail)
+    sigma = 1 / math.sqrt(math.log1p(mu**2 / (any_of_it**2 * num_steps)))
+    sigma = min(sigma * group_size * q / any_of_it, MAX_NOISE_MULTIPLIER / 2)
+    # The standard deviation of one step's privacy loss, about: a coarse bucket is at most a tenth of it.
+    spread = q * math.sqrt(math.expm1(min(sigma**-2, 50.0)))
+    coarse = min(max(spread / 10, FINE_INTERVAL), 1e-3)
+    sigma, slope = _near(lambda sigma: cost(sigma, coarse), target, sigma)
+    return _on_grid(cost, target, sigma, slope) or refuse(too_weak)
+
+
+def _near(cost: Callable[[float], float], target: float, sigma: float) -> tuple[float, float]:
+    """About the sigma whose cost is the target, and the slope of log epsilon over log sigma there."""
+    # Epsilon is 0 beyond some sigma where delta is large, so that a secant alone would swing from there to here and back.
+    slope, known = -1.5, (math.nan, math.nan)
+    few, many = 0.0, MAX_NOISE_MULTIPLIER
+    for _ in range(60):
+        found = cost(sigma)
+        error = math.log(found / target) if found > 0 else -math.inf
+        few, many = (sigma, many) if error > 0 else (few, sigma)
+        if math.isfinite(error):
+            rise = (error - known[1]) / math.log(sigma / known[0])
+            slope = min(max(rise, -1000.0), -0.3) if math.isfinite(rise) else slope
+            known = sigma, error
+        guess = sigma * math.exp(min(max(-error / slope, -0.7), 0.7))
+        if few and not few < guess < many:
+            guess = math.sqrt(few * many)
+        sigma, last = guess, sigma
+        if abs(math.log(sigma / last)) < 1e-5:
+            break
+    return sigma, slope
+
+
+def _on_grid(cost: Callable[[float], float], target: float, sigma: float, slope: float) -> float | None:
+    """The smallest multiple of 1e-4 that meets the target; None where even the least noise does."""
+    per_grid = -slope * target / sigma * 1e-4
+    least, high = round(MIN_NOISE_MULTIPLIER * 1e4), round(MAX_NOISE_MULTIPLIER * 1e4)
+    grid, low = math.ceil(sigma * 1e4), least - 1  # `low` exceeds the target (or is below the range), `high` meets it
+    for turn in itertools.count(1):
+        if high - low <= 1:
+            break
+        spare = target - cost(grid / 1e4)
+        if 0 <= spare < per_grid:  # one less exceeds the target: epsilon is convex in sigma
+            return grid / 1e4
+        low, high = (low, grid) if spare >= 0 else (grid, high)
+        guess = grid - math.floor(max(spare / per_grid, -1e6)) if turn < 5 else (low + high) // 2
+        grid = min(max(guess, low + 1), high - 1)
+    return high / 1e4 if high > least else None

@@ -133,7 +133,7 @@ def sampled_steps(mechanism: Event, sampling_rate: float, num_steps: int, group_
     if group_size != 1:
         sampled |= {"type": "poisson_sampled_group", "group_size": group_size}
     event: Event = {"type": "self_composed", "count": num_steps, "event": sampled}
-    normal_form(event)
+    normal_form(event)  # which checks it
     return event
 
 
@@ -143,13 +143,7 @@ def compose(events: Sequence[Event]) -> Event:
 
 
 def count_releases(event: Event) -> int:
-    """How many noisy sums a run may execute on the strength of `event`.
-
-    What was imported or selected ran elsewhere and pays for none.
-
-    Raises:
-        ConfigError: the event is malformed.
-    """
+    """How many noisy sums a run may execute on the strength of `event`; what was imported or selected pays for none."""
     return sum(part.times for part in normal_form(event).sampled)
 
 
@@ -167,38 +161,22 @@ def scaled(event: Event, factor: float) -> Event:
 
 
 def imported_delta(event: Event) -> float:
-    """The sum of the deltas that `event` imports, which come off the delta at which anything else is stated.
-
-    Raises:
-        ConfigError: the event is malformed.
-    """
+    """The sum of the deltas that `event` imports, which come off the delta at which anything else is stated."""
     return sum(part.delta * part.times for part in normal_form(event).imported)
 
 
 def accountants(event: Event) -> frozenset[str]:
-    """Which of "pld", "rdp" and "prv" know every part of `event`; none, where its parts do not go together.
-
-    Raises:
-        ConfigError: the event is malformed.
-    """
+    """Which of "pld", "rdp" and "prv" know every part of `event`; none, where its parts do not go together."""
     return accountants_of(normal_form(event))
 
 
 def accountants_of(terms: Terms) -> frozenset[str]:
     """See ``accountants``."""
-    known = ACCOUNTANTS
-    for _, supported in _kinds(terms):
-        known &= supported
-    return known
+    return ACCOUNTANTS.intersection(*(supported for _, supported in _kinds(terms)))
 
 
 def require(terms: Terms, accountant: str | None = None) -> None:
-    """Makes sure that an accountant, or any at all, knows an event.
-
-    Raises:
-        Refused: no accountant knows every part of it.
-        ConfigError: another accountant does, but not this one.
-    """
+    """Refuses an event that no accountant knows in every part; a ConfigError where another one does, but not this one."""
     known = accountants_of(terms)
     if not known:
         parts = "; ".join(f"{name} (only {' or '.join(sorted(who)) or 'none'})" for name, who in _kinds(terms))
@@ -268,19 +246,24 @@ def normal_form(event: Any) -> Terms:
 
 
 def dp_event_of(terms: Terms) -> DpEvent:
-    """The dp-accounting event of equal cost.
-
-    Raises:
-        ConfigError: A run is imported, for which dp-accounting has no event.
-    """
+    """The dp-accounting event of equal cost; it has none for what is imported (ConfigError)."""
     import dp_accounting as dp
-    from dp_accounting.dp_event import RepeatAndSelectDpEvent
+    from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 
     if terms.imported:
         raise ConfigError("dp-accounting has no event for an imported epsilon and delta. Use epsilon() instead.")
     runs: list[DpEvent] = []
     for part in terms.sampled:
-        runs.append(dp.SelfComposedDpEvent(_one(part), part.times))
+        one = dp.GaussianDpEvent(part.noise_multiplier)
+        if part.group_size > 1:
+            from scipy.stats import binom
+
+            many = range(part.group_size + 1)
+            weights = binom.pmf(many, part.group_size, part.probability)
+            one = MixtureOfGaussiansDpEvent(part.noise_multiplier, list(map(float, many)), list(map(float, weights)))
+        elif part.probability < 1.0:
+            one = dp.PoissonSampledDpEvent(part.probability, one)
+        runs.append(dp.SelfComposedDpEvent(one, part.times))
     for best in terms.selected:
         one = RepeatAndSelectDpEvent(dp_event_of(best.terms), best.mean, SHAPES[best.distribution])
         runs.append(dp.SelfComposedDpEvent(one, best.times))
@@ -301,6 +284,8 @@ def joint_noise_multiplier(gradient: float, count: float) -> float:
 def gradient_noise_multiplier(joint: float, count: float) -> float:
     """The noise on the gradients, rounded up, which with noise `count` on the count gives `joint` for both.
 
+    To the last bit: noise rounded down could cost more than the joint noise that was calibrated.
+
     Raises:
         ConfigError: the count alone has less noise than both together may have.
     """
@@ -313,11 +298,7 @@ def gradient_noise_multiplier(joint: float, count: float) -> float:
 
 
 def number(name: str, value: Any, above: float, most: float = sys.float_info.max, *, including: bool = False) -> float:
-    """A finite number above `above` (or equal to it, if `including`) and at most `most`.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """A finite number above `above` (or equal to it, if `including`) and at most `most`; ConfigError for any other."""
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not (above < value <= most or (including and value == above)):
         limit = "" if most == sys.float_info.max else f" and at most {most:g}"
@@ -346,12 +327,12 @@ def _kind(part: Any) -> str:
 
 
 def _noise(part: Event) -> float:
+    def sigma(name: str) -> float:
+        return number(name, part[name], LEAST_NOISE, MOST_NOISE, including=True)
+
     if part["type"] == "gaussian":
-        return number("noise_multiplier", part["noise_multiplier"], LEAST_NOISE, MOST_NOISE, including=True)
-    return joint_noise_multiplier(
-        number("gradient_noise_multiplier", part["gradient_noise_multiplier"], LEAST_NOISE, MOST_NOISE, including=True),
-        number("count_noise_multiplier", part["count_noise_multiplier"], LEAST_NOISE, MOST_NOISE, including=True),
-    )
+        return sigma("noise_multiplier")
+    return joint_noise_multiplier(sigma("gradient_noise_multiplier"), sigma("count_noise_multiplier"))
 
 
 def _inverse_square(value: float) -> Decimal:
@@ -362,29 +343,14 @@ def _kinds(terms: Terms) -> list[tuple[str, frozenset[str]]]:
     """The kinds of parts that an event has, each with its accountants."""
     kinds: dict[str, frozenset[str]] = {}
     for part in terms.sampled:
-        grouped = part.group_size > 1
-        kinds["poisson_sampled_group" if grouped else "gaussian sums"] = frozenset({"pld"}) if grouped else ACCOUNTANTS
+        if part.group_size > 1:
+            kinds["poisson_sampled_group"] = frozenset({"pld"})
+        else:
+            kinds["gaussian sums"] = ACCOUNTANTS
     for best in terms.selected:
         # dp-accounting computes the selection from the Renyi curve of one run, which an imported delta has not.
-        known = accountants_of(best.terms) & {"rdp"} if not best.terms.imported else frozenset()
-        name = f"repeat_and_select of {' and '.join(kind for kind, _ in _kinds(best.terms))}"
-        kinds[name] = frozenset(known)
+        known = accountants_of(best.terms) & {"rdp"} if not best.terms.imported else frozenset[str]()
+        kinds[f"repeat_and_select of {' and '.join(kind for kind, _ in _kinds(best.terms))}"] = known
     if terms.imported:
         kinds["imported"] = frozenset({"pld", "rdp"})
     return list(kinds.items())
-
-
-def _one(part: Sampled) -> DpEvent:
-    import dp_accounting as dp
-    from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
-
-    gaussian = dp.GaussianDpEvent(part.noise_multiplier)
-    if part.probability == 1.0:
-        return gaussian
-    if part.group_size == 1:
-        return dp.PoissonSampledDpEvent(part.probability, gaussian)
-    from scipy.stats import binom
-
-    many = range(part.group_size + 1)
-    weights = binom.pmf(many, part.group_size, part.probability)
-    return MixtureOfGaussiansDpEvent(part.noise_multiplier, list(map(float, many)), [float(w) for w in weights])

@@ -24,11 +24,7 @@ NUM_EPSILONS = 512
 
 
 def attacker_limits(epsilon: float, delta: float) -> dict[str, float]:
-    """What no membership attack on an (epsilon, delta)-DP release can exceed.
-
-    Args:
-        epsilon: >= 0, may be infinite.
-        delta: in [0, 1].
+    """What no membership attack on an (epsilon, delta)-DP release can exceed: epsilon >= 0 or infinite, delta in [0, 1].
 
     Returns:
         `tpr_at_fpr_0.01`, `tpr_at_fpr_0.001`: the largest true positive rate, at most 1 and
@@ -42,17 +38,13 @@ def attacker_limits(epsilon: float, delta: float) -> dict[str, float]:
     """
     shrink, grow = math.exp(-epsilon), math.exp(min(epsilon, 700.0))  # e^710 is too large a float
     limits = {
-        f"tpr_at_fpr_{fpr}": min(1.0, grow * fpr + delta, 1.0 - shrink * (1.0 - delta - fpr)) for fpr in (0.01, 0.001)
+        f"tpr_at_fpr_{fpr}": min(1.0, grow * fpr + delta, 1.0 - shrink * (1.0 - delta - fpr)) for fpr in reversed(FPRS)
     }
     return {**limits, "auc": 1.0 - (1.0 - delta) ** 2 * shrink / (1.0 + shrink)}
 
 
 def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | None]:
     """What no membership attack can exceed, from every (epsilon, delta) of an event at once: tighter than from one.
-
-    Args:
-        event: what was released.
-        relation: the neighbouring relation.
 
     Returns:
         `tpr_at_fpr_0.001`, `tpr_at_fpr_0.01`, `auc`: upper bounds, as ``attacker_limits``. Each pair (epsilon, delta(epsilon))
@@ -87,11 +79,8 @@ def roc_limits(epsilons: Sequence[float], deltas: Sequence[float]) -> dict[str, 
         lines.append((shrink, 1.0 - shrink * (1.0 - delta)))
         if epsilon < 700.0:
             lines.append((1.0 / shrink, delta))
-
-    def tpr(fpr: float) -> float:
-        return min(slope * fpr + start for slope, start in lines)
-
-    return {**{f"tpr_at_fpr_{fpr}": tpr(fpr) for fpr in FPRS}, "auc": _area(lines)}
+    tprs = {f"tpr_at_fpr_{fpr}": min(slope * fpr + start for slope, start in lines) for fpr in FPRS}
+    return {**tprs, "auc": _area(lines)}
 
 
 def _area(lines: list[tuple[float, float]]) -> float:
@@ -120,16 +109,14 @@ def _area(lines: list[tuple[float, float]]) -> float:
 def profile(terms: Terms, relation: Relation) -> tuple[list[float], list[float]]:
     """512 epsilons up to where delta is 1e-10 (or cannot get there), and an upper bound on delta at each.
 
-    Raises:
-        ConfigError: PLD does not know the event.
-        Refused: No accountant knows every part of it.
+    Raises as ``attacker_limits_of`` does.
     """
     require(terms, "pld")
     try:
         loss = privacy_loss(terms, relation, INTERVAL)
-        far = _far(loss.epsilon_at)
+        far = _far(lambda delta: float(loss.get_epsilon_for_delta(delta)))
         epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
-        return epsilons, [min(1.0, max(0.0, float(delta))) for delta in loss.deltas_at(epsilons)]
+        return epsilons, [min(1.0, max(0.0, float(delta))) for delta in loss.get_delta_for_epsilon(epsilons)]
     except OverflowError:
         return [0.0], [1.0]
 

@@ -1,15 +1,12 @@
 """The privacy-loss distribution of an event: every epsilon and delta of it at once.
 
-Comes in: an event in normal form, a neighbouring relation, a discretisation. Goes out: a ``PrivacyLoss``, which answers
-"which epsilon at this delta" and "which delta at this epsilon". Knows nothing of recipes and ledgers; dp-accounting
-does the work.
+Comes in: an event in normal form, a neighbouring relation, a discretisation. Goes out: dp-accounting's distribution, which
+answers "which epsilon at this delta" and "which delta at this epsilon". Knows nothing of recipes and ledgers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,9 +15,7 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.events import Sampled, Terms
 
 if TYPE_CHECKING:
-    import numpy as np
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-    from numpy.typing import NDArray
 
 Relation = Literal["zero_out", "add_or_remove_one"]  # which cost the same under Poisson sampling
 
@@ -30,47 +25,25 @@ MAX_STEPS = 1_000_000
 MIXTURE_ELEMENTS = 1_000_000
 
 
-@dataclass(frozen=True)
-class PrivacyLoss:
-    """The privacy profile of an event, the worse of both directions.
-
-    Attributes:
-        epsilon_at: delta in (0, 1) -> the smallest epsilon >= 0 that is certified; infinite where none is.
-        deltas_at: epsilons >= 0 in ascending order -> an upper bound on delta at each.
-    """
-
-    epsilon_at: Callable[[float], float]
-    deltas_at: Callable[[Sequence[float]], NDArray[np.float64]]
-
-
 def versions() -> dict[str, str]:
     """Name and version of the library behind every stated epsilon."""
     return {"name": "dp-accounting", "version": metadata.version("dp-accounting")}
 
 
 @lru_cache(maxsize=8)
-def privacy_loss(terms: Terms, relation: Relation, interval: float) -> PrivacyLoss:
-    """The privacy loss of an event that "pld" knows.
+def privacy_loss(terms: Terms, relation: Relation, interval: float) -> PrivacyLossDistribution:
+    """The privacy loss of an event that "pld" knows: not empty, without selections; the worse of both directions.
 
-    Args:
-        terms: not empty, without selections.
-        relation: the neighbouring relation.
-        interval: discretisation; a wider one is faster, and overstates rather than understates. Where the losses are so
-            large that they would fill the memory, a wider one is taken.
+    Discretised at ``interval``, or wider where the losses are so large that they would fill the memory: a wider one is
+    faster, and overstates rather than understates.
 
     Raises:
         ConfigError: the steps are too many.
         OverflowError: the loss of hardly any noise does not fit a float.
     """
-    import numpy as np
-
     if any(part.times > MAX_STEPS for part in terms.sampled):
         raise ConfigError(f"more than {MAX_STEPS} steps take too long to compose. Lower train.steps or train.epochs.")
-    whole = _distribution(terms, relation, _interval(terms, interval))
-    return PrivacyLoss(
-        lambda delta: float(whole.get_epsilon_for_delta(delta)),
-        lambda epsilons: np.asarray(whole.get_delta_for_epsilon(list(epsilons))),
-    )
+    return _distribution(terms, relation, _interval(terms, interval))
 
 
 def _interval(terms: Terms, interval: float) -> float:

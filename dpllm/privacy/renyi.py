@@ -52,15 +52,9 @@ class Fit:
 
 
 def rdp(event: Event, order: float) -> float:
-    """The Renyi divergence of `event` at one order; infinite where no finite bound is known.
+    """An upper bound on the Renyi divergence of `event` at one order alpha > 1; infinite where no finite one is known.
 
-    Args:
-        event: of a family that "rdp" knows, see ``events.accountants``.
-        order: alpha > 1.
-
-    Returns:
-        An upper bound, cached by part. Infinite also for an event that imports a delta above 0: its worst case has
-        no finite divergence.
+    Infinite also for an event that imports a delta above 0: its worst case has no finite divergence.
 
     Raises:
         ConfigError: a malformed event, an order of 1 or less, or an event that "rdp" does not know.
@@ -78,12 +72,7 @@ def rdp(event: Event, order: float) -> float:
 
 
 def allowance(epsilon: float, delta: float, order: float) -> float:
-    """The largest Renyi divergence at `order` that implies (epsilon, delta)-DP; below 0 where none does.
-
-    Args:
-        epsilon: > 0.
-        delta: in (0, 1).
-        order: alpha > 1.
+    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 where none does.
 
     References:
         Canonne, Kamath and Steinke 2020, proposition 12.
@@ -98,17 +87,11 @@ def to_epsilon(divergence: float, delta: float, order: float) -> float:
 
 
 def choose_order(epsilon: float, delta: float, reference_event: Event) -> float:
-    """The order at which a budget admits most copies of a reference run.
+    """The order, one of ``ORDERS``, at which a budget admits most copies of a reference run.
 
-    Args:
-        epsilon: of the budget, > 0.
-        delta: of the budget, in (0, 1).
-        reference_event: a run as it is expected; only the choice depends on it, and no guarantee does.
-
-    Returns:
-        One of ``ORDERS``; among orders that admit equally many, the one with most left over, relative to its allowance,
-        and the smallest of those. Where not one copy fits as it is, the order at which one fits with the least more noise
-        (up to twice as much).
+    Among orders that admit equally many, the one with most left over, relative to its allowance, and the smallest of those.
+    Where not one copy fits as it is, the order at which one fits with the least more noise (up to twice as much). Only the
+    choice depends on the reference, and no guarantee does.
 
     Raises:
         Refused: not even one copy with twice the noise fits, at any order.
@@ -151,12 +134,7 @@ def _best_order(epsilon: float, delta: float, event: Event) -> float | None:
 
 
 def largest_num_steps(event_of: Callable[[int], Event], fit: Fit) -> int:
-    """The most steps whose event fits; 0 where none does, 1e9 where it ends looking.
-
-    Args:
-        event_of: steps -> event, whose cost never falls with steps.
-        fit: what is left.
-    """
+    """The most steps whose event fits; 0 where none does, 1e9 where it ends looking. Cost never falls with steps."""
     if fit.allowance <= 0:
         return 0
     return bisect_right(range(1, MAX_STEPS + 1), fit.allowance, key=lambda steps: rdp(event_of(steps), fit.order))
@@ -165,9 +143,7 @@ def largest_num_steps(event_of: Callable[[int], Event], fit: Fit) -> int:
 def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> float:
     """The smallest noise multiplier, in steps of 1e-4 from 0.05 to 1e4, whose event fits; infinite where none does.
 
-    Args:
-        event_of: noise multiplier -> event, whose cost never rises with noise.
-        fit: what is left.
+    ``event_of`` gives the event at a noise multiplier, whose cost never rises with it.
     """
     if fit.allowance <= 0:
         return math.inf

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError
-from dpllm.privacy import calibration
+from dpllm.privacy import accounting
 from dpllm.privacy.accounting import calibrate_noise_multiplier, dp_sgd_event, epsilon
 from dpllm.privacy.privacy_loss import privacy_loss
 from dpllm.privacy.renyi import MAX_NOISE_MULTIPLIER
@@ -113,7 +113,7 @@ def test_the_answer_comes_after_a_bounded_number_of_trials(
         assert len(tried) <= 30
         return privacy_loss(terms, *arguments)
 
-    monkeypatch.setattr(calibration, "privacy_loss", loss)
+    monkeypatch.setattr(accounting, "privacy_loss", loss)
     with suppress(ConfigError):  # which is known after one trial
         sigma = calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out", group_size=rows)
         assert epsilon(dp_sgd_event(q, sigma, num_steps, rows), delta, "zero_out") <= target
@@ -129,7 +129,7 @@ def test_the_answer_comes_after_a_bounded_number_of_trials(
 def test_a_search_that_takes_long_says_so(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(calibration, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(accounting, "PROGRESS_SECONDS", 0.0)
     calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
     out, err = capsys.readouterr()
     assert out == ""
@@ -142,7 +142,7 @@ def test_cache_answers_the_same_question_only(tmp_path: Path, monkeypatch: Any) 
     ask: Any = (1.0, 1e-5, 0.2, 100, "zero_out")
     sigma = calibrate_noise_multiplier(*ask, cache)
     [file] = cache.iterdir()
-    monkeypatch.setattr(calibration, "_calibrate", lambda *_: 99.0)
+    monkeypatch.setattr(accounting, "_calibrate", lambda *_: 99.0)
     assert calibrate_noise_multiplier(*ask, cache) == sigma
     for place, other in enumerate((1.1, 2e-5, 0.21, 101, "add_or_remove_one")):
         assert calibrate_noise_multiplier(*ask[:place], other, *ask[place + 1 :], cache) == 99.0
@@ -153,7 +153,7 @@ def test_cache_answers_the_same_question_only(tmp_path: Path, monkeypatch: Any) 
         ("FORMAT", 99),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(calibration, name, other)
+            patch.setattr(accounting, name, other)
             assert calibrate_noise_multiplier(*ask, cache) == 99.0, name
     assert json.loads(file.read_text())["noise_multiplier"] == sigma
     assert calibrate_noise_multiplier(*ask, cache) == sigma
@@ -164,19 +164,19 @@ def test_cache_answers_the_same_question_only(tmp_path: Path, monkeypatch: Any) 
     ["", "{", "[]", "null", '{"key": 1}', '{"noise_multiplier": 0.01}', "\x00", "below"],
 )
 def test_damaged_cache_is_computed_again(tmp_path: Path, monkeypatch: Any, damage: str) -> None:
-    monkeypatch.setattr(calibration, "_calibrate", lambda *_: 1.5)
+    monkeypatch.setattr(accounting, "_calibrate", lambda *_: 1.5)
     ask: Any = (1.0, 1e-5, 0.2, 100, "zero_out", tmp_path)
     calibrate_noise_multiplier(*ask)
     [file] = tmp_path.iterdir()
     if damage == "below":  # well-formed but for the value
         damage = json.dumps({**json.loads(file.read_text()), "noise_multiplier": -1.0})
     file.write_text(damage)
-    monkeypatch.setattr(calibration, "_calibrate", lambda *_: 2.5)
+    monkeypatch.setattr(accounting, "_calibrate", lambda *_: 2.5)
     assert calibrate_noise_multiplier(*ask) == 2.5
     assert json.loads(file.read_text())["noise_multiplier"] == 2.5
 
 
 def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(calibration, "_calibrate", lambda *_: 1.5)
+    monkeypatch.setattr(accounting, "_calibrate", lambda *_: 1.5)
     (tmp_path / "file").write_text("")
     assert calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out", tmp_path / "file") == 1.5

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.accounting import attacker_limits, compose, dp_sgd_event, epsilon
-from dpllm.privacy.limits import _area, attacker_limits_of, roc_limits
+from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
+from dpllm.privacy.limits import _area, attacker_limits, attacker_limits_of, roc_limits
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 
