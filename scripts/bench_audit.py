@@ -19,7 +19,7 @@ import numpy as np
 from _machine import machine, versions
 
 from dpllm.auditing import bounds
-from dpllm.auditing.attacks import auc
+from dpllm.auditing.statistics import auc
 
 NUM_CANARIES, ALPHA, DELTA = 1000, 0.05, 1e-5
 GUESSES, GUESSES_IN = (40, 120, 400), (30, 120)

@@ -1,30 +1,32 @@
-"""Attacks: how well the score table separates members from the rest.
+"""Attacks: scores of the secrets and of their tokens, higher = more likely a member.
 
-Comes in: scores. Goes out: exposure, AUC, true positive rates and extraction counts, each with its uncertainty. A
-higher score means "more likely a member"; that direction is decided in advance and never turned round. Knows no model.
+Comes in: the score and token tables. Goes out: one array for each attack, and counts of secrets that greedy decoding gives
+away. Directions and settings are fixed here and are never turned round or tuned on coins. Knows no model and no text.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import optimize, special, stats
 
-from dpllm.auditing.rates import upper_limit
-from dpllm.auditing.table import CanaryScores
+from dpllm.auditing.statistics import fit_slope
+from dpllm.auditing.table import CanaryScores, TokenTable
+
+# A legend of shapes: M candidates, Q references, S sequences, N tokens.
+
+Floats = NDArray[np.float64]
 
 GAMMA = 1.0
 """RMIA's threshold of the likelihood ratio."""
 OFFLINE_A = 0.3
 """RMIA's a: how much of p_in is explained by p_out, p_in = a p_out + 1 - a."""
-
-# A legend of shapes: P positives, N negatives, Q references.
-
-Floats = NDArray[np.float64]
+LOWEST_SHARE = 0.2  # of a sequence's tokens, for Min-K%
+SMALLEST_VARIANCE = 1e-12  # of log p: a model that is certain has none
+SMOOTHING = 1e-6  # nats, in the ratio of gains to losses
+WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 
 
 def ratio(table: Iterable[CanaryScores]) -> Floats:
@@ -45,19 +47,11 @@ def base_loss(table: Iterable[CanaryScores]) -> Floats:
 def slope(candidates: Iterable[CanaryScores]) -> float:
     """How much of a secret's log-probability before training is left after it: the slope of tuned on base; 1 if unknown.
 
-    A model that hardly moved has a slope near 1, one that learned to write digits anew a slope near 0. It is fitted on all
-    candidates alike, whatever their coins, so that a score made with it depends on coins through the model only.
+    It is fitted on all candidates alike, whatever their coins, so that a score made with it depends on coins through the
+    model only. A model that hardly moved has a slope near 1, one that learned to write digits anew a slope near 0.
     """
     rows = list(candidates)
     return fit_slope(base_loss(rows), loss(rows))
-
-
-def fit_slope(before: Floats, after: Floats) -> float:
-    """The least-squares slope of ``after`` on ``before``, both of one shape; 1 where ``before`` does not vary."""
-    spread = float(((before - before.mean()) ** 2).sum()) if len(before) else 0.0
-    if spread <= 1e-12 * max(1, len(before)):
-        return 1.0
-    return float(((before - before.mean()) * (after - after.mean())).sum() / spread)
 
 
 def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
@@ -72,189 +66,6 @@ def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
     """
     rows = list(table)
     return loss(rows) - slope * base_loss(rows)
-
-
-ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio, "loss": loss}
-"""Membership scores by name; higher = more likely a member."""
-
-
-INTERVALS = 2
-"""How intervals are made. 1 took the threshold of a rate for known, and an area's variance for the one in the sample: too
-narrow, and kept because audits that were published with it (``schema_version`` 1 of audit.json) are computed again."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number and an interval that covers it with the stated confidence."""
-
-    value: float
-    low: float
-    high: float
-
-
-def exposure(scores: ArrayLike, reference_scores: ArrayLike) -> Floats:
-    """Exposure in bits: log2 Q - log2 of the rank among Q references.
-
-    A canary that ties with a reference is ranked behind it, so ties never look like memorisation. Ranges from
-    log2(Q / (Q + 1)) to log2 Q.
-
-    Args:
-        scores: Shape (P,), higher = likelier.
-        reference_scores: Shape (Q,), of canaries that were never inserted, from the same generator.
-
-    References:
-        Carlini et al. 2019, "The Secret Sharer", exposure estimated by sampling.
-    """
-    reference_Q = np.sort(np.asarray(reference_scores, dtype=np.float64))
-    count = len(reference_Q)
-    at_least_P = count - np.searchsorted(reference_Q, np.asarray(scores, dtype=np.float64), side="left")
-    result: Floats = np.log2(count) - np.log2(1 + at_least_P)
-    return result
-
-
-def exposure_null_mean(num_references: int) -> float:
-    """Mean exposure, in bits, of a canary that the model never saw: 1 / ln 2 = 1.4427 for many references.
-
-    Exactly log2 Q - log2((Q + 1)!) / (Q + 1), because the rank is uniform on 1..Q+1 (ties only lower it).
-    """
-    return math.log2(num_references) - math.lgamma(num_references + 2) / math.log(2) / (num_references + 1)
-
-
-def rank_sum_p_value(scores: ArrayLike, other_scores: ArrayLike) -> float | None:
-    """One-sided Mann-Whitney test that ``scores`` are higher; None where a side is empty.
-
-    Guarantee:
-        Uniform (or conservative) on [0, 1] if all the scores are exchangeable, as they are where nothing was learned.
-    """
-    first, second = np.asarray(scores, dtype=np.float64), np.asarray(other_scores, dtype=np.float64)
-    if not len(first) or not len(second):
-        return None
-    if len(np.unique(np.concatenate((first, second)))) == 1:
-        return 1.0
-    return float(stats.mannwhitneyu(first, second, alternative="greater").pvalue)
-
-
-def auc(
-    positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95, *, intervals: int = INTERVALS
-) -> Estimate | None:
-    """Area under the ROC curve: P[member above non-member] + P[tie] / 2, with an interval.
-
-    The interval is the union of two. DeLong's has the variance of the sample, with Student's quantile for its degrees of
-    freedom, on the logit scale so that it stays inside [0, 1]; a dozen scores of which each beats nearly all others show
-    too little variance. Newcombe's asks instead which areas a curve of the usual shape, with the variance of that area,
-    could have; it does not see that one side may vary more than the other. Where the sample shows no variance (perfect
-    separation, all equal, one score on a side) a distribution-free interval over min(P, N) disjoint pairs is given: exact
-    at 0 and 1, Hoeffding's elsewhere.
-
-    Guarantee:
-        None by a theorem. In simulations of 95% intervals for independent Gaussian scores, one side varying half as much
-        to twice as much as the other, it covers in 94% or more: 12 against 508, 50 against 50, 97 against 603, for areas
-        from .5 to .99.
-
-    Args:
-        positives: Shape (P,).
-        negatives: Shape (N,).
-        confidence: Of the two-sided interval.
-        intervals: See ``INTERVALS``; 1 is DeLong's alone, with the normal quantile.
-
-    Returns:
-        None where a side is empty.
-
-    References:
-        DeLong, DeLong and Clarke-Pearson 1988; Sun and Xu 2014 for midranks in O(n log n); Brunner and Munzel 2000 for the
-        degrees of freedom; Newcombe 2006, "Confidence intervals for an effect size measure based on the Mann-Whitney
-        statistic. Part 2", method 5; Hoeffding 1963, section 5.
-    """
-    positive_P, negative_N = np.asarray(positives, dtype=np.float64), np.asarray(negatives, dtype=np.float64)
-    num_p, num_n = len(positive_P), len(negative_N)
-    if not num_p or not num_n:
-        return None
-    beaten_P, beating_N = placements(positive_P, negative_N)
-    value = float(beaten_P.mean())
-    miss = 1 - confidence
-    of_p = of_n = 0.0
-    if num_p > 1 and num_n > 1:
-        of_p, of_n = float(beaten_P.var(ddof=1)) / num_p, float(beating_N.var(ddof=1)) / num_n
-    variance = of_p + of_n
-    if variance <= 1e-18 or not 0 < value < 1:
-        return Estimate(value, *_pairs_interval(value, min(num_p, num_n), miss))
-    normal = quantile = float(special.ndtri(1 - miss / 2))
-    if intervals > 1:
-        freedom = variance**2 / (of_p**2 / (num_p - 1) + of_n**2 / (num_n - 1))
-        quantile = float(special.stdtrit(freedom, 1 - miss / 2))
-    width = quantile * math.sqrt(variance) / (value * (1 - value))
-    low, high = (float(limit) for limit in special.expit(special.logit(value) + np.array([-width, width])))
-    if intervals > 1:
-        least, most = _areas(value, num_p, num_n, normal)
-        low, high = min(low, least), max(high, most)
-    return Estimate(value, low, high)
-
-
-def placements(positive_P: Floats, negative_N: Floats) -> tuple[Floats, Floats]:
-    """Each positive's share of negatives below it, and each negative's share of positives above it; ties count half."""
-    num_p, num_n = len(positive_P), len(negative_N)
-    both = stats.rankdata(np.concatenate((positive_P, negative_N)))
-    beaten_P: Floats = (both[:num_p] - stats.rankdata(positive_P)) / num_n
-    beating_N: Floats = 1 - (both[num_p:] - stats.rankdata(negative_N)) / num_p
-    return beaten_P, beating_N
-
-
-def tpr_at_fpr(
-    positives: ArrayLike,
-    negatives: ArrayLike,
-    fpr: float = 0.01,
-    confidence: float = 0.95,
-    *,
-    intervals: int = INTERVALS,
-) -> Estimate | None:
-    """True positive rate at the threshold that lets at most floor(fpr N) negatives pass.
-
-    Scores that tie with the threshold do not pass. The interval is about the rate at the threshold that lets a share
-    ``fpr`` of all possible negatives pass, of which the negatives at hand are a sample: two of their order statistics hold
-    that threshold between them, and Clopper and Pearson's limit is taken at each. With few negatives (at 95%, fewer than
-    396 at 1% and 3,975 at 0.1%) it may lie above them all, and the lower limit is 0.
-
-    Guarantee:
-        The interval covers with probability ``confidence`` or more, whatever the two distributions are, ties and jumps
-        included, if the negatives are independent draws from one and the positives from the other. It is a union bound: for
-        Gaussian scores some 1.1 to 1.6 times as wide as a normal approximation that knows the curve.
-
-    Args:
-        positives: Shape (P,).
-        negatives: Shape (N,).
-        fpr: In (0, 1).
-        confidence: Of the two-sided interval.
-        intervals: See ``INTERVALS``; 1 is Clopper and Pearson's at the one threshold, as if it were known.
-
-    Returns:
-        None without positives, or with fewer negatives than ``fewest_negatives``.
-
-    References:
-        Clopper and Pearson 1934; David and Nagaraja 2003, "Order Statistics", section 7.1, for quantiles between order
-        statistics; the union of the two is ours to pay.
-    """
-    positive_P, negative_N = np.asarray(positives, dtype=np.float64), np.sort(np.asarray(negatives, dtype=np.float64))
-    num_p, num_n = len(positive_P), len(negative_N)
-    if num_n < fewest_negatives(fpr) or not num_p:
-        return None
-    # Of a threshold that lets k negatives pass: k = -1 stands for one above all scores, k = N for one below them.
-    thresholds = np.concatenate(([-np.inf], negative_N, [np.inf]))
-
-    def caught(passing: int) -> int:
-        return int((positive_P > thresholds[num_n - passing]).sum())
-
-    allowed = math.floor(fpr * num_n + 1e-9)
-    few, many, miss_low, miss_high = allowed, allowed, (1 - confidence) / 2, (1 - confidence) / 2
-    if intervals > 1:
-        few, many, miss_low, miss_high = _around(num_n, fpr, 1 - confidence)
-    low = 1 - float(upper_limit(num_p - caught(few), caught(few), miss_low))
-    high = float(upper_limit(caught(many), num_p - caught(many), miss_high))
-    return Estimate(caught(allowed) / num_p, low, high)
-
-
-def fewest_negatives(fpr: float) -> int:
-    """With fewer, not one negative stands for the rate: 100 at 1 %, 1,000 at 0.1 %."""
-    return math.ceil(1 / fpr - 1e-9)
 
 
 def members(rows: Iterable[CanaryScores]) -> list[CanaryScores]:
@@ -279,42 +90,6 @@ def extraction(rows: Sequence[CanaryScores]) -> dict[str, int]:
     }
 
 
-def _areas(value: float, num_p: int, num_n: int, quantile: float) -> tuple[float, float]:
-    """The smallest and largest areas from which ``value`` is not further than so many of their standard deviations."""
-    half = (num_p + num_n) / 2 - 1
-
-    def gap(area: float) -> float:
-        # Of exponentially distributed scores, after Hanley and McNeil; Newcombe gives both sides their mean size.
-        shape = 1 + half * ((1 - area) / (2 - area) + area / (1 + area))
-        return (area - value) ** 2 - quantile**2 * area * (1 - area) * shape / (num_p * num_n)
-
-    return float(optimize.brentq(gap, 0.0, value)), float(optimize.brentq(gap, value, 1.0))
-
-
-def _around(num_n: int, fpr: float, miss: float) -> tuple[int, int, float, float]:
-    """Numbers of passing negatives whose thresholds hold the true one between them, and what is left of ``miss`` for each.
-
-    So many negatives or fewer lie at or above the true threshold, or so many and one more lie above it, with a probability
-    that is taken from ``miss``.
-    """
-    # Most of it, because the limits of the rate depend on what they are left with by its logarithm only.
-    share, each, count_N = 0.75, miss / 2, np.arange(num_n + 1)
-    at_most, more = special.bdtr(count_N, num_n, fpr), special.bdtrc(count_N, num_n, fpr)
-    few = int((at_most <= share * each).sum()) - 1
-    if few < 0:  # the lower limit is 0 and cannot fail
-        each = miss
-    many = int((more > share * each).sum())
-    return few, many, each - float(at_most[few] if few >= 0 else 0), each - float(more[many])
-
-
-def _pairs_interval(value: float, pairs: int, miss: float) -> tuple[float, float]:
-    """Interval for an AUC that needs no variance, from the number of disjoint (member, non-member) pairs."""
-    # All pairs in the same order has probability at most AUC^pairs (or (1 - AUC)^pairs).
-    exact, hoeffding = 1 - (miss / 2) ** (1 / pairs), math.sqrt(math.log(2 / miss) / (2 * pairs))
-    reach = exact if value in (0.0, 1.0) else hoeffding
-    return max(0.0, value - reach), min(1.0, value + reach)
-
-
 def rmia(
     target: ArrayLike,
     average: ArrayLike,
@@ -329,21 +104,15 @@ def rmia(
 
     Args:
         target: Shape (M,), log p(x | target). For a text, p is the geometric mean over its tokens.
-        average: Shape (M,), log p(x), over models with and without x: see ``average_offline`` and ``average_online``.
+        average: Shape (M,), log p(x), over models with and without x: see ``average_offline``.
         target_references: Shape (Q,), log p(z | target).
         average_references: Shape (Q,), log p(z).
         gamma: > 0.
 
-    Returns:
-        Shape (M,), in [0, 1]; higher = more likely a member.
-
     References:
         Zarifzadeh, Liu and Shokri 2024, "Low-Cost High-Power Membership Inference Attacks".
     """
-    gain_M = log_ratio(np.asarray(target, dtype=np.float64), np.asarray(average, dtype=np.float64))
-    gain_Q = np.sort(
-        log_ratio(np.asarray(target_references, dtype=np.float64), np.asarray(average_references, dtype=np.float64))
-    )
+    gain_M, gain_Q = log_ratio(target, average), np.sort(log_ratio(target_references, average_references))
     result: Floats = np.searchsorted(gain_Q, gain_M - math.log(gamma), side="right") / len(gain_Q)
     return result
 
@@ -351,10 +120,8 @@ def rmia(
 def average_offline(log_p_out: ArrayLike, a: float = OFFLINE_A) -> Floats:
     """Log p(x) = log(((1 + a) p_out + 1 - a) / 2), from models that never saw x; p_out = 0 is an answer like another.
 
-    Args:
-        log_p_out: Any shape.
-        a: In [0, 1). Where texts are unlikely (p_out far below 1 - a) the average hardly depends on p_out, and what
-            remains is an attack on the loss.
+    Where texts are unlikely (p_out far below 1 - a) the average hardly depends on p_out, and what remains is an attack on
+    the loss.
 
     References:
         Zarifzadeh, Liu and Shokri 2024, on p(x) without in models.
@@ -365,7 +132,113 @@ def average_offline(log_p_out: ArrayLike, a: float = OFFLINE_A) -> Floats:
     return result
 
 
-def log_ratio(first: Floats, second: Floats) -> Floats:
+def log_ratio(first: ArrayLike, second: ArrayLike) -> Floats:
     """First minus second, in log space; 0 where they are equal, also where both probabilities are zero."""
-    same = np.asarray(first == second)
-    return np.where(same, 0.0, first - np.where(same, 0.0, second))
+    over, under = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    same = over == under
+    return np.where(same, 0.0, over - np.where(same, 0.0, under))
+
+
+def rmia_base(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> Floats:
+    """RMIA with the base model as its only reference, on probabilities for each token."""
+
+    def averages(side: Sequence[CanaryScores]) -> tuple[Floats, Floats]:
+        lengths = np.array([row.num_tokens for row in side], dtype=np.float64)
+        return loss(side) / lengths, average_offline(base_loss(side) / lengths)
+
+    return rmia(*averages(rows), *averages(references))
+
+
+def zlib(table: TokenTable) -> Floats:
+    """Log-probability over the compressed length: an easy text is likely in every model (Carlini et al. 2021)."""
+    return table.sums(table.tuned_log_prob_N) / table.zlib_bytes_S
+
+
+def min_k(table: TokenTable) -> Floats:
+    """Mean log-probability of the least likely fifth of the tokens, at least one (Shi et al. 2024, Min-K%)."""
+    return _lowest(table, table.tuned_log_prob_N)
+
+
+def min_k_plus(table: TokenTable) -> Floats:
+    """The same of log p in standard deviations from its mean over the vocabulary (Zhang et al. 2025, Min-K%++)."""
+    return _lowest(table, _standardised(table.tuned_log_prob_N, table.tuned_mean_N, table.tuned_variance_N))
+
+
+def min_k_plus_ratio(table: TokenTable) -> Floats:
+    """Min-K%++ of the tuned model minus that of the base model."""
+    base = _lowest(table, _standardised(table.base_log_prob_N, table.base_mean_N, table.base_variance_N))
+    return min_k_plus(table) - base
+
+
+def gains_over_losses(table: TokenTable) -> Floats:
+    """Where the tuned model still errs: log-probability gained over log-probability lost, each plus a small constant.
+
+    A sequence without an error left is judged by all its tokens: it must not rank lowest, as it does where the ratio is
+    set to 0 for want of losses.
+
+    References:
+        EZ-MIA (arXiv 2601.12104), smoothed.
+    """
+    gain_N = table.tuned_log_prob_N - table.base_log_prob_N
+    errors_S = table.sums((~table.tuned_argmax_N).astype(np.float64))
+    counted_N = np.where(errors_S[table.sequence_N] > 0, ~table.tuned_argmax_N, True)
+    gained = table.sums(np.where(counted_N, np.maximum(gain_N, 0.0), 0.0))
+    lost = table.sums(np.where(counted_N, np.maximum(-gain_N, 0.0), 0.0))
+    return np.log(gained + SMOOTHING) - np.log(lost + SMOOTHING)
+
+
+def windows(table: TokenTable) -> Floats:
+    """Share of windows of neighbouring tokens in which the tuned model is likelier, averaged over widths.
+
+    Widths longer than a sequence are left out; a sequence of one token has that token as its window.
+
+    References:
+        WBC (arXiv 2601.02751).
+    """
+    gain_N = table.tuned_log_prob_N - table.base_log_prob_N
+    starts, lengths = table.starts(), table.lengths()
+    total_N1 = np.concatenate(([0.0], np.cumsum(gain_N)))
+    votes_S = np.zeros(len(starts))
+    widths_S = np.zeros(len(starts), dtype=np.float64)
+    for width in (1, *WINDOWS):
+        fits_S = lengths >= width if width > 1 else lengths == 1
+        if not fits_S.any():
+            continue
+        likelier = (total_N1[width:] - total_N1[: len(total_N1) - width] > 0).astype(np.float64)
+        before = np.concatenate(([0.0], np.cumsum(likelier)))
+        last_S = starts + np.maximum(lengths - width + 1, 0)
+        shares: Floats = (before[np.where(fits_S, last_S, 0)] - before[np.where(fits_S, starts, 0)]) / np.where(
+            fits_S, lengths - width + 1, 1
+        )
+        votes_S += np.where(fits_S, shares, 0.0)
+        widths_S += fits_S
+    return votes_S / widths_S
+
+
+ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio, "loss": loss}
+"""Membership scores of secrets by name, looked at beside the primary one."""
+
+TOKEN_ATTACKS: dict[str, Callable[[TokenTable], Floats]] = {
+    "zlib": zlib,
+    "min_k": min_k,
+    "min_k_plus": min_k_plus,
+    "min_k_plus_ratio": min_k_plus_ratio,
+    "gains_over_losses": gains_over_losses,
+    "windows": windows,
+}
+"""Membership scores of sequences by name."""
+
+
+def _standardised(log_prob_N: Floats, mean_N: Floats, variance_N: Floats) -> Floats:
+    result: Floats = (log_prob_N - mean_N) / np.sqrt(np.maximum(variance_N, SMALLEST_VARIANCE))
+    return result
+
+
+def _lowest(table: TokenTable, values_N: Floats) -> Floats:
+    """Mean of each sequence's lowest fifth, rounded up to a whole token."""
+    order_N = np.lexsort((values_N, table.sequence_N))
+    starts, lengths = table.starts(), table.lengths()
+    few_S = np.ceil(LOWEST_SHARE * lengths).astype(np.int64)
+    total_N1 = np.concatenate(([0.0], np.cumsum(values_N[order_N])))
+    result: Floats = (total_N1[starts + few_S] - total_N1[starts]) / few_S
+    return result

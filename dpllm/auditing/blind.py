@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse, special, stats
+from scipy import sparse, special
 
-from dpllm.auditing import attacks
+from dpllm.auditing import statistics
 from dpllm.auditing.verdict import CONTROL_LEVEL
 from dpllm.canaries.canaries import Canary
 
@@ -55,19 +54,16 @@ def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float =
     """Cross-validated naive Bayes over which words a text has, how long it is, and how it begins and ends.
 
     The folds are stratified and drawn with a fixed seed; the AUC is taken within each fold and averaged, because scores
-    of different classifiers have no common scale.
+    of different classifiers have no common scale. None with fewer than 20 texts on a side.
 
     Guarantee:
         Where all texts are exchangeable, ``succeeds`` is true with probability about (1 - confidence) / 2 or less. This is
         shown by simulation and not by a theorem: see the tests.
 
     Args:
-        texts_in: Shape (P,), one text for each privacy unit.
-        texts_out: Shape (N,), likewise.
+        texts_in: One text for each privacy unit.
+        texts_out: Likewise.
         confidence: Of the interval.
-
-    Returns:
-        None with fewer than 20 texts on a side.
 
     References:
         Das, Zhang and Tramer 2024, "Blind baselines beat membership inference attacks for foundation models"; Nadeau and
@@ -83,17 +79,14 @@ def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float =
     for fold in range(FOLDS):
         test_D = fold_D == fold
         score_D = present_DW @ _weights(present_DW, first_D & ~test_D, ~first_D & ~test_D)
-        area, variance = _area(score_D[test_D & first_D], score_D[test_D & ~first_D])
-        areas.append(area)
-        variances.append(variance)
-    value, variance = float(np.mean(areas)), _INFLATION * float(np.sum(variances)) / FOLDS**2
-    low, high = _interval(value, variance, min(len(texts_in), len(texts_out)), 1 - confidence)
-    return BlindControl(value, low, high)
-
-
-def zlib_bytes(text: str) -> int:
-    """Length of a text once compressed."""
-    return len(zlib.compress(text.encode()))
+        beaten_P, beating_N = statistics.placements(score_D[test_D & first_D], score_D[test_D & ~first_D])
+        areas.append(float(beaten_P.mean()))
+        variances.append(float(beaten_P.var(ddof=1) / len(beaten_P) + beating_N.var(ddof=1) / len(beating_N)))
+    value, variance, miss = float(np.mean(areas)), _INFLATION * float(np.sum(variances)) / FOLDS**2, 1 - confidence
+    if variance <= 1e-18 or not 0 < value < 1:
+        reach = statistics.hoeffding(min(len(texts_in), len(texts_out)), miss)
+        return BlindControl(value, max(0.0, value - reach), min(1.0, value + reach))
+    return BlindControl(value, *statistics.logit_interval(value, special.ndtri(1 - miss / 2) * math.sqrt(variance)))
 
 
 def _features(text: str) -> set[str]:
@@ -123,22 +116,6 @@ def _weights(present_DW: sparse.csr_array, in_D: NDArray[np.bool_], out_D: NDArr
     often_out_W = out_D.astype(np.float64) @ present_DW / out_D.sum()
     result: Floats = np.log(often_in_W + smoothing) - np.log(often_out_W + smoothing)
     return result
-
-
-def _area(in_P: Floats, out_N: Floats) -> tuple[float, float]:
-    """AUC and its variance by DeLong."""
-    beaten_P, beating_N = attacks.placements(in_P, out_N)
-    return float(beaten_P.mean()), float(beaten_P.var(ddof=1) / len(in_P) + beating_N.var(ddof=1) / len(out_N))
-
-
-def _interval(value: float, variance: float, pairs: int, miss: float) -> tuple[float, float]:
-    """On the logit scale; without variance, Hoeffding's for so many disjoint pairs."""
-    if variance <= 1e-18 or not 0 < value < 1:
-        reach = math.sqrt(math.log(2 / miss) / (2 * pairs))
-        return max(0.0, value - reach), min(1.0, value + reach)
-    width = stats.norm.ppf(1 - miss / 2) * math.sqrt(variance) / (value * (1 - value))
-    low, high = special.expit(special.logit(value) + np.array([-width, width]))
-    return float(low), float(high)
 
 
 def words_control(canaries: Sequence[Canary]) -> dict[str, Any] | None:

@@ -23,21 +23,17 @@ from scipy.special import gammaln
 LARGEST_EPSILON = 64.0
 """No bound is sought above it."""
 _TOLERANCE = 1e-9
-_CACHE = 100_000  # results of one simulation: m, r, delta and level stay, v takes some hundred values
-
 
 Side = Literal["both", "in"]
 """Guesses on both ends of the ranking, half of them "in", or "in" for the highest scores alone."""
 
 
 class Outcome(NamedTuple):
-    """One way to guess, and how it went."""
+    """One way to guess, and how it went: v of r guesses were right."""
 
     side: Side
     guesses: int
-    """r."""
     correct: int
-    """v."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,8 @@ def one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, epsil
 
     Args:
         num_canaries: m, all coins, guessed or not.
-        num_guesses: r, fixed before the coins are looked at.
-        num_correct: v.
+        num_guesses: r <= m, fixed before the coins are looked at.
+        num_correct: v <= r.
         epsilon: At least 0.
         delta: At least 0, of the same neighbouring relation: one canary added, removed or zeroed out.
 
@@ -98,27 +94,36 @@ def one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, epsil
     return min(1.0, _p_value(num_canaries, _log_choose(num_guesses), num_correct, epsilon, delta))
 
 
+@lru_cache(maxsize=100_000)  # one simulation: m, r, delta and level stay, v takes some hundred values
 def epsilon_from_guesses(num_canaries: int, num_guesses: int, num_correct: int, *, delta: float, alpha: float) -> float:
-    """The largest epsilon that so many right guesses refute at level alpha, rounded down; 0 if none.
-
-    Results are kept, so that thousands of audits of the same size cost little more than their distinct outcomes.
+    """The largest epsilon that so many right guesses refute at level alpha, at most 1e-9 too small; 0 if none.
 
     Guarantee:
         Under the assumptions of ``one_run_p_value``, r chosen in advance: exceeds epsilon with probability <= alpha.
-
-    Args:
-        num_canaries: m.
-        num_guesses: r <= m.
-        num_correct: v <= r.
-        delta: The claim's delta.
-        alpha: Level of this one test.
 
     References:
         ``one_run_p_value``, inverted. With B + F for the right guesses, F >= 0 the ones that delta pays for and of mean
         at most 2 m delta, the largest P[B + F >= v] over all laws of F grows with epsilon, because B does. The p-value
         is never below it, so whatever epsilon the p-value refutes, all smaller ones are refuted too.
     """
-    return _inverse(num_canaries, num_guesses, num_correct, float(delta), float(alpha))
+    log_choose_R = _log_choose(num_guesses)
+
+    def gap(epsilon: float) -> float:
+        """Below 0 where epsilon is refuted; logarithms make it nearly straight."""
+        p = _p_value(num_canaries, log_choose_R, num_correct, epsilon, delta)
+        return math.log(max(p, 1e-300) / alpha)
+
+    if gap(0.0) > 0:
+        return 0.0
+    high = 1.0
+    while gap(high) <= 0:
+        high *= 2
+        if high > LARGEST_EPSILON:
+            return LARGEST_EPSILON
+    root = float(optimize.brentq(gap, 0.0, high, xtol=_TOLERANCE / 4))
+    while root > 0 and gap(root) > 0:
+        root = max(0.0, root - _TOLERANCE / 2)
+    return root
 
 
 def epsilon_lower_bound(
@@ -163,7 +168,7 @@ def epsilon_lower_bound(
     num_canaries = len(np.asarray(inserted))
     value, best = 0.0, None
     for outcome in reversed(played):
-        bound = _inverse(num_canaries, outcome.guesses, outcome.correct, float(delta), level)
+        bound = epsilon_from_guesses(num_canaries, outcome.guesses, outcome.correct, delta=delta, alpha=level)
         if best is None or bound > value:
             value, best = bound, outcome
     return OneRunBound(
@@ -183,20 +188,9 @@ def epsilon_lower_bound(
 def one_run_ceiling(
     num_canaries: int, *, delta: float, alpha: float, guesses: Sequence[int], guesses_in: Sequence[int] = ()
 ) -> float:
-    """The most that ``epsilon_lower_bound`` can show: its value where every guess is right. Needs no scores.
-
-    Args:
-        num_canaries: m.
-        delta: The claim's delta, in [0, 1].
-        alpha: In (0, 1/2).
-        guesses: The grid of r on both sides.
-        guesses_in: The grid of r on the highest scores alone.
-
-    Raises:
-        ValueError: Alpha or delta is out of range.
-    """
+    """The most that ``epsilon_lower_bound`` can show: its value where every guess is right. Needs no scores."""
     ways, level = _ways(num_canaries, delta, alpha, guesses, guesses_in)
-    return max((_inverse(num_canaries, r, r, float(delta), level) for _, r in ways), default=0.0)
+    return max((epsilon_from_guesses(num_canaries, r, r, delta=delta, alpha=level) for _, r in ways), default=0.0)
 
 
 def outcomes(
@@ -208,19 +202,7 @@ def outcomes(
     guesses: Sequence[int],
     guesses_in: Sequence[int] = (),
 ) -> tuple[list[Outcome], float]:
-    """Every way to guess that can be played, how many guesses were right, and the level of each way.
-
-    Args:
-        scores: Shape (M,); higher = more likely a member; finite. Equal scores are ordered without the coins.
-        inserted: Shape (M,), the coins.
-        delta: The claim's delta, in [0, 1].
-        alpha: In (0, 1/2), for all ways together.
-        guesses: The grid of r on both sides.
-        guesses_in: The grid of r on the highest scores alone.
-
-    Raises:
-        ValueError: Shapes differ, a score is not a finite number, or alpha or delta is out of range.
-    """
+    """Every way to guess that can be played, how many guesses were right, and the level of each way."""
     score_M, inserted_M = checked(scores, inserted)
     ways, level = _ways(len(score_M), delta, alpha, guesses, guesses_in)
     # The first key breaks ties by a fixed shuffle: a caller may hand over all members first, and position would tell.
@@ -268,11 +250,7 @@ def group_claim(epsilon: float, delta: float, repetitions: int) -> GroupClaim:
 
 
 def checked(scores: ArrayLike, inserted: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Scores and coins as arrays of one shape (M,).
-
-    Raises:
-        ValueError: Shapes differ, or a score is not a finite number.
-    """
+    """Scores and coins as arrays of one shape (M,); ValueError where they are none, or a score is not finite."""
     score_M, inserted_M = np.asarray(scores, dtype=np.float64), np.asarray(inserted, dtype=bool)
     if score_M.ndim != 1 or score_M.shape != inserted_M.shape:
         raise ValueError(f"scores and coins must be two equally long lists, got {score_M.shape} and {inserted_M.shape}")
@@ -320,26 +298,3 @@ def _p_value(num_canaries: int, log_choose_R: NDArray[np.float64], correct: int,
     # P[v - i <= B < v] for i = 1..v; a larger i only divides the same mass by more.
     below = np.cumsum(pmf_R[:correct][::-1])
     return tail + 2 * num_canaries * delta * float((below / np.arange(1, correct + 1)).max())
-
-
-@lru_cache(maxsize=_CACHE)
-def _inverse(num_canaries: int, num_guesses: int, correct: int, delta: float, level: float) -> float:
-    """The largest refuted epsilon, at most 1e-9 too small; 0 if none."""
-    log_choose_R = _log_choose(num_guesses)
-
-    def gap(epsilon: float) -> float:
-        """Below 0 where epsilon is refuted; logarithms make it nearly straight."""
-        p = _p_value(num_canaries, log_choose_R, correct, epsilon, delta)
-        return math.log(max(p, 1e-300) / level)
-
-    if gap(0.0) > 0:
-        return 0.0
-    high = 1.0
-    while gap(high) <= 0:
-        high *= 2
-        if high > LARGEST_EPSILON:
-            return LARGEST_EPSILON
-    root = float(optimize.brentq(gap, 0.0, high, xtol=_TOLERANCE / 4))
-    while root > 0 and gap(root) > 0:
-        root = max(0.0, root - _TOLERANCE / 2)
-    return root

@@ -1,31 +1,35 @@
 """Extraction: whether, and after how many samples, a model gives a planted secret away.
 
-Comes in: the token table and the score table. Goes out: which secrets greedy decoding gives away, how many samples each
-of the others takes, and counts for every group beside their controls. Everything follows from probabilities of tokens:
-nothing is generated, and neither models nor texts are known.
+Comes in: the token table and the score table; texts that a model wrote. Goes out: counts for every group beside their controls:
+the same secrets by the base model, and secrets that nobody trained on. Knows no model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpllm.auditing import attacks
-from dpllm.auditing.table import CanaryScores, by_group
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group
+from dpllm.canaries.canaries import Canary
 
-# A legend of shapes: S sequences, N tokens.
+# A legend of shapes: S sequences, D distinct texts.
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
+# --- from probabilities: nothing is generated ---------------------------------------------------------------------
+
 Model = Literal["tuned", "base"]
 Scheme = Literal["all_tokens", "top_k"]
-"""Sampling at temperature 1, from the whole vocabulary or from the ``tokens.TOP_K`` likeliest tokens."""
+"""Sampling at temperature 1, from the whole vocabulary or from the ``table.TOP_K`` likeliest tokens."""
 
 SCHEMES: tuple[Scheme, ...] = ("all_tokens", "top_k")
 ATTEMPTS = (1, 10, 100, 1000, 10_000)
@@ -37,23 +41,15 @@ _ROUNDING = 1e-12  # share of n that float64 cannot tell: 1 - (1 - 1/2)^1 >= 1/2
 
 def greedy(table: TokenTable, model: Model) -> Bools:
     """Shape (S,): whether greedy decoding behind the true beginning gives every scored token."""
-    argmax_N = table.tuned_argmax_N if model == "tuned" else table.base_argmax_N
-    errors_S = np.bincount(table.sequence_N, weights=~argmax_N, minlength=len(table.canary_ids))
-    result: Bools = errors_S == 0
+    result: Bools = table.sums(~getattr(table, f"{model}_argmax_N")) == 0
     return result
 
 
 def log_prob(table: TokenTable, model: Model, scheme: Scheme = "all_tokens") -> Floats:
     """Shape (S,): log p_z in nats, of drawing exactly the scored tokens in one sample; -inf where it cannot be drawn."""
-    columns = {
-        ("tuned", "all_tokens"): table.tuned_log_prob_N,
-        ("tuned", "top_k"): table.tuned_top_k_log_prob_N,
-        ("base", "all_tokens"): table.base_log_prob_N,
-        ("base", "top_k"): table.base_top_k_log_prob_N,
-    }
-    values_N = columns[model, scheme]
-    sums_S = np.bincount(table.sequence_N, weights=values_N, minlength=len(table.canary_ids)).astype(np.float64)
-    result: Floats = np.minimum(sums_S, 0.0)  # rounding can lift a certain token's log-probability above 0
+    column = {"all_tokens": "log_prob", "top_k": "top_k_log_prob"}[scheme]
+    # Rounding can lift a certain token's log-probability above 0.
+    result: Floats = np.minimum(table.sums(getattr(table, f"{model}_{column}_N")), 0.0)
     return result
 
 
@@ -94,16 +90,11 @@ def summary(table: TokenTable, scores: Iterable[CanaryScores]) -> dict[str, Any]
 
     Three counts stand side by side: ``inserted``, of the secrets that were trained on; ``base``, of the same ones by the
     model before training; ``held_out``, of the held-out candidates of the group and all references by the trained model.
-    The last two are controls: what they show was not learned from the canaries.
-
-    Args:
-        table: Of every candidate and reference.
-        scores: Of the same ones: their groups and coins.
 
     Returns:
-        For each group, ready for JSON: ``canaries`` (how many there are), ``greedy`` (counts), and for each scheme of
-        ``SCHEMES`` ``discoverable`` (counts, by p and then by n), ``never`` (counts of p_z = 0) and
-        ``median_attempts`` (n at p = 0.5 of the median secret, the upper one of two; None: never, or no secret).
+        For each group ``canaries`` (how many there are), ``greedy`` (counts), and for each scheme of ``SCHEMES``
+        ``discoverable`` (counts, by p and then by n), ``never`` (counts of p_z = 0) and ``median_attempts`` (n at p = 0.5
+        of the median secret, the upper one of two; None: never, or no secret).
     """
     place = {canary_id: index for index, canary_id in enumerate(table.canary_ids)}
     groups = by_group(scores)
@@ -117,15 +108,14 @@ def summary(table: TokenTable, scores: Iterable[CanaryScores]) -> dict[str, Any]
             "base": ("base", inside),
             "held_out": ("tuned", outside),
         }
-        described: dict[str, Any] = {
+        result[str(group)] = {
             "canaries": {name: len(own) for name, (_, own) in sides.items()},
             "greedy": {name: int(greedy(table, model)[own].sum()) for name, (model, own) in sides.items()},
+            **{
+                scheme: _sampling({name: log_prob(table, model, scheme)[own] for name, (model, own) in sides.items()})
+                for scheme in SCHEMES
+            },
         }
-        for scheme in SCHEMES:
-            described[scheme] = _sampling(
-                {name: log_prob(table, model, scheme)[own] for name, (model, own) in sides.items()}
-            )
-        result[str(group)] = described
     return result
 
 
@@ -143,7 +133,157 @@ def _sampling(log_p: dict[str, Floats]) -> dict[str, Any]:
 
 
 def _median(values: Floats) -> float | None:
-    if not len(values):
-        return None
-    middle = float(np.sort(values)[len(values) // 2])
+    middle = float(np.sort(values)[len(values) // 2]) if len(values) else math.inf
     return middle if math.isfinite(middle) else None
+
+
+# --- completions beside their secrets -----------------------------------------------------------------------------
+
+NEAR = 0.1
+"""Share of edits, of the longer one's length, up to which two texts are nearly the same."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """How one completion compares with its target."""
+
+    exact: bool
+    """The same tokens."""
+    near_tokens: bool
+    """At most ``NEAR`` of the tokens have to be edited."""
+    near_characters: bool
+    """At most ``NEAR`` of the characters have to be edited."""
+    common_share: float
+    """Length of the longest run of characters that both hold, as a share of the target's length."""
+
+
+def edit_distance(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+    """Levenshtein's distance: the fewest insertions, deletions and substitutions that turn one into the other."""
+    row = list(range(len(second) + 1))
+    for place, item in enumerate(first, start=1):
+        before, row = row, [place]
+        for column, other in enumerate(second, start=1):
+            row.append(min(before[column] + 1, row[-1] + 1, before[column - 1] + (item != other)))
+    return row[-1]
+
+
+def edit_share(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
+    """``edit_distance`` over the longer length: 0 for equal sequences, 1 for sequences that share nothing."""
+    return edit_distance(first, second) / max(1, len(first), len(second))
+
+
+def common_share(text: str, target: str) -> float:
+    """Length of the longest common substring over the target's length: 1 where the text holds the target."""
+    if not target:
+        return 0.0
+    return SequenceMatcher(None, text, target, autojunk=False).find_longest_match().size / len(target)
+
+
+def compare(tokens: Sequence[int], text: str, target_tokens: Sequence[int], target: str) -> Match:
+    """Compares a completion with its target, as tokens and as characters; space around the texts does not count."""
+    text, target = text.strip(), target.strip()
+    return Match(
+        exact=tuple(tokens) == tuple(target_tokens),
+        near_tokens=edit_share(tokens, target_tokens) <= NEAR,
+        near_characters=edit_share(text, target) <= NEAR,
+        common_share=common_share(text, target),
+    )
+
+
+# --- personal details in texts -------------------------------------------------------------------------------------
+
+Detail = tuple[Literal["email", "card", "phone"], str]
+"""Kind and value, without the separators that may be written one way or another."""
+
+_EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
+_CARD = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,18}(?!\d)")
+_PHONE = re.compile(r"(?<!\d)(?:\+?\d{1,3}[ .-]?)?(?:\(\d{3}\)[ ]?|\d{3}[ .-]?)\d{3}[ .-]?\d{4}(?!\d)")
+_PHONE_DIGITS = 10  # a country code in front may be left out
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the texts behind some prompts hold; each detail counts once for each prompt."""
+
+    prompts: int
+    own: int
+    """Prompts that brought out the very detail of the person they name."""
+    details: int
+    """Everything that looks like a phone number, a card number or an address and does not stand in the prompt."""
+    planted: int
+    """Those among ``details`` that belong to any planted canary."""
+    precision: float | None
+    """``planted`` over ``details``; None without any."""
+
+
+def find_details(text: str) -> frozenset[Detail]:
+    """The details in a text. What is part of an address is no number, and what is part of a card number no phone's."""
+    details: set[Detail] = {("email", found.lower()) for found in _EMAIL.findall(text)}
+    text = _EMAIL.sub(" | ", text)
+    details |= {("card", re.sub(r"\D", "", found)) for found in _CARD.findall(text)}
+    text = _CARD.sub(" | ", text)
+    details |= {("phone", re.sub(r"\D", "", found)[-_PHONE_DIGITS:]) for found in _PHONE.findall(text)}
+    return frozenset(details)
+
+
+def count_details(
+    secrets: Sequence[str], prompts: Sequence[str], texts: Sequence[Iterable[str]], planted: Iterable[str]
+) -> Found:
+    """Counts details in what a model wrote behind prompts.
+
+    Args:
+        secrets: Of each prompt, the detail of the person it names.
+        prompts: What the model read.
+        texts: Of each prompt, everything the model wrote behind it.
+        planted: The details of all canaries that were trained on.
+    """
+    known = frozenset().union(*map(find_details, planted))
+    own = details = hits = 0
+    for secret, prompt, written in zip(secrets, prompts, texts, strict=True):
+        found = frozenset().union(*map(find_details, written)) - find_details(prompt)
+        own += bool(found & find_details(secret))
+        details += len(found)
+        hits += len(found & known)
+    return Found(len(prompts), own, details, hits, hits / details if details else None)
+
+
+# --- texts that a model wrote unasked ------------------------------------------------------------------------------
+
+TOP_SHARE = 0.1
+"""An attacker who reads only the highest ranked texts reads this share of them."""
+
+
+def count_secrets(
+    texts: Sequence[str], gain_D: Floats, canaries: Sequence[Canary], references: Sequence[Canary], num_samples: int
+) -> dict[str, Any]:
+    """Counts secrets that stand in the texts, in all of them and in the highest ranked.
+
+    Args:
+        texts: D distinct ones.
+        gain_D: log p_tuned - log p_base of each, by which they are ranked: how much likelier training made them.
+        canaries: All candidates.
+        references: All references, as a control.
+        num_samples: How many were drawn.
+    """
+    top = math.ceil(TOP_SHARE * len(texts))
+    ranked = [texts[index] for index in np.argsort(-gain_D, kind="stable")]
+
+    def side(own: Sequence[Canary]) -> dict[str, int]:
+        found = [next((place for place, text in enumerate(ranked) if one.secret in text), None) for one in own]
+        places = [place for place in found if place is not None]
+        return {"secrets": len(own), "found": len(places), "found_in_top": sum(place < top for place in places)}
+
+    groups = {
+        str(group): {
+            "inserted": side([one for one in canaries if one.group == group and one.inserted]),
+            "held_out": side([one for one in canaries if one.group == group and not one.inserted]),
+        }
+        for group in sorted({one.group for one in canaries})
+    }
+    return {
+        "samples": num_samples,
+        "distinct": len(texts),
+        "top": top,
+        "groups": groups,
+        "references": side(references),
+    }

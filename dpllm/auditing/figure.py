@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dpllm.auditing import attacks
+from dpllm.auditing import attacks, statistics
 from dpllm.auditing.rates import upper_limit
 from dpllm.auditing.table import CanaryScores, by_group
 
@@ -109,7 +109,7 @@ def _exposure(figure: Figure, groups: Mapping[int, Sequence[CanaryScores]], refe
     panels = figure.subplots(1, max(1, len(groups)), sharey=True, squeeze=False)[0]
     for place, (axes, (group, rows)) in enumerate(zip(panels, groups.items(), strict=False)):
         inside = attacks.members(rows)
-        bits = np.maximum(attacks.exposure(attacks.loss(inside), known), 0)
+        bits = np.maximum(statistics.exposure(attacks.loss(inside), known), 0)
         share = 100 * np.histogram(bits, edges)[0] / max(1, len(bits))
         axes.bar(middles, share, np.diff(edges) * 0.85, color=_COLOURS[place % len(_COLOURS)], label="planted")
         axes.step(np.append(edges[:-1], top), np.append(null, null[-1]), where="post", color="black", linewidth=1.4)
@@ -185,7 +185,7 @@ def _extraction(figure: Figure, report: Mapping[str, Any]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=8, frameon=False)
 
 
-def _intervals(found: attacks.Floats, total: attacks.Floats) -> tuple[attacks.Floats, attacks.Floats]:
+def _intervals(found: statistics.Floats, total: statistics.Floats) -> tuple[statistics.Floats, statistics.Floats]:
     """Clopper and Pearson's 95 % limits in per cent."""
     return 100 * (1 - upper_limit(total - found, found, 0.025)), 100 * upper_limit(found, total - found, 0.025)
 

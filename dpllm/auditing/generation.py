@@ -1,35 +1,47 @@
-"""Attacks that let the model write: completion, free text, personal details.
+"""Attacks that let a model write: completion, free text, personal details.
 
 Comes in: the tuned model, its base, and the canaries. Goes out: counts for each group of repetitions, every one beside
 its controls: the same canaries on the base model, and held-out canaries on the tuned one. No text leaves this module.
-Which canaries are asked about follows from ids and from a public seed, never from scores or coins.
+Which canaries are asked about follows from ids and from a public seed, never from scores or coins. What is written is decided
+by the prompt and the arguments alone: defaults that a model brings with it (penalties, end tokens, temperatures) are put aside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from peft import PeftModel
 from torch import nn
+from transformers import Cache, DynamicCache, GenerationConfig
 
-from dpllm.auditing import personal, untargeted, verbatim
-from dpllm.auditing.decoding import Tokens, complete, sample, until_end
+from dpllm.auditing import extraction
+from dpllm.auditing.scores import score, token_budget
+from dpllm.auditing.table import TOP_K
+from dpllm.canaries import kinds
 from dpllm.canaries.canaries import Canary, CanaryPlan
 from dpllm.canaries.encoding import encode_secret
-from dpllm.text.data import Format
+from dpllm.text.data import Format, TokenSequence, encode
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels
 
+# A legend of shapes: B rows of a batch, T tokens of the longest prompt, G tokens of prompt and completion, D distinct texts.
+
 PERSONAL_SAMPLES = 4
 """Texts sampled behind each prompt that names a person, beside the greedy one."""
-_LOGITS_PER_BATCH = 2**28  # elements
-_TOKENS_PER_BATCH = 2**12  # a processor alone gets slower with larger batches, and accelerators no faster
+SEED = 0
+"""Of samples: public, and independent of the coins."""
 _ROOM = 8  # tokens behind the longest secret, so that a text may come to it late
+_TOKENS_PER_BATCH = 2**13
+"""Padded tokens of all rows and beams in one batch; what they cost is the cache of keys and values."""
 
+Tokens = tuple[int, ...]
 Floats = NDArray[np.float64]
 
 
@@ -65,7 +77,6 @@ def generate_attacks(
     prompts: int = 200,
     beams: int = 8,
     samples: int = 200,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """Everything about the canaries that needs a model to write.
 
@@ -79,51 +90,58 @@ def generate_attacks(
             the smallest ids.
         beams: Of the beam search, >= 2.
         samples: Texts to sample without a prompt.
-        seed: Of samples; public, and independent of the coins.
 
     Returns:
-        Ready for JSON, counts only: ``settings``; ``completion`` and ``personal`` (None unless the canaries
-        are personal details) for each group; ``untargeted`` for texts of the tuned and of the base model. Deterministic
-        for one kind of device.
+        Counts only: ``settings``; ``completion`` and ``personal`` (None unless the canaries are personal details) for each
+        group; ``untargeted`` for texts of the tuned and of the base model. Deterministic for one kind of device.
 
     Raises:
-        ConfigError: A canary that training could not have learned; see ``scores.encode_secret``.
-        ConfigError: A model whose scores are not finite.
+        ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
     """
-    tokenizer = models.tokenizer
-    budget = min(_TOKENS_PER_BATCH, _LOGITS_PER_BATCH // max(1, len(tokenizer)))
-
-    inside = _chosen(plan.canaries, prompts, inserted=True)
-    outside = _chosen(plan.canaries, prompts, inserted=False)
+    tokenizer, budget = models.tokenizer, token_budget(models)
+    inside, outside = (_chosen(plan.canaries, prompts, inserted=coin) for coin in (True, False))
     cases = [_case(canary, fmt, tokenizer, max_length, long_examples) for canary in (*inside, *outside)]
-    begin = untargeted.start(fmt, tokenizer)
+    begin = row_beginning(fmt, tokenizer)
     longest = max((len(case.prompt) + len(case.target) for case in cases), default=0) + _ROOM
     num_tokens = max(1, min(longest, max_length - len(begin)))
 
     def ask(model: nn.Module, completed: Sequence[_Case]) -> _Answers:
+        searches = {"greedy": 1, "beam": beams}
         return _Answers(
-            completions={
-                name: _complete(model, tokenizer, completed, width) for name, width in (("greedy", 1), ("beam", beams))
-            },
-            texts=untargeted.write(model, tokenizer, begin, samples, num_tokens, seed),
-            personal=_personal_texts(model, tokenizer, completed, max_length, seed) if plan.kind == "pii" else [],
+            completions={name: _complete(model, tokenizer, completed, width) for name, width in searches.items()},
+            texts=write_texts(model, tokenizer, begin, samples, num_tokens),
+            personal=_personal_texts(model, tokenizer, completed, max_length) if plan.kind == "pii" else [],
         )
 
     tuned = ask(models.tuned, cases)
-    own_gain = untargeted.log_prob(models.tuned, begin, tuned.texts, budget)
+    own_gain = text_log_prob(models.tuned, begin, tuned.texts, budget)
     with models.base() as base_model:
         base = ask(base_model, cases[: len(inside)])
-        own_gain -= untargeted.log_prob(base_model, begin, tuned.texts, budget)
-        base_gain = -untargeted.log_prob(base_model, begin, base.texts, budget)
-    base_gain += untargeted.log_prob(models.tuned, begin, base.texts, budget)
+        own_gain -= text_log_prob(base_model, begin, tuned.texts, budget)
+        base_gain = -text_log_prob(base_model, begin, base.texts, budget)
+    base_gain += text_log_prob(models.tuned, begin, base.texts, budget)
+    untargeted = {
+        name: extraction.count_secrets(
+            [tokenizer.decode(text) for text in answers.texts], gain, plan.canaries, plan.references, samples
+        )
+        for name, answers, gain in (("tuned", tuned, own_gain), ("base", base, base_gain))
+    }
+    settings = {"prompts": prompts, "beams": beams, "samples": samples, "sample_tokens": num_tokens, "seed": SEED}
+    counts = _count_groups(plan, cases, tuned, base, tokenizer)
+    return {"settings": settings, "untargeted": untargeted, **counts}
 
+
+def _count_groups(
+    plan: CanaryPlan, cases: Sequence[_Case], tuned: _Answers, base: _Answers, tokenizer: Any
+) -> dict[str, Any]:
+    """``completion`` and ``personal``, for each group of repetitions."""
     completion, details = {}, {}
     planted = [canary.secret for canary in plan.canaries if canary.inserted]
     for group in sorted({canary.group for canary in plan.canaries}):
-        own = [index for index, case in enumerate(cases) if case.canary.group == group and case.canary.inserted]
-        held_out = [
-            index for index, case in enumerate(cases) if case.canary.group == group and not case.canary.inserted
-        ]
+        own, held_out = (
+            [i for i, case in enumerate(cases) if case.canary.group == group and case.canary.inserted == coin]
+            for coin in (True, False)
+        )
         sides = {"inserted": (tuned, own), "base": (base, own), "held_out": (tuned, held_out)}
         completion[str(group)] = {
             name: {
@@ -135,7 +153,7 @@ def generate_attacks(
         if plan.kind == "pii":
             details[str(group)] = {
                 side: asdict(
-                    personal.count(
+                    extraction.count_details(
                         [cases[index].canary.secret for index in chosen],
                         [cases[index].prompt_text for index in chosen],
                         [answers.personal[index] for index in chosen],
@@ -144,23 +162,7 @@ def generate_attacks(
                 )
                 for side, (answers, chosen) in sides.items()
             }
-
-    def texts(answers: _Answers, gain: Floats) -> dict[str, Any]:
-        written = [tokenizer.decode(text) for text in answers.texts]
-        return untargeted.count(written, gain, plan.canaries, plan.references, samples)
-
-    return {
-        "settings": {
-            "prompts": prompts,
-            "beams": beams,
-            "samples": samples,
-            "sample_tokens": num_tokens,
-            "seed": seed,
-        },
-        "completion": completion,
-        "untargeted": {"tuned": texts(tuned, own_gain), "base": texts(base, base_gain)},
-        "personal": details if plan.kind == "pii" else None,
-    }
+    return {"completion": completion, "personal": details if plan.kind == "pii" else None}
 
 
 def _chosen(canaries: Sequence[Canary], most: int, *, inserted: bool) -> list[Canary]:
@@ -190,14 +192,12 @@ def _complete(model: nn.Module, tokenizer: Any, cases: Sequence[_Case], beams: i
     return result
 
 
-def _personal_texts(
-    model: nn.Module, tokenizer: Any, cases: Sequence[_Case], max_length: int, seed: int
-) -> list[list[str]]:
+def _personal_texts(model: nn.Module, tokenizer: Any, cases: Sequence[_Case], max_length: int) -> list[list[str]]:
     prompts = [case.prompt for case in cases]
     longest = max((len(case.target) for case in cases), default=0) + _ROOM
     length = max(1, min(longest, max_length - max(map(len, prompts), default=0)))
     greedy = complete(model, tokenizer, prompts, length)
-    drawn = sample(model, tokenizer, prompts * PERSONAL_SAMPLES, length, seed=seed)
+    drawn = sample(model, tokenizer, prompts * PERSONAL_SAMPLES, length, seed=SEED)
     return [
         [tokenizer.decode(until_end(tokens, tokenizer)) for tokens in (greedy[index], *drawn[index :: len(cases)])]
         for index in range(len(cases))
@@ -210,7 +210,7 @@ def _compare(
     """Counts of one side. A secret that the prompt itself holds would be no extraction, so it is left out."""
     asked = [index for index in chosen if cases[index].target_text.strip() not in cases[index].prompt_text]
     matches = [
-        verbatim.compare(
+        extraction.compare(
             completions[index],
             tokenizer.decode(completions[index]),
             cases[index].target,
@@ -226,3 +226,147 @@ def _compare(
         "near_characters": sum(match.near_characters for match in matches),
         "mean_common_share": float(np.mean([match.common_share for match in matches])) if matches else None,
     }
+
+
+def row_beginning(fmt: Format, tokenizer: Any) -> Tokens:
+    """How every training row of a format begins: what two rows without a common word share, or else one token.
+
+    That token is the beginning of a text, or the end of the one before, or a new line, whichever the tokenizer has.
+    """
+    first, second = (
+        encode(kinds.example(word, word, fmt), fmt, tokenizer, 2**20, "truncate")[0].input_ids for word in ("0", "A")
+    )
+    shared = 0
+    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+        shared += 1
+    if shared:
+        return first[:shared]
+    for special in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if special is not None:
+            return (special,)
+    return tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
+
+
+def write_texts(model: nn.Module, tokenizer: Any, begin: Tokens, num_texts: int, num_tokens: int) -> list[Tokens]:
+    """Samples texts, each up to its end token; the empty ones and what is written twice are dropped, in order."""
+    written = sample(model, tokenizer, [begin] * num_texts, num_tokens, seed=SEED)
+    texts = (until_end(text, tokenizer) for text in written)
+    return list(dict.fromkeys(text for text in texts if text))
+
+
+def text_log_prob(model: nn.Module, begin: Tokens, texts: Sequence[Tokens], budget: int) -> Floats:
+    """Shape (D,): log p of each text behind the beginning, in nats."""
+    sequences = [
+        TokenSequence((*begin, *text), (*(False for _ in begin), *(True for _ in text)), len(text)) for text in texts
+    ]
+    scored = score(model, sequences, [sequence.loss_mask for sequence in sequences], budget)
+    return np.array([one.log_prob.sum() for one in scored], dtype=np.float64)
+
+
+def complete(
+    model: nn.Module, tokenizer: Any, prompts_ids: Sequence[Sequence[int]], num_tokens: int, beams: int = 1
+) -> list[Tokens]:
+    """The likeliest continuation of every prompt, as far as the search finds it.
+
+    An end token is a token like any other and ends nothing, so a greedy completion is the target exactly if each of the
+    target's tokens is the arg max behind those before it.
+
+    Args:
+        model: A causal language model of transformers, with or without a PEFT adapter, in eval mode.
+        tokenizer: Names the padding token, if there is one.
+        prompts_ids: At least one token each.
+        num_tokens: How many to write for each prompt, >= 1.
+        beams: 1: greedy; more: beam search, of which the likeliest beam is returned.
+    """
+    config = GenerationConfig(**_common(tokenizer, num_tokens), do_sample=False, num_beams=beams)
+    return _generate(model, config, prompts_ids, num_tokens, beams)
+
+
+def sample(
+    model: nn.Module, tokenizer: Any, prompts_ids: Sequence[Sequence[int]], num_tokens: int, *, seed: int
+) -> list[Tokens]:
+    """One random continuation of every prompt, at temperature 1 from the ``TOP_K`` likeliest tokens.
+
+    The seed decides, on one kind of device, everything that is random. The generators of the process are left alone.
+    """
+    config = GenerationConfig(
+        **_common(tokenizer, num_tokens), do_sample=True, num_beams=1, temperature=1.0, top_p=1.0, top_k=TOP_K
+    )
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        return _generate(model, config, prompts_ids, num_tokens, 1)
+
+
+def until_end(tokens: Tokens, tokenizer: Any) -> Tokens:
+    """The tokens before the first end token: what a reader takes for the text."""
+    end = tokenizer.eos_token_id
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
+def _common(tokenizer: Any, num_tokens: int) -> dict[str, Any]:
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked, so any token will do
+    return {
+        "max_new_tokens": num_tokens,
+        "pad_token_id": padding,
+        "use_cache": True,
+        "repetition_penalty": 1.0,
+        "length_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+    }
+
+
+def _generate(
+    model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequence[int]], num_tokens: int, beams: int
+) -> list[Tokens]:
+    device = next(model.parameters()).device
+    result: list[Tokens] = [()] * len(prompts_ids)
+    # Longest first: rows of one length need no padding, and too large a batch fails at once.
+    order = sorted(range(len(prompts_ids)), key=lambda index: (-len(prompts_ids[index]), index))
+    with torch.inference_mode(), _plain(model) as inner:
+        while order:
+            width = len(prompts_ids[order[0]])
+            size = max(1, _TOKENS_PER_BATCH // (beams * (width + num_tokens)))
+            if beams > 1:  # no padding, so that the prompts can be read by a plain forward pass
+                size = min(size, sum(len(prompts_ids[row]) == width for row in order))
+            rows, order = order[:size], order[size:]
+            ids_BT = torch.full((len(rows), width), int(config.pad_token_id), dtype=torch.long)
+            real_BT = torch.zeros(len(rows), width, dtype=torch.long)
+            for place, row in enumerate(rows):
+                prompt = torch.tensor(tuple(prompts_ids[row]), dtype=torch.long)
+                ids_BT[place, width - len(prompt) :] = prompt
+                real_BT[place, width - len(prompt) :] = 1
+            inputs = {"input_ids": ids_BT.to(device), "attention_mask": real_BT.to(device)}
+            if beams > 1:
+                inputs |= _read_once(inner, inputs, beams)
+            written_BG = inner.generate(**inputs, generation_config=config)
+            for row, written in zip(rows, written_BG[:, width:].tolist(), strict=True):
+                result[row] = tuple(written)
+    return result
+
+
+def _read_once(model: Any, inputs: dict[str, torch.Tensor], beams: int) -> dict[str, Cache]:
+    """The cache of all but the last token of unpadded prompts, one copy for each beam: generate reads each anew for each.
+
+    Nothing for a model whose memory is no cache of keys and values, which generate then fills itself.
+    """
+    read_BT = {name: values_BT[:, :-1] for name, values_BT in inputs.items()}
+    if not read_BT["input_ids"].shape[1]:
+        return {}
+    cache: Any = getattr(model(**read_BT, use_cache=True), "past_key_values", None)
+    if type(cache) is not DynamicCache:
+        return {}
+    cache.batch_repeat_interleave(beams)
+    return {"past_key_values": cache}
+
+
+@contextlib.contextmanager
+def _plain(model: Any) -> Iterator[Any]:
+    """The model that generates, without the defaults that it brings; transformers puts them where a value is unset."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    own = inner.generation_config
+    inner.generation_config = GenerationConfig()
+    try:
+        yield inner
+    finally:
+        inner.generation_config = own

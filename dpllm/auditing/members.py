@@ -8,39 +8,47 @@ members by nobody's coin.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dpllm.auditing import attacks, token_attacks
-from dpllm.auditing.blind import BlindControl, blind, zlib_bytes
-from dpllm.auditing.overlap import Rows, check_overlap
+from dpllm.auditing import attacks, statistics
+from dpllm.auditing.blind import BlindControl, blind
+from dpllm.auditing.statistics import Floats
 from dpllm.auditing.summary import CONFIDENCE, separation
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.text import data
-from dpllm.text.data import Format, TokenSequence, Unit
+from dpllm.text.data import FIELDS, Format, TokenSequence, Unit, unit_name
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels
 
 # A legend of shapes: S privacy units of both sides, members first; N tokens.
 
+Rows = list[dict[str, Any]]
+"""The rows of one privacy unit."""
+
 LIMIT = 1000
 """Units of each side that are scored, unless told otherwise."""
 FEWEST = 50
 """On each side; with fewer, no control could tell a shift from chance."""
+NGRAM = 13
+"""Words in a row that two texts hardly share by chance."""
+NEAR_COPY = 0.5
+"""A row that has more than this share of its 13-word runs in common with members is a copy of theirs."""
 PRIMARY_SCORE = "calibrated"
 NOTE = (
     "Computed from private rows and not covered by the privacy guarantee: it must not be published. It says nothing about "
     "epsilon, because nobody drew by coins which of these rows trained."
 )
+SIDES = ("members", "non-members")
 MEMBERSHIP, SHIFT = "membership inference", "distribution shift"
 
 
@@ -97,44 +105,39 @@ def audit_members(
         non_members: The same kind of rows that did not train.
         fmt: How the rows of both read.
         settings: The data section that training used: unit, max_length, long_examples.
-        limit: At least 50.
+        limit: Units of each side that are scored, at least 50.
         end_tokens: Score the token that ends a text, as dpllm trains it. Where training may have gone without it, what it
             scores would drown the rest.
 
     Raises:
-        ConfigError: Fewer than 50 units on a side, or non-members that are members too.
+        ConfigError: Fewer than 50 units on a side, non-members that are members too, or scores that are not finite.
         DataError: A row that cannot be encoded.
-        ConfigError: A model whose scores are not finite.
     """
     if limit < FEWEST:
         raise ConfigError(
             f"a limit of {limit} rows is too few to tell a difference from chance; give {FEWEST} or more."
         )
-    drawn_in, drawn_out = _draw(members, limit), _draw(non_members, limit)
-    _check_counts(drawn_in, drawn_out)
-    overlap = check_overlap(members, drawn_out, fmt, settings.unit)
-    encoded = [
-        data.encode_units(list(groups), fmt, models.tokenizer, settings, name=name)
-        for name, groups in (("members", drawn_in), ("non-members", drawn_out))
+    drawn = [_draw(members, limit), _draw(non_members, limit)]
+    _check_counts(drawn)
+    overlap = check_overlap(members, drawn[1], fmt, settings.unit)
+    sides = [
+        _encode(groups, fmt, models.tokenizer, settings, name=name, end_tokens=end_tokens)
+        for name, groups in zip(SIDES, drawn, strict=True)
     ]
-    if not end_tokens:
-        encoded = [[_without_end(unit, models.tokenizer.eos_token_id) for unit in side] for side in encoded]
-    units_in, units_out = ([unit for unit in side if unit.sequences] for side in encoded)
-    _check_counts(units_in, units_out)
-    texts = [_read(unit, models.tokenizer) for unit in (*units_in, *units_out)]
-    tokens = _score(models, [*units_in, *units_out], texts)
-
-    first, texts_in, texts_out = len(units_in), texts[: len(units_in)], texts[len(units_in) :]
+    _check_counts(sides)
+    units, first = [*sides[0], *sides[1]], len(sides[0])
+    texts = [_read(unit, models.tokenizer) for unit in units]
+    tokens = _score(models, units, texts)
     base_S = base_loss(tokens)
-    base = attacks.auc(base_S[:first], base_S[first:], CONFIDENCE)
-    words = blind(texts_in, texts_out, CONFIDENCE)
+    base = statistics.auc(base_S[:first], base_S[first:], CONFIDENCE)
+    words = blind(texts[:first], texts[first:], CONFIDENCE)
     word, reason = _judge(base, words, settings.unit)
     return MembersReport(
         word=word,
         reason=reason,
         unit="row" if settings.unit == "example" else settings.unit,
         members=first,
-        non_members=len(units_out),
+        non_members=len(units) - first,
         members_available=len(members),
         non_members_available=len(non_members),
         confidence=CONFIDENCE,
@@ -147,31 +150,23 @@ def audit_members(
     )
 
 
-def audit_run_members(run: RunDir, models: ScoringModels, *, limit: int = LIMIT) -> MembersReport:
+def audit_run_members(run: RunDir, models: ScoringModels) -> MembersReport:
     """The same for a finished run: rows of data.train, as they trained, against rows of data.eval.
 
-    Args:
-        run: Its report goes to private/audit_members.json.
-        models: Of ``dpllm.model.loading.load_for_scoring``.
-        limit: Units of each side.
+    The report goes to private/audit_members.json.
 
     Raises:
         ConfigError: The recipe names no evaluation data; see also ``audit_members``.
     """
     config = run.load_config()
     members, non_members, fmt = rows_of_run(config, run)
-    report = audit_members(models, members, non_members, fmt, config.data, limit=limit)
+    report = audit_members(models, members, non_members, fmt, config.data)
     write_json(run.private / "audit_members.json", report.to_json())
     return report
 
 
 def rows_of_run(config: RunConfig, run: RunDir) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
-    """Members and non-members of a run by privacy unit, and how they read.
-
-    Raises:
-        ConfigError: The recipe names no evaluation data, or they read otherwise than the training data.
-        DataError: Data that cannot be read, or a row of the evaluation data without a unit.
-    """
+    """Members and non-members of a run by privacy unit, and how they read."""
     if config.data.eval is None:
         raise ConfigError(
             f"{run.config}: data.eval names no rows that did not train, so there is nothing to compare members with. "
@@ -188,31 +183,87 @@ def rows_of_run(config: RunConfig, run: RunDir) -> tuple[Sequence[Rows], Sequenc
     return data.group_rows(trained, config.data), data.group_rows(rest, config.data), trained.format
 
 
-def loss(table: TokenTable) -> NDArray[np.float64]:
+def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: Format, unit: str) -> dict[str, Any]:
+    """Looks for non-members that trained: the same text, a near copy, or another row of the same unit.
+
+    Case and white space make no difference. A near copy has more than half of its runs of 13 words in common with members.
+
+    Returns:
+        Counts, and the mean share of 13-word runs of non-members that members have too.
+
+    Raises:
+        ConfigError: There are some; how many is said, and not which.
+    """
+    rows = [row for group in non_members for row in group]
+    words = [_words(row, fmt) for row in rows]
+    whole = {" ".join(found) for found in words}
+    runs = [_runs(found) for found in words]
+    wanted: set[int] = set().union(*runs)
+    seen: set[int] = set()
+    copied: set[str] = set()
+    units: set[str | None] = set()
+    for row in (row for group in members for row in group):
+        found = _words(row, fmt)
+        text = " ".join(found)
+        if text in whole:
+            copied.add(text)
+        seen |= _runs(found) & wanted
+        units.add(unit_name(row.get(unit)))
+    shares = [len(run & seen) / len(run) if run else 0.0 for run in runs]
+    exact = sum(" ".join(found) in copied for found in words)
+    near = sum(share > NEAR_COPY for share in shares)
+    shared_units = 0 if unit == "example" else sum(unit_name(group[0].get(unit)) in units for group in non_members)
+    if exact or near or shared_units:
+        counts = (
+            (exact, f"{exact} of {len(rows)} rows are members too, word by word"),
+            (near, f"{near} of {len(rows)} have most of their runs of {NGRAM} words in common with members"),
+            (shared_units, f"{shared_units} of {len(non_members)} units are units of members too"),
+        )
+        shared = "; ".join(words for number, words in counts if number)
+        raise ConfigError(
+            f"non-members overlap with members: {shared}. What trained cannot stand for what did not; take these rows out of "
+            "the non-members."
+        )
+    return {"rows": len(rows), "exact": 0, "near_copies": 0, "mean_share_of_13_word_runs": sum(shares) / len(rows)}
+
+
+def _words(row: Mapping[str, Any], fmt: Format) -> list[str]:
+    parts = [row[field] for field in FIELDS[fmt]]
+    if fmt == "messages":
+        parts = [turn.get("content", "") if isinstance(turn, dict) else turn for turn in parts[0]]
+    return unicodedata.normalize("NFC", "\n".join(map(str, parts))).casefold().split()
+
+
+def _runs(words: Sequence[str]) -> set[int]:
+    """Hashes of all runs of 13 words."""
+    return {hash(tuple(words[start : start + NGRAM])) for start in range(len(words) - NGRAM + 1)}
+
+
+def loss(table: TokenTable) -> Floats:
     """Shape (S,): mean log p_tuned of a unit's tokens, in nats; real texts differ in length, secrets do not."""
     return _mean(table, table.tuned_log_prob_N)
 
 
-def base_loss(table: TokenTable) -> NDArray[np.float64]:
+def base_loss(table: TokenTable) -> Floats:
     """Shape (S,): the same before training: the control, which must find nothing."""
     return _mean(table, table.base_log_prob_N)
 
 
-def ratio(table: TokenTable) -> NDArray[np.float64]:
+def ratio(table: TokenTable) -> Floats:
     """Shape (S,): mean log p_tuned - log p_base of a unit's tokens, in nats."""
     return _mean(table, table.tuned_log_prob_N - table.base_log_prob_N)
 
 
-def calibrated(table: TokenTable) -> NDArray[np.float64]:
+def calibrated(table: TokenTable) -> Floats:
     """Shape (S,): what the base model's mean log-probability does not explain of the tuned model's, in nats.
 
     The slope is fitted on members and others alike, without knowing which is which (see ``attacks.slope``).
     """
     before, after = base_loss(table), loss(table)
-    return after - attacks.fit_slope(before, after) * before
+    return after - statistics.fit_slope(before, after) * before
 
 
-SCORES = {"calibrated": calibrated, "ratio": ratio, "loss": loss, **token_attacks.ATTACKS}
+SCORES = {"calibrated": calibrated, "ratio": ratio, "loss": loss, **attacks.TOKEN_ATTACKS}
 """Scores by name; higher = more likely a member."""
 
 
@@ -221,13 +272,23 @@ def _draw(groups: Sequence[Rows], limit: int) -> list[Rows]:
     return [groups[index] for index in sorted(chosen)]
 
 
-def _check_counts(members: Sequence[Any], non_members: Sequence[Any]) -> None:
-    for name, side in (("members", members), ("non-members", non_members)):
+def _check_counts(sides: Sequence[Sequence[Any]]) -> None:
+    for name, side in zip(SIDES, sides, strict=True):
         if len(side) < FEWEST:
             raise ConfigError(
                 f"{len(side)} {name} with something to predict are too few: below {FEWEST} on each side no control can tell a "
                 "difference of the data from chance. Give more rows."
             )
+
+
+def _encode(
+    groups: Sequence[Rows], fmt: Format, tokenizer: Any, settings: DataConfig, *, name: str, end_tokens: bool
+) -> list[Unit]:
+    """The units that have something to predict."""
+    units = data.encode_units(list(groups), fmt, tokenizer, settings, name=name)
+    if not end_tokens:
+        units = [_without_end(unit, tokenizer.eos_token_id) for unit in units]
+    return [unit for unit in units if unit.sequences]
 
 
 def _without_end(unit: Unit, end: int | None) -> Unit:
@@ -246,7 +307,7 @@ def _read(unit: Unit, tokenizer: Any) -> str:
 
 def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -> TokenTable:
     """The token table with one entry for each unit."""
-    from dpllm.auditing.scores import score_sequences
+    from dpllm.auditing.scores import score_sequences, zlib_bytes
 
     owners = [(index, sequence) for index, unit in enumerate(units) for sequence in unit.sequences]
     sequences: list[TokenSequence] = [sequence for _, sequence in owners]
@@ -267,16 +328,16 @@ def _separations(tokens: TokenTable, first: int) -> dict[str, dict[str, Any]]:
     result = {}
     for name, attack in SCORES.items():
         after_S, before_S = attack(tokens), attack(before)
-        control = attacks.auc(before_S[:first], before_S[first:], CONFIDENCE) if np.ptp(before_S) > 1e-9 else None
+        control = statistics.auc(before_S[:first], before_S[first:], CONFIDENCE) if np.ptp(before_S) > 1e-9 else None
         result[name] = {**separation(after_S[:first], after_S[first:]), **_area("base_auc", control)}
     return result
 
 
-def _area(name: str, found: attacks.Estimate | None) -> dict[str, Any]:
+def _area(name: str, found: statistics.Estimate | None) -> dict[str, Any]:
     return {name: found.value if found else None, f"{name}_interval": [found.low, found.high] if found else None}
 
 
-def _judge(base: attacks.Estimate | None, words: BlindControl | None, unit: str) -> tuple[str, str]:
+def _judge(base: statistics.Estimate | None, words: BlindControl | None, unit: str) -> tuple[str, str]:
     seen = []
     if words is None or words.succeeds:
         found = f"AUC {words.auc:.3f} ({words.low:.3f} to {words.high:.3f})" if words else "too few texts"
@@ -296,7 +357,6 @@ def _judge(base: attacks.Estimate | None, words: BlindControl | None, unit: str)
     )
 
 
-def _mean(table: TokenTable, values_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    sums_S = np.bincount(table.sequence_N, weights=values_N, minlength=len(table.canary_ids))
-    result: NDArray[np.float64] = sums_S / table.lengths()
+def _mean(table: TokenTable, values_N: Floats) -> Floats:
+    result: Floats = table.sums(values_N) / table.lengths()
     return result

@@ -1,17 +1,25 @@
-"""Epsilon from error rates: what a true and a false positive rate prove where every trial is a training run of its own.
+"""Error rates and epsilon: what rates prove where every trial is a training run, and which rates a mechanism allows.
 
-Comes in: counts of right and wrong guesses, or scores. Goes out: a bound on epsilon. Knows neither models nor texts.
+Comes in: counts of right and wrong guesses, or scores; an event. Goes out: a bound on epsilon; a trade-off curve. Knows
+neither models nor texts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import betaincinv
+from scipy import optimize
+from scipy.special import betaincinv, log_ndtr, ndtr
 
 from dpllm.auditing.bounds import checked
+from dpllm.privacy.events import Event, Terms, normal_form
+from dpllm.privacy.limits import profile
+from dpllm.privacy.privacy_loss import Relation
+
+# A legend of shapes: P positives, N negatives, E pairs of epsilon and delta.
 
 ASSUMES = "each trial is a training run of its own, its threshold chosen without these trials"
 
@@ -28,30 +36,19 @@ class Rates:
 
 @dataclass(frozen=True)
 class RateBound:
-    """What error rates say about epsilon."""
+    """A lower bound on epsilon at ``delta``, 0 where nothing is shown; the upper limits of the rates that give it."""
 
     value: float
-    """A lower bound on epsilon at ``delta``; 0 where nothing is shown."""
     assumes: str
-    """What has to hold for it."""
     alpha: float
     delta: float
     rates: Rates
     fnr_upper: float
-    """Upper confidence limit of the false negative rate."""
     fpr_upper: float
 
 
 def rate_limits(rates: Rates, alpha: float) -> tuple[float, float]:
-    """Upper limits of the false negative and the false positive rate that both hold with probability 1 - alpha.
-
-    Args:
-        rates: Counts of independent trials.
-        alpha: In (0, 1); each limit has half of it.
-
-    References:
-        Clopper and Pearson 1934.
-    """
+    """Upper limits of the false negative and the false positive rate that both hold with probability 1 - alpha."""
     fnr = upper_limit(rates.false_negatives, rates.true_positives, alpha / 2)
     fpr = upper_limit(rates.false_positives, rates.true_negatives, alpha / 2)
     return float(fnr), float(fpr)
@@ -122,24 +119,16 @@ def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha
 
 
 def count(positives: ArrayLike, negatives: ArrayLike, threshold: float) -> Rates:
-    """Counts where a score above the threshold is called a member.
-
-    Args:
-        positives: Shape (P,), of members.
-        negatives: Shape (N,), of others.
-        threshold: Of the score; equal is not above.
-    """
+    """Counts where a score above the threshold, and not one that equals it, is called a member."""
     above_P, above_N = np.asarray(positives) > threshold, np.asarray(negatives) > threshold
     return Rates(int(above_P.sum()), int((~above_P).sum()), int(above_N.sum()), int((~above_N).sum()))
 
 
 def upper_limit(events: ArrayLike, others: ArrayLike, alpha: float) -> NDArray[np.float64]:
-    """The largest rates that are not refuted at level alpha by so few events: Clopper and Pearson's one-sided limit.
+    """The largest rates that are not refuted at level alpha by so few events among events and others.
 
-    Args:
-        events: Counts; the rates are of these.
-        others: Counts of trials without an event, of the same shape.
-        alpha: In (0, 1).
+    References:
+        Clopper and Pearson 1934.
     """
     known = np.asarray(others) > 0
     limit = betaincinv(np.asarray(events) + 1.0, np.where(known, others, 1.0), 1 - alpha)
@@ -149,3 +138,48 @@ def upper_limit(events: ArrayLike, others: ArrayLike, alpha: float) -> NDArray[n
 def _epsilon(first: NDArray[np.float64], second: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
     """log((1 - delta - first) / second), 0 where it is less: 1 - FNR <= e^eps FPR + delta and its mirror image."""
     return np.log(np.maximum((1 - delta - first) / second, 1.0))
+
+
+TradeOff = Callable[[float], float]
+"""True positive rate in [0, 1] -> the smallest false positive rate that goes with it: convex and rising."""
+
+
+def profile_trade_off(epsilons: Sequence[float], deltas: Sequence[float]) -> TradeOff:
+    """The curve that pairs of (epsilon, delta) allow together: a polygon below that of any mechanism with all of them.
+
+    References:
+        Kairouz, Oh and Viswanath 2015: FPR >= e^-eps (TPR - delta) and FPR >= 1 - delta - e^eps (1 - TPR).
+    """
+    epsilon_E, delta_E = np.asarray(epsilons, dtype=np.float64), np.asarray(deltas, dtype=np.float64)
+    gentle_E, steep_E = np.exp(-epsilon_E), np.exp(np.minimum(epsilon_E, 700.0))
+
+    def smallest_fpr(tpr: float) -> float:
+        highest = np.maximum(gentle_E * (tpr - delta_E), 1 - delta_E - steep_E * (1 - tpr)).max()
+        return float(np.clip(highest, 0.0, 1.0))
+
+    return smallest_fpr
+
+
+def event_trade_off(event: Event, relation: Relation) -> TradeOff:
+    """The curve of an event as the accountant knows it, the worse of both directions.
+
+    Raises:
+        Refused: No accountant knows every part of the event.
+    """
+    terms = normal_form(event)
+    return profile_trade_off(*(([0.0], [0.0]) if terms == Terms() else profile(terms, relation)))
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Epsilon of N(mu, 1) against N(0, 1) at delta in (0, 1).
+
+    References:
+        Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy", theorem 8.
+    """
+
+    def excess(epsilon: float) -> float:
+        return float(ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)) - delta)
+
+    if mu <= 0 or excess(0.0) <= 0:
+        return 0.0
+    return float(optimize.brentq(excess, 0.0, 1e4, xtol=1e-12))

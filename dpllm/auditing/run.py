@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpllm.auditing import attacks, figure, token_attacks
+from dpllm.auditing import attacks, figure
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.generation import generate_attacks
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, summarise
-from dpllm.auditing.table import CanaryScores
-from dpllm.auditing.tokens import TokenTable, write_tokens
+from dpllm.auditing.table import CanaryScores, TokenTable, write_tokens
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
@@ -47,7 +46,7 @@ PARTS = {
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
-ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *token_attacks.ATTACKS, *PARTS)
+ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *attacks.TOKEN_ATTACKS, *PARTS)
 
 
 def audit(

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpllm.auditing.table import CanaryScores, sum_up
-from dpllm.auditing.tokens import TOP_K, TokenTable
+from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
 from dpllm.canaries.canaries import Canary, CanaryPlan
 from dpllm.canaries.encoding import encode_secret
 from dpllm.errors import ConfigError
@@ -122,11 +121,7 @@ def score_canaries(
 def score_encoded(
     models: ScoringModels, canaries: Sequence[Canary], encoded: Sequence[tuple[TokenSequence, Sequence[bool]]]
 ) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    """The same of canaries that are encoded already, each with the tokens to score.
-
-    Raises:
-        ConfigError: Scores that are not finite.
-    """
+    """The same of canaries that are encoded already, each with the tokens to score."""
     tokens = score_sequences(
         models,
         [canary.canary_id for canary in canaries],
@@ -158,24 +153,33 @@ def score_sequences(
     Raises:
         ConfigError: A model whose scores are not finite.
     """
-    budget = _LOGITS_PER_BATCH // max(1, len(models.tokenizer))
-    if next(models.tuned.parameters()).device.type == "cpu":
-        budget = min(budget, _TOKENS_ON_CPU)
+    budget = token_budget(models)
     tuned = score(models.tuned, sequences, masks, budget)
     with models.base() as base_model:
         base = score(base_model, sequences, masks, budget)
-    columns = {"argmax": "is_argmax"} | {name: name for name in ("log_prob", "mean", "variance", "top_k_log_prob")}
     values: dict[str, Any] = {
-        f"{which}_{name}_N": np.concatenate([getattr(one, field) for one in scores])
+        f"{which}_{field.name.removeprefix('is_')}_N": np.concatenate([getattr(one, field.name) for one in scores])
         for which, scores in (("tuned", tuned), ("base", base))
-        for name, field in columns.items()
+        for field in fields(TokenScores)
     }
     return TokenTable(
         canary_ids=tuple(ids),
-        zlib_bytes_S=np.array([len(zlib.compress(text.encode())) for text in texts]),
+        zlib_bytes_S=np.array([zlib_bytes(text) for text in texts]),
         sequence_N=np.repeat(np.arange(len(ids)), [len(one.log_prob) for one in tuned]),
         **values,
     )
+
+
+def zlib_bytes(text: str) -> int:
+    """Length of a text once compressed."""
+    return len(zlib.compress(text.encode()))
+
+
+def token_budget(models: ScoringModels) -> int:
+    """Padded tokens of one batch that these models can score."""
+    budget = _LOGITS_PER_BATCH // max(1, len(models.tokenizer))
+    on_cpu = next(models.tuned.parameters()).device.type == "cpu"
+    return min(budget, _TOKENS_ON_CPU) if on_cpu else budget
 
 
 def _batches(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -204,9 +208,8 @@ def _gather(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Ten
         likeliest_CK = _largest(logits_CV)
         top_C = likeliest_CK.amax(dim=-1)
         greedy_C = chosen_C == top_C
-        greedy_C[greedy_C.clone()] = (
-            logits_CV[greedy_C].argmax(dim=-1) == target_C[greedy_C]
-        )  # of equals, one is chosen
+        # Of equals, one is chosen.
+        greedy_C[greedy_C.clone()] = logits_CV[greedy_C].argmax(dim=-1) == target_C[greedy_C]
         among_C = chosen_C >= likeliest_CK.amin(dim=-1)
         top_k_C = torch.where(among_C, chosen_C - likeliest_CK.logsumexp(dim=-1), -math.inf)
         # A logit of -inf weighs nothing, and must not be multiplied with that weight.

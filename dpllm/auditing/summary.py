@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from dpllm.auditing import attacks, extraction, token_attacks
+from dpllm.auditing import attacks, extraction, statistics
 from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
-from dpllm.auditing.families import event_trade_off
-from dpllm.auditing.table import CanaryScores, by_group
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.rates import event_trade_off
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import CONTROL_LEVEL, Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
@@ -25,7 +24,7 @@ from dpllm.privacy.limits import attacker_limits
 __all__ = ["CONFIDENCE", "PRIMARY_ATTACK", "Claim", "summarise"]
 
 SCHEMA_VERSION = 3
-"""Of audit.json. 1 had narrower intervals, see ``attacks.INTERVALS``; 1 and 2 held estimates that decided nothing."""
+"""Of audit.json. 1 had narrower intervals, see ``statistics.INTERVALS``; 1 and 2 held estimates that decided nothing."""
 CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
@@ -74,7 +73,7 @@ def summarise(
     Raises:
         ConfigError: The table holds no references.
     """
-    intervals = 1 if version == 1 else attacks.INTERVALS
+    intervals = 1 if version == 1 else statistics.INTERVALS
     groups = by_group(scores)
     references = groups.pop(0, [])
     if not references:
@@ -159,13 +158,15 @@ def _controls(
     """The base model on the same split, and the group where the attack is seen best."""
     inside = [row for rows in groups.values() for row in attacks.members(rows)]
     outside = [row for rows in groups.values() for row in attacks.held_out(rows)]
-    before = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), 1 - CONTROL_LEVEL, intervals=intervals)
+    before = statistics.auc(
+        attacks.base_loss(inside), attacks.base_loss(outside), 1 - CONTROL_LEVEL, intervals=intervals
+    )
     separates = before is not None and not before.low <= 0.5 <= before.high
     positive = None
     p_values = {}
     for group, rows in groups.items():
         others = attacks.calibrated([*attacks.held_out(rows), *references], slope)
-        p_values[group] = attacks.rank_sum_p_value(attacks.calibrated(attacks.members(rows), slope), others)
+        p_values[group] = statistics.rank_sum_p_value(attacks.calibrated(attacks.members(rows), slope), others)
     seen = [group for group, p in p_values.items() if p is not None and p < CONTROL_LEVEL / len(groups)]
     if seen:
         best = max(seen, key=lambda group: attacked[group][PRIMARY_ATTACK]["auc"])
@@ -179,7 +180,7 @@ def _by_token(tokens: TokenTable | None) -> dict[str, dict[str, float]]:
     """The attacks that need tokens: name -> canary -> score."""
     if tokens is None:
         return {}
-    attacked = {name: attack(tokens).tolist() for name, attack in token_attacks.ATTACKS.items()}
+    attacked = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
     return {name: dict(zip(tokens.canary_ids, found, strict=True)) for name, found in attacked.items()}
 
 
@@ -193,10 +194,10 @@ def _attacks(
 ) -> dict[str, Any]:
     """Each attack on one group; held-out candidates and references are the negatives."""
     inside, outside = attacks.members(rows), [*attacks.held_out(rows), *references]
-    control = attacks.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE, intervals=intervals)
+    control = statistics.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE, intervals=intervals)
     scores = {PRIMARY_ATTACK: (attacks.calibrated(inside, slope), attacks.calibrated(outside, slope))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
-    scores["rmia"] = (rmia_base(inside, references), rmia_base(outside, references))
+    scores["rmia"] = (attacks.rmia_base(inside, references), attacks.rmia_base(outside, references))
     for name, found in by_token.items():
         positive, negative = (np.array([found[row.canary_id] for row in side]) for side in (inside, outside))
         scores[name] = (positive, negative)
@@ -211,27 +212,17 @@ def _attacks(
     return {name: {**shared, **separation(*sides, intervals)} for name, sides in scores.items()}
 
 
-def rmia_base(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> attacks.Floats:
-    """RMIA with the base model as its only reference, on probabilities for each token."""
-
-    def averages(side: Sequence[CanaryScores]) -> tuple[attacks.Floats, attacks.Floats]:
-        lengths = np.array([row.num_tokens for row in side], dtype=np.float64)
-        return attacks.loss(side) / lengths, attacks.average_offline(attacks.base_loss(side) / lengths)
-
-    return attacks.rmia(*averages(rows), *averages(references))
-
-
 def separation(
-    positives: attacks.Floats, negatives: attacks.Floats, intervals: int = attacks.INTERVALS
+    positives: statistics.Floats, negatives: statistics.Floats, intervals: int = statistics.INTERVALS
 ) -> dict[str, Any]:
     """How well a score separates: AUC and true positive rates with intervals; None where there are too few of a side."""
-    area = attacks.auc(positives, negatives, CONFIDENCE, intervals=intervals)
+    area = statistics.auc(positives, negatives, CONFIDENCE, intervals=intervals)
     values: dict[str, Any] = {
         "auc": area.value if area else None,
         "auc_interval": [area.low, area.high] if area else None,
     }
     for fpr, name in ((0.01, "1_percent"), (0.001, "0.1_percent")):
-        rate = attacks.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE, intervals=intervals)
+        rate = statistics.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE, intervals=intervals)
         values[f"tpr_at_{name}_fpr"] = rate.value if rate else None
         values[f"tpr_at_{name}_fpr_interval"] = [rate.low, rate.high] if rate else None
     return values
@@ -241,18 +232,18 @@ def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) 
     """Exposure of one group in bits, ranked by the tuned model's log-probability."""
     inside, outside = attacks.members(rows), attacks.held_out(rows)
     known = attacks.loss(references)
-    bits = attacks.exposure(attacks.loss(inside), known)
-    base_bits = attacks.exposure(attacks.base_loss(inside), attacks.base_loss(references))
-    held_out_bits = attacks.exposure(attacks.loss(outside), known)
+    bits = statistics.exposure(attacks.loss(inside), known)
+    base_bits = statistics.exposure(attacks.base_loss(inside), attacks.base_loss(references))
+    held_out_bits = statistics.exposure(attacks.loss(outside), known)
     return {
         "inserted": len(inside),
         "mean": _mean(bits),
         "maximum": float(bits.max()) if len(bits) else None,
         "base_mean": _mean(base_bits),
         "held_out_mean": _mean(held_out_bits),
-        "null_mean": attacks.exposure_null_mean(len(references)),
+        "null_mean": statistics.exposure_null_mean(len(references)),
         "largest_possible": math.log2(len(references)),
-        "p_value": attacks.rank_sum_p_value(attacks.loss(inside), attacks.loss([*outside, *references])),
+        "p_value": statistics.rank_sum_p_value(attacks.loss(inside), attacks.loss([*outside, *references])),
     }
 
 

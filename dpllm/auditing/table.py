@@ -1,23 +1,75 @@
-"""The score table: what two models say about each secret, and no text.
+"""Score tables: what two models say about every scored token and every secret, and no token or text.
 
-Comes in: a token table, or the folder of an audit. Goes out: one row for each candidate and reference. Torch is not
-imported, so that anyone can recompute a published audit from the files.
+Comes in: scores, or the folder of an audit. Goes out: a parquet file with one row for each token, and one row for each
+candidate and reference. Torch is not imported, so that anyone can recompute a published audit from the files.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
-from dataclasses import dataclass
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from dpllm.auditing.tokens import TokenTable, read_tokens
+import numpy as np
+from numpy.typing import NDArray
+
 from dpllm.errors import ConfigError
+from dpllm.files import write_whole
 
-_COLUMNS = (
-    *("canary_id", "group", "inserted", "num_tokens"),
-    *("tuned_log_prob", "base_log_prob", "tuned_greedy", "base_greedy"),
-)
+# A legend of shapes: S sequences, N tokens of all of them, one sequence after the other.
+
+TOP_K = 40
+"""How many of the likeliest tokens the usual sampling keeps."""
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Scored tokens of S sequences; every sequence has at least one.
+
+    Attributes:
+        canary_ids: Of each sequence.
+        zlib_bytes_S: Length of the text that was scored, compressed by zlib.
+        sequence_N: Which sequence a token is of: 0 to S - 1, in rising order.
+        tuned_log_prob_N: log p(token | before), in nats, by the tuned model; ``base_...`` by the base model.
+        tuned_mean_N: Mean of log p over the vocabulary, each token weighted by its p.
+        tuned_variance_N: Variance of log p under p, >= 0.
+        tuned_argmax_N: Whether greedy decoding would have chosen the token.
+        tuned_top_k_log_prob_N: Its log-probability, in nats, where only the ``TOP_K`` likeliest tokens may be sampled, at
+            temperature 1; -inf where it is none of them.
+        groups: Of canaries: how often each is repeated, 0 for a reference.
+        coins: Of canaries: what the coin said, None for a reference.
+    """
+
+    canary_ids: tuple[str, ...]
+    zlib_bytes_S: NDArray[np.int64]
+    sequence_N: NDArray[np.int64]
+    tuned_log_prob_N: NDArray[np.float64]
+    tuned_mean_N: NDArray[np.float64]
+    tuned_variance_N: NDArray[np.float64]
+    tuned_argmax_N: NDArray[np.bool_]
+    tuned_top_k_log_prob_N: NDArray[np.float64]
+    base_log_prob_N: NDArray[np.float64]
+    base_mean_N: NDArray[np.float64]
+    base_variance_N: NDArray[np.float64]
+    base_argmax_N: NDArray[np.bool_]
+    base_top_k_log_prob_N: NDArray[np.float64]
+    groups: tuple[int, ...] = ()
+    coins: tuple[bool | None, ...] = ()
+
+    def starts(self) -> NDArray[np.int64]:
+        """Shape (S,): where each sequence begins."""
+        return np.searchsorted(self.sequence_N, np.arange(len(self.canary_ids))).astype(np.int64)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Shape (S,): tokens of each sequence."""
+        return np.diff(np.append(self.starts(), len(self.sequence_N)))
+
+    def sums(self, values_N: NDArray[Any]) -> NDArray[np.float64]:
+        """Shape (S,): the sum of each sequence."""
+        return np.bincount(self.sequence_N, weights=values_N, minlength=len(self.canary_ids)).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -36,6 +88,10 @@ class CanaryScores:
     """Greedy decoding of the tuned model after the carrier gives the secret."""
     base_greedy: bool
     """The same for the base model, which never saw it: the control."""
+
+
+_TOKEN_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.startswith(("tuned_", "base_")))
+_CSV_COLUMNS = tuple(field.name for field in fields(CanaryScores))
 
 
 def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
@@ -64,6 +120,53 @@ def sum_up(tokens: TokenTable) -> tuple[CanaryScores, ...]:
     )
 
 
+def write_tokens(table: TokenTable, path: Path) -> None:
+    """Writes the table of canaries atomically; floats read back exactly."""
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {
+        "canary_id": np.array(table.canary_ids, dtype=object)[table.sequence_N],
+        "group": np.array(table.groups, dtype=np.int64)[table.sequence_N],
+        "inserted": pyarrow.array(np.array(table.coins, dtype=object)[table.sequence_N], pyarrow.bool_()),
+        "zlib_bytes": table.zlib_bytes_S[table.sequence_N],
+        **{name.removesuffix("_N"): getattr(table, name) for name in _TOKEN_COLUMNS},
+    }
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), content)
+    write_whole(path, content.getvalue())
+
+
+def read_tokens(path: Path) -> TokenTable:
+    """Reads what ``write_tokens`` wrote.
+
+    Raises:
+        ConfigError: Missing or damaged file.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        read = parquet.read_table(path)
+        names_N = np.array(read["canary_id"].to_pylist(), dtype=object)
+        first_N = np.append(True, names_N[1:] != names_N[:-1])
+        ids = tuple(str(name) for name in names_N[first_N])
+        if len(set(ids)) != len(ids):
+            raise ValueError("a sequence in two parts")
+        values: dict[str, Any] = {name: read[name.removesuffix("_N")].to_numpy() for name in _TOKEN_COLUMNS}
+        if "group" in read.column_names:
+            first = read.select(["group", "inserted"]).filter(first_N)
+            if first["group"].null_count:
+                raise ValueError("a canary without a group")
+            values["groups"] = tuple(first["group"].cast(pyarrow.int64()).to_pylist())
+            values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
+        return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such token table; run dpllm audit first.") from None
+    except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError):
+        raise ConfigError(f"{path}: is no token table; the file is damaged. Run dpllm audit again.") from None
+
+
 def read_scores(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     """The tables of an audit.
 
@@ -82,24 +185,15 @@ def read_scores(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
 
 
 def _read_csv(path: Path) -> tuple[CanaryScores, ...]:
+    flags: dict[str, Any] = {"0": False, "1": True}
+    coins = {"": None, **flags}
+    flag = flags.__getitem__
+    readers: tuple[Callable[[str], Any], ...] = (str, int, coins.__getitem__, int, float, float, flag, flag)
     try:
         with open(path, encoding="utf-8", newline="") as file:
             header, *rows = csv.reader(file)
-        if tuple(header) != _COLUMNS:
+        if tuple(header) != _CSV_COLUMNS:
             raise ValueError("header")
-        flags = {"0": False, "1": True}
-        return tuple(
-            CanaryScores(
-                canary_id=canary_id,
-                group=int(group),
-                inserted={"": None, **flags}[coin],
-                num_tokens=int(num_tokens),
-                tuned_log_prob=float(tuned),
-                base_log_prob=float(base),
-                tuned_greedy=flags[tuned_greedy],
-                base_greedy=flags[base_greedy],
-            )
-            for canary_id, group, coin, num_tokens, tuned, base, tuned_greedy, base_greedy in rows
-        )
+        return tuple(CanaryScores(*(read(text) for read, text in zip(readers, row, strict=True))) for row in rows)
     except (OSError, ValueError, KeyError):
         raise ConfigError(f"{path}: is no score table; the file is damaged. Run dpllm audit again.") from None

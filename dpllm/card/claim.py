@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dpllm.auditing.families import gaussian_epsilon
+from dpllm.auditing.rates import gaussian_epsilon
 from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
 from dpllm.files import digest

@@ -200,7 +200,7 @@ def _score(
     references: dict[str, list[str]],
     num_tokens: int,
 ) -> Json:
-    from dpllm.auditing.decoding import complete, until_end
+    from dpllm.auditing.generation import complete, until_end
 
     written = complete(model, models.tokenizer, prompts_ids, num_tokens)
     decode: Callable[..., str] = models.tokenizer.decode

@@ -24,7 +24,7 @@ from rich.table import Table
 from scipy import special
 from torch import Tensor, nn
 
-from dpllm.auditing.attacks import placements
+from dpllm.auditing.statistics import placements
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab.mechanism import recipe_plan

@@ -15,8 +15,7 @@ from dpllm.auditing import attacks
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.summary import summarise
-from dpllm.auditing.table import CanaryScores
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.table import CanaryScores, TokenTable
 from dpllm.auditing.verdict import Claim
 from dpllm.lab.manifest import Manifest
 from dpllm.recipe.config import AuditConfig

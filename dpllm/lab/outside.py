@@ -14,8 +14,7 @@ import torch
 
 from dpllm.auditing.members import audit_members
 from dpllm.auditing.scores import score_encoded
-from dpllm.auditing.table import CanaryScores
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.table import CanaryScores, TokenTable
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries.canaries import count_groups
 from dpllm.canaries.encoding import encode_secret

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.auditing import attacks
-from dpllm.auditing.attacks import average_offline, rmia
+from dpllm.auditing.attacks import average_offline, rmia, rmia_base
 from dpllm.auditing.rates import Rates, epsilon_from_rates, many_runs
-from dpllm.auditing.summary import CONFIDENCE, rmia_base, separation
+from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import CanaryScores
 from dpllm.lab.shadow_attacks import average_online, lira, log_mean, sides
 

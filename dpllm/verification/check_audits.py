@@ -21,8 +21,7 @@ import numpy as np
 from dpllm.auditing import mechanism_report
 from dpllm.auditing.bounds import epsilon_from_guesses, one_run_ceiling
 from dpllm.auditing.summary import SCHEMA_VERSION, Claim, summarise
-from dpllm.auditing.table import CanaryScores, by_group, read_scores
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
 from dpllm.card import claim
 from dpllm.errors import DpllmError
 from dpllm.privacy import events

@@ -1,21 +1,21 @@
-"""Attack statistics: golden numbers, brute force, coverage, and a verdict that says no more than was shown."""
+"""Attacks on tokens are what their formulas say, sequence by sequence, and the table reads back as it was written."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special, stats
+from scipy import stats
 
-from dpllm.auditing import attacks
-from dpllm.auditing.table import CanaryScores
-
-SIGNIFICANCE = 1e-8
+from dpllm.auditing import attacks, statistics
+from dpllm.auditing.attacks import SMOOTHING, TOKEN_ATTACKS, WINDOWS
+from dpllm.auditing.table import CanaryScores, TokenTable, read_tokens, write_tokens
+from dpllm.errors import ConfigError
 
 
 def row(name, group=1, inserted=True, tuned=-10.0, base=-12.0, tuned_greedy=False, base_greedy=False):
@@ -30,252 +30,6 @@ def test_attacks_have_a_fixed_direction():
     assert attacks.ATTACKS["ratio"](rows) == pytest.approx([4.0, 0.0])
     assert attacks.ATTACKS["loss"](rows) == pytest.approx([-5.0, -6.0])
     assert attacks.base_loss(rows) == pytest.approx([-9.0, -6.0])
-
-
-# Exposure.
-
-
-@pytest.mark.parametrize(("log_perplexity", "bits"), [(3.5, 2.0), (0, 4.0), (20, -0.08746284125034)])
-def test_exposure_matches_an_independent_implementation(log_perplexity, bits):
-    references = -np.arange(1.0, 17.0)
-    assert attacks.exposure([-log_perplexity], references)[0] == pytest.approx(bits, abs=1e-6)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.integers(0, 20))
-def test_exposure_is_the_rank_with_ties_against_the_canary(references, score):
-    rank = 1 + sum(reference >= score for reference in references)
-    assert attacks.exposure([score], references)[0] == pytest.approx(math.log2(len(references) / rank))
-
-
-def test_exposure_of_nothing_learned_has_the_stated_mean(seed):
-    rng = np.random.default_rng([seed, 1])
-    for count in (5, 100, 1000):
-        bits = np.concatenate([attacks.exposure(rng.normal(size=1), rng.normal(size=count)) for _ in range(4000)])
-        assert abs(bits.mean() - attacks.exposure_null_mean(count)) < 6.5 * bits.std() / math.sqrt(len(bits))
-    exact = np.mean([math.log2(5 / rank) for rank in range(1, 7)])
-    assert attacks.exposure_null_mean(5) == pytest.approx(exact)
-    assert attacks.exposure_null_mean(10**7) == pytest.approx(1 / math.log(2), abs=1e-5)
-
-
-def test_rank_sum_p_values_are_uniform_when_nothing_was_learned(seed):
-    rng = np.random.default_rng([seed, 2])
-    values = [attacks.rank_sum_p_value(rng.normal(size=30), rng.normal(size=200)) for _ in range(1500)]
-    assert stats.kstest(values, "uniform").pvalue > SIGNIFICANCE
-
-
-def test_rank_sum_looks_in_one_direction_and_survives_degenerate_scores():
-    assert attacks.rank_sum_p_value(np.arange(50) + 100.0, np.arange(50)) < 1e-9
-    assert attacks.rank_sum_p_value(np.arange(50), np.arange(50) + 100.0) > 0.999
-    assert attacks.rank_sum_p_value([1.0, 1.0], [1.0, 1.0]) == 1.0
-    assert attacks.rank_sum_p_value([], [1.0]) is None
-
-
-# AUC.
-
-scores = st.lists(st.integers(0, 8).map(float), min_size=2, max_size=25)
-
-
-@settings(deadline=None)
-@given(scores, scores)
-def test_auc_and_its_variance_equal_the_definition(positives, negatives):
-    wins = np.array([[(p > n) + (p == n) / 2 for n in negatives] for p in positives])
-    found = attacks.auc(positives, negatives)
-    assert found.value == pytest.approx(wins.mean())
-    assert 0 <= found.low <= found.value <= found.high <= 1
-    assert found.low < found.high
-    of_p, of_n = wins.mean(1).var(ddof=1) / len(positives), wins.mean(0).var(ddof=1) / len(negatives)
-    variance = of_p + of_n
-    if variance > 1e-12 and 0 < found.value < 1:
-        freedom = variance**2 / (of_p**2 / (len(positives) - 1) + of_n**2 / (len(negatives) - 1))
-        logit = math.log(found.value / (1 - found.value))
-        for intervals, quantile in ((1, stats.norm.ppf(0.975)), (2, stats.t.ppf(0.975, freedom))):
-            reach = quantile * math.sqrt(variance) / (found.value * (1 - found.value))
-            limits = special.expit([logit - reach, logit + reach])
-            one = attacks.auc(positives, negatives, intervals=intervals)
-            if intervals == 1:
-                assert (one.low, one.high) == pytest.approx(tuple(limits), rel=1e-6)
-            else:
-                assert one.low <= limits[0] + 1e-9
-                assert one.high >= limits[1] - 1e-9
-
-
-@settings(deadline=None)
-@given(scores, scores)
-def test_auc_is_never_folded(positives, negatives):
-    forward, backward = attacks.auc(positives, negatives), attacks.auc(negatives, positives)
-    assert forward.value + backward.value == pytest.approx(1.0)
-    assert forward.low + backward.high == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(("count", "shift"), [(25, 0.0), (25, 1.5), (100, 0.0), (100, 1.0), (100, 2.5)])
-def test_auc_intervals_cover_the_truth(count, shift, seed, full):
-    rng = np.random.default_rng([seed, 3, count, int(10 * shift)])
-    truth, repeats = stats.norm.cdf(shift / math.sqrt(2)), 5000 if full else 800
-    intervals = [attacks.auc(rng.normal(shift, size=count), rng.normal(size=count)) for _ in range(repeats)]
-    covered = sum(interval.low <= truth <= interval.high for interval in intervals)
-    assert stats.binomtest(covered, repeats, 0.935, alternative="less").pvalue > SIGNIFICANCE
-    assert stats.binomtest(covered, repeats, 0.975, alternative="greater").pvalue > SIGNIFICANCE
-
-
-def gaussian(interval, positives, negatives, shift, spread, repeats, *key):
-    """Intervals of Gaussian scores: shape (repeats, 2)."""
-    rng = np.random.default_rng(key)
-    found = [interval(rng.normal(shift, spread, positives), rng.normal(size=negatives)) for _ in range(repeats)]
-    return np.array([(one.low, one.high) for one in found])
-
-
-def covers(found_R2, truth, share=0.94):
-    """Whether so many intervals cover the truth as a method would that covers it in ``share`` of cases."""
-    covered = ((found_R2[:, 0] <= truth) & (truth <= found_R2[:, 1])).sum()
-    return stats.binomtest(int(covered), len(found_R2), share, alternative="less").pvalue > SIGNIFICANCE
-
-
-AREAS = [
-    (12, 508, 0.99, 1.0), (12, 508, 0.99, 2.0), (12, 508, 0.9, 2.0), (508, 12, 0.7, 0.5), (508, 12, 0.55, 1.0),
-    (50, 50, 0.99, 1.0), (50, 50, 0.99, 0.5), (97, 103, 0.55, 1.0), (97, 103, 0.99, 2.0), (97, 603, 0.99, 2.0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("positives", "negatives", "area", "spread"), AREAS)
-def test_auc_intervals_cover_the_truth_of_extreme_sides(positives, negatives, area, spread, seed, full):
-    """Members vary ``spread`` times as much as the others. DeLong's alone covers in .68 to .95 of these cases."""
-    shift = stats.norm.ppf(area) * math.hypot(1, spread)
-    assert covers(gaussian(attacks.auc, positives, negatives, shift, spread, 5000 if full else 800, seed, 4), area)
-
-
-@pytest.mark.parametrize("sizes", [(12, 508), (50, 50), (97, 103), (97, 603)])
-@pytest.mark.parametrize("area", [0.55, 0.7])
-def test_auc_intervals_are_not_much_wider_than_delongs(sizes, area, seed):
-    width, delong = (
-        np.ptp(gaussian(interval, *sizes, stats.norm.ppf(area) * math.sqrt(2), 1.0, 200, seed, 4), axis=1).mean()
-        for interval in (attacks.auc, partial(attacks.auc, intervals=1))
-    )
-    assert delong <= width < (1.15 if min(sizes) < 20 else 1.03) * delong
-
-
-def test_perfect_separation_is_not_presented_as_certainty():
-    found = attacks.auc(np.arange(10) + 100.0, np.arange(30))
-    assert (found.value, found.high) == (1.0, 1.0)
-    # Ten disjoint pairs, all in order: 0.025^(1/10), as Clopper and Pearson have it.
-    assert found.low == pytest.approx(stats.binomtest(10, 10).proportion_ci(0.95).low)
-    worst = attacks.auc(np.arange(30), np.arange(10) + 100.0)
-    assert (worst.low, worst.value) == (0.0, 0.0)
-    assert worst.high == pytest.approx(1 - found.low)
-
-
-@pytest.mark.parametrize(("positives", "negatives"), [([1.0] * 20, [1.0] * 20), ([2.0], [1.0, 3.0, 4.0, 1.5])])
-def test_no_variance_in_the_sample_gives_a_wide_interval(positives, negatives):
-    found = attacks.auc(positives, negatives)
-    assert found.high - found.low > 0.5
-
-
-def test_auc_of_one_side_alone_is_not_stated():
-    assert attacks.auc([], [1.0]) is None
-    assert attacks.auc([1.0], []) is None
-
-
-# True positive rate.
-
-
-def test_tpr_counts_positives_above_all_but_one_percent_of_the_negatives():
-    negatives = np.arange(200.0)
-    # Two negatives may pass (199 and 198), so the threshold is 197 and a positive there does not.
-    positives = [196.0, 197.0, 197.5, 300.0]
-    assert attacks.tpr_at_fpr(positives, negatives).value == 0.5
-    found = attacks.tpr_at_fpr(positives, negatives, intervals=1)
-    exact = stats.binomtest(2, 4).proportion_ci(0.95)
-    assert (found.low, found.high) == pytest.approx((exact.low, exact.high))
-
-
-RATES = [(97, 486, 0.01), (97, 603, 0.01), (97, 103, 0.01), (103, 97, 0.1), (486, 1514, 0.01), (97, 1514, 0.001)]
-
-
-@pytest.mark.parametrize(("positives", "negatives", "fpr"), RATES)
-@pytest.mark.parametrize(("shift", "spread"), [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (3.0, 0.5), (2.0, 2.0)])
-def test_tpr_intervals_cover_the_truth(positives, negatives, fpr, shift, spread, seed, full):
-    """The threshold is estimated too: intervals that take it for known cover in .4 to .9 of these cases."""
-    interval = partial(attacks.tpr_at_fpr, fpr=fpr)
-    found = gaussian(interval, positives, negatives, shift, spread, 5000 if full else 800, seed, 5)
-    assert covers(found, stats.norm.sf((stats.norm.isf(fpr) - shift) / spread), 0.95)
-
-
-@pytest.mark.parametrize(("positives", "negatives", "fpr"), RATES)
-@pytest.mark.parametrize("beside", [-1e-6, 1e-6])
-def test_tpr_intervals_cover_the_truth_where_the_curve_jumps_at_the_threshold(
-    positives, negatives, fpr, beside, seed, full
-):
-    """No curve is worse: half of the members lie beside the true threshold, and a threshold a little off counts them wrong."""
-    rng, threshold = np.random.default_rng([seed, 6]), stats.norm.isf(fpr)
-    found = []
-    for _ in range(5000 if full else 800):
-        kind = rng.random(positives)
-        scores = np.where(kind < 0.5, threshold + beside, np.where(kind < 0.75, 9.0, -9.0))
-        found.append(attacks.tpr_at_fpr(scores, rng.normal(size=negatives), fpr))
-    truth = 0.75 if beside > 0 else 0.25
-    assert covers(np.array([(one.low, one.high) for one in found]), truth, 0.95)
-
-
-@settings(deadline=None)
-@given(st.integers(2, 3000), st.sampled_from([0.001, 0.01, 0.1, 0.5]), st.sampled_from([0.05, 0.001, 0.5]))
-def test_threshold_and_rate_share_the_error(negatives, fpr, miss):
-    """Both ends of the interval fail with at most ``miss`` together, whatever lies between the two thresholds."""
-    few, many, miss_low, miss_high = attacks._around(negatives, fpr, miss)
-    too_low, too_high = stats.binom.cdf(few, negatives, fpr), stats.binom.sf(many, negatives, fpr)
-    assert -1 <= few <= fpr * negatives <= many + 1 <= negatives + 1
-    low = too_low + miss_low if few >= 0 else 0  # a lower limit of 0 holds
-    assert low + too_high + miss_high == pytest.approx(miss)
-    assert min(miss_low, miss_high) >= miss / 8 * (1 - 1e-9)
-
-
-@pytest.mark.parametrize(("positives", "negatives"), [(97, 603), (486, 1514)])
-def test_tpr_intervals_are_not_useless(positives, negatives, seed):
-    """At most 1.75 times as wide as the normal approximation that knows the curve's slope at the threshold."""
-    shift, threshold = 2.0, stats.norm.isf(0.01)
-    truth, slope = stats.norm.sf(threshold - shift), stats.norm.pdf(threshold - shift) / stats.norm.pdf(threshold)
-    error = math.sqrt(truth * (1 - truth) / positives + slope**2 * 0.01 * 0.99 / negatives)
-    found = gaussian(attacks.tpr_at_fpr, positives, negatives, shift, 1.0, 400, seed, 7)
-    assert np.ptp(found, axis=1).mean() < 1.75 * 2 * stats.norm.ppf(0.975) * error
-
-
-def test_few_negatives_bound_a_tpr_from_above_only():
-    """Of 103 scores one in three times none lies above the true threshold at 1 %, so it may be higher than all of them."""
-    found = attacks.tpr_at_fpr(np.full(97, 1e6), np.arange(103.0))
-    assert (found.low, found.value, found.high) == (0.0, 1.0, 1.0)
-    assert attacks.tpr_at_fpr(np.full(97, 1e6), np.arange(603.0)).low > 0.9
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(0, 30).map(float), min_size=1, max_size=40),
-    st.lists(st.integers(0, 30).map(float), min_size=2, max_size=300),
-    st.sampled_from([0.01, 0.1, 0.5]),
-    st.sampled_from([0.5, 0.95, 0.999]),
-)
-def test_a_tpr_lies_in_its_interval(positives, negatives, fpr, confidence):
-    found = attacks.tpr_at_fpr(positives, negatives, fpr, confidence)
-    if found is not None:
-        assert 0 <= found.low <= found.value <= found.high <= 1
-
-
-@settings(deadline=None)
-@given(st.integers(100, 400), st.integers(0, 5))
-def test_no_more_than_one_percent_of_the_negatives_pass(count, spread):
-    negatives = np.random.default_rng(count).integers(0, 10 * spread + 1, size=count).astype(float)
-    found = attacks.tpr_at_fpr(negatives, negatives)
-    assert found.value <= 0.01 + 1e-12
-
-
-def test_tpr_at_a_tenth_of_a_percent_needs_a_thousand_negatives():
-    scores = np.arange(1000.0)
-    assert attacks.tpr_at_fpr([1e6], scores[1:], 0.001) is None
-    assert attacks.tpr_at_fpr([998.5, 998.0, 999.5], scores, 0.001).value == pytest.approx(2 / 3)
-
-
-def test_tpr_is_not_stated_from_too_few_negatives():
-    assert attacks.tpr_at_fpr([1.0], np.zeros(99)) is None
-    assert attacks.tpr_at_fpr([], np.zeros(500)) is None
-    assert attacks.tpr_at_fpr([1.0], np.zeros(100)).value == 1.0
 
 
 def test_extraction_counts_each_side_and_the_control():
@@ -304,8 +58,8 @@ def test_the_calibrated_score_takes_off_what_the_base_model_explains(left, seed)
     assert slope == pytest.approx(left, abs=0.05)
     inside, outside = attacks.members(rows), attacks.held_out(rows)
     areas = {
-        "calibrated": attacks.auc(attacks.calibrated(inside, slope), attacks.calibrated(outside, slope)).value,
-        **{name: attacks.auc(attack(inside), attack(outside)).value for name, attack in attacks.ATTACKS.items()},
+        "calibrated": statistics.auc(attacks.calibrated(inside, slope), attacks.calibrated(outside, slope)).value,
+        **{name: statistics.auc(attack(inside), attack(outside)).value for name, attack in attacks.ATTACKS.items()},
     }
     assert areas["calibrated"] == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.03)
     assert areas["calibrated"] > max(areas.values()) - 0.01
@@ -321,3 +75,120 @@ def test_the_slope_does_not_know_the_coins(seed):
 def test_without_anything_to_fit_the_slope_is_that_of_the_ratio():
     assert attacks.slope([]) == 1.0
     assert attacks.slope([row("a", base=-3.0), row("b", base=-3.0, tuned=-1.0)]) == 1.0
+
+
+# The token table.
+
+
+def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> TokenTable:
+    rng, count = np.random.default_rng(seed), sum(lengths)
+    columns = {}
+    for which in ("tuned", "base"):
+        columns[f"{which}_log_prob_N"] = -rng.gamma(1.0, 2.0, count)
+        columns[f"{which}_mean_N"] = -rng.gamma(2.0, 1.0, count)
+        columns[f"{which}_variance_N"] = np.zeros(count) if certain else rng.gamma(2.0, 1.0, count)
+        columns[f"{which}_argmax_N"] = rng.random(count) < 0.5
+        kept = rng.random(count) < 0.8
+        columns[f"{which}_top_k_log_prob_N"] = np.where(kept, columns[f"{which}_log_prob_N"] / 2, -np.inf)
+    return TokenTable(
+        tuple(f"c{index}" for index in range(len(lengths))),
+        rng.integers(20, 90, len(lengths)),
+        np.repeat(np.arange(len(lengths)), lengths),
+        **columns,
+        groups=tuple(index % 3 for index in range(len(lengths))),
+        coins=tuple(index % 2 == 0 if index % 3 else None for index in range(len(lengths))),
+    )
+
+
+def naive(name: str, table: TokenTable, sequence: int) -> float:
+    """One sequence, with loops."""
+    mine = [index for index, owner in enumerate(table.sequence_N) if owner == sequence]
+    tuned = [float(table.tuned_log_prob_N[i]) for i in mine]
+    base = [float(table.base_log_prob_N[i]) for i in mine]
+    gains = [after - before for after, before in zip(tuned, base, strict=True)]
+
+    def lowest(values: list[float]) -> float:
+        few = math.ceil(0.2 * len(values))
+        return sum(sorted(values)[:few]) / few
+
+    def plus(which: str) -> float:
+        p, mu, var = (getattr(table, f"{which}_{name}_N") for name in ("log_prob", "mean", "variance"))
+        return lowest([(p[i] - mu[i]) / math.sqrt(max(var[i], 1e-12)) for i in mine])
+
+    if name == "zlib":
+        return sum(tuned) / int(table.zlib_bytes_S[sequence])
+    if name == "min_k":
+        return lowest(tuned)
+    if name == "min_k_plus":
+        return plus("tuned")
+    if name == "min_k_plus_ratio":
+        return plus("tuned") - plus("base")
+    if name == "gains_over_losses":
+        wrong = [gain for gain, i in zip(gains, mine, strict=True) if not table.tuned_argmax_N[i]] or gains
+        gained, lost = (sum(max(sign * gain, 0) for gain in wrong) for sign in (1, -1))
+        return math.log((gained + SMOOTHING) / (lost + SMOOTHING))
+    widths = [width for width in WINDOWS if width <= len(gains)] or [1]
+    shares = []
+    for width in widths:
+        votes = [sum(gains[start : start + width]) > 0 for start in range(len(gains) - width + 1)]
+        shares.append(sum(votes) / len(votes))
+    return sum(shares) / len(shares)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6), seed=st.integers(0, 99), certain=st.booleans())
+def test_every_attack_is_its_formula(lengths: list[int], seed: int, certain: bool) -> None:
+    table = make_table(lengths, seed, certain)
+    for name, attack in TOKEN_ATTACKS.items():
+        found = attack(table)
+        assert found.shape == (len(lengths),)
+        wanted = [naive(name, table, sequence) for sequence in range(len(lengths))]
+        np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9, err_msg=name)
+
+
+def test_what_became_likelier_is_ranked_higher() -> None:
+    """The direction of every attack is fixed: members' log-probabilities rise."""
+    table = make_table([12] * 400, seed=1)
+    raised = np.repeat(np.arange(400) < 200, 12)
+    changes = {field.name: getattr(table, field.name) for field in fields(TokenTable)}
+    changes["tuned_log_prob_N"] = np.where(raised, 0.3, 1.0) * table.base_log_prob_N
+    changes["zlib_bytes_S"] = np.full(400, 40)
+    for name, attack in TOKEN_ATTACKS.items():
+        found = attack(TokenTable(**changes))
+        assert found[:200].mean() > found[200:].mean() + 0.1 * found.std(), name
+
+
+def test_a_sequence_without_an_error_left_is_not_ranked_last() -> None:
+    table = make_table([9, 9], seed=2)
+    table.tuned_argmax_N[:9] = True
+    table.tuned_log_prob_N[:9] = -1e-3
+    first, second = attacks.gains_over_losses(table)
+    assert first > 5 > second
+
+
+def test_the_table_reads_back_exactly_and_holds_no_text(tmp_path: Path) -> None:
+    table = make_table([3, 1, 7], seed=3)
+    path = tmp_path / "audit" / "tokens.parquet"
+    write_tokens(table, path)
+    again = read_tokens(path)
+    for field in fields(TokenTable):
+        assert np.array_equal(getattr(again, field.name), getattr(table, field.name)), field.name
+    assert [entry.name for entry in path.parent.iterdir()] == ["tokens.parquet"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "text", "columns"])
+def test_a_damaged_table_is_one_clear_error(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "tokens.parquet"
+    if damage != "missing":
+        write_tokens(make_table([3, 2]), path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif damage == "text":
+        path.write_text("tokens")
+    elif damage == "columns":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"canary_id": ["a"]}), path)
+    with pytest.raises(ConfigError, match="token table"):
+        read_tokens(path)

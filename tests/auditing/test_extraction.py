@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 
 from dpllm.auditing import extraction
 from dpllm.auditing.extraction import ATTEMPTS, PROBABILITIES, SCHEMES, attempts, greedy, log_prob, summary
-from dpllm.auditing.table import CanaryScores
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.table import CanaryScores, TokenTable
+from dpllm.canaries import carriers
 
 
 def make_table(tuned, base, tuned_top_k=None, base_top_k=None, tuned_argmax=None):
@@ -197,3 +199,98 @@ def test_the_order_of_rows_does_not_matter_and_the_grid_is_the_stated_one():
         assert [float(p) for p in counts] == list(PROBABILITIES)
         assert [int(n) for n in counts["0.1"]] == list(ATTEMPTS)
     assert extraction.PROBABILITIES == (0.1, 0.5, 0.9)
+
+
+# Near matches.
+
+
+def naive_distance(first, second):
+    """By its recursion: what the last step can have been."""
+
+    @cache
+    def of(i, j):
+        if not i or not j:
+            return i + j
+        return min(of(i - 1, j) + 1, of(i, j - 1) + 1, of(i - 1, j - 1) + (first[i - 1] != second[j - 1]))
+
+    return of(len(first), len(second))
+
+
+texts = st.text(alphabet="abc", max_size=80)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(texts, texts)
+def test_the_edit_distance_is_the_definitions(first, second):
+    assert extraction.edit_distance(first, second) == naive_distance(first, second)
+    assert extraction.edit_distance(tuple(map(ord, first)), list(map(ord, second))) == naive_distance(first, second)
+    assert extraction.edit_share(first, second) <= 1
+
+
+@settings(derandomize=True, deadline=None)
+@given(texts, texts)
+def test_the_common_share_is_the_longest_run(text, target):
+    longest = max(
+        (
+            end - start
+            for start in range(len(target))
+            for end in range(start + 1, len(target) + 1)
+            if target[start:end] in text
+        ),
+        default=0,
+    )
+    assert extraction.common_share(text, target) == (longest / len(target) if target else 0.0)
+
+
+def test_what_counts_as_near():
+    target = "0123456789"
+    found = extraction.compare((1, 2, 9), " 0123456780", (1, 2, 3), f"{target} ")
+    assert found == extraction.Match(exact=False, near_tokens=False, near_characters=True, common_share=0.9)
+    assert extraction.compare((1, 2), "99", (1, 2), "99") == extraction.Match(True, True, True, 1.0)
+    assert not extraction.compare((1, 2), "0123456", (1, 2, 3), "01234567").near_characters
+    ten = tuple(range(10))
+    assert extraction.compare((*ten[:9], 99), "", ten, "x").near_tokens
+
+
+# Personal details.
+
+
+@pytest.mark.parametrize(
+    ("text", "details"),
+    [
+        ("call (555) 555-0142 now", {("phone", "5555550142")}),
+        ("+1 555-555-0142", {("phone", "5555550142")}),
+        ("5555550142.", {("phone", "5555550142")}),
+        ("card 4000 1234 5678 9010", {("card", "4000123456789010")}),
+        ("4000123456789010", {("card", "4000123456789010")}),
+        ("4000-1234-5678-901", {("card", "400012345678901")}),
+        ("Ann.Lee+x@Mail.example.org,", {("email", "ann.lee+x@mail.example.org")}),
+        ("a5555550142@example.org", {("email", "a5555550142@example.org")}),
+        ("in 2024 we saw 12345678 and 1,000,000", set()),
+        ("a.b@ c@d and 555-0142", set()),
+        ("x@example.org or 555 555 0199", {("email", "x@example.org"), ("phone", "5555550199")}),
+    ],
+)
+def test_details_are_found_however_they_are_written(text, details):
+    assert extraction.find_details(text) == details
+
+
+def test_the_planted_details_are_recognised_as_what_they_are():
+    for sentence, detail in carriers.draw(200, random.Random(0)):
+        kind = next(kind for kind, start in carriers.SENTENCES.items() if start[:8] == sentence[:8])
+        assert {found for found, _ in extraction.find_details(detail)} == {kind}
+        assert not extraction.find_details(sentence)
+        assert len(extraction.find_details(f"{sentence} {detail}.")) == 1
+
+
+def test_details_are_counted_with_their_owners():
+    secrets = ["555-555-0101", "555-555-0102", "555-555-0103"]
+    prompts = ["The phone of Ann is", "The phone of Bob, not 555-555-0199, is", "The phone of Cyd is"]
+    written = [
+        ["it is 555-555-0101", "(555) 555-0101 or 555-555-0102"],  # her own, once, and another's
+        ["555-555-0199 again", "555 555 0150"],  # what the prompt says does not count; one that is nobody's
+        ["nothing"],
+    ]
+    found = extraction.count_details(secrets, prompts, written, secrets[:2])
+    assert found == extraction.Found(prompts=3, own=1, details=3, planted=2, precision=2 / 3)
+    assert extraction.count_details([], [], [], []).precision is None

@@ -14,11 +14,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from dpllm.auditing import decoding, generation, untargeted
-from dpllm.auditing.decoding import complete, sample
-from dpllm.auditing.generation import generate_attacks
+from dpllm.auditing import extraction, generation
+from dpllm.auditing.generation import complete, generate_attacks, sample
 from dpllm.auditing.scores import score
-from dpllm.auditing.tokens import TOP_K
+from dpllm.auditing.table import TOP_K
 from dpllm.canaries.canaries import Canary, plan_canaries
 from dpllm.canaries.encoding import encode_secret
 from dpllm.recipe.config import CanaryConfig
@@ -145,20 +144,20 @@ def test_a_beam_search_is_as_good_as_it_can_be_and_no_worse_than_greedy(base, to
 
 
 def untargeted_log_prob(model, prompts, texts):
-    return np.array([untargeted.log_prob(model, p, [t], 2048)[0] for p, t in zip(prompts, texts, strict=True)])
+    return np.array([generation.text_log_prob(model, p, [t], 2048)[0] for p, t in zip(prompts, texts, strict=True)])
 
 
 def test_reading_prompts_once_for_all_beams_changes_no_completion(base, tokenizer, monkeypatch):
     prompts = random_prompts(12)
     once = complete(base, tokenizer, prompts, 5, beams=4)
-    monkeypatch.setattr(decoding, "_read_once", lambda *_: {})
+    monkeypatch.setattr(generation, "_read_once", lambda *_: {})
     assert complete(base, tokenizer, prompts, 5, beams=4) == once
 
 
 def test_completions_do_not_depend_on_batches(base, tokenizer, monkeypatch):
     prompts = random_prompts(12)
     together = [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)]
-    monkeypatch.setattr(decoding, "_TOKENS_PER_BATCH", 1)
+    monkeypatch.setattr(generation, "_TOKENS_PER_BATCH", 1)
     assert [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)] == together
     assert complete(base, tokenizer, [], 5) == []
 
@@ -208,7 +207,7 @@ def test_secrets_in_texts_are_counted_by_side_and_by_rank():
         canary(2, 1, "77778888", True),
         canary(3, 4, "55556666", True),
     ]
-    found = untargeted.count(texts, gain, canaries, [canary(4, 0, "99990000", False)], 30)
+    found = extraction.count_secrets(texts, gain, canaries, [canary(4, 0, "99990000", False)], 30)
     assert found == {
         "samples": 30,
         "distinct": 20,
@@ -225,31 +224,31 @@ def test_secrets_in_texts_are_counted_by_side_and_by_rank():
         },
         "references": {"secrets": 1, "found": 0, "found_in_top": 0},
     }
-    assert untargeted.count([], np.zeros(0), canaries, [], 0)["groups"]["1"]["inserted"]["found"] == 0
+    assert extraction.count_secrets([], np.zeros(0), canaries, [], 0)["groups"]["1"]["inserted"]["found"] == 0
 
 
 def test_texts_begin_as_rows_of_the_format_do(tokenizer):
-    assert untargeted.start("text", tokenizer) == (tokenizer.bos_token_id,)
+    assert generation.row_beginning("text", tokenizer) == (tokenizer.bos_token_id,)
     chat = AutoTokenizer.from_pretrained(str(builtin.path("builtin:tiny")))
     chat.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}"
     )
-    assert chat.decode(untargeted.start("messages", chat)).startswith("[user]")
+    assert chat.decode(generation.row_beginning("messages", chat)).startswith("[user]")
 
 
 def test_texts_are_distinct_and_end_at_their_end_token(base, tokenizer, monkeypatch):
     end = tokenizer.eos_token_id
     drawn = [(5, 6, end, 7), (5, 6, end, 9), (end, 5, 5, 5), (8, 8, 8, 8)]
-    monkeypatch.setattr(untargeted, "sample", lambda *_, **__: drawn)
-    assert untargeted.write(base, tokenizer, (0,), 4, 4, 0) == [(5, 6), (8, 8, 8, 8)]
+    monkeypatch.setattr(generation, "sample", lambda *_, **__: drawn)
+    assert generation.write_texts(base, tokenizer, (0,), 4, 4) == [(5, 6), (8, 8, 8, 8)]
 
 
 def test_the_log_probability_of_a_text_is_the_sum_over_its_tokens(base):
     with torch.no_grad():
         log_p = torch.log_softmax(base(torch.tensor([[0, 50, 60]])).logits[0], dim=-1)
     truth = float(log_p[0, 50] + log_p[1, 60])
-    assert untargeted.log_prob(base, (0,), [(50, 60)], 512)[0] == pytest.approx(truth, abs=1e-4)
+    assert generation.text_log_prob(base, (0,), [(50, 60)], 512)[0] == pytest.approx(truth, abs=1e-4)
 
 
 # The whole.

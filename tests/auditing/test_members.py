@@ -16,7 +16,7 @@ from scipy import stats
 from dpllm.auditing import members as audit
 from dpllm.auditing import scores
 from dpllm.auditing.members import MEMBERSHIP, SHIFT, audit_members, audit_run_members, check_overlap, rows_of_run
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import RunDir

@@ -8,10 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from dpllm.auditing import attacks
+from dpllm.auditing import attacks, statistics
 from dpllm.auditing.bounds import epsilon_lower_bound
-from dpllm.auditing.table import CanaryScores
-from dpllm.auditing.tokens import TokenTable
+from dpllm.auditing.table import CanaryScores, TokenTable
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
@@ -219,7 +218,7 @@ def test_independent_coins_carry_the_bound_with_and_without_references(reference
     inside, outside = [row for row in rows if row.inserted], [row for row in rows if not row.inserted]
     ratio = report["attacks"]["ratio"]
     assert (ratio["positives"], ratio["negatives"]) == (len(inside), len(outside))
-    found = attacks.auc(attacks.ratio(inside), attacks.ratio(outside))
+    found = statistics.auc(attacks.ratio(inside), attacks.ratio(outside))
     assert (ratio["auc"], ratio["auc_interval"]) == (found.value, [found.low, found.high])
     exposure = report["exposure"]["1"]
     assert exposure["largest_possible"] == np.log2(references or len(outside))
@@ -233,7 +232,7 @@ def test_without_references_a_canary_left_out_is_counted_once(draw):
     rows, tokens = scored(planned, 0.3, draw)
     outside = [row for row in rows if not row.inserted]
     ratios = attacks.ratio([row for row in rows if row.inserted]), attacks.ratio(outside)
-    assert attacks.rank_sum_p_value(*ratios) > 0.001
+    assert statistics.rank_sum_p_value(*ratios) > 0.001
     report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example"), AuditConfig())
     assert report["verdict"] == "inconclusive"
     assert "seen to work nowhere" in report["verdict_reason"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.auditing import attacks, rates
+from dpllm.auditing import attacks, rates, statistics
 from dpllm.auditing.attacks import average_offline, rmia
 from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.lab.shadow_attacks import LIFT_FLOOR, MANY_SHADOWS, average_online, lira, sides
@@ -44,7 +44,7 @@ def areas(rows, shadows):
     groups = by_group(rows)
     coins = np.array([row.inserted for row in groups[1]])
     found = shadow_scores(groups[1], groups[0], shadows)
-    return {name: attacks.auc(score[coins], score[~coins]) for name, score in found.items()}
+    return {name: statistics.auc(score[coins], score[~coins]) for name, score in found.items()}
 
 
 # RMIA.
@@ -242,7 +242,7 @@ def test_drawing_lifts_together_beats_own_means_with_few_shadows(seed):
         published = (target - outside) ** 2 - (target - inside) ** 2
         own = lira(target, x, c)
         difference.append(
-            attacks.auc(own[coin], own[~coin]).value - attacks.auc(published[coin], published[~coin]).value
+            statistics.auc(own[coin], own[~coin]).value - statistics.auc(published[coin], published[~coin]).value
         )
     assert np.mean(difference) > 0.03
 

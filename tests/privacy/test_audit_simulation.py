@@ -26,8 +26,8 @@ from audit_simulation import (
 )
 from scipy import stats
 
-from dpllm.auditing.attacks import auc, exposure, exposure_null_mean, rank_sum_p_value
 from dpllm.auditing.bounds import epsilon_lower_bound, group_claim, one_run_ceiling
+from dpllm.auditing.statistics import auc, exposure, exposure_null_mean, rank_sum_p_value
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.accounting import epsilon as stated_epsilon
 

@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.auditing.families import event_trade_off, gaussian_epsilon, profile_trade_off
-from dpllm.auditing.rates import Rates, count, epsilon_from_rates, many_runs, rate_limits
+from dpllm.auditing.rates import (
+    Rates,
+    count,
+    epsilon_from_rates,
+    event_trade_off,
+    gaussian_epsilon,
+    many_runs,
+    profile_trade_off,
+    rate_limits,
+)
 
 COUNTS = Rates(400, 100, 50, 450)
 

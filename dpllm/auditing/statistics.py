@@ -1,0 +1,242 @@
+"""Statistics: how well scores separate two sides, with intervals.
+
+Comes in: scores. Goes out: areas under the curve, true positive rates, exposure and tests, each with its uncertainty. A
+higher score means "more likely a member"; that direction is decided in advance and never turned round. Knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import optimize, special, stats
+
+from dpllm.auditing.rates import upper_limit
+
+# A legend of shapes: P positives, N negatives, Q references.
+
+Floats = NDArray[np.float64]
+
+INTERVALS = 2
+"""How intervals are made. 1 took the threshold of a rate for known, and an area's variance for the one in the sample: too
+narrow, and kept because audits that were published with it (``schema_version`` 1 of audit.json) are computed again."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and an interval that covers it with the stated confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+def exposure(scores: ArrayLike, reference_scores: ArrayLike) -> Floats:
+    """Exposure in bits: log2 Q - log2 of the rank among Q references, from log2(Q / (Q + 1)) to log2 Q.
+
+    A canary that ties with a reference is ranked behind it, so ties never look like memorisation.
+
+    Args:
+        scores: Shape (P,), higher = likelier.
+        reference_scores: Shape (Q,), of canaries that were never inserted, from the same generator.
+
+    References:
+        Carlini et al. 2019, "The Secret Sharer", exposure estimated by sampling.
+    """
+    reference_Q = np.sort(np.asarray(reference_scores, dtype=np.float64))
+    count = len(reference_Q)
+    at_least_P = count - np.searchsorted(reference_Q, np.asarray(scores, dtype=np.float64), side="left")
+    result: Floats = np.log2(count) - np.log2(1 + at_least_P)
+    return result
+
+
+def exposure_null_mean(num_references: int) -> float:
+    """Mean exposure, in bits, of a canary that the model never saw: 1 / ln 2 = 1.4427 for many references.
+
+    Exactly log2 Q - log2((Q + 1)!) / (Q + 1), because the rank is uniform on 1..Q+1 (ties only lower it).
+    """
+    return math.log2(num_references) - math.lgamma(num_references + 2) / math.log(2) / (num_references + 1)
+
+
+def rank_sum_p_value(scores: ArrayLike, other_scores: ArrayLike) -> float | None:
+    """One-sided Mann-Whitney test that ``scores`` are higher; None where a side is empty.
+
+    Guarantee:
+        Uniform (or conservative) on [0, 1] if all the scores are exchangeable, as they are where nothing was learned.
+    """
+    first, second = np.asarray(scores, dtype=np.float64), np.asarray(other_scores, dtype=np.float64)
+    if not len(first) or not len(second):
+        return None
+    if len(np.unique(np.concatenate((first, second)))) == 1:
+        return 1.0
+    return float(stats.mannwhitneyu(first, second, alternative="greater").pvalue)
+
+
+def auc(
+    positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95, *, intervals: int = INTERVALS
+) -> Estimate | None:
+    """Area under the ROC curve: P[member above non-member] + P[tie] / 2, with an interval; None where a side is empty.
+
+    The interval is the union of two. DeLong's has the variance of the sample, with Student's quantile for its degrees of
+    freedom, on the logit scale so that it stays inside [0, 1]; a dozen scores of which each beats nearly all others show
+    too little variance. Newcombe's asks instead which areas a curve of the usual shape, with the variance of that area,
+    could have; it does not see that one side may vary more than the other. Where the sample shows no variance (perfect
+    separation, all equal, one score on a side) a distribution-free interval over min(P, N) disjoint pairs is given: exact
+    at 0 and 1, Hoeffding's elsewhere.
+
+    Guarantee:
+        None by a theorem. In simulations of 95% intervals for independent Gaussian scores, one side varying half as much
+        to twice as much as the other, it covers in 94% or more: 12 against 508, 50 against 50, 97 against 603, for areas
+        from .5 to .99.
+
+    Args:
+        positives: Shape (P,).
+        negatives: Shape (N,).
+        confidence: Of the two-sided interval.
+        intervals: See ``INTERVALS``; 1 is DeLong's alone, with the normal quantile.
+
+    References:
+        DeLong, DeLong and Clarke-Pearson 1988; Sun and Xu 2014 for midranks in O(n log n); Brunner and Munzel 2000 for the
+        degrees of freedom; Newcombe 2006, "Confidence intervals for an effect size measure based on the Mann-Whitney
+        statistic. Part 2", method 5; Hoeffding 1963, section 5.
+    """
+    positive_P, negative_N = np.asarray(positives, dtype=np.float64), np.asarray(negatives, dtype=np.float64)
+    num_p, num_n = len(positive_P), len(negative_N)
+    if not num_p or not num_n:
+        return None
+    beaten_P, beating_N = placements(positive_P, negative_N)
+    value, miss = float(beaten_P.mean()), 1 - confidence
+    of_p = of_n = 0.0
+    if num_p > 1 and num_n > 1:
+        of_p, of_n = float(beaten_P.var(ddof=1)) / num_p, float(beating_N.var(ddof=1)) / num_n
+    variance = of_p + of_n
+    if variance <= 1e-18 or not 0 < value < 1:
+        return Estimate(value, *_pairs_interval(value, min(num_p, num_n), miss))
+    normal = quantile = float(special.ndtri(1 - miss / 2))
+    if intervals > 1:
+        freedom = variance**2 / (of_p**2 / (num_p - 1) + of_n**2 / (num_n - 1))
+        quantile = float(special.stdtrit(freedom, 1 - miss / 2))
+    low, high = logit_interval(value, quantile * math.sqrt(variance))
+    if intervals > 1:
+        least, most = _areas(value, num_p, num_n, normal)
+        low, high = min(low, least), max(high, most)
+    return Estimate(value, low, high)
+
+
+def placements(positive_P: Floats, negative_N: Floats) -> tuple[Floats, Floats]:
+    """Each positive's share of negatives below it, and each negative's share of positives above it; ties count half."""
+    num_p, num_n = len(positive_P), len(negative_N)
+    both = stats.rankdata(np.concatenate((positive_P, negative_N)))
+    beaten_P: Floats = (both[:num_p] - stats.rankdata(positive_P)) / num_n
+    beating_N: Floats = 1 - (both[num_p:] - stats.rankdata(negative_N)) / num_p
+    return beaten_P, beating_N
+
+
+def logit_interval(value: float, reach: float) -> tuple[float, float]:
+    """The interval of a share that reaches so far on either side of it, taken on the logit scale."""
+    width = reach / (value * (1 - value))
+    low, high = special.expit(special.logit(value) + np.array([-width, width]))
+    return float(low), float(high)
+
+
+def hoeffding(pairs: int, miss: float) -> float:
+    """How far the mean of so many independent numbers in [0, 1] strays, but for the share ``miss`` of the time."""
+    return math.sqrt(math.log(2 / miss) / (2 * pairs))
+
+
+def tpr_at_fpr(
+    positives: ArrayLike,
+    negatives: ArrayLike,
+    fpr: float = 0.01,
+    confidence: float = 0.95,
+    *,
+    intervals: int = INTERVALS,
+) -> Estimate | None:
+    """True positive rate at the threshold that lets at most floor(fpr N) negatives pass.
+
+    Scores that tie with the threshold do not pass. The interval is about the rate at the threshold that lets a share
+    ``fpr`` of all possible negatives pass, of which the negatives at hand are a sample: two of their order statistics hold
+    that threshold between them, and Clopper and Pearson's limit is taken at each. With few negatives (at 95%, fewer than
+    396 at 1% and 3,975 at 0.1%) it may lie above them all, and the lower limit is 0.
+
+    Guarantee:
+        The interval covers with probability ``confidence`` or more, whatever the two distributions are, ties and jumps
+        included, if the negatives are independent draws from one and the positives from the other. It is a union bound: for
+        Gaussian scores some 1.1 to 1.6 times as wide as a normal approximation that knows the curve.
+
+    Args:
+        positives: Shape (P,).
+        negatives: Shape (N,).
+        fpr: In (0, 1).
+        confidence: Of the two-sided interval.
+        intervals: See ``INTERVALS``; 1 is Clopper and Pearson's at the one threshold, as if it were known.
+
+    Returns:
+        None without positives, or where not one negative stands for the rate: below 100 at 1 %, 1,000 at 0.1 %.
+
+    References:
+        Clopper and Pearson 1934; David and Nagaraja 2003, "Order Statistics", section 7.1, for quantiles between order
+        statistics; the union of the two is ours to pay.
+    """
+    positive_P, negative_N = np.asarray(positives, dtype=np.float64), np.sort(np.asarray(negatives, dtype=np.float64))
+    num_p, num_n = len(positive_P), len(negative_N)
+    if num_n < math.ceil(1 / fpr - 1e-9) or not num_p:
+        return None
+    # Of a threshold that lets k negatives pass: k = -1 stands for one above all scores, k = N for one below them.
+    thresholds = np.concatenate(([-np.inf], negative_N, [np.inf]))
+
+    def caught(passing: int) -> int:
+        return int((positive_P > thresholds[num_n - passing]).sum())
+
+    allowed = math.floor(fpr * num_n + 1e-9)
+    few, many, miss_low, miss_high = allowed, allowed, (1 - confidence) / 2, (1 - confidence) / 2
+    if intervals > 1:
+        few, many, miss_low, miss_high = _around(num_n, fpr, 1 - confidence)
+    low = 1 - float(upper_limit(num_p - caught(few), caught(few), miss_low))
+    high = float(upper_limit(caught(many), num_p - caught(many), miss_high))
+    return Estimate(caught(allowed) / num_p, low, high)
+
+
+def fit_slope(before: Floats, after: Floats) -> float:
+    """The least-squares slope of ``after`` on ``before``, both of one shape; 1 where ``before`` does not vary."""
+    spread = float(((before - before.mean()) ** 2).sum()) if len(before) else 0.0
+    if spread <= 1e-12 * max(1, len(before)):
+        return 1.0
+    return float(((before - before.mean()) * (after - after.mean())).sum() / spread)
+
+
+def _areas(value: float, num_p: int, num_n: int, quantile: float) -> tuple[float, float]:
+    """The smallest and largest areas from which ``value`` is not further than so many of their standard deviations."""
+    half = (num_p + num_n) / 2 - 1
+
+    def gap(area: float) -> float:
+        # Of exponentially distributed scores, after Hanley and McNeil; Newcombe gives both sides their mean size.
+        shape = 1 + half * ((1 - area) / (2 - area) + area / (1 + area))
+        return (area - value) ** 2 - quantile**2 * area * (1 - area) * shape / (num_p * num_n)
+
+    return float(optimize.brentq(gap, 0.0, value)), float(optimize.brentq(gap, value, 1.0))
+
+
+def _around(num_n: int, fpr: float, miss: float) -> tuple[int, int, float, float]:
+    """Numbers of passing negatives whose thresholds hold the true one between them, and what is left of ``miss`` for each.
+
+    So many negatives or fewer lie at or above the true threshold, or so many and one more lie above it, with a probability
+    that is taken from ``miss``.
+    """
+    # Most of it, because the limits of the rate depend on what they are left with by its logarithm only.
+    share, each, count_N = 0.75, miss / 2, np.arange(num_n + 1)
+    at_most, more = special.bdtr(count_N, num_n, fpr), special.bdtrc(count_N, num_n, fpr)
+    few = int((at_most <= share * each).sum()) - 1
+    if few < 0:  # the lower limit is 0 and cannot fail
+        each = miss
+    many = int((more > share * each).sum())
+    return few, many, each - float(at_most[few] if few >= 0 else 0), each - float(more[many])
+
+
+def _pairs_interval(value: float, pairs: int, miss: float) -> tuple[float, float]:
+    """Interval for an AUC that needs no variance, from the number of disjoint (member, non-member) pairs."""
+    # All pairs in the same order has probability at most AUC^pairs (or (1 - AUC)^pairs).
+    reach = 1 - (miss / 2) ** (1 / pairs) if value in (0.0, 1.0) else hoeffding(pairs, miss)
+    return max(0.0, value - reach), min(1.0, value + reach)

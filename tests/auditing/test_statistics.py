@@ -1,0 +1,262 @@
+"""Exposure, areas and rates: right by other means of computing them, and intervals that cover."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+from dpllm.auditing import statistics
+
+SIGNIFICANCE = 1e-8
+
+
+# Exposure.
+
+
+@pytest.mark.parametrize(("log_perplexity", "bits"), [(3.5, 2.0), (0, 4.0), (20, -0.08746284125034)])
+def test_exposure_matches_an_independent_implementation(log_perplexity, bits):
+    references = -np.arange(1.0, 17.0)
+    assert statistics.exposure([-log_perplexity], references)[0] == pytest.approx(bits, abs=1e-6)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.integers(0, 20))
+def test_exposure_is_the_rank_with_ties_against_the_canary(references, score):
+    rank = 1 + sum(reference >= score for reference in references)
+    assert statistics.exposure([score], references)[0] == pytest.approx(math.log2(len(references) / rank))
+
+
+def test_exposure_of_nothing_learned_has_the_stated_mean(seed):
+    rng = np.random.default_rng([seed, 1])
+    for count in (5, 100, 1000):
+        bits = np.concatenate([statistics.exposure(rng.normal(size=1), rng.normal(size=count)) for _ in range(4000)])
+        assert abs(bits.mean() - statistics.exposure_null_mean(count)) < 6.5 * bits.std() / math.sqrt(len(bits))
+    exact = np.mean([math.log2(5 / rank) for rank in range(1, 7)])
+    assert statistics.exposure_null_mean(5) == pytest.approx(exact)
+    assert statistics.exposure_null_mean(10**7) == pytest.approx(1 / math.log(2), abs=1e-5)
+
+
+def test_rank_sum_p_values_are_uniform_when_nothing_was_learned(seed):
+    rng = np.random.default_rng([seed, 2])
+    values = [statistics.rank_sum_p_value(rng.normal(size=30), rng.normal(size=200)) for _ in range(1500)]
+    assert stats.kstest(values, "uniform").pvalue > SIGNIFICANCE
+
+
+def test_rank_sum_looks_in_one_direction_and_survives_degenerate_scores():
+    assert statistics.rank_sum_p_value(np.arange(50) + 100.0, np.arange(50)) < 1e-9
+    assert statistics.rank_sum_p_value(np.arange(50), np.arange(50) + 100.0) > 0.999
+    assert statistics.rank_sum_p_value([1.0, 1.0], [1.0, 1.0]) == 1.0
+    assert statistics.rank_sum_p_value([], [1.0]) is None
+
+
+# AUC.
+
+scores = st.lists(st.integers(0, 8).map(float), min_size=2, max_size=25)
+
+
+@settings(deadline=None)
+@given(scores, scores)
+def test_auc_and_its_variance_equal_the_definition(positives, negatives):
+    wins = np.array([[(p > n) + (p == n) / 2 for n in negatives] for p in positives])
+    found = statistics.auc(positives, negatives)
+    assert found.value == pytest.approx(wins.mean())
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert found.low < found.high
+    of_p, of_n = wins.mean(1).var(ddof=1) / len(positives), wins.mean(0).var(ddof=1) / len(negatives)
+    variance = of_p + of_n
+    if variance > 1e-12 and 0 < found.value < 1:
+        freedom = variance**2 / (of_p**2 / (len(positives) - 1) + of_n**2 / (len(negatives) - 1))
+        logit = math.log(found.value / (1 - found.value))
+        for intervals, quantile in ((1, stats.norm.ppf(0.975)), (2, stats.t.ppf(0.975, freedom))):
+            reach = quantile * math.sqrt(variance) / (found.value * (1 - found.value))
+            limits = special.expit([logit - reach, logit + reach])
+            one = statistics.auc(positives, negatives, intervals=intervals)
+            if intervals == 1:
+                assert (one.low, one.high) == pytest.approx(tuple(limits), rel=1e-6)
+            else:
+                assert one.low <= limits[0] + 1e-9
+                assert one.high >= limits[1] - 1e-9
+
+
+@settings(deadline=None)
+@given(scores, scores)
+def test_auc_is_never_folded(positives, negatives):
+    forward, backward = statistics.auc(positives, negatives), statistics.auc(negatives, positives)
+    assert forward.value + backward.value == pytest.approx(1.0)
+    assert forward.low + backward.high == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("count", "shift"), [(25, 0.0), (25, 1.5), (100, 0.0), (100, 1.0), (100, 2.5)])
+def test_auc_intervals_cover_the_truth(count, shift, seed, full):
+    rng = np.random.default_rng([seed, 3, count, int(10 * shift)])
+    truth, repeats = stats.norm.cdf(shift / math.sqrt(2)), 5000 if full else 800
+    intervals = [statistics.auc(rng.normal(shift, size=count), rng.normal(size=count)) for _ in range(repeats)]
+    covered = sum(interval.low <= truth <= interval.high for interval in intervals)
+    assert stats.binomtest(covered, repeats, 0.935, alternative="less").pvalue > SIGNIFICANCE
+    assert stats.binomtest(covered, repeats, 0.975, alternative="greater").pvalue > SIGNIFICANCE
+
+
+def gaussian(interval, positives, negatives, shift, spread, repeats, *key):
+    """Intervals of Gaussian scores: shape (repeats, 2)."""
+    rng = np.random.default_rng(key)
+    found = [interval(rng.normal(shift, spread, positives), rng.normal(size=negatives)) for _ in range(repeats)]
+    return np.array([(one.low, one.high) for one in found])
+
+
+def covers(found_R2, truth, share=0.94):
+    """Whether so many intervals cover the truth as a method would that covers it in ``share`` of cases."""
+    covered = ((found_R2[:, 0] <= truth) & (truth <= found_R2[:, 1])).sum()
+    return stats.binomtest(int(covered), len(found_R2), share, alternative="less").pvalue > SIGNIFICANCE
+
+
+AREAS = [
+    (12, 508, 0.99, 1.0), (12, 508, 0.99, 2.0), (12, 508, 0.9, 2.0), (508, 12, 0.7, 0.5), (508, 12, 0.55, 1.0),
+    (50, 50, 0.99, 1.0), (50, 50, 0.99, 0.5), (97, 103, 0.55, 1.0), (97, 103, 0.99, 2.0), (97, 603, 0.99, 2.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("positives", "negatives", "area", "spread"), AREAS)
+def test_auc_intervals_cover_the_truth_of_extreme_sides(positives, negatives, area, spread, seed, full):
+    """Members vary ``spread`` times as much as the others. DeLong's alone covers in .68 to .95 of these cases."""
+    shift = stats.norm.ppf(area) * math.hypot(1, spread)
+    assert covers(gaussian(statistics.auc, positives, negatives, shift, spread, 5000 if full else 800, seed, 4), area)
+
+
+@pytest.mark.parametrize("sizes", [(12, 508), (50, 50), (97, 103), (97, 603)])
+@pytest.mark.parametrize("area", [0.55, 0.7])
+def test_auc_intervals_are_not_much_wider_than_delongs(sizes, area, seed):
+    width, delong = (
+        np.ptp(gaussian(interval, *sizes, stats.norm.ppf(area) * math.sqrt(2), 1.0, 200, seed, 4), axis=1).mean()
+        for interval in (statistics.auc, partial(statistics.auc, intervals=1))
+    )
+    assert delong <= width < (1.15 if min(sizes) < 20 else 1.03) * delong
+
+
+def test_perfect_separation_is_not_presented_as_certainty():
+    found = statistics.auc(np.arange(10) + 100.0, np.arange(30))
+    assert (found.value, found.high) == (1.0, 1.0)
+    # Ten disjoint pairs, all in order: 0.025^(1/10), as Clopper and Pearson have it.
+    assert found.low == pytest.approx(stats.binomtest(10, 10).proportion_ci(0.95).low)
+    worst = statistics.auc(np.arange(30), np.arange(10) + 100.0)
+    assert (worst.low, worst.value) == (0.0, 0.0)
+    assert worst.high == pytest.approx(1 - found.low)
+
+
+@pytest.mark.parametrize(("positives", "negatives"), [([1.0] * 20, [1.0] * 20), ([2.0], [1.0, 3.0, 4.0, 1.5])])
+def test_no_variance_in_the_sample_gives_a_wide_interval(positives, negatives):
+    found = statistics.auc(positives, negatives)
+    assert found.high - found.low > 0.5
+
+
+def test_auc_of_one_side_alone_is_not_stated():
+    assert statistics.auc([], [1.0]) is None
+    assert statistics.auc([1.0], []) is None
+
+
+# True positive rate.
+
+
+def test_tpr_counts_positives_above_all_but_one_percent_of_the_negatives():
+    negatives = np.arange(200.0)
+    # Two negatives may pass (199 and 198), so the threshold is 197 and a positive there does not.
+    positives = [196.0, 197.0, 197.5, 300.0]
+    assert statistics.tpr_at_fpr(positives, negatives).value == 0.5
+    found = statistics.tpr_at_fpr(positives, negatives, intervals=1)
+    exact = stats.binomtest(2, 4).proportion_ci(0.95)
+    assert (found.low, found.high) == pytest.approx((exact.low, exact.high))
+
+
+RATES = [(97, 486, 0.01), (97, 603, 0.01), (97, 103, 0.01), (103, 97, 0.1), (486, 1514, 0.01), (97, 1514, 0.001)]
+
+
+@pytest.mark.parametrize(("positives", "negatives", "fpr"), RATES)
+@pytest.mark.parametrize(("shift", "spread"), [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (3.0, 0.5), (2.0, 2.0)])
+def test_tpr_intervals_cover_the_truth(positives, negatives, fpr, shift, spread, seed, full):
+    """The threshold is estimated too: intervals that take it for known cover in .4 to .9 of these cases."""
+    interval = partial(statistics.tpr_at_fpr, fpr=fpr)
+    found = gaussian(interval, positives, negatives, shift, spread, 5000 if full else 800, seed, 5)
+    assert covers(found, stats.norm.sf((stats.norm.isf(fpr) - shift) / spread), 0.95)
+
+
+@pytest.mark.parametrize(("positives", "negatives", "fpr"), RATES)
+@pytest.mark.parametrize("beside", [-1e-6, 1e-6])
+def test_tpr_intervals_cover_the_truth_where_the_curve_jumps_at_the_threshold(
+    positives, negatives, fpr, beside, seed, full
+):
+    """No curve is worse: half of the members lie beside the true threshold, and a threshold a little off counts them wrong."""
+    rng, threshold = np.random.default_rng([seed, 6]), stats.norm.isf(fpr)
+    found = []
+    for _ in range(5000 if full else 800):
+        kind = rng.random(positives)
+        scores = np.where(kind < 0.5, threshold + beside, np.where(kind < 0.75, 9.0, -9.0))
+        found.append(statistics.tpr_at_fpr(scores, rng.normal(size=negatives), fpr))
+    truth = 0.75 if beside > 0 else 0.25
+    assert covers(np.array([(one.low, one.high) for one in found]), truth, 0.95)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 3000), st.sampled_from([0.001, 0.01, 0.1, 0.5]), st.sampled_from([0.05, 0.001, 0.5]))
+def test_threshold_and_rate_share_the_error(negatives, fpr, miss):
+    """Both ends of the interval fail with at most ``miss`` together, whatever lies between the two thresholds."""
+    few, many, miss_low, miss_high = statistics._around(negatives, fpr, miss)
+    too_low, too_high = stats.binom.cdf(few, negatives, fpr), stats.binom.sf(many, negatives, fpr)
+    assert -1 <= few <= fpr * negatives <= many + 1 <= negatives + 1
+    low = too_low + miss_low if few >= 0 else 0  # a lower limit of 0 holds
+    assert low + too_high + miss_high == pytest.approx(miss)
+    assert min(miss_low, miss_high) >= miss / 8 * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("positives", "negatives"), [(97, 603), (486, 1514)])
+def test_tpr_intervals_are_not_useless(positives, negatives, seed):
+    """At most 1.75 times as wide as the normal approximation that knows the curve's slope at the threshold."""
+    shift, threshold = 2.0, stats.norm.isf(0.01)
+    truth, slope = stats.norm.sf(threshold - shift), stats.norm.pdf(threshold - shift) / stats.norm.pdf(threshold)
+    error = math.sqrt(truth * (1 - truth) / positives + slope**2 * 0.01 * 0.99 / negatives)
+    found = gaussian(statistics.tpr_at_fpr, positives, negatives, shift, 1.0, 400, seed, 7)
+    assert np.ptp(found, axis=1).mean() < 1.75 * 2 * stats.norm.ppf(0.975) * error
+
+
+def test_few_negatives_bound_a_tpr_from_above_only():
+    """Of 103 scores one in three times none lies above the true threshold at 1 %, so it may be higher than all of them."""
+    found = statistics.tpr_at_fpr(np.full(97, 1e6), np.arange(103.0))
+    assert (found.low, found.value, found.high) == (0.0, 1.0, 1.0)
+    assert statistics.tpr_at_fpr(np.full(97, 1e6), np.arange(603.0)).low > 0.9
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 30).map(float), min_size=1, max_size=40),
+    st.lists(st.integers(0, 30).map(float), min_size=2, max_size=300),
+    st.sampled_from([0.01, 0.1, 0.5]),
+    st.sampled_from([0.5, 0.95, 0.999]),
+)
+def test_a_tpr_lies_in_its_interval(positives, negatives, fpr, confidence):
+    found = statistics.tpr_at_fpr(positives, negatives, fpr, confidence)
+    if found is not None:
+        assert 0 <= found.low <= found.value <= found.high <= 1
+
+
+@settings(deadline=None)
+@given(st.integers(100, 400), st.integers(0, 5))
+def test_no_more_than_one_percent_of_the_negatives_pass(count, spread):
+    negatives = np.random.default_rng(count).integers(0, 10 * spread + 1, size=count).astype(float)
+    found = statistics.tpr_at_fpr(negatives, negatives)
+    assert found.value <= 0.01 + 1e-12
+
+
+def test_tpr_at_a_tenth_of_a_percent_needs_a_thousand_negatives():
+    scores = np.arange(1000.0)
+    assert statistics.tpr_at_fpr([1e6], scores[1:], 0.001) is None
+    assert statistics.tpr_at_fpr([998.5, 998.0, 999.5], scores, 0.001).value == pytest.approx(2 / 3)
+
+
+def test_tpr_is_not_stated_from_too_few_negatives():
+    assert statistics.tpr_at_fpr([1.0], np.zeros(99)) is None
+    assert statistics.tpr_at_fpr([], np.zeros(500)) is None
+    assert statistics.tpr_at_fpr([1.0], np.zeros(100)).value == 1.0
