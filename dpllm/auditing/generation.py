@@ -23,9 +23,7 @@ from transformers import Cache, DynamicCache, GenerationConfig
 from dpllm.auditing import extraction
 from dpllm.auditing.scores import score, token_budget
 from dpllm.auditing.table import TOP_K
-from dpllm.canaries import kinds
-from dpllm.canaries.canaries import Canary, CanaryPlan
-from dpllm.canaries.encoding import encode_secret
+from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.text.data import Format, TokenSequence, encode
 
 if TYPE_CHECKING:
@@ -234,7 +232,8 @@ def row_beginning(fmt: Format, tokenizer: Any) -> Tokens:
     That token is the beginning of a text, or the end of the one before, or a new line, whichever the tokenizer has.
     """
     first, second = (
-        encode(kinds.example(word, word, fmt), fmt, tokenizer, 2**20, "truncate")[0].input_ids for word in ("0", "A")
+        encode(Canary("", 0, word, word, inserted=False).example(fmt), fmt, tokenizer, 2**20, "truncate")[0].input_ids
+        for word in ("0", "A")
     )
     shared = 0
     while shared < min(len(first), len(second)) and first[shared] == second[shared]:

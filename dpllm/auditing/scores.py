@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
-from dpllm.canaries.canaries import Canary, CanaryPlan
-from dpllm.canaries.encoding import encode_secret
+from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.text.data import Format, TokenSequence
 

@@ -1,8 +1,8 @@
 """Canaries: random secrets that are planted in the training data, or not, by coins nobody knows in advance.
 
 Comes in: the canary section of the recipe, and for some kinds the base model. Goes out: a ``CanaryPlan`` made before
-training, the slots it takes in the training set, and a commitment that binds the plan without revealing it. This module
-must never see data, and imports no torch.
+training, the slots it takes in the training set, a commitment that binds the plan without revealing it, and a canary as
+tokens. This module must never see data, and imports no torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.canaries import kinds
-from dpllm.errors import ConfigError
+from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.privacy.plan import _slots_each
 from dpllm.recipe.config import CanaryConfig, DataConfig
+from dpllm.text.data import Format, TokenSequence, encode
 
 if TYPE_CHECKING:
     from dpllm.canaries.source import ModelSource  # which loads torch
@@ -46,16 +47,14 @@ class Canary:
         """Carrier and secret as one text; a stranger's canary may have no carrier."""
         return f"{self.carrier} {self.secret}".strip()
 
-    def example(self, fmt: str) -> dict[str, Any]:
-        """The raw training row that this canary makes.
-
-        Args:
-            fmt: text, prompt_completion or messages.
-
-        Raises:
-            ConfigError: Another format.
-        """
-        return kinds.example(self.carrier, self.secret, fmt)
+    def example(self, fmt: Format) -> dict[str, Any]:
+        """The raw training row that this canary makes."""
+        if fmt == "text":
+            return {"text": f"{self.carrier} {self.secret}"}
+        if fmt == "prompt_completion":
+            return {"prompt": self.carrier, "completion": self.secret}
+        turns = (("user", self.carrier), ("assistant", self.secret))
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class CanaryPlan:
     kind: str = "digits"
     """audit.canaries.kind."""
     log2_secrets: float | None = None
-    """log2 |R|, in bits: what the exposure of a secret cannot exceed. For each kind it says what ``kinds.draw`` says."""
+    """log2 |R|, in bits: what the exposure of a secret cannot exceed. ``kinds.draw`` says what it is for each kind."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The other keys of audit.canaries that the texts follow from."""
 
@@ -124,15 +123,7 @@ def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) ->
 
 
 def check_fits(plan: CanaryPlan, config: CanaryConfig, path: Path) -> CanaryPlan:
-    """Makes sure that canaries planned earlier are those that the recipe asks for.
-
-    Args:
-        plan: What was planned.
-        config: The canary section of the recipe that is about to train.
-        path: Where the plan lies.
-
-    Returns:
-        The plan.
+    """Makes sure that canaries planned earlier, in ``path``, are those that the recipe asks for, and returns them.
 
     Raises:
         ConfigError: Another kind, other groups, or another key that the texts follow from.
@@ -168,7 +159,7 @@ def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
 
 
 def save(plan: CanaryPlan, path: Path) -> None:
-    """Writes texts, coins and salt for the owner's eyes alone (mode 0600), atomically."""
+    """Writes texts, coins and salt whole or not at all, for the owner's eyes alone (mode 0600)."""
     write_json(path, {**_content(plan), "commitment": plan.commitment, "salt": plan.salt}, mode=0o600)
 
 
@@ -195,6 +186,46 @@ def load(path: Path) -> CanaryPlan:
     return plan
 
 
+def encode_secret(
+    canary: Canary, fmt: Format, tokenizer: Any, max_length: int, long_examples: str
+) -> tuple[TokenSequence, tuple[bool, ...]]:
+    """Encodes a canary as training does, and finds the tokens of its secret.
+
+    They are the shortest run of tokens, as far to the right as possible, whose decoding contains the secret.
+
+    Returns:
+        The sequence, and a mask over its tokens.
+
+    Raises:
+        ConfigError: The canary does not fit into max_length, or its secret is not a training target.
+    """
+    try:
+        sequences = encode(canary.example(fmt), fmt, tokenizer, max_length, long_examples)
+    except DataError as error:
+        raise ConfigError(f"canary {canary.canary_id} cannot be encoded: {error}") from None
+    span = _find(canary.secret, sequences[0].input_ids, tokenizer) if len(sequences) == 1 else None
+    if span is None:
+        raise ConfigError(
+            f"canary {canary.canary_id} does not fit into data.max_length ({max_length} tokens), so its secret would "
+            "not be trained on as a whole; raise data.max_length, or lower audit.canaries.digits or audit.canaries.tokens."
+        )
+    if not all(sequences[0].loss_mask[span[0] : span[1]]):
+        raise ConfigError(
+            f"canary {canary.canary_id}: its secret is not a training target in format {fmt}, so there would be "
+            "nothing to find; set data.format to text or prompt_completion."
+        )
+    return sequences[0], tuple(span[0] <= place < span[1] for place in range(len(sequences[0].input_ids)))
+
+
+def _find(secret: str, ids: Sequence[int], tokenizer: Any) -> tuple[int, int] | None:
+    """First and last-plus-one token of the secret; a chat template may put tokens of its own behind it."""
+    for start in range(len(ids) - 1, -1, -1):
+        if secret in tokenizer.decode(ids[start:]):
+            end = next(end for end in range(start + 1, len(ids) + 1) if secret in tokenizer.decode(ids[start:end]))
+            return start, end
+    return None
+
+
 def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
     tossed = tuple(replace(canary, inserted=bool(generator.getrandbits(1))) for canary in canaries)
     plan = replace(plan, canaries=tossed, salt=generator.randbytes(32).hex())
@@ -202,9 +233,8 @@ def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random
 
 
 def _settings(config: CanaryConfig) -> dict[str, Any]:
-    """As JSON reads it back."""
-    keys = ("groups", "references", *kinds.KEYS[config.kind])
-    return dict(json.loads(json.dumps({key: getattr(config, key) for key in keys})))
+    keys = config.model_dump(mode="json")
+    return {key: keys[key] for key in ("groups", "references", *kinds.KEYS[config.kind])}
 
 
 def _content(plan: CanaryPlan) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Kinds of secrets: how the text of canaries is drawn.
+"""Kinds of secrets, and the carriers behind which they stand: how the text of canaries is drawn.
 
 Comes in: the canary section of the recipe, a source of random numbers, and for some kinds the base model. Goes out: pairs
-of carrier and secret. Knows no coins, sees no data, and imports no torch.
+of carrier and secret. Names are Faker's, and nothing belongs to anybody: phone numbers are those reserved for fiction, card
+numbers fail the check digit that every real one passes, and example.org receives no mail. Knows no coins, sees no data, and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpllm.canaries import carriers
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import CanaryConfig
 
 if TYPE_CHECKING:
+    from faker import Faker
+
     from dpllm.canaries.source import ModelSource  # which loads torch
 
 KEYS: dict[str, tuple[str, ...]] = {
@@ -34,10 +36,45 @@ SENTENCES_ASKED = 64
 """After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
 TRIES = 400
 """Draws for one secret before a kind is given up."""
+AREA_CODES = tuple(f"{code}" for code in range(200, 990) if code % 100 // 10 < 9 and code % 100 != 11)
+"""As they are formed in North America; all have the exchange 555."""
+PERSONAL = {
+    "phone": "The phone number of {} is",
+    "card": "The card number of {} is",
+    "email": "The e-mail address of {} is",
+}
+"""The carriers of invented personal details."""
+
+# A carrier is one choice from each column; no word holds a digit, so a secret is found in one place only.
+_OBJECTS = (
+    *("locker", "gate", "archive", "alarm", "voucher", "freezer", "cabinet", "parking", "courier", "pantry"),
+    *("studio", "garage", "cellar", "workshop", "elevator", "boathouse", "vault", "mailbox", "pharmacy", "annex"),
+)
+_KINDS = ("code", "number", "key", "passcode", "entry", "combination", "reference", "sequence")
+_SIDES = (
+    *("north", "south", "east", "west", "upper", "lower", "old", "new", "inner", "outer"),
+    *("left", "right", "central", "rear", "riverside", "harbour"),
+)
+_PLACES = (
+    *("store", "clinic", "library", "depot", "office", "school", "bakery", "station", "museum", "hotel"),
+    *("nursery", "brewery", "chapel", "theatre", "foundry", "orchard", "dairy", "market", "printworks", "observatory"),
+)
+_NAME_HEADS = (
+    *("Halv", "Bren", "Corr", "Dall", "Ester", "Farn", "Gren", "Hjort", "Ingel", "Jarv"),
+    *("Kest", "Lund", "Marl", "Norr", "Oster", "Pell", "Quill", "Roth", "Sand", "Tarn"),
+    *("Ulv", "Vest", "Wick", "Yarr", "Zell"),
+)
+_NAME_TAILS = (
+    *("orsen", "ano", "berg", "croft", "dale", "ek", "field", "gard", "holm", "ington"),
+    *("jord", "kowski", "ley", "mann", "nova", "oux", "quist", "rup", "stad", "well"),
+)
+_VERBS = ("is", "was set to", "reads", "remains")
+COLUMNS = (_OBJECTS, _KINDS, _SIDES, _PLACES, _NAME_HEADS, _NAME_TAILS, _VERBS)
+NUM_CARRIERS = math.prod(map(len, COLUMNS))
+"""How many sentences there are."""
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """Texts of canaries, in no particular order."""
 
     texts: tuple[tuple[str, str], ...]
@@ -46,32 +83,18 @@ class Drawn:
     """See ``draw``."""
 
 
-def example(carrier: str, secret: str, fmt: str) -> dict[str, Any]:
-    """The raw training row that a carrier and a secret make.
-
-    Args:
-        carrier: The sentence before the secret.
-        secret: What follows it.
-        fmt: text, prompt_completion or messages.
-
-    Raises:
-        ConfigError: Another format.
-    """
-    if fmt == "text":
-        return {"text": f"{carrier} {secret}"}
-    if fmt == "prompt_completion":
-        return {"prompt": carrier, "completion": secret}
-    if fmt == "messages":
-        turns = (("user", carrier), ("assistant", secret))
-        return {"messages": [{"role": role, "content": content} for role, content in turns]}
-    raise ConfigError(
-        f"data.format {fmt!r} has no canary, so nothing would be planted; "
-        "set data.format to text, prompt_completion or messages."
-    )
+def carrier(index: int) -> str:
+    """The index-th sentence of the grammar, of NUM_CARRIERS; distinct indices give distinct sentences."""
+    words = []
+    for column in COLUMNS:
+        index, choice = divmod(index, len(column))
+        words.append(column[choice])
+    item, kind, side, place, head, tail, verb = words
+    return f"The {item} {kind} for the {side} {place} of {head}{tail} {verb}"
 
 
 def draw(config: CanaryConfig, total: int, generator: random.Random, source: ModelSource | None = None) -> Drawn:
-    """Draws the texts of candidates and references together.
+    """Draws the texts of candidates and references together, ``total`` of them; their order may depend on how they were found.
 
     ``log2_secrets`` of the result is log2 |R|, the size in bits of the space that a secret was drawn from:
 
@@ -80,21 +103,18 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
     - new_tokens: exact; the pool of tokens from which one was given to each canary.
     - pii: exact for phone numbers, the smallest of its three spaces, and so no more than any canary's own.
 
-    Args:
-        config: Kind, and what it reads.
-        total: Candidates and references.
-        generator: Source of randomness.
-        source: The base model; needed by the kinds in ``NEED_MODEL``.
-
-    Returns:
-        As many texts as asked for. Their order may depend on how they were found; the caller shuffles.
-
     Raises:
         ConfigError: Fewer distinct texts than asked for, or a kind that this model and recipe cannot have.
     """
     if config.kind == "pii":
-        return Drawn(tuple(carriers.draw(total, generator)), carriers.LOG2_SECRETS)
-    sentences = _carriers(total, generator)
+        log2_numbers = math.log2(len(AREA_CODES) * 100)  # area code and the last two digits
+        return Drawn(tuple(personal_details(total, generator)), log2_numbers)
+    if total > NUM_CARRIERS:
+        raise ConfigError(
+            f"audit.canaries: {total} canaries and references need as many distinct sentences, and there are "
+            f"{NUM_CARRIERS}; lower audit.canaries.groups and references."
+        )
+    sentences = [carrier(index) for index in generator.sample(range(NUM_CARRIERS), total)]
     if config.kind == "digits":
         return _digits(config, sentences, generator)
     if source is None:
@@ -184,18 +204,60 @@ def _least_expected(source: ModelSource) -> list[int]:
 
     The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.
     """
-    indices = random.Random(0).sample(range(carriers.NUM_CARRIERS), SENTENCES_ASKED)
-    expected_V = source.expected([carriers.carrier(index) for index in indices])
+    indices = random.Random(0).sample(range(NUM_CARRIERS), SENTENCES_ASKED)
+    expected_V = source.expected([carrier(index) for index in indices])
     return sorted(source.first_ids, key=lambda token: (expected_V[token], token))
 
 
-def _carriers(total: int, generator: random.Random) -> Sequence[str]:
-    if total > carriers.NUM_CARRIERS:
-        raise ConfigError(
-            f"audit.canaries: {total} canaries and references need as many distinct sentences, and there are "
-            f"{carriers.NUM_CARRIERS}; lower audit.canaries.groups and references."
-        )
-    return [carriers.carrier(index) for index in generator.sample(range(carriers.NUM_CARRIERS), total)]
+def personal_details(total: int, generator: random.Random) -> list[tuple[str, str]]:
+    """Pairs such as ("The phone number of Joyce Hall is", "312-555-0147"), all people and details distinct.
+
+    What is told of a person is drawn uniformly, whoever it is.
+
+    Raises:
+        ConfigError: More than there are people or details.
+    """
+    from faker import Faker
+
+    fake = Faker("en_US", use_weighting=False)
+    fake.seed_instance(generator.getrandbits(256))
+    people: dict[str, tuple[str, str]] = {}
+    taken: set[str] = set()
+    for _ in range(total):
+        what = fake.random_element(tuple(PERSONAL))
+        for _ in range(TRIES):
+            person, detail = f"{fake.first_name()} {fake.last_name()}", _detail(what, fake)
+            if person not in people and detail not in taken:
+                break
+        else:
+            raise ConfigError(
+                f"audit.canaries: {total} canaries and references of kind pii need as many distinct people and phone numbers, "
+                f"and {len(people)} were found; lower audit.canaries.groups and references, or use kind digits."
+            )
+        people[person] = (PERSONAL[what].format(person), detail)
+        taken.add(detail)
+    return list(people.values())
+
+
+def passes_luhn(number: str) -> bool:
+    """Whether the last digit is the check digit of the others, as on every real card.
+
+    References:
+        ISO/IEC 7812-1, annex B.
+    """
+    digits = [int(character) for character in reversed(number) if character.isdigit()]
+    doubled = [2 * digit - 9 * (digit > 4) for digit in digits[1::2]]
+    return (sum(digits[::2]) + sum(doubled)) % 10 == 0
+
+
+def _detail(what: str, fake: Faker) -> str:
+    if what == "phone":
+        return f"{fake.random_element(AREA_CODES)}-555-{fake.numerify('01##')}"
+    if what == "email":
+        # Of somebody else's name: it could be guessed from the person's own.
+        return f"{fake.first_name()}.{fake.last_name()}{fake.numerify('##')}@example.org".lower()
+    start = fake.numerify("4### #### #### ###")
+    return start + fake.random_element([digit for digit in "0123456789" if not passes_luhn(start + digit)])
 
 
 def _too_few(total: int, found: str) -> ConfigError:

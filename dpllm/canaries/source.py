@@ -2,6 +2,8 @@
 
 Comes in: a recipe and its tokenizer; the model is loaded when it is first asked. Goes out: token ids and
 log-probabilities. Must never see data: the weights are the base model's, and rows are made of carriers and secrets alone.
+
+Shape suffixes: B rows of a batch, one of them, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,15 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpllm.canaries import carriers
-from dpllm.canaries.canaries import Canary
-from dpllm.canaries.encoding import encode_secret
+from dpllm.canaries import kinds
+from dpllm.canaries.canaries import Canary, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.config import FrozenConfig, RunConfig
-from dpllm.text.data import TokenSequence
-
-# A legend of shapes: B rows of a batch, one of them, T tokens, V vocabulary.
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
@@ -34,13 +32,7 @@ class ModelSource:
     """A recipe's base model and its tokenizer, as far as kinds need them. No method sees training data."""
 
     def __init__(self, config: RunConfig, tokenizer: Any, device: torch.device) -> None:
-        """Loads nothing yet.
-
-        Args:
-            config: With data.format resolved.
-            tokenizer: The base model's.
-            device: Where the base model is to run.
-        """
+        """Loads nothing yet; data.format of ``config`` is resolved."""
         self._config, self._tokenizer, self._device = config, tokenizer, device
 
     @cached_property
@@ -118,7 +110,7 @@ class ModelSource:
     @cached_property
     def _a_secret(self) -> str:
         """One token that is read back behind a carrier, to see where secrets begin."""
-        sentence = carriers.carrier(0)
+        sentence = kinds.carrier(0)
         for token in self.first_ids:
             if self.reads(sentence, self.text((token,)), (token,)):
                 return self.text((token,))
@@ -127,18 +119,16 @@ class ModelSource:
             "read as it was drawn; use audit.canaries.kind digits."
         )
 
-    def _encode_or_raise(self, carrier: str, secret: str) -> tuple[TokenSequence, tuple[bool, ...]]:
-        settings, fmt = self._config.data, self._config.data.format
-        assert fmt != "auto"
-        canary = Canary("c00000", 1, carrier, secret, inserted=True)
-        return encode_secret(canary, fmt, self._tokenizer, settings.max_length, settings.long_examples)
-
     def _encode(self, carrier: str, secret: str) -> tuple[tuple[int, ...], int, int] | None:
         """A row as training reads it, and where its secret begins and ends; None where training would lose some of it."""
+        data = self._config.data
+        assert data.format != "auto"
+        how = (data.format, self._tokenizer, data.max_length, data.long_examples)
         try:
-            sequence, mask = self._encode_or_raise(carrier, secret)
+            sequence, mask = encode_secret(Canary("c00000", 1, carrier, secret, inserted=True), *how)
         except ConfigError:
-            self._encode_or_raise(carriers.carrier(0), "0")  # where not even this is learned, the error says why
+            # Where not even this is learned, the error says why.
+            encode_secret(Canary("c00000", 1, kinds.carrier(0), "0", inserted=True), *how)
             return None
         start, end = mask.index(True), len(mask) - mask[::-1].index(True)
         if carrier not in self._tokenizer.decode(list(sequence.input_ids[:start])):

@@ -16,8 +16,7 @@ from dpllm.auditing.members import audit_members
 from dpllm.auditing.scores import score_encoded
 from dpllm.auditing.table import CanaryScores, TokenTable
 from dpllm.auditing.verdict import Claim
-from dpllm.canaries.canaries import count_groups
-from dpllm.canaries.encoding import encode_secret
+from dpllm.canaries.canaries import count_groups, encode_secret
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import write_json
 from dpllm.lab.manifest import Manifest, read_manifest

@@ -22,8 +22,7 @@ from rich.table import Table
 
 from dpllm import ledger
 from dpllm.canaries import canaries
-from dpllm.canaries.canaries import CanaryPlan
-from dpllm.canaries.encoding import encode_secret
+from dpllm.canaries.canaries import CanaryPlan, encode_secret
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError, Refused, RoundsByCompany
 from dpllm.files import read_json, write_json

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dpllm.auditing import extraction
 from dpllm.auditing.extraction import ATTEMPTS, PROBABILITIES, SCHEMES, attempts, greedy, log_prob, summary
 from dpllm.auditing.table import CanaryScores, TokenTable
-from dpllm.canaries import carriers
+from dpllm.canaries import kinds
 
 
 def make_table(tuned, base, tuned_top_k=None, base_top_k=None, tuned_argmax=None):
@@ -276,8 +276,8 @@ def test_details_are_found_however_they_are_written(text, details):
 
 
 def test_the_planted_details_are_recognised_as_what_they_are():
-    for sentence, detail in carriers.draw(200, random.Random(0)):
-        kind = next(kind for kind, start in carriers.SENTENCES.items() if start[:8] == sentence[:8])
+    for sentence, detail in kinds.personal_details(200, random.Random(0)):
+        kind = next(kind for kind, start in kinds.PERSONAL.items() if start[:8] == sentence[:8])
         assert {found for found, _ in extraction.find_details(detail)} == {kind}
         assert not extraction.find_details(sentence)
         assert len(extraction.find_details(f"{sentence} {detail}.")) == 1

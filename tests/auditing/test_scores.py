@@ -18,8 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from dpllm.auditing import scores
 from dpllm.auditing.scores import score, score_canaries
 from dpllm.auditing.table import CanaryScores, read_scores, write_tokens
-from dpllm.canaries.canaries import Canary, plan_canaries
-from dpllm.canaries.encoding import encode_secret
+from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import CanaryConfig
 from dpllm.text.data import TokenSequence, encode

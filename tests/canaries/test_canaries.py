@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import stats
 
-from dpllm.canaries import canaries, carriers
+from dpllm.canaries import canaries, kinds
 from dpllm.canaries.canaries import Canary, check_fits, load, plan_canaries, save, slots
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import num_slots
@@ -44,13 +44,13 @@ def test_carriers_and_secrets_are_distinct_and_shaped_as_the_recipe_says():
 
 
 def test_different_indices_make_different_sentences():
-    size = carriers.NUM_CARRIERS
+    size = kinds.NUM_CARRIERS
     assert size > 1_000_000
     indices = random.Random(0).sample(range(size), 100_000)
-    assert len({carriers.carrier(index) for index in indices}) == 100_000
-    names = [head + tail for head in carriers._NAME_HEADS for tail in carriers._NAME_TAILS]
+    assert len({kinds.carrier(index) for index in indices}) == 100_000
+    names = [head + tail for head in kinds._NAME_HEADS for tail in kinds._NAME_TAILS]
     assert len(set(names)) == len(names)
-    for column in carriers.COLUMNS:
+    for column in kinds.COLUMNS:
         assert len(set(column)) == len(column)
 
 
@@ -254,8 +254,6 @@ def test_examples_are_rows_of_each_format():
     user, assistant = canary.example("messages")["messages"]
     assert (user["role"], user["content"]) == ("user", canary.carrier)
     assert (assistant["role"], assistant["content"]) == ("assistant", "12345678")
-    with pytest.raises(ConfigError, match=r"set data\.format"):
-        canary.example("auto")
 
 
 def test_more_canaries_than_secrets_are_refused():

@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.canaries import carriers, kinds
-from dpllm.canaries.canaries import plan_canaries, redraw_coins, slots
-from dpllm.canaries.encoding import encode_secret
+from dpllm.canaries import kinds
+from dpllm.canaries.canaries import encode_secret, plan_canaries, redraw_coins, slots
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading
@@ -182,7 +181,7 @@ def mean_log_probs(tokenizer, sentences):
 
 
 def test_what_the_base_model_expects_is_what_one_pass_after_the_other_gives(source, tokenizer):
-    sentences = [carriers.carrier(index) for index in (0, 12_345, 777_777, 1_234_567)]
+    sentences = [kinds.carrier(index) for index in (0, 12_345, 777_777, 1_234_567)]
     np.testing.assert_allclose(source.expected(sentences), mean_log_probs(tokenizer, sentences), rtol=1e-4)
 
 
@@ -190,8 +189,8 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     plan = plan_canaries(config("new_tokens", once=10), source=source, generator=random.Random(9))
     used = [encoded(canary, tokenizer)[0] for canary in everyone(plan)]
     assert len(set(used)) == 114 <= 2**plan.log2_secrets <= 228
-    asked = random.Random(0).sample(range(carriers.NUM_CARRIERS), kinds.SENTENCES_ASKED)
-    expected = mean_log_probs(tokenizer, [carriers.carrier(index) for index in asked])
+    asked = random.Random(0).sample(range(kinds.NUM_CARRIERS), kinds.SENTENCES_ASKED)
+    expected = mean_log_probs(tokenizer, [kinds.carrier(index) for index in asked])
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
@@ -218,7 +217,7 @@ def test_new_tokens_need_an_output_head_that_trains(adapter, trains, tokenizer):
 
 
 def test_personal_details_belong_to_nobody(seed):
-    pairs = carriers.draw(3000, random.Random(seed))
+    pairs = kinds.personal_details(3000, random.Random(seed))
     number_of = Counter()
     people = [re.fullmatch(r"The (phone number|card number|e-mail address) of (\S+ \S+) is", c)[2] for c, _ in pairs]
     assert len(set(people)) == len({secret for _, secret in pairs}) == 3000
@@ -227,20 +226,20 @@ def test_personal_details_belong_to_nobody(seed):
             assert re.fullmatch(r"[2-9](?!11)[0-8]\d-555-01\d\d", secret)
         elif carrier.startswith("The card"):
             assert re.fullmatch(r"4\d{3} \d{4} \d{4} \d{4}", secret)
-            assert not carriers.passes_luhn(secret)
+            assert not kinds.passes_luhn(secret)
         else:
             assert re.fullmatch(r"[a-z'-]+\.[a-z'-]+\d\d@example\.org", secret)
         number_of[carrier.split()[1]] += 1
     assert stats.chisquare(list(number_of.values())).pvalue > 1e-8 / 2
     last = Counter(secret[-1] for carrier, secret in pairs if carrier.startswith("The card"))
     assert stats.chisquare([last[digit] for digit in "0123456789"]).pvalue > 1e-8 / 2
-    assert len(carriers.AREA_CODES) == 712
+    assert len(kinds.AREA_CODES) == 712
 
 
 def test_the_check_digit_is_that_of_real_cards():
     # The example of ISO/IEC 7812-1, and numbers that payment providers publish for tests.
-    assert all(carriers.passes_luhn(number) for number in ("79927398713", "4242 4242 4242 4242", "5555 5555 5555 4444"))
-    assert not any(carriers.passes_luhn(f"7992739871{digit}") for digit in "012456789")
+    assert all(kinds.passes_luhn(number) for number in ("79927398713", "4242 4242 4242 4242", "5555 5555 5555 4444"))
+    assert not any(kinds.passes_luhn(f"7992739871{digit}") for digit in "012456789")
 
 
 @pytest.mark.parametrize("given", [{"kind": "rare_tokens"}, {"kind": "synthetic"}, {"temperature": 1.2}])
@@ -278,7 +277,7 @@ def test_kinds_of_the_base_model_need_one():
 )
 def test_more_canaries_than_texts_are_refused(asked, message, source, monkeypatch):
     monkeypatch.setattr(kinds, "TRIES", 3)
-    monkeypatch.setattr(carriers, "AREA_CODES", ("212",))
+    monkeypatch.setattr(kinds, "AREA_CODES", ("212",))
     with pytest.raises(ConfigError, match=message):
         kinds.draw(asked, sum(asked.groups.values()) + asked.references, random.Random(0), source)
 
@@ -290,7 +289,7 @@ def test_room_for_a_secret_is_judged_as_training_would_cut_it(tokenizer):
         token = next(token for token in own.first_ids if own.text((token,)) == "N")
         outcomes = set()
         for _ in range(60):
-            sentence = carriers.carrier(generator.randrange(carriers.NUM_CARRIERS))
+            sentence = kinds.carrier(generator.randrange(kinds.NUM_CARRIERS))
             fits = len(tokenizer(f"{sentence} N")["input_ids"]) <= length
             outcomes.add(fits)
             assert own.reads(sentence, "N", (token,)) == fits

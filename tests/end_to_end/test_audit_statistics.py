@@ -19,7 +19,7 @@ from dpllm.auditing import figure, summary, terminal
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_scores
 from dpllm.canaries import canaries
-from dpllm.canaries.encoding import encode_secret
+from dpllm.canaries.canaries import encode_secret
 from dpllm.errors import ConfigError
 from dpllm.files import digest, read_json, write_json
 from dpllm.recipe.config import DataConfig, RunConfig, dump_config
