@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dpllm.recipe import published as published_recipe
+from dpllm.recipe import names
 from dpllm.recipe.config import dump_config
 from dpllm.run.directory import RunDir
 from dpllm.verification.verify import verify
@@ -58,7 +58,7 @@ def copy(run: RunDir, to: Path) -> Path:
     for path in (run.plan, run.run):
         if path.exists():
             shutil.copy(path, to)
-    (to / "config.yaml").write_text(dump_config(published_recipe.publishable(run.load_config())), encoding="utf-8")
+    (to / "config.yaml").write_text(dump_config(names.publishable(run.load_config())), encoding="utf-8")
     return to
 
 

@@ -71,7 +71,7 @@ def rerender(directory: Path) -> dict[str, str]:
     Args:
         directory: Holds config.yaml, run.json, plan.json (with differential privacy) and, in export/, the folder audit/ of the
             run as it was published. For the other files of export/ the hashes of run.json are taken.
-            ``published_recipe.publishable`` makes a config.yaml that may be published.
+            ``names.publishable`` makes a config.yaml that may be published.
 
     Returns:
         File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg; byte for byte what ``write_card``

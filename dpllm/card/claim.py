@@ -18,7 +18,6 @@ from dpllm.errors import ConfigError
 from dpllm.files import digest
 from dpllm.privacy import guards
 from dpllm.recipe import names
-from dpllm.recipe import published as published_recipe
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import formatting, privacy_record, tradeoff_figure
@@ -92,7 +91,7 @@ def statement_of(
         "software": record["versions"],
         "hardware": {name: value for name, value in record["hardware"].items() if _plain(value)},
         "date": str(record["started_at"])[:10],
-        "recipe_digest": published_recipe.digest(config),
+        "recipe_digest": names.digest(config),
         "files": dict(sorted((record["artifacts"] if files is None else files).items())),
     }
     return privacy_record.read(names.without_paths(block))
@@ -154,7 +153,7 @@ def check_recipe(config: RunConfig, record: Json) -> None:
     Raises:
         ConfigError: A key was changed since, other than the card's own words.
     """
-    trained = published_recipe.of_training(config)
+    trained = names.of_training(config)
     if record.get("training_digest", trained) != trained:
         raise ConfigError(
             "config.yaml was changed after the run, so the card would describe another one. Restore it; of a finished run only "

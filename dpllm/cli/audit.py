@@ -228,7 +228,8 @@ def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
     """A recipe, or that of a run with its Plan."""
     from dpllm.files import read_json
     from dpllm.lab.mechanism import read_plan
-    from dpllm.recipe.config import load_config, parse_overrides
+    from dpllm.recipe.config import load_config
+    from dpllm.recipe.section import parse_overrides
     from dpllm.run.directory import RunDir
 
     if not path.is_dir():

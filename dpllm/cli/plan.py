@@ -46,10 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints the plan, then what would refuse it."""
-    from dpllm.recipe.config import describe_keys
+    from dpllm.recipe.config import RunConfig
+    from dpllm.recipe.section import describe
 
     if known.keys:
-        print(describe_keys())
+        print(describe(RunConfig))
         return 0
     config = load_recipe(known, rest)
     if known.sweep and (known.model or known.after):
@@ -110,7 +111,7 @@ def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int
 
     from dpllm.forecast import signal, table
     from dpllm.forecast.sweep import parse_sweeps, sweep
-    from dpllm.recipe.config import parse_overrides
+    from dpllm.recipe.section import parse_overrides
     from dpllm.run.promise import decide
 
     sweeps = parse_sweeps(known.sweep)

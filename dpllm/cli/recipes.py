@@ -18,7 +18,8 @@ def load_recipe(known: argparse.Namespace, rest: list[str]) -> RunConfig:
     Raises:
         ConfigError: No recipe, two of them, or one that cannot be read.
     """
-    from dpllm.recipe.config import load_config, parse_overrides
+    from dpllm.recipe.config import load_config
+    from dpllm.recipe.section import parse_overrides
 
     path = known.config or known.recipe
     if known.config and known.recipe:

@@ -26,7 +26,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.cli.recipes import load_recipe
     from dpllm.comparison.compare import public_table
     from dpllm.comparison.sweep import sweep
-    from dpllm.recipe.config import parse_overrides
+    from dpllm.recipe.section import parse_overrides
     from dpllm.run.directory import RunDir
 
     path = known.config or known.recipe

@@ -6,7 +6,7 @@ module must never see data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,10 +14,12 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dpllm.errors import ConfigError
-from dpllm.recipe.section import Section, UnclearYAML, describe, explain, read_yaml
+from dpllm.recipe.section import Section, explain, read_recipe
 
 # What a recipe may no longer say -> what to write instead.
 RETIRED = {
+    "audit.canaries.kind: rare_tokens": "rare_tokens is planted no more; use audit.canaries.kind: random_tokens, or digits",
+    "audit.canaries.kind: synthetic": "synthetic is planted no more; use audit.canaries.kind: random_tokens, or digits",
     "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
 }
 
@@ -285,13 +287,6 @@ class CanaryConfig(Section):
     references: int = Field(default=1000, ge=100)
     """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number)."""
 
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _retired_kind(cls, value: Any) -> Any:
-        if value in ("rare_tokens", "synthetic"):
-            raise ValueError("is planted no more; use audit.canaries.kind: random_tokens, or digits")
-        return value
-
     @field_validator("temperature")
     @classmethod
     def _retired_temperature(cls, value: float) -> float:
@@ -373,64 +368,26 @@ class RunConfig(Section):
         return self
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Turns ``--a.b value`` and ``--a.b=value`` into {"a.b": value}; values are read as YAML.
-
-    Raises:
-        ConfigError: An argument is not of that form.
-    """
-    overrides: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(f"{word!r} is no override: type --section.key value, as in --privacy.epsilon 3")
-        key, separator, text = word[2:].partition("=")
-        if not separator:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"--{key} needs a value: type --{key} VALUE")
-            text = rest.pop(0)
-        try:
-            overrides[key.replace("-", "_")] = read_yaml(text)
-        except yaml.YAMLError:
-            overrides[key.replace("-", "_")] = text
-    return overrides
-
-
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Reads a recipe and applies overrides.
 
     Args:
         path: YAML file.
-        overrides: Dotted key -> value, as ``parse_overrides`` returns them.
-
-    Returns:
-        The validated, frozen recipe.
+        overrides: Dotted key -> value, as ``section.parse_overrides`` returns them.
 
     Raises:
         ConfigError: Missing file, broken or unclear YAML, unknown key, wrong type or impossible value; one line for each.
     """
     path = Path(path)
-    try:
-        raw = read_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml."
-        ) from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory, and a recipe is a YAML file. Type the file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a recipe ({type(error).__name__}).") from None
-    except UnclearYAML as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}: is not valid YAML{where}.") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of sections (model, adapter, data, privacy, train, ...).")
+    raw = read_recipe(path)
     for key, value in (overrides or {}).items():
-        _set(raw, key, value)
+        *parents, last = key.split(".")
+        section = raw
+        for parent in parents:
+            if not isinstance(section.get(parent), dict):
+                section[parent] = {}
+            section = section[parent]
+        section[last] = value
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -440,18 +397,3 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def dump_config(config: RunConfig) -> str:
     """The resolved recipe as YAML, every default written out."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def describe_keys() -> str:
-    """Every key of a recipe with its default and meaning, for ``--help``."""
-    return describe(RunConfig)
-
-
-def _set(raw: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    here = raw
-    for parent in parents:
-        if not isinstance(here.get(parent), dict):
-            here[parent] = {}
-        here = here[parent]
-    here[last] = value

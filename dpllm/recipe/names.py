@@ -1,6 +1,7 @@
-"""Names of models, data and directories as they may be told: paths are cut to their last part.
+"""Names and recipes as they may be told: paths are cut to their last part, and what helps against the run is left out.
 
-Comes in: strings, and JSON values that hold some. Goes out: the same without directories. Must not open any file.
+Comes in: strings, JSON values that hold some, a ``RunConfig``. Goes out: the same without directories; digests. Must not open
+any file.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+
+from dpllm.files import digest as digest_of
+from dpllm.recipe.config import CardConfig, RunConfig, TelemetryConfig
 
 DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -50,3 +54,53 @@ def without_paths(value: Any) -> Any:
 def is_builtin(name: str) -> bool:
     """Says whether a recipe's value names something embedded, known or not."""
     return name.startswith("builtin:")
+
+
+def publishable(config: RunConfig) -> RunConfig:
+    """The recipe without what a stranger has no use for, or could use against the run.
+
+    Local paths are cut to their last part; the ledger's address, which may hold a password, and the directory of metrics
+    are left out; a seed of the noise, with which the noise can be taken off, becomes 0. A card says the same of it, byte for
+    byte.
+    """
+    data = config.data
+    told = {name: public_name(path) for name in ("train", "eval") if (path := getattr(data, name))}
+    seed = None if config.privacy.insecure_seed is None else 0
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"name_or_path": public_name(config.model.name_or_path)}),
+            "data": data.model_copy(update=told),
+            "privacy": config.privacy.model_copy(update={"ledger": None, "insecure_seed": seed}),
+            "telemetry": config.telemetry.model_copy(update={"textfile": None}),
+            "output_dir": last_part(config.output_dir),
+        }
+    )
+
+
+def digest(config: RunConfig) -> str:
+    """SHA-256 of the publishable recipe, without output_dir and with every name of a model or dataset cut to its last part.
+
+    So it does not depend on where the run, its data or its model lie, and says that two runs had the same settings.
+    """
+    recipe = publishable(config).model_dump(mode="json")
+    # How long processes wait for each other says nothing of the result.
+    del recipe["output_dir"], recipe["train"]["process_timeout"]
+    for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
+        value = recipe[section][name]
+        if value and not is_builtin(value):
+            recipe[section][name] = last_part(value)
+    return digest_of(recipe)
+
+
+def of_training(config: RunConfig) -> str:
+    """The digest of what trained, as run.json keeps it: without the card's words, what is watched, and how often or fast."""
+    free = {"physical_batch_size": 1, "eval_every": None, "checkpoint_every": None}
+    return digest(
+        config.model_copy(
+            update={
+                "card": CardConfig(),
+                "telemetry": TelemetryConfig(),
+                "train": config.train.model_copy(update=free),
+            }
+        )
+    )

@@ -1,17 +1,21 @@
 """What a section of a recipe is, and how it speaks: its keys with their meaning, and what is wrong with a given one.
 
-Comes in: YAML, types, and pydantic's errors. Goes out: values, and lines for people. Must not know which sections there are.
+Comes in: YAML, words of the command line, types, and pydantic's errors. Goes out: values, and lines for people. Must not know
+which sections there are.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+
+from dpllm.errors import ConfigError
 
 
 class Section(BaseModel):
@@ -75,28 +79,70 @@ def read_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from None
 
 
-def describe(recipe: type[Section]) -> str:
-    """Every key of a recipe with its default and meaning."""
-    lines: list[str] = []
-    for name, field in recipe.model_fields.items():
-        sections = _sections(field.annotation)
-        if not sections:
-            lines.append(f"  --{name}\n      {field.description or ''}")
-        for section in sections:
-            lines.extend(_describe_section(section, name))
-    return "\n".join(lines)
+def read_recipe(path: Path) -> dict[str, Any]:
+    """What a recipe's file says, unchecked.
+
+    Raises:
+        ConfigError: Missing file, broken or unclear YAML.
+    """
+    try:
+        raw = read_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml."
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory, and a recipe is a YAML file. Type the file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a recipe ({type(error).__name__}).") from None
+    except UnclearYAML as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}: is not valid YAML{where}.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections (model, adapter, data, privacy, train, ...).")
+    return raw
 
 
-def _describe_section(section: type[Section], prefix: str) -> list[str]:
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Turns ``--a.b value`` and ``--a.b=value`` into {"a.b": value}; values are read as YAML.
+
+    Raises:
+        ConfigError: An argument is not of that form.
+    """
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise ConfigError(f"{word!r} is no override: type --section.key value, as in --privacy.epsilon 3")
+        key, separator, text = word[2:].partition("=")
+        if not separator:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key} needs a value: type --{key} VALUE")
+            text = rest.pop(0)
+        try:
+            overrides[key.replace("-", "_")] = read_yaml(text)
+        except yaml.YAMLError:
+            overrides[key.replace("-", "_")] = text
+    return overrides
+
+
+def describe(section: type[Section], prefix: str = "") -> str:
+    """Every key of a recipe, or of a section of it, with its default and meaning."""
     lines = []
     for key, field in section.model_fields.items():
         nested = _sections(field.annotation)
-        default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)}"
-        text = " ".join((field.description or "").split())
-        lines.append(f"  --{prefix}.{key} ({default})" + (f"\n      {text}" if text else ""))
-        for inner in nested:
-            lines.extend(_describe_section(inner, f"{prefix}.{key}"))
-    return lines
+        if prefix or not nested:
+            default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)}"
+            text = " ".join((field.description or "").split())
+            lines.append(
+                f"  --{prefix}{key}" + (f" ({default})" if prefix else "") + (f"\n      {text}" if text else "")
+            )
+        lines += [describe(inner, f"{prefix}{key}.") for inner in nested]
+    return "\n".join(lines)
 
 
 def _sections(annotation: Any) -> list[type[Section]]:
@@ -116,45 +162,44 @@ def explain(error: ValidationError, recipe: type[Section], retired: Mapping[str,
     """
     lines = []
     for problem in error.errors(include_url=False):
-        sections: list[type[Section]] = [recipe]
-        shown: list[str] = []
         *parents, last = [str(part) for part in problem["loc"]] or ["recipe"]
+        sections, shown = [recipe], list[str]()
         for part in parents:
             # pydantic puts the chosen branch of a union into the path, which users never typed.
-            branch = [
-                s for s in sections if part in get_args(getattr(s.model_fields.get("method"), "annotation", None))
-            ]
-            if branch:
+            if branch := [s for s in sections if "method" in s.model_fields and part in _choices(s)]:
                 sections = branch
             elif part in _fields(sections):
                 sections = _sections(_fields(sections)[part].annotation)
                 shown.append(part)
-        if last in _fields(sections) or problem["type"] in ("extra_forbidden", "missing"):
+        known, kind = _fields(sections), problem["type"]
+        if last in known or kind in ("extra_forbidden", "missing"):
             shown.append(last)
-        key = ".".join(shown) or "recipe"
-        if mend := retired.get(key) or retired.get(f"{key}: {problem.get('input')}"):
+        key, got = ".".join(shown) or "recipe", problem.get("input")
+        if mend := retired.get(key) or retired.get(f"{key}: {got}"):
             lines.append(f"{key}: {mend}")
-        elif problem["type"] == "extra_forbidden":
-            known = list(_fields(sections))
+        elif kind == "extra_forbidden":
             near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
-            advice = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-            lines.append(f"{key}: unknown key; {advice}")
-        elif problem["type"] == "flag":
-            context = problem["ctx"]
-            lines.append(f"{key}.{context['key']}: {problem['msg']} (got {_short(context['got'])})")
-        elif problem["type"] == "missing":
+            lines.append(
+                f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}")
+            )
+        elif kind == "flag":
+            lines.append(f"{key}.{problem['ctx']['key']}: {problem['msg']} (got {_short(problem['ctx']['got'])})")
+        elif kind == "missing":
             lines.append(f"{key}: required, and missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            got = problem.get("input")
             given = "" if isinstance(got, dict | Section) else f" (got {_short(got)})"
             lines.append(f"{key}: {message[0].lower()}{message[1:]}{given}")
     return list(dict.fromkeys(lines))
 
 
 def _short(value: Any) -> str:
-    text = "a section" if isinstance(value, (dict, Section)) else repr(value)
+    text = "a section" if isinstance(value, dict | Section) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _choices(section: type[Section]) -> tuple[Any, ...]:
+    return get_args(section.model_fields["method"].annotation)
 
 
 def _fields(sections: Sequence[type[Section]]) -> dict[str, Any]:

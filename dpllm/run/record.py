@@ -26,7 +26,7 @@ from dpllm.files import digest, read_json, write_json
 from dpllm.model import environment, loading
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy import guards
-from dpllm.recipe import published as published_recipe
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
@@ -210,7 +210,7 @@ class Recorder:
             "deviations": notes + lineage.deviations(p.decision.lineage) + p.notes,
             "resumes": [note for note in p.notes if note not in permitted],
             "steps_planned": p.schedule.num_steps,
-            "training_digest": published_recipe.of_training(p.config),
+            "training_digest": names.of_training(p.config),
             "plan_digest": digest(read_json(p.run.plan)) if p.plan else None,
             "steps_taken": step,
             "physical_batch_size": p.physical_batch_size,

@@ -13,7 +13,7 @@ from dpllm.card.card import rerender, write_card
 from dpllm.cli import main
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, write_json
-from dpllm.recipe import published as published_recipe
+from dpllm.recipe import names
 from dpllm.recipe.config import dump_config
 from dpllm.run.directory import RunDir
 from dpllm.statement.tradeoff_figure import FILE
@@ -99,26 +99,26 @@ def test_a_recipe_that_is_published_names_no_place_and_no_seed(tmp_path: Path) -
         telemetry={"textfile": "/var/lib/metrics"},
         model={"name_or_path": "/home/alice/base"},
     )
-    text = dump_config(published_recipe.publishable(secret))
+    text = dump_config(names.publishable(secret))
     for word in ("alice", "secret", "918273645", "/var", "/home"):
         assert word not in text
-    assert published_recipe.publishable(published_recipe.publishable(secret)) == published_recipe.publishable(secret)
+    assert names.publishable(names.publishable(secret)) == names.publishable(secret)
 
 
 def test_the_digest_of_a_recipe_follows_its_settings_and_not_its_places() -> None:
-    digest = published_recipe.digest(config())
+    digest = names.digest(config())
     moved = config(model={"name_or_path": "/models/gpt2"}, data={"train": "/d/notes.jsonl"}, output_dir="/elsewhere/x")
-    assert published_recipe.digest(moved) == digest
-    assert published_recipe.digest(published_recipe.publishable(config())) == digest
+    assert names.digest(moved) == digest
+    assert names.digest(names.publishable(config())) == digest
     for change in ({"train": {"learning_rate": 0.1}}, {"data": {"max_length": 9}}, {"privacy": {"epsilon": 2.0}}):
-        assert published_recipe.digest(config(**change)) != digest
-    seeds = {published_recipe.digest(config(privacy={"insecure_seed": seed})) for seed in (1, 2, 3)}
+        assert names.digest(config(**change)) != digest
+    seeds = {names.digest(config(privacy={"insecure_seed": seed})) for seed in (1, 2, 3)}
     assert len(seeds) == 1  # else the seed could be searched for
     assert digest not in seeds
 
 
 def test_a_recipe_that_changed_since_the_run_gets_no_card(tmp_path: Path) -> None:
-    trained = {**record(), "training_digest": published_recipe.of_training(config())}
+    trained = {**record(), "training_digest": names.of_training(config())}
     run = make_run(
         tmp_path / "run", config(card={"title": "Another title"}, telemetry={"port": 9999}), plan(), trained, audit()
     )

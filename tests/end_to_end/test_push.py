@@ -14,7 +14,7 @@ from published import carry, read
 from running import Place, contents, done, dpllm_
 
 from dpllm.recipe.config import load_config
-from dpllm.recipe.published import of_training
+from dpllm.recipe.names import of_training
 
 NAME = "alice/notes-dp"
 

@@ -22,7 +22,7 @@ from dpllm.model import memory, processes
 from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.sampling import PhysicalBatch
-from dpllm.recipe import published as published_recipe
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -408,7 +408,7 @@ def test_auto_is_no_part_of_the_promise() -> None:
     privacy = {"noise_multiplier": 2.0, "epsilon": 1e6}
     plans = [make_plan(recipe(size, privacy=privacy, train={"batch_size": 10}), 100) for size in ("auto", 3)]
     assert plans[0] == plans[1]
-    assert published_recipe.of_training(recipe("auto")) == published_recipe.of_training(recipe(3))
+    assert names.of_training(recipe("auto")) == names.of_training(recipe(3))
 
 
 @pytest.mark.parametrize("value", [0, -4, 1.5, "most", None, [8]])

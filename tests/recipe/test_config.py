@@ -17,11 +17,10 @@ from dpllm.recipe.config import (
     LoraConfig,
     RunConfig,
     Section,
-    describe_keys,
     dump_config,
     load_config,
-    parse_overrides,
 )
+from dpllm.recipe.section import describe, parse_overrides
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").rglob("*.yaml"))
 RUN_RECIPES = [path for path in RECIPES if path.parent.name != "accelerate"]
@@ -347,7 +346,7 @@ def test_embedded_data_are_public_and_others_are_not(tmp_path: Path) -> None:
 
 
 def test_every_key_is_described() -> None:
-    described = describe_keys()
+    described = describe(RunConfig)
     keys = {line.split()[0] for line in described.splitlines() if line.startswith("  --")}
 
     def walk(value: Json, prefix: str) -> set[str]:
