@@ -22,15 +22,15 @@ from typing import Any
 
 from _machine import machine
 
-from dpllm.ledger import Budget, Ledger, budgets, open_ledger
+from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
 from dpllm.ledger.values import Sealed
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import dp_sgd_event
 
 SIZES = (0, 100, 1000)
 DELTA, ORDER = 1e-5, 3.2
-EVENT = dp_sgd_event(0.01, 4.0, 1000)
-CLAIM = {"event": EVENT, "delta": DELTA, "unit": "example", "relation": "zero_out", "num_steps": 1000, "run": "bench"}
+EVENT = dp_sgd_event(0.01, 4.0, 500)
+CLAIM = RunRequest(EVENT, DELTA, 500, "example", "zero_out", "bench")
 
 
 def prepare(book: Ledger, gate: str, runs: int, more: int) -> None:
@@ -41,9 +41,9 @@ def prepare(book: Ledger, gate: str, runs: int, more: int) -> None:
         budgets.set_budget(book, "notes", Budget(epsilon, DELTA, gate="adaptive", order=ORDER, **terms))
     else:
         budgets.set_budget(book, "notes", Budget(epsilon, DELTA, **terms))
-        budgets.seal(book, "notes", [Sealed(EVENT, 1000)] * (runs + more), "bench", "bench")
+        budgets.seal(book, "notes", [Sealed(EVENT, 500)] * (runs + more), "bench", "bench")
     for _ in range(runs):
-        book.reserve("notes", **CLAIM)
+        book.reserve("notes", CLAIM)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -58,7 +58,7 @@ def cold(location: str) -> None:
     book = open_ledger(location)
     assert book is not None
     with book:
-        book.reserve("notes", **CLAIM)
+        book.reserve("notes", CLAIM)
 
 
 def summary(times: list[float]) -> dict[str, float]:
@@ -100,7 +100,7 @@ def main() -> None:
                     assert book is not None
                     with book:
                         prepare(book, gate, runs, 2 * known.repeats)
-                        warm = [timed(lambda book=book: book.reserve("notes", **CLAIM)) for _ in range(known.repeats)]
+                        warm = [timed(lambda book=book: book.reserve("notes", CLAIM)) for _ in range(known.repeats)]
                     first = [timed(lambda location=location: cold(location)) for _ in range(known.repeats)]
                 case = {"store": store, "gate": gate, "runs": runs, "warm": summary(warm), "cold": summary(first)}
                 cases.append(case)

@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpllm.ledger import Ledger, open_ledger
-from dpllm.ledger.values import Budget
+from dpllm.ledger import Budget, Ledger, RunRequest, open_ledger
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 
 ADMIN = "tester"
@@ -33,9 +32,13 @@ DELTA = 1e-5
 TERMS = {"unit": "patient", "relation": "zero_out"}
 
 
+def request(**changes: Any) -> RunRequest:
+    return RunRequest(**{"event": EVENT, "delta": DELTA, **TERMS, "num_steps": 4, "run": "a", **changes})
+
+
 def reserve(ledger: Ledger, dataset: str = "notes", **changes: Any):
-    claim = {"event": EVENT, "delta": DELTA, **TERMS, "num_steps": 4, "run": "a"}
-    return ledger.reserve(dataset, **{**claim, **changes})
+    options = {name: changes.pop(name) for name in ("extends", "records", "derived_from") if name in changes}
+    return ledger.reserve(dataset, request(**changes), **options)
 
 
 def budget(value: float, **changes: Any) -> Budget:
@@ -105,10 +108,10 @@ def start(place: Place, code: str, *arguments: object) -> subprocess.Popen[str]:
     head = f"""
 import os, sys
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.ledger import open_ledger, budgets
-from dpllm.ledger.values import Budget, Sealed
+from dpllm.ledger import Budget, RunRequest, open_ledger, budgets
+from dpllm.ledger.values import Sealed
 location, arguments = sys.argv[1], sys.argv[2:]
-claim = dict(event={EVENT!r}, delta={DELTA}, unit="patient", relation="zero_out", num_steps=4, run="child")
+claim = RunRequest(event={EVENT!r}, delta={DELTA}, unit="patient", relation="zero_out", num_steps=4, run="child")
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", head + code, place.location, *map(str, arguments)]

@@ -172,7 +172,7 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
             )
     sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
     budget = budgets.set_budget(book, known.dataset, known.wanted, records=records)
-    print(f"{known.dataset}: {budgets.describe(budget)}, in {book.location}")
+    print(f"{known.dataset}: {budget}, in {book.location}")
     account = book.account(known.dataset)
     if left := admission.filter_left(account):
         print(
@@ -253,7 +253,7 @@ def _verify(book: Ledger, known: argparse.Namespace) -> int:
 
 def _verify_file(path: Path, head: str | None) -> int:
     from dpllm.files import read_json
-    from dpllm.ledger.exchange import read_export, verify_export
+    from dpllm.ledger.chain import read_export, verify_export
 
     value = read_json(path)
     read_export(value, path)
@@ -304,7 +304,7 @@ def _reconcile(book: Ledger, known: argparse.Namespace) -> int:
 def _import(book: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import read_json
     from dpllm.ledger import budgets
-    from dpllm.ledger.exchange import event_of, read_export
+    from dpllm.ledger.chain import event_of, read_export
 
     given = [name for name in ("epsilon", "event", "source") if getattr(known, name) is not None]
     if len(given) != 1:
@@ -344,9 +344,8 @@ def _import(book: Ledger, known: argparse.Namespace) -> int:
 
 def _export(book: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import write_json
-    from dpllm.ledger.exchange import to_export
 
-    value = to_export(book)
+    value = book.chain.export()
     if known.output:
         try:
             write_json(Path(known.output), value)

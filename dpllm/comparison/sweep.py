@@ -19,7 +19,7 @@ from dpllm.comparison.compare import Comparison, compare
 from dpllm.comparison.sweep_runs import STATE, Point, read_points, state_of
 from dpllm.errors import AuditContradiction, BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import read_json, write_json
-from dpllm.ledger import admission, dataset_policy, groups, reserving
+from dpllm.ledger import RunRequest, admission, dataset_policy, reserving
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.renyi import Fit
@@ -120,16 +120,10 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
                     )
                 policy = again.policy
                 assert policy is not None
-            first = next(iter(plans.values()))[0]
             reserving.reserve_all(
                 book,
                 policy.dataset,
-                [
-                    reserving.Wanted(plan.event, plan.delta, plan.schedule.num_steps, f"{state['group']}/{name}")
-                    for name, (plan, _) in plans.items()
-                ],
-                unit=first.unit,
-                relation=first.neighbouring_relation,
+                [RunRequest.of(plan, f"{state['group']}/{name}") for name, (plan, _) in plans.items()],
                 group=reserving.Group(state["group"], by),
                 records=policy.records,
                 derived_from=policy.derived_from,
@@ -201,7 +195,7 @@ def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
 
 
 def _entries(book: ledger.Ledger, account: str, group: str, points: Sequence[Point]) -> dict[str, str]:
-    found = {run.reservation.run: run.reservation.entry for run in groups.members(book, account, group)}
+    found = {run.reservation.run: run.reservation.entry for run in book.account(account).groups().get(group, [])}
     return {point.name: found[f"{group}/{point.name}"] for point in points if f"{group}/{point.name}" in found}
 
 

@@ -19,6 +19,6 @@ Guarantee:
 from dpllm.ledger.chain import Entry
 from dpllm.ledger.ledger import Ledger, open_ledger
 from dpllm.ledger.store import default_path
-from dpllm.ledger.values import Budget, Outlook, Reservation, Run
+from dpllm.ledger.values import Budget, Outlook, Reservation, Run, RunRequest
 
-__all__ = ["Budget", "Entry", "Ledger", "Outlook", "Reservation", "Run", "default_path", "open_ledger"]
+__all__ = ["Budget", "Entry", "Ledger", "Outlook", "Reservation", "Run", "RunRequest", "default_path", "open_ledger"]

@@ -1,6 +1,6 @@
-"""Whether a run fits a budget: the two gates, and what would fit instead.
+"""Whether runs fit a budget: the two gates, and what would fit instead.
 
-Comes in: one dataset as the chain has it, and an event. Goes out: a refusal in words, or nothing. Must not write.
+Comes in: one dataset as the chain has it, and events. Goes out: a refusal in words, or nothing. Must not write.
 
 planned: a list of runs is sealed before the first of them starts, and composed by PLD. A run is admitted if the list
 has it and it has not run yet. Without a list, the first run seals a list of one.
@@ -32,6 +32,11 @@ from dpllm.privacy.accounting import Event, compose
 # Earlier versions chose an order among eight once results were known. Each has an equal part of delta, so that whichever
 # was chosen, the guarantee holds (the runs of the world split by the order that is chosen in them).
 LATE_ORDERS = 8
+COARSE_INTERVAL = 1e-3  # PLD's, for the search of what fits: an upper bound like the fine one
+MOST_NOISE = 1e3  # times the noise of what does not fit
+
+
+# --- the filter ------------------------------------------------------------------------------------------------------
 
 
 def conversion_delta(budget: Budget) -> float:
@@ -47,7 +52,7 @@ def filter_allowance(budget: Budget) -> float:
 
 def filter_spent(account: Account, order: float) -> float:
     """The Renyi divergence at ``order`` of everything that counts; infinite where an event has none."""
-    counted = [*map(canonical, account.imports), *(run.kept() for run in account.runs)]
+    counted = [*map(canonical, account.imports), *(run.kept for run in account.runs)]
     return math.fsum(_divergence(text, order) for text in counted)
 
 
@@ -61,22 +66,13 @@ def divergence(event: Event, order: float) -> float:
 
 @lru_cache(maxsize=65_536)
 def _divergence(text: str, order: float) -> float:
-    pure = _without_delta(json.loads(text))
+    pure = json.loads(text, object_hook=lambda part: part | {"delta": 0.0} if part.get("type") == "imported" else part)
     return renyi.rdp(pure, order) if "rdp" in events.accountants(pure) else math.inf
 
 
-def _without_delta(event: Event) -> Event:
-    if event["type"] == "imported":
-        return {**event, "delta": 0.0}
-    if event["type"] == "composed":
-        return {**event, "events": [_without_delta(part) for part in event["events"]]}
-    return {**event, "event": _without_delta(event["event"])} if "event" in event else event
-
-
-def delta_imported(account: Account, event: Event | None = None) -> float:
+def delta_imported(account: Account, *wanted: Event) -> float:
     """The deltas of imported runs, wherever they stand."""
-    texts = [*map(canonical, account.imports), *(run.whole() for run in account.runs)]
-    texts += [canonical(event)] if event else []
+    texts = [*map(canonical, (*account.imports, *wanted)), *(run.text for run in account.runs)]
     return math.fsum(_delta_imported(text) for text in texts if '"imported"' in text)
 
 
@@ -94,14 +90,14 @@ def filter_left(account: Account) -> renyi.Fit | None:
     return renyi.Fit(budget.order, left if delta_imported(account) <= budget.import_delta else -math.inf)
 
 
-def filter_epsilon(account: Account, event: Event | None = None) -> float | None:
-    """The epsilon that the filter states for what is reserved, with ``event`` if given; None under another gate."""
+def filter_epsilon(account: Account, *wanted: Event) -> float | None:
+    """The epsilon that the filter states for what is reserved, with ``wanted`` if given; None under another gate."""
     budget = account.budget
     if budget is None or budget.gate != "adaptive" or budget.order is None:
         return None
-    if delta_imported(account, event) > budget.import_delta:
+    if delta_imported(account, *wanted) > budget.import_delta:
         return math.inf
-    rho = filter_spent(account, budget.order) + (divergence(event, budget.order) if event else 0.0)
+    rho = filter_spent(account, budget.order) + math.fsum(divergence(event, budget.order) for event in wanted)
     return renyi.to_epsilon(rho, conversion_delta(budget), budget.order)
 
 
@@ -115,62 +111,54 @@ def order_after_results(budget: Budget) -> float:
     return min(renyi.ORDERS, key=lambda order: abs(order - wanted))
 
 
-def refusal(account: Account, event: Event, num_steps: int, *, extends: bool = False) -> str | None:
-    """Why a run does not fit; None if it does, or if the dataset has no budget."""
-    budget = account.budget
-    if budget is None:
-        return None
-    if budget.gate == "adaptive":
-        return _over_filter(account, budget, event)
-    if extends:
+def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str | None:
+    left, whole = filter_left(account), filter_allowance(budget)
+    assert left is not None
+    whose, order = f"dataset {account.dataset!r}", left.order
+    if delta_imported(account, *(run.event for run in runs)) > budget.import_delta:
         return (
-            f"dataset {account.dataset!r} has a planned budget, whose runs were sealed: lost steps cannot be made up. "
-            "Resume without them."
+            f"{whose}: imported runs spent more delta than the {budget.import_delta:g} that was set aside "
+            "for them, so the filter admits nothing more. Use other data."
         )
-    if account.sealed is None and not account.runs:
-        return over_plan(account, budget, [Sealed(event, num_steps)])
-    if account.sealed and listed(account, event, num_steps):
-        # What was imported after the list was sealed counts too.
-        return over_plan(account, budget, account.sealed) if account.imports else None
-    used, sealed = len(account.runs), len(account.sealed or account.runs)  # the first version kept no lists
-    what = "is spent" if used >= sealed else "does not hold this run"
+    costs = [divergence(run.event, order) for run in runs]
+    together = math.fsum(costs)
+    if together <= left.allowance:
+        return None
+    if math.isinf(left.allowance):
+        return (
+            f"{whose}: what was spent before its budget became adaptive has no Renyi divergence at order "
+            f"{order:g}, so the filter admits nothing more. Use other data."
+        )
+    if math.isinf(together):
+        return (
+            f"{whose} has an adaptive budget, which adds up Renyi divergences at order {order:g}, and "
+            "this run's event has none (dp-accounting knows no RDP of mixtures of Gaussians, or its noise is too small). Set "
+            "data.sampling: unit, raise privacy.noise_multiplier, or keep the data under a planned budget."
+        )
+    remains = f"{max(0.0, left.allowance):.4f} remains of the {max(0.0, whole):.4f}"
+    limit = f"{remains} that a budget of epsilon {budget.epsilon:g} allows"
+    event, wanted = next(
+        ((run.event, cost) for run, cost in zip(runs, costs, strict=True) if cost > left.allowance), (None, 0.0)
+    )
+    if event is None:  # each alone would fit
+        return (
+            f"{whose}: these {len(runs)} runs request {together:.4f} of Renyi divergence at order {order:g} together, and "
+            f"{limit}. Ask for fewer runs or smaller epsilons, or use other data."
+        )
+    alone = accounting.stated(event, budget.delta, budget.relation)[0]
+    fits = what_fits(event, lambda smaller, _: divergence(smaller, order) <= left.allowance)
     return (
-        f"dataset {account.dataset!r} has a planned budget, and its list of {sealed} sealed runs ({used} "
-        f"reserved) {what}: a run chosen after seeing results needs another rule than PLD. {_way_on(account)}"
+        f"{whose}: this run requests epsilon {alone:.4f} at delta {budget.delta:g}, which is {wanted:.4f} of "
+        f"Renyi divergence at order {order:g}; {whole - left.allowance:.4f} is spent and {limit}. {fits}"
     )
 
 
-def group_refusal(account: Account, runs: Sequence[Sealed]) -> str | None:
-    """Why not all of these runs fit together; None if they do, or if the dataset has no budget."""
-    budget = account.budget
-    if budget is None:
-        return None
-    if budget.gate == "adaptive":
-        return _group_over_filter(account, budget, runs)
-    if account.sealed is None and not account.runs:
-        return over_plan(account, budget, runs)
-    free = Counter(run.key for run in pending(account))
-    missing = [run for run, number in Counter(run.key for run in runs).items() if number > free[run]]
-    if missing:
-        strangers = [described(Sealed(json.loads(text), steps)) for text, steps in missing]
-        return (
-            f"dataset {account.dataset!r} has a planned budget, whose list was sealed without (or without so many of) "
-            f"{len(missing)} of these {len(runs)} runs: {'; '.join(strangers)}. A run chosen after seeing results needs another "
-            f"rule than PLD. {_way_on(account)}"
-        )
-    return over_plan(account, budget, account.sealed or ()) if account.imports else None
-
-
-def listed(account: Account, event: Event, num_steps: int) -> bool:
-    """Whether the sealed list holds a run more often than it was reserved."""
-    wanted = Sealed(event, num_steps).key
-    free = sum(run.key == wanted for run in account.sealed or ())
-    return free > sum((run.whole(), run.reservation.num_steps) == wanted for run in account.runs)
+# --- the list --------------------------------------------------------------------------------------------------------
 
 
 def pending(account: Account) -> list[Sealed]:
     """The sealed runs that were not reserved yet."""
-    used = Counter((run.whole(), run.reservation.num_steps) for run in account.runs)
+    used = Counter((run.text, run.reservation.num_steps) for run in account.runs)
     waiting = []
     for run in account.sealed or ():
         if used[run.key] > 0:
@@ -180,7 +168,66 @@ def pending(account: Account) -> list[Sealed]:
     return waiting
 
 
-def described(run: Sealed) -> str:
+def planned_epsilon(account: Account, budget: Budget, runs: Sequence[Sealed]) -> float:
+    """Epsilon of a list of runs and of what was imported, composed by PLD at the budget's delta."""
+    return _epsilon([*account.imports, *(run.event for run in runs)], budget)
+
+
+def _epsilon(parts: Sequence[Event], budget: Budget) -> float:
+    return accounting.stated(compose(parts), budget.delta, budget.relation)[0] if parts else 0.0
+
+
+def over_plan(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str | None:
+    """Why a list of runs cannot be sealed; None if it fits together with what was imported."""
+    together = planned_epsilon(account, budget, runs)
+    if together <= budget.epsilon:
+        return None
+    past, asked = list(account.imports), [run.event for run in runs]
+    requested, spent = _epsilon(asked, budget), _epsilon(past, budget)
+
+    def fits(last: Event, interval: float) -> bool:
+        whole = compose([*past, *asked[:-1], last])
+        kind = "pld" if "pld" in events.accountants(whole) else "rdp"
+        return accounting.epsilon(whole, budget.delta, budget.relation, kind, interval=interval) <= budget.epsilon
+
+    many = len(runs) > 1
+    return (
+        f"dataset {account.dataset!r}: {f'these {len(runs)} runs request' if many else 'this run requests'} epsilon "
+        f"{requested:.4f}; {spent:.4f} is spent and {max(0.0, budget.epsilon - spent):.4f} remains of {budget.epsilon:.4f} at "
+        f"delta {budget.delta:g}; together they come to {together:.4f}. "
+        f"{what_fits(asked[-1], fits, ' of the last run' if many else '')}"
+    )
+
+
+def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
+    """Why not all of these runs are on the list that was sealed, or are it by now."""
+    waiting = pending(account)
+    missing = Counter(run.key for run in runs) - Counter(run.key for run in waiting)
+    if not missing:
+        return None
+    used, sealed = len(account.runs), len(account.sealed or account.runs)  # the first version kept no lists
+    strangers = {run.key: _described(run) for run in runs if run.key in missing}.values()
+    what = "does not hold this run"
+    if used >= sealed:
+        what = "is spent"
+    elif len(runs) > 1:
+        what = f"does not hold {len(strangers)} of these {len(runs)} runs, or not as often ({'; '.join(strangers)})"
+    way_on = (
+        "Use other data, with a longer list, or with an adaptive budget that is set before the first run: dpllm ledger init NAME "
+        "--gate adaptive."
+    )
+    if waiting:
+        way_on = (
+            f"Of the list, {len(waiting)} have not run: {'; '.join(map(_described, waiting))}. A run must have the "
+            "noise, the sampling rate and the steps of one of them."
+        )
+    return (
+        f"dataset {account.dataset!r} has a planned budget, and its list of {sealed} sealed runs ({used} "
+        f"reserved) {what}: a run chosen after seeing results needs another rule than PLD. {way_on}"
+    )
+
+
+def _described(run: Sealed) -> str:
     """A run of a list in a few words."""
     step = run.event.get("event", {})
     rate = f"q {step['probability']:.4g}, " if "probability" in step else ""
@@ -190,105 +237,31 @@ def described(run: Sealed) -> str:
         return f"{run.num_steps} steps"
 
 
-def over_plan(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str | None:
-    """Why a list of runs cannot be sealed; None if it fits together with what was imported."""
-    past = list(account.imports)
+# --- both ------------------------------------------------------------------------------------------------------------
 
-    def cost(parts: Sequence[Event]) -> float:
-        return accounting.stated(compose(parts), budget.delta, budget.relation)[0] if parts else 0.0
 
-    together = cost([*past, *(run.event for run in runs)])
-    if together <= budget.epsilon:
+def refusal(account: Account, runs: Sequence[Sealed], *, extends: bool = False) -> str | None:
+    """Why not all of these runs fit together; None if they do, or if the dataset has no budget.
+
+    Args:
+        account: The dataset as the chain has it.
+        runs: One, or those of a tuning group.
+        extends: Whether they make up lost steps of another run.
+    """
+    budget = account.budget
+    if budget is None:
         return None
-    requested, spent = cost([run.event for run in runs]), cost(past)
-
-    def fits(last: Event, interval: float) -> bool:
-        whole = compose([*past, *(run.event for run in runs[:-1]), last])
-        kind = "pld" if "pld" in events.accountants(whole) else "rdp"
-        return accounting.epsilon(whole, budget.delta, budget.relation, kind, interval=interval) <= budget.epsilon
-
-    many = len(runs) > 1
-    return (
-        f"dataset {account.dataset!r}: {f'these {len(runs)} runs request' if many else 'this run requests'} epsilon "
-        f"{requested:.4f}; {spent:.4f} is spent and {max(0.0, budget.epsilon - spent):.4f} remains of {budget.epsilon:.4f} at "
-        f"delta {budget.delta:g}; together they come to {together:.4f}. "
-        f"{what_fits(runs[-1].event, fits, ' of the last run' if many else '')}"
-    )
-
-
-def list_epsilon(account: Account, budget: Budget) -> float:
-    """Epsilon of a sealed list and of what was imported, at the budget's delta."""
-    parts = [*account.imports, *(run.event for run in account.sealed or ())]
-    return accounting.stated(compose(parts), budget.delta, budget.relation)[0] if parts else 0.0
-
-
-def _group_over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str | None:
-    left = filter_left(account)
-    assert left is not None
-    costs = [divergence(run.event, left.order) for run in runs]
-    for run in runs:  # what no single one of them may
-        if why := _over_filter(account, budget, run.event):
-            return why
-    if math.fsum(costs) <= left.allowance:
-        return None
-    return (
-        f"dataset {account.dataset!r}: these {len(runs)} runs request {math.fsum(costs):.4f} of Renyi divergence at order "
-        f"{left.order:g} together, and {max(0.0, left.allowance):.4f} remains of the {filter_allowance(budget):.4f} that a "
-        f"budget of epsilon {budget.epsilon:g} allows. Ask for fewer runs or smaller epsilons, or use other data."
-    )
-
-
-def _over_filter(account: Account, budget: Budget, event: Event) -> str | None:
-    left = filter_left(account)
-    assert left is not None
-    if delta_imported(account, event) > budget.import_delta:
+    if budget.gate == "adaptive":
+        return _over_filter(account, budget, runs)
+    if extends:
         return (
-            f"dataset {account.dataset!r}: imported runs spent more delta than the {budget.import_delta:g} that was set aside "
-            "for them, so the filter admits nothing more. Use other data."
+            f"dataset {account.dataset!r} has a planned budget, whose runs were sealed: lost steps cannot be made up. "
+            "Resume without them."
         )
-    wanted = divergence(event, left.order)
-    if wanted <= left.allowance:
-        return None
-    if math.isinf(left.allowance):
-        return (
-            f"dataset {account.dataset!r}: what was spent before its budget became adaptive has no Renyi divergence at order "
-            f"{left.order:g}, so the filter admits nothing more. Use other data."
-        )
-    if math.isinf(wanted):
-        return (
-            f"dataset {account.dataset!r} has an adaptive budget, which adds up Renyi divergences at order {left.order:g}, and "
-            "this run's event has none (dp-accounting knows no RDP of mixtures of Gaussians, or its noise is too small). Set "
-            "data.sampling: unit, raise privacy.noise_multiplier, or keep the data under a planned budget."
-        )
-    whole = filter_allowance(budget)
-    alone = accounting.stated(event, budget.delta, budget.relation)[0]
-
-    def fits(smaller: Event, _interval: float) -> bool:
-        return divergence(smaller, left.order) <= left.allowance
-
-    return (
-        f"dataset {account.dataset!r}: this run requests epsilon {alone:.4f} at delta {budget.delta:g}, which is {wanted:.4f} of "
-        f"Renyi divergence at order {left.order:g}; {whole - left.allowance:.4f} is spent and "
-        f"{max(0.0, left.allowance):.4f} remains of the {max(0.0, whole):.4f} that a budget of epsilon {budget.epsilon:g} "
-        f"allows. {what_fits(event, fits)}"
-    )
-
-
-def _way_on(account: Account) -> str:
-    """What is sealed and has not run, or what to do where nothing is left."""
-    if waiting := pending(account):
-        return (
-            f"Of the list, {len(waiting)} have not run: {'; '.join(described(run) for run in waiting)}. A run must have the "
-            "noise, the sampling rate and the steps of one of them."
-        )
-    return (
-        "Use other data, with a longer list, or with an adaptive budget that is set before the first run: dpllm ledger init NAME "
-        "--gate adaptive."
-    )
-
-
-COARSE_INTERVAL = 1e-3  # PLD's, for the search: an upper bound like the fine one
-MOST_NOISE = 1e3  # times the noise of what does not fit
+    if account.sealed is None and not account.runs:
+        return over_plan(account, budget, runs)
+    # What was imported after the list was sealed counts too.
+    return _off_list(account, runs) or (over_plan(account, budget, account.sealed or ()) if account.imports else None)
 
 
 def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "") -> str:

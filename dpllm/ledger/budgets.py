@@ -10,17 +10,17 @@ from typing import get_args
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import admission
-from dpllm.ledger.fingerprint import Fingerprint
 from dpllm.ledger.ledger import Ledger
+from dpllm.ledger.records import Fingerprint
 from dpllm.ledger.values import Account, Budget, Gate, Sealed, check_name, check_person, seal_content
-from dpllm.privacy.accounting import Event, Relation, compose, count_releases, stated
+from dpllm.privacy.accounting import Event, Relation, count_releases, stated
 
 
-def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerprint | None = None) -> Budget:
+def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerprint | None = None) -> Budget:
     """Fixes what all runs on ``dataset`` may spend; its owner may correct it as long as nothing is sealed or spent.
 
     Args:
-        book: The ledger.
+        ledger: Where.
         dataset: Name of the data in this ledger.
         budget: As wanted; its ``order`` is kept where nothing of the dataset has been released yet.
         records: What the name stands for, so that the budget protects copies from now on.
@@ -35,63 +35,74 @@ def set_budget(book: Ledger, dataset: str, budget: Budget, *, records: Fingerpri
     """
     wanted = replace(budget, epsilon=float(budget.epsilon), delta=float(budget.delta))
     check_budget(dataset, wanted)
-    book.refuse_if_tampered()
-    with book.chain.writing():
-        parent = book.records.account_name(dataset)
-        if parent != dataset:
+    ledger.refuse_if_tampered()
+    with ledger.chain.writing():
+        used = ledger.account(dataset)
+        if used.dataset != dataset:
             raise Refused(
-                f"dataset {dataset!r} derives from {parent!r}, whose budget it is charged to. Set the budget of {parent!r}.",
+                f"dataset {dataset!r} derives from {used.dataset!r}, whose budget it is charged to. Set the budget of "
+                f"{used.dataset!r}.",
                 dataset=dataset,
                 reason="derived",
             )
-        used = book.account(dataset)
-        present = used.budget
-        if present is not None:
-            # What init chooses by itself does not make the same wish another budget.
-            asked = replace(wanted, by=present.by, reason=present.reason, order=present.order, late=present.late)
-            if (used.runs or used.imports) and asked.import_delta <= present.import_delta:
-                asked = replace(asked, import_delta=present.import_delta)
-            if asked == present:
-                if records is not None:
-                    book.records.register(dataset, records, None)
-                return present
-            if wanted.by != present.by or used.runs or used.imports or used.sealed is not None:
-                raise Refused(
-                    f"dataset {dataset!r} has a budget already: {describe(present)}. Only "
-                    f"{present.by or 'its owner'} may correct it, and nobody once a run is sealed, reserved or imported: a "
-                    "budget that can be raised limits nothing. Keep it, or keep new data under a new name.",
-                    dataset=dataset,
-                    reason="budget_set",
+        if used.budget is None:
+            ledger.same_unit(dataset, wanted.unit, wanted.relation)
+        else:
+            wanted = _corrected(used, used.budget, wanted)
+        if wanted != used.budget:
+            if used.runs or used.imports:
+                wanted = _after_results(used, wanted)
+            if wanted.gate == "adaptive" and wanted.order is None:
+                raise ConfigError(
+                    "an adaptive budget needs the order of its filter, chosen from a declared reference run."
                 )
-        if present is None:
-            book.same_unit(dataset, wanted.unit, wanted.relation)
-        if used.runs or used.imports:
-            if wanted.gate == "planned":
-                raise Refused(
-                    f"dataset {dataset!r} has runs already, and a run planned after seeing their results needs another "
-                    "rule than a list sealed in advance. Type --gate adaptive.",
-                    dataset=dataset,
-                    reason="late",
-                )
-            imported = admission.delta_imported(used)
-            if not imported < wanted.delta:
-                raise Refused(
-                    f"dataset {dataset!r}: imported runs spent a delta of {imported:g}, and {wanted.delta:g} for everything "
-                    "together leaves no room beside it. Set a larger --delta, or use other data.",
-                    dataset=dataset,
-                    reason="over_budget",
-                )
-            wanted = replace(wanted, import_delta=max(wanted.import_delta, imported))
-            wanted = replace(wanted, order=admission.order_after_results(wanted))
-        if wanted.gate == "adaptive" and wanted.order is None:
-            raise ConfigError("an adaptive budget needs the order of its filter, chosen from a declared reference run.")
-        book.chain.append("budget", dataset, asdict(wanted))
+            ledger.chain.append("budget", dataset, asdict(wanted))
         if records is not None:
-            book.records.register(dataset, records, None)
+            ledger.records.register(dataset, records, None)
     return wanted
 
 
-def seal(book: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -> float:
+def _corrected(used: Account, present: Budget, wanted: Budget) -> Budget:
+    """The budget that there is where the wish is the same, or the wish where its owner may still correct it."""
+    # What init chooses by itself does not make the same wish another budget.
+    asked = replace(wanted, by=present.by, reason=present.reason, order=present.order, late=present.late)
+    if (used.runs or used.imports) and asked.import_delta <= present.import_delta:
+        asked = replace(asked, import_delta=present.import_delta)
+    if asked == present:
+        return present
+    if wanted.by != present.by or used.runs or used.imports or used.sealed is not None:
+        raise Refused(
+            f"dataset {used.dataset!r} has a budget already: {present}. Only "
+            f"{present.by or 'its owner'} may correct it, and nobody once a run is sealed, reserved or imported: a "
+            "budget that can be raised limits nothing. Keep it, or keep new data under a new name.",
+            dataset=used.dataset,
+            reason="budget_set",
+        )
+    return wanted
+
+
+def _after_results(used: Account, wanted: Budget) -> Budget:
+    """A budget that is set when runs or imports came first: adaptive, at an order that no result can have chosen."""
+    if wanted.gate == "planned":
+        raise Refused(
+            f"dataset {used.dataset!r} has runs already, and a run planned after seeing their results needs another "
+            "rule than a list sealed in advance. Type --gate adaptive.",
+            dataset=used.dataset,
+            reason="late",
+        )
+    imported = admission.delta_imported(used)
+    if not imported < wanted.delta:
+        raise Refused(
+            f"dataset {used.dataset!r}: imported runs spent a delta of {imported:g}, and {wanted.delta:g} for everything "
+            "together leaves no room beside it. Set a larger --delta, or use other data.",
+            dataset=used.dataset,
+            reason="over_budget",
+        )
+    wanted = replace(wanted, import_delta=max(wanted.import_delta, imported))
+    return replace(wanted, order=admission.order_after_results(wanted))
+
+
+def seal(ledger: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -> float:
     """Fixes the list of all runs of a planned budget, before the first of them.
 
     Returns:
@@ -104,14 +115,13 @@ def seal(book: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -
     check_person("a list of runs is sealed", by, reason)
     if not runs:
         raise ConfigError("a list without runs would admit none. Name the recipes of all runs.")
-    for run in runs:
-        if not 0 < run.num_steps <= count_releases(run.event):
-            raise ConfigError("a sealed run needs steps, and an event that pays for them. Build both from one Plan.")
-    book.refuse_if_tampered()
-    while True:
-        with book.chain.moment():
-            seen = book.chain.length()
-            account = book.account(dataset)
+    if not all(0 < run.num_steps <= count_releases(run.event) for run in runs):
+        raise ConfigError("a sealed run needs steps, and an event that pays for them. Build both from one Plan.")
+    ledger.refuse_if_tampered()
+    while True:  # composed outside the lock, as in reserving.py
+        with ledger.chain.moment():
+            seen = ledger.chain.length()
+            account = ledger.account(dataset)
         budget, name = account.budget, account.dataset
         if budget is None or budget.gate != "planned" or account.sealed is not None or account.runs:
             raise Refused(
@@ -121,12 +131,11 @@ def seal(book: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -
             )
         if over := admission.over_plan(account, budget, runs):
             raise BudgetExceeded(over, dataset=name, reason="over_budget")
-        together = stated(compose([*account.imports, *(r.event for r in runs)]), budget.delta, budget.relation)[0]
-        with book.chain.writing():
-            if book.outdated(seen, name, dataset):
+        with ledger.chain.writing():
+            if ledger.outdated(seen, name, dataset):
                 continue
-            book.chain.append("seal", name, seal_content(runs, by, reason))
-        return together
+            ledger.chain.append("seal", name, seal_content(runs, by, reason))
+        return admission.planned_epsilon(account, budget, runs)
 
 
 def _why_unsealable(account: Account) -> str:
@@ -138,12 +147,12 @@ def _why_unsealable(account: Account) -> str:
 
 
 def import_run(
-    book: Ledger, dataset: str, *, event: Event, run: str, unit: str, relation: Relation, by: str, reason: str
+    ledger: Ledger, dataset: str, *, event: Event, run: str, unit: str, relation: Relation, by: str, reason: str
 ) -> None:
     """Enters what was spent on ``dataset`` elsewhere. A fact is not refused, also where it exceeds the budget.
 
     Args:
-        book: The ledger.
+        ledger: Where.
         dataset: Name of the data in this ledger.
         event: What was released; ``{"type": "imported", "epsilon": e, "delta": d}`` where no more is known.
         run: Name of the run, for people.
@@ -161,15 +170,15 @@ def import_run(
     if not unit.strip() or relation not in get_args(Relation):
         raise ConfigError(f"an import needs a unit, and one of the relations {', '.join(get_args(Relation))}.")
     stated(event, 1e-5, relation)  # refuses what is malformed, and what no accountant can add up later
-    book.refuse_if_tampered()
-    with book.chain.writing():
-        name = book.records.account_name(dataset)
-        book.same_unit(name, unit, relation)
+    ledger.refuse_if_tampered()
+    with ledger.chain.writing():
+        name = ledger.records.account_name(dataset)
+        ledger.same_unit(name, unit, relation)
         content = {"run": run, "event": event, "unit": unit, "relation": relation, "by": by, "reason": reason}
-        book.chain.append("import", name, content)
+        ledger.chain.append("import", name, content)
 
 
-def except_from_privacy(book: Ledger, dataset: str, by: str, reason: str) -> None:
+def except_from_privacy(ledger: Ledger, dataset: str, by: str, reason: str) -> None:
     """Permits training without differential privacy on ``dataset``; every later card says so.
 
     Raises:
@@ -178,27 +187,17 @@ def except_from_privacy(book: Ledger, dataset: str, by: str, reason: str) -> Non
     """
     check_person("an exception is recorded", by, reason)
     check_name(dataset)
-    book.refuse_if_tampered()
-    with book.chain.writing():
-        name = book.records.account_name(dataset)
-        budget = book.budget(name)
-        if budget is not None and budget.by != by:
+    ledger.refuse_if_tampered()
+    with ledger.chain.writing():
+        account = ledger.account(dataset)
+        if account.budget is not None and account.budget.by != by:
             raise Refused(
-                f"the budget of dataset {name!r} was set by {budget.by or 'nobody named'!r}, who alone may except it from "
-                "privacy. Ask for an exception, or set privacy.enabled: true.",
-                dataset=name,
+                f"the budget of dataset {account.dataset!r} was set by {account.budget.by or 'nobody named'!r}, who alone may "
+                "except it from privacy. Ask for an exception, or set privacy.enabled: true.",
+                dataset=account.dataset,
                 reason="not_owner",
             )
-        book.chain.append("exception", name, {"by": by, "reason": reason})
-
-
-def describe(budget: Budget) -> str:
-    """A budget in words."""
-    gate = "planned" if budget.gate == "planned" else f"adaptive at order {budget.order:g}"
-    who = f", set by {budget.by} ({budget.reason})" if budget.by else ""
-    return (
-        f"epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} under {budget.relation}, {gate}{who}"
-    )
+        ledger.chain.append("exception", account.dataset, {"by": by, "reason": reason})
 
 
 def check_budget(dataset: str, budget: Budget) -> None:

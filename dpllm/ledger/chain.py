@@ -1,6 +1,6 @@
-"""The hash chain: what was entered, in which order, and how an edit shows.
+"""The hash chain: what was entered, in which order, how an edit shows, and its export, which an auditor can check.
 
-Comes in: a store. Goes out: links, and what contradicts them. Must not know what decides about a budget.
+Comes in: a store, or an export. Goes out: links, and what contradicts them. Must not know what decides about a budget.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from dpllm.errors import Refused
+from dpllm.errors import ConfigError, LedgerContradiction, Refused
 from dpllm.ledger.store import Store
+from dpllm.privacy.accounting import Event, compose
 
 GENESIS = "0" * 64
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -34,9 +35,8 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One link: ``payload`` is JSON as stored, ``hash`` covers all the rest."""
+class Entry(NamedTuple):
+    """One link as it is stored: ``payload`` is JSON, ``hash`` covers all the rest."""
 
     seq: int
     kind: str
@@ -45,28 +45,14 @@ class Entry:
     prev_hash: str
     hash: str
 
-    def content(self) -> dict[str, Any]:
-        """What the payload says.
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the payload says; not to be changed.
 
         Raises:
             Refused: It is not readable.
         """
-        return dict(self.facts)
-
-    @cached_property
-    def facts(self) -> Mapping[str, Any]:
-        """The same, read once; not to be changed."""
-        try:
-            facts = json.loads(self.payload)
-            if not isinstance(facts, dict):
-                raise ValueError
-        except (TypeError, ValueError, RecursionError):
-            raise Refused(
-                f"entry {self.seq} of the ledger is not readable, so what is left of any budget is unknown. Restore the ledger "
-                "from a backup.",
-                reason="tampered",
-            ) from None
-        return facts
+        return _facts(self.payload, self.seq)
 
     def expected_hash(self) -> str:
         """SHA-256 of the previous link's hash and of this row in canonical JSON; empty for a row that dpllm never writes."""
@@ -77,11 +63,24 @@ class Entry:
         return hashlib.sha256((self.prev_hash + canonical(row)).encode()).hexdigest()
 
 
-def link(seq: int, kind: str, dataset: str, content: dict[str, Any], prev_hash: str) -> Entry:
-    """The next link, stamped with the time of this machine in UTC."""
-    payload = canonical({**content, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
-    entry = Entry(seq, kind, dataset, payload, prev_hash, "")
-    return Entry(seq, kind, dataset, payload, prev_hash, entry.expected_hash())
+@lru_cache(maxsize=65_536)
+def _facts(payload: str, seq: int) -> dict[str, Any]:
+    try:
+        facts = json.loads(payload)
+        if not isinstance(facts, dict):
+            raise ValueError
+    except (TypeError, ValueError, RecursionError):
+        raise Refused(
+            f"entry {seq} of the ledger is not readable, so what is left of any budget is unknown. Restore the ledger "
+            "from a backup.",
+            reason="tampered",
+        ) from None
+    return facts
+
+
+def canonical(value: object) -> str:
+    """JSON with sorted keys and no spaces; two equal values have one text."""
+    return _ENCODER.encode(value)
 
 
 def broken(entries: Sequence[Entry], after: int = 0, previous: str = GENESIS) -> list[str]:
@@ -91,18 +90,17 @@ def broken(entries: Sequence[Entry], after: int = 0, previous: str = GENESIS) ->
         if (entry.seq, entry.prev_hash, entry.hash) != (number, previous, entry.expected_hash()):
             problems.append(f"entry {number} was changed or removed: its hash does not match.")
         previous = entry.hash
-    return problems or [text for entry in entries for text in _malformed(entry)]
+    return problems or [f"entry {entry.seq} says nothing that dpllm writes." for entry in entries if _malformed(entry)]
 
 
-def _malformed(entry: Entry) -> list[str]:
-    """A link whose hash holds, but which dpllm would not have written."""
+def _malformed(entry: Entry) -> bool:
+    """Whether a link whose hash holds is one that dpllm would not have written."""
     try:
-        needed = KINDS[entry.kind]
-        good = needed <= entry.facts.keys() and isinstance(entry.facts["at"], str)
-        good = good and all(type(entry.facts[name]) is int for name in needed & {"steps", "num_steps"})
+        needed, facts = KINDS[entry.kind], entry.facts
+        counts = [facts[name] for name in needed & {"steps", "num_steps"}]
+        return not (needed <= facts.keys() and isinstance(facts["at"], str) and all(type(n) is int for n in counts))
     except (Refused, KeyError):
-        good = False
-    return [] if good else [f"entry {entry.seq} says nothing that dpllm writes."]
+        return True
 
 
 def contradictions(entries: Sequence[Entry], executed: Mapping[str, int], head: dict[str, Any] | None) -> list[str]:
@@ -124,11 +122,6 @@ def contradictions(entries: Sequence[Entry], executed: Mapping[str, int], head: 
     return problems
 
 
-def canonical(value: object) -> str:
-    """JSON with sorted keys and no spaces; two equal values have one text."""
-    return _ENCODER.encode(value)
-
-
 class Chain:
     """The entries of one store. A link is read once, checked, and kept: what decides is never an unchecked row."""
 
@@ -136,27 +129,14 @@ class Chain:
         """Nothing is read yet."""
         self.store = store
         self._links: list[Entry] = []
-        self._rows: list[tuple[Any, ...]] = []  # the same as they are stored
-        self._index: dict[tuple[str, str], list[Entry]] = {}
-        self._names: dict[str, int] = {}  # dataset -> how many links
+        self._index: dict[tuple[str, str], list[Entry]] = {}  # dataset and kind -> links
         self._holds = 0
 
-    # --- reading ---------------------------------------------------------------------------------------------------
-
-    def entries(self) -> list[Entry]:
-        """All links as they are stored, unchecked."""
-        return self._read("")
-
-    def stored(self, kind: str) -> list[Entry]:
-        """Links of one kind as they are stored, unchecked."""
-        return self._read("WHERE kind = ?", kind)
-
-    def _read(self, where: str, *values: object) -> list[Entry]:
-        return [Entry(*row) for row in self._select(where, *values)]
-
-    def _select(self, where: str, *values: object) -> list[tuple[Any, ...]]:
-        columns = "seq, kind, dataset, payload, prev_hash, hash"
-        return self.store.rows(f"SELECT {columns} FROM entries {where} ORDER BY seq", *values)
+    def stored(self, where: str = "", *values: object) -> list[Entry]:
+        """Links as they are stored, unchecked."""
+        columns = ", ".join(Entry._fields)
+        rows = self.store.rows(f"SELECT {columns} FROM entries {where} ORDER BY seq", *values)
+        return [Entry._make(row) for row in rows]
 
     def of(self, dataset: str, *kinds: str) -> list[Entry]:
         """Links of a dataset and of these kinds, oldest first.
@@ -165,18 +145,12 @@ class Chain:
             Refused: The chain was changed by something else.
         """
         self._follow()
-        found = [self._index.get((dataset, kind), []) for kind in kinds]
-        return sorted((entry for part in found for entry in part), key=lambda entry: entry.seq)
-
-    def knows(self, dataset: str) -> bool:
-        """Whether any link is about this dataset."""
-        self._follow()
-        return self._names.get(dataset, 0) > 0
+        return sorted(entry for kind in kinds for entry in self._index.get((dataset, kind), ()))
 
     def datasets(self) -> list[str]:
         """Every name of which a link speaks."""
         self._follow()
-        return sorted(name for name, number in self._names.items() if number)
+        return sorted({dataset for dataset, _ in self._index})
 
     def length(self) -> int:
         """How many links there are."""
@@ -205,86 +179,71 @@ class Chain:
     def _catch_up(self) -> None:
         """Reads and checks what was added since; that the last known link still stands shows cuts and rewriting."""
         length = len(self._links)
-        added = self._read("WHERE seq >= ?", max(length, 1))
-        if added[:1] != self._links[-1:] and length:
-            self.refuse([f"entry {length} was changed or removed: its hash does not match."])
-        added = added[1:] if length else added
-        self.refuse(broken(added, length, self._links[-1].hash if length else GENESIS))
+        added = self.stored("WHERE seq >= ?", max(length, 1))
+        if length:
+            if added[:1] != self._links[-1:]:
+                self.refuse([f"entry {length} was changed or removed: its hash does not match."])
+            del added[0]
+        self.refuse(broken(added, length, self._last_hash()))
+        self._keep(added)
+
+    def _last_hash(self) -> str:
+        return self._links[-1].hash if self._links else GENESIS
+
+    def _keep(self, added: Sequence[Entry]) -> None:
+        self._links += added
         for entry in added:
-            self._keep(entry)
-
-    def _keep(self, entry: Entry) -> None:
-        self._links.append(entry)
-        self._rows.append((entry.seq, entry.kind, entry.dataset, entry.payload, entry.prev_hash, entry.hash))
-        self._index.setdefault((entry.dataset, entry.kind), []).append(entry)
-        self._names[entry.dataset] = self._names.get(entry.dataset, 0) + 1
-
-    # --- writing ---------------------------------------------------------------------------------------------------
+            self._index.setdefault((entry.dataset, entry.kind), []).append(entry)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """A transaction in which nobody else writes, after reading what others wrote; undone if it fails."""
-        length = None
+        before = None
         try:
             with self.store.write():
                 self._catch_up()
-                length = len(self._links)
+                before = list(self._links)
                 self._holds += 1
                 try:
                     yield
                 finally:
                     self._holds -= 1
         except BaseException:
-            while length is not None and len(self._links) > length:
-                entry = self._links.pop()
-                self._rows.pop()
-                self._index[entry.dataset, entry.kind].pop()
-                self._names[entry.dataset] -= 1
+            if before is not None:
+                self._links, self._index = [], {}
+                self._keep(before)
             raise
+
+    def append(self, kind: str, dataset: str, content: dict[str, Any]) -> int:
+        """Adds a link, within ``writing``, with the time of this machine in UTC; returns its number."""
+        payload = canonical({**content, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
+        entry = Entry(len(self._links) + 1, kind, dataset, payload, self._last_hash(), "")
+        entry = entry._replace(hash=entry.expected_hash())
+        self.store.rows("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)", *entry)
+        self._keep([entry])
+        return entry.seq
 
     def head(self) -> dict[str, Any]:
         """Hash of the last link and number of links, as they are stored."""
         last = self.store.rows("SELECT seq, hash FROM entries WHERE seq = (SELECT MAX(seq) FROM entries)")
         return {"hash": last[0][1] if last else GENESIS, "count": last[0][0] if last else 0}
 
-    def append(self, kind: str, dataset: str, content: dict[str, Any]) -> int:
-        """Adds a link, within ``writing``; returns its number."""
-        previous = self._links[-1].hash if self._links else GENESIS
-        entry = link(len(self._links) + 1, kind, dataset, content, previous)
-        row = (entry.seq, kind, dataset, entry.payload, entry.prev_hash, entry.hash)
-        self.store.rows("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)", *row)
-        self._keep(entry)
-        return entry.seq
-
-    # --- checking --------------------------------------------------------------------------------------------------
-
     def verify(self, head: dict[str, Any] | None = None) -> list[str]:
         """Compares every stored link, and the steps of all runs, with the chain; see ``Ledger.verify``."""
         with self.store.read():  # all tables of one moment
-            rows = self._select("")
+            stored = self.stored()
             executed = dict(self.store.rows("SELECT entry, steps FROM progress"))
             missing = self.store.missing_guards()
         length = len(self._links)
-        if rows[:length] == self._rows:  # what is equal to a link that was checked is checked
-            added = [Entry(*row) for row in rows[length:]]
-            problems = broken(added, length, self._links[-1].hash if length else GENESIS)
+        if stored[:length] == self._links:  # what is equal to a link that was checked is checked
+            problems = broken(stored[length:], length, self._last_hash())
         else:
-            added = []
-            problems = broken([Entry(*row) for row in rows]) or ["the chain is another than this process read before."]
+            problems = broken(stored) or ["the chain is another than this process read before."]
         problems += [f"guard {name} is missing." for name in missing]
         if problems:
             return problems
-        for entry in added:
-            self._keep(entry)
+        self._keep(stored[length:])
         return contradictions(self._links, executed, head)
-
-    def refuse_if_tampered(self) -> None:
-        """Checks everything.
-
-        Raises:
-            Refused: The chain was changed by something else.
-        """
-        self.refuse(self.verify())
 
     def refuse(self, problems: list[str]) -> None:
         """Raises a refusal if there is any problem."""
@@ -294,3 +253,63 @@ class Chain:
                 f"of any budget is unknown: {problems[0]} Restore it from a backup.",
                 reason="tampered",
             )
+
+    def export(self) -> dict[str, Any]:
+        """The whole chain and the steps of every run, as JSON; neither fingerprints nor their key."""
+        with self.store.read():
+            entries = [entry._asdict() for entry in self.stored()]
+            progress = dict(self.store.rows("SELECT entry, steps FROM progress ORDER BY seq"))
+            return {"kind": "dpllm ledger", "entries": entries, "progress": progress, "head": self.head()}
+
+
+def read_export(value: dict[str, Any], path: Path) -> list[Entry]:
+    """The links of an export.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        if value["kind"] != "dpllm ledger" or not isinstance(value["progress"], dict):
+            raise ValueError
+        if set(value["head"]) != {"hash", "count"}:
+            raise ValueError
+        return _links(value)
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{path}: is no export of a ledger. Make one with dpllm ledger export --output FILE."
+        ) from None
+
+
+def verify_export(value: dict[str, Any], head: dict[str, Any] | None = None) -> list[str]:
+    """What is wrong with an export that ``read_export`` accepts, whose chain must contain ``head``; empty if nothing is."""
+    entries = _links(value)
+    if problems := broken(entries):
+        return problems
+    if value["head"]["count"] != len(entries) or (entries and value["head"]["hash"] != entries[-1].hash):
+        return ["its head is not that of its last entry: entries were cut off."]
+    return contradictions(entries, value["progress"], head)
+
+
+def event_of(value: dict[str, Any], dataset: str) -> tuple[Event, str, str]:
+    """Everything that an exported ledger reserved or imported for a dataset: one event, its unit and its relation.
+
+    Raises:
+        LedgerContradiction: Its chain is broken.
+        ConfigError: It spent nothing on that dataset, or by several units or relations.
+    """
+    if problems := verify_export(value):
+        raise LedgerContradiction("the exported ledger cannot be trusted: " + " ".join(problems))
+    spent = [e.facts for e in _links(value) if e.dataset == dataset and e.kind in ("reserve", "import")]
+    if not spent:
+        raise ConfigError(f"the exported ledger holds no run on dataset {dataset!r}.")
+    meant = {(facts["unit"], facts["relation"]) for facts in spent}
+    if len(meant) != 1:
+        raise ConfigError(
+            f"the exported ledger accounts dataset {dataset!r} by several units or relations, which do not add."
+        )
+    [(unit, relation)] = meant
+    return compose([facts["event"] for facts in spent]), unit, relation
+
+
+def _links(value: dict[str, Any]) -> list[Entry]:
+    return [Entry(**{name: row[name] for name in Entry._fields}) for row in value["entries"]]

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger.fingerprint import Fingerprint, fingerprint, share_in_common
 from dpllm.ledger.ledger import Ledger
-from dpllm.ledger.records import LEAST_SHARE
+from dpllm.ledger.records import LEAST_SHARE, Fingerprint, fingerprint, share_in_common
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.config import DataConfig, RunConfig, load_config
 from dpllm.text import data
@@ -46,13 +45,13 @@ class DatasetPolicy:
         ]
 
 
-def find_policy(config: RunConfig, table: Table, book: Ledger | None) -> DatasetPolicy:
+def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> DatasetPolicy:
     """Finds the account of a recipe's data, and refuses what it does not permit.
 
     Args:
         config: The recipe.
         table: Its training rows.
-        book: The ledger that the recipe names; None where there is none yet.
+        ledger: The ledger that the recipe names; None where there is none yet.
 
     Raises:
         Refused: Training without differential privacy on data that are not declared public, or that have a budget, and
@@ -60,23 +59,23 @@ def find_policy(config: RunConfig, table: Table, book: Ledger | None) -> Dataset
             are not.
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger.
     """
-    records = fingerprint(table.rows, FIELDS[table.format], book.records.key()) if book else None
-    known = book.records.known_as(records) if book and records else None
+    records = fingerprint(table.rows, FIELDS[table.format], ledger.records.key()) if ledger else None
+    known = ledger.records.known_as(records) if ledger and records else None
     name = config.privacy.dataset or known or data.dataset_name(config.data)
     parent = config.privacy.derived_from
-    if parent is not None and book is None:
+    if parent is not None and ledger is None:
         raise ConfigError(f"privacy.derived_from: there is no ledger yet that knows {parent!r}. Remove the key.")
     budgeted, excepted, exceptions = False, False, []
-    if book and records:
-        if clash := book.records.conflict(name, records, parent):
+    if ledger and records:
+        if clash := ledger.records.conflict(name, records, parent):
             raise clash
-        account = book.records.charged_to(name, parent)
-        budgeted, excepted = book.budget(account) is not None, book.excepted(account)
-        exceptions = book.exceptions(account)
+        account = ledger.records.charged_to(name, parent)
+        budgeted, excepted = ledger.budget(account) is not None, ledger.excepted(account)
+        exceptions = ledger.exceptions(account)
     if not config.privacy.enabled and not excepted:
         _refuse_without_privacy(config, name, budgeted)
     if config.data.eval is not None and config.data.eval_public:
-        _check_public_evaluation(config, config.data.eval, table, book)
+        _check_public_evaluation(config, config.data.eval, table, ledger)
     return DatasetPolicy(name, parent, records, tuple(exceptions))
 
 
@@ -87,12 +86,12 @@ class Terms(TypedDict):
     largest_delta: float
 
 
-def terms(book: Ledger | None, dataset: str, derived_from: str | None) -> Terms:
+def terms(ledger: Ledger | None, dataset: str, derived_from: str | None) -> Terms:
     """What is left of an adaptive budget, and the largest delta that a budget leaves to ``privacy.delta: auto``."""
-    if book is None:
+    if ledger is None:
         return {"fit": None, "largest_delta": 1.0}
-    budget = book.budget(book.records.charged_to(dataset, derived_from))
-    fit = book.fit(dataset, derived_from)
+    budget = ledger.budget(ledger.records.charged_to(dataset, derived_from))
+    fit = ledger.fit(dataset, derived_from)
     return {"fit": fit, "largest_delta": budget.delta if budget else 1.0}
 
 
@@ -115,21 +114,21 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
         )
 
 
-def _check_public_evaluation(config: RunConfig, source: str, table: Table, book: Ledger | None) -> None:
+def _check_public_evaluation(config: RunConfig, source: str, table: Table, ledger: Ledger | None) -> None:
     """Refuses evaluation data that are private after all: their exact losses would be published."""
     with tempfile.TemporaryDirectory() as cache:
         held_out = data.load_table(source, config.data, config.data.eval_split, Path(cache))
-    key = book.records.key() if book else b"compared here"
+    key = ledger.records.key() if ledger else b"compared here"
     records = fingerprint(held_out.rows, FIELDS[held_out.format], key)
     whose = None
     if not config.data.public:
         own = fingerprint(table.rows, FIELDS[table.format], key)
         if share_in_common(records.hashes, own.hashes) >= LEAST_SHARE:
             whose = "data.train, which is not"
-    if book:
-        for name, share in book.records.overlaps(records).items():
-            account = book.records.account_name(name)
-            if share >= LEAST_SHARE and book.budget(account) is not None:
+    if ledger:
+        for name in ledger.records.overlaps(records):
+            account = ledger.records.account_name(name)
+            if ledger.budget(account) is not None:
                 whose = f"dataset {account!r}, which has a privacy budget"
     if whose:
         raise Refused(
@@ -139,12 +138,12 @@ def _check_public_evaluation(config: RunConfig, source: str, table: Table, book:
         )
 
 
-def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
+def records_of(source: str, ledger: Ledger, unit: str) -> tuple[Fingerprint, int]:
     """The records of a data file, or of the training data of a recipe, for a budget that is about to be set on them.
 
     Args:
         source: A data file, or a recipe.
-        book: The ledger that the budget will lie in.
+        ledger: The ledger that the budget will lie in.
         unit: The privacy unit of the budget: a column of the data, or "example".
 
     Returns:
@@ -164,4 +163,4 @@ def records_of(source: str, book: Ledger, unit: str) -> tuple[Fingerprint, int]:
         )
     by_unit = wanted.model_copy(update={"unit": unit, "max_examples_per_unit": 1})
     units = len(data.group_rows(table, by_unit))
-    return fingerprint(table.rows, FIELDS[table.format], book.records.key()), units
+    return fingerprint(table.rows, FIELDS[table.format], ledger.records.key()), units

@@ -11,22 +11,31 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import admission, values
-from dpllm.ledger.chain import Chain, Entry, canonical
-from dpllm.ledger.fingerprint import Fingerprint
-from dpllm.ledger.records import Records
-from dpllm.ledger.reserving import Wanted, reserve_all
-from dpllm.ledger.store import SQLite, Store, default_path
-from dpllm.ledger.values import Account, Budget, Outlook, Reservation, Run, Sealed, State
-from dpllm.privacy.accounting import Event, Relation, compose, stated
+from dpllm.ledger import admission
+from dpllm.ledger.chain import Chain, Entry
+from dpllm.ledger.records import Fingerprint, Records
+from dpllm.ledger.reserving import reserve_all
+from dpllm.ledger.store import Postgres, SQLite, Store, default_path
+from dpllm.ledger.values import (
+    ACCOUNT_KINDS,
+    Account,
+    Budget,
+    Outlook,
+    Reservation,
+    Run,
+    RunRequest,
+    Sealed,
+    account_of,
+    check_person,
+    reservation_of,
+)
+from dpllm.privacy.accounting import Relation, compose, stated
 from dpllm.privacy.renyi import Fit
 
-Status = Literal["completed", "interrupted", "refused"]
 # What decides whether a run fits; a rival's entry of one of these kinds makes a check stale.
 DECIDING = ("budget", "seal", "gate", "reserve", "reconcile", "import", "data")
 
@@ -42,8 +51,6 @@ def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True)
         ConfigError: It cannot be opened, or the URL holds a password.
     """
     if isinstance(location, str) and location.startswith(("postgresql://", "postgres://")):
-        from dpllm.ledger.postgres import Postgres
-
         return Ledger(Postgres(location))
     if isinstance(location, str) and "://" in location:
         raise ConfigError(
@@ -62,7 +69,7 @@ class Ledger:
         location: Path or URL.
     """
 
-    def __init__(self, store: Store | os.PathLike[str]) -> None:
+    def __init__(self, store: Store | os.PathLike[str] | str) -> None:
         """Opens a ledger.
 
         Args:
@@ -75,7 +82,6 @@ class Ledger:
         self.chain = Chain(self.store)
         self.records = Records(self.chain)
         self.location = self.store.location
-        self._claims: dict[str, tuple[Reservation, str]] = {}  # hash of an entry -> what it reserved
         self._checked_records = False
 
     def close(self) -> None:
@@ -93,58 +99,18 @@ class Ledger:
     def reserve(
         self,
         dataset: str,
+        request: RunRequest,
         *,
-        event: Event,
-        delta: float,
-        unit: str,
-        relation: Relation,
-        num_steps: int,
-        run: str,
-        config_hash: str | None = None,
         extends: str | None = None,
         records: Fingerprint | None = None,
         derived_from: str | None = None,
     ) -> Reservation:
-        """Charges a whole run before it starts, or refuses it and writes nothing.
-
-        Args:
-            dataset: Name of the data in this ledger.
-            event: All that the run will release.
-            delta: At which the run states its own epsilon.
-            unit: The privacy unit.
-            relation: The neighbouring relation.
-            num_steps: Logical batches to execute, no more than ``event`` pays for.
-            run: Name of the run, for people.
-            config_hash: Of the resolved recipe.
-            extends: The reservation whose lost steps this one makes up.
-            records: What the name stands for.
-            derived_from: The dataset of which ``dataset`` is a subset or a changed copy; it is charged.
-
-        Raises:
-            BudgetExceeded: The gate does not admit the run.
-            Refused: Another unit or relation than before, or a chain that was tampered with.
-            ConfigError: The event is malformed, or pays for fewer steps than ``num_steps``.
-
-        Guarantee:
-            The check and the charge are one transaction: however many processes reserve at once, what they reserve
-            together is within the budget.
-        """
-        return reserve_all(
-            self,
-            dataset,
-            [Wanted(event, delta, num_steps, run)],
-            unit=unit,
-            relation=relation,
-            config_hash=config_hash,
-            extends=extends,
-            records=records,
-            derived_from=derived_from,
-        )[0]
+        """Charges a whole run before it starts, or refuses it and writes nothing; see ``reserving.reserve_all``."""
+        return reserve_all(self, dataset, [request], extends=extends, records=records, derived_from=derived_from)[0]
 
     def outdated(self, seen: int, *datasets: str) -> bool:
         """Whether what decides about these datasets was entered after the first ``seen`` links."""
-        added = self.chain.since(seen)
-        return any(entry.kind in DECIDING and entry.dataset in datasets for entry in added)
+        return any(entry.kind in DECIDING and entry.dataset in datasets for entry in self.chain.since(seen))
 
     def charge(self, entry: str, step: int) -> None:
         """Records that step number ``step``, counted from 1, is about to be applied; this is the heartbeat too.
@@ -173,11 +139,7 @@ class Ledger:
             self.store.rows(done, step, time.time(), entry)
 
     def steps(self, entry: str) -> int:
-        """Steps charged so far, each of which may have been released.
-
-        Raises:
-            ConfigError: This ledger has no such reservation.
-        """
+        """Steps charged so far, each of which may have been released."""
         return self._claim(entry)[1]
 
     def reservation(self, entry: str) -> Reservation:
@@ -194,10 +156,10 @@ class Ledger:
         Raises:
             ConfigError: This ledger has no such reservation.
         """
-        runs = self.runs(self._claim(entry)[0].dataset)
+        runs = self.account(self._claim(entry)[0].dataset).runs
         return next(run for run in runs if run.reservation.entry == entry)
 
-    def finish(self, entry: str, status: Status) -> None:
+    def finish(self, entry: str, status: Literal["completed", "interrupted", "refused"]) -> None:
         """Enters into the chain how many steps were executed; "interrupted" can be resumed.
 
         Raises:
@@ -223,13 +185,12 @@ class Ledger:
             Refused: The run is finished already.
             ConfigError: No such reservation, or nobody is named.
         """
-        values.check_person("a run is reconciled", by, reason)
+        check_person("a run is reconciled", by, reason)
         self.refuse_if_tampered()
         with self.chain.writing():
-            known = [name for (name,) in self.store.rows("SELECT entry FROM progress ORDER BY entry")]
-            claims = (run.reservation for name in self.datasets() for run in self.runs(name))
-            named = [claim.entry for claim in claims if claim.run == entry]
-            found = named or ([name for name in known if name.startswith(entry)] if entry else [])
+            claims = [run.reservation for name in self.datasets() for run in self.account(name).runs]
+            found = [claim.entry for claim in claims if claim.run == entry]
+            found = found or sorted(claim.entry for claim in claims if entry and claim.entry.startswith(entry))
             if len(found) > 1 and entry not in found:
                 raise ConfigError(
                     f"reservations {', '.join(found)} all begin with {entry!r}. Type more of the one you mean."
@@ -239,56 +200,57 @@ class Ledger:
             self.chain.append("reconcile", claim.dataset, content)
         return self.run(claim.entry)
 
+    def _claim(self, entry: str) -> tuple[Reservation, int]:
+        """A reservation and the steps that it charged."""
+        rows = self.store.rows("SELECT seq, steps FROM progress WHERE entry = ?", entry)
+        links = self.chain.since(rows[0][0] - 1)[:1] if rows else []
+        if not links or links[0].kind != "reserve" or links[0].facts["entry"] != entry:
+            raise ConfigError(
+                f"ledger {self.location} has no reservation {entry!r}, so its steps cannot be charged. "
+                "Set privacy.ledger to the ledger that the run was started with."
+            )
+        return reservation_of(links[0]), rows[0][1]
+
+    def _unfinished(self, entry: str) -> tuple[Reservation, int]:
+        claim, steps = self._claim(entry)
+        for ended in self.chain.of(claim.dataset, "commit", "reconcile"):
+            status = ended.facts.get("status", "reconciled")
+            if ended.facts["entry"] == entry and status != "interrupted":
+                raise Refused(
+                    f"run {claim.run!r} is {status}, so no step of it can be charged. "
+                    "Start a new run, which reserves its own steps."
+                )
+        return claim, steps
+
     # --- what it comes to ------------------------------------------------------------------------------------------
+
+    def account(self, dataset: str) -> Account:
+        """Everything that decides whether a run on ``dataset`` fits: the account of it, or of what it derives from."""
+        with self.chain.moment():
+            name = self.records.account_name(dataset)
+            rows = self.store.rows("SELECT entry, steps, updated_at FROM progress")
+            progress = {entry: (steps, heartbeat) for entry, steps, heartbeat in rows}
+            return account_of(name, self.chain.of(name, *ACCOUNT_KINDS), progress)
 
     def budget(self, dataset: str) -> Budget | None:
         """The budget of ``dataset`` or of the one it derives from, as it stands; None where none was set."""
-        with self.chain.moment():
-            entries = self.chain.of(self.records.account_name(dataset), "budget", "gate")
-        if not entries:
-            return None
-        facts = entries[-1].facts
-        return Budget(**{name: facts[name] for name in Budget.__dataclass_fields__ if name in facts})
-
-    def account(self, dataset: str) -> Account:
-        """Everything that decides whether a run on ``dataset`` fits."""
-        with self.chain.moment():
-            name = self.records.account_name(dataset)
-            seals = self.chain.of(name, "seal")
-            imports = tuple(entry.facts["event"] for entry in self.chain.of(name, "import"))
-            return Account(
-                name, self.budget(name), _sealed(seals[-1]) if seals else None, tuple(self.runs(name)), imports
-            )
+        return self.account(dataset).budget
 
     def runs(self, dataset: str) -> list[Run]:
         """Each reservation of ``dataset`` and what became of it, oldest first."""
-        with self.chain.moment():
-            name = self.records.account_name(dataset)
-            ended: dict[str, tuple[State, int]] = {}
-            for entry in self.chain.of(name, "commit", "reconcile"):
-                ended[entry.facts["entry"]] = (entry.facts.get("status", "reconciled"), entry.facts["steps"])
-            progress = {row[0]: row for row in self.store.rows("SELECT entry, steps, updated_at FROM progress")}
-            found = []
-            for entry in self.chain.of(name, "reserve"):
-                claim, text = self._reserved(entry)
-                _, steps, heartbeat = progress.get(claim.entry, ("", 0, 0.0))
-                state, final = ended.get(claim.entry, ("running" if steps else "reserved", steps))
-                # Of a closed run the chain says how many steps it had; a row beside it could be changed.
-                steps = final if state in ("completed", "reconciled") else steps
-                found.append(Run(claim, entry.facts["event"], steps, state, heartbeat, text))
-            return found
+        return list(self.account(dataset).runs)
 
     def exceptions(self, dataset: str) -> list[dict[str, Any]]:
         """Who permitted training without differential privacy on ``dataset``, when and why; also before it had a budget."""
         with self.chain.moment():
-            return [entry.content() for entry in self.chain.of(self.records.account_name(dataset), "exception")]
+            return [dict(entry.facts) for entry in self.chain.of(self.records.account_name(dataset), "exception")]
 
     def excepted(self, dataset: str) -> bool:
         """Whether training without differential privacy is permitted: by the owner of the budget, where there is one."""
         budget = self.budget(dataset)
         return any(budget is None or exception["by"] == budget.by for exception in self.exceptions(dataset))
 
-    def spent(self, dataset: str, delta: float | None = None, planned: tuple[Event, Relation] | None = None) -> float:
+    def spent(self, dataset: str, delta: float | None = None, planned: RunRequest | None = None) -> float:
         """Epsilon of everything ever reserved or imported for ``dataset``, composed by PLD as if fixed in advance.
 
         Args:
@@ -297,13 +259,14 @@ class Ledger:
             planned: A run that is not reserved, counted in as if it were.
         """
         account = self.account(dataset)
-        events = account.events() + ([planned[0]] if planned else [])
+        events = account.events() + ([planned.event] if planned else [])
         if not events:
             return 0.0
         if delta is None:
             known = (run.reservation.delta for run in account.runs)
             delta = account.budget.delta if account.budget else max(known, default=1e-5)
-        return stated(compose(events), delta, self._relation(account, planned))[0]
+        said = self.chain.of(account.dataset, "budget", "reserve", "import")
+        return stated(compose(events), delta, planned.relation if planned else said[-1].facts["relation"])[0]
 
     def remaining(self, dataset: str) -> float | None:
         """Budget less spent, by the figure that gates; None without a budget. Composed, a run may cost less than alone."""
@@ -313,24 +276,29 @@ class Ledger:
         spent = admission.filter_epsilon(account)
         return max(0.0, account.budget.epsilon - (self.spent(dataset) if spent is None else spent))
 
-    def outlook(self, dataset: str, *, event: Event, delta: float, unit: str, relation: Relation, num_steps: int,
-                derived_from: str | None = None) -> Outlook:  # fmt: skip
+    def outlook(self, dataset: str, request: RunRequest, derived_from: str | None = None) -> Outlook:
         """What the ledger holds, what it would hold after a run, and whether it would admit it. Writes nothing."""
-        name = self.records.charged_to(dataset, derived_from)
-        account = self.account(name)
-        budget = account.budget
-        at = budget.delta if budget else delta
+        account = self.account(self.records.charged_to(dataset, derived_from))
+        name, budget = account.dataset, account.budget
+        delta = budget.delta if budget else request.delta
         why, reason = None, "over_budget"
         try:
             self.refuse_if_tampered()
-            self.same_unit(name, unit, relation)
-            why = admission.refusal(account, event, num_steps)
+            self.same_unit(name, request.unit, request.relation)
+            why = admission.refusal(account, [Sealed(request.event, request.num_steps)])
         except Refused as error:
             why, reason = str(error), error.reason
-        spent, after = self.spent(name, at), self.spent(name, at, (event, relation))
-        by_filter = admission.filter_epsilon(account), admission.filter_epsilon(account, event)
         return Outlook(
-            name, budget.gate if budget else "none", budget, at, spent, after, *by_filter, why, reason if why else ""
+            dataset=name,
+            gate=budget.gate if budget else "none",
+            budget=budget,
+            delta=delta,
+            spent=self.spent(name, delta),
+            after=self.spent(name, delta, request),
+            filter_spent=admission.filter_epsilon(account),
+            filter_after=admission.filter_epsilon(account, request.event),
+            refusal=why,
+            reason=reason if why else "",
         )
 
     def fit(self, dataset: str, derived_from: str | None = None) -> Fit | None:
@@ -342,13 +310,34 @@ class Ledger:
         with self.chain.moment():
             return [name for name in self.chain.datasets() if self.records.account_name(name) == name]
 
+    def same_unit(self, dataset: str, unit: str, relation: Relation) -> None:
+        """Makes sure that epsilons are about the same thing.
+
+        Raises:
+            Refused: The budget, a run or an import of ``dataset`` has another unit or relation.
+        """
+        # A budget that was corrected was used by nothing.
+        for entry in [*self.chain.of(dataset, "budget")[-1:], *self.chain.of(dataset, "reserve", "import")]:
+            past = entry.facts
+            if (past["unit"], past["relation"]) != (unit, relation):
+                raise Refused(
+                    f"dataset {dataset!r} is accounted per {past['unit']!r} under "
+                    f"{past['relation']!r}; epsilon per {unit!r} under {relation!r} is another "
+                    "quantity and does not add to it. Set data.unit and data.public_size as "
+                    "in its earlier runs.",
+                    dataset=dataset,
+                    reason="other_unit",
+                )
+
+    # --- refusals, which lie beside the chain ------------------------------------------------------------------------
+
     def refusals(self) -> dict[tuple[str, str], int]:
         """How often what was refused: (dataset, reason) -> number."""
         rows = self.store.rows("SELECT dataset, reason, number FROM refusals")
         return {(dataset, reason): number for dataset, reason, number in sorted(rows)}
 
     def count_refusal(self, dataset: str, reason: str) -> None:
-        """Counts one refusal; the numbers lie beside the chain."""
+        """Counts one refusal."""
         with self.store.write():
             where = "WHERE dataset = ? AND reason = ?"
             if self.store.rows(f"SELECT 1 FROM refusals {where}", dataset, reason):
@@ -371,8 +360,8 @@ class Ledger:
     # --- the chain -------------------------------------------------------------------------------------------------
 
     def history(self, dataset: str | None = None) -> list[Entry]:
-        """All links of the chain, or those that concern ``dataset``, oldest first."""
-        return [entry for entry in self.chain.entries() if dataset in (None, entry.dataset)]
+        """All links of the chain as they are stored, or those that concern ``dataset``, oldest first."""
+        return [entry for entry in self.chain.stored() if dataset in (None, entry.dataset)]
 
     def head(self) -> dict[str, Any]:
         """Hash of the last link and number of links: copy it where this ledger's writers are not."""
@@ -395,65 +384,7 @@ class Ledger:
         Raises:
             Refused: Something else than dpllm changed them.
         """
-        self.chain.refuse_if_tampered()
+        self.chain.refuse(self.chain.verify())
         if not self._checked_records:
             self.chain.refuse(self.records.verify())
             self._checked_records = True
-
-    def same_unit(self, dataset: str, unit: str, relation: Relation) -> None:
-        """Makes sure that epsilons are about the same thing.
-
-        Raises:
-            Refused: The budget, a run or an import of ``dataset`` has another unit or relation.
-        """
-        # A budget that was corrected was used by nothing.
-        for entry in [*self.chain.of(dataset, "budget")[-1:], *self.chain.of(dataset, "reserve", "import")]:
-            past = entry.facts
-            if (past["unit"], past["relation"]) != (unit, relation):
-                raise Refused(
-                    f"dataset {dataset!r} is accounted per {past['unit']!r} under "
-                    f"{past['relation']!r}; epsilon per {unit!r} under {relation!r} is another "
-                    "quantity and does not add to it. Set data.unit and data.public_size as "
-                    "in its earlier runs.",
-                    dataset=dataset,
-                    reason="other_unit",
-                )
-
-    def _relation(self, account: Account, planned: tuple[Event, Relation] | None) -> Relation:
-        if planned:
-            return planned[1]
-        known = self.chain.of(account.dataset, "budget", "reserve", "import")
-        return cast(Relation, known[-1].facts["relation"])
-
-    def _reserved(self, entry: Entry) -> tuple[Reservation, str]:
-        if entry.hash not in self._claims:
-            known = {name: entry.facts[name] for name in Reservation.__dataclass_fields__ if name in entry.facts}
-            self._claims[entry.hash] = (Reservation(**known), canonical(entry.facts["event"]))
-        return self._claims[entry.hash]
-
-    def _claim(self, entry: str) -> tuple[Reservation, int]:
-        rows = self.store.rows("SELECT seq, steps FROM progress WHERE entry = ?", entry)
-        with self.chain.moment():
-            links = self.chain.since(rows[0][0] - 1)[:1] if rows else []
-        if not links or links[0].kind != "reserve" or links[0].facts["entry"] != entry:
-            raise ConfigError(
-                f"ledger {self.location} has no reservation {entry!r}, so its steps cannot be charged. "
-                "Set privacy.ledger to the ledger that the run was started with."
-            )
-        return self._reserved(links[0])[0], rows[0][1]
-
-    def _unfinished(self, entry: str) -> tuple[Reservation, int]:
-        claim, steps = self._claim(entry)
-        for ended in self.chain.of(claim.dataset, "commit", "reconcile"):
-            status = ended.facts.get("status", "reconciled")
-            if ended.facts["entry"] == entry and status != "interrupted":
-                raise Refused(
-                    f"run {claim.run!r} is {status}, so no step of it can be charged. "
-                    "Start a new run, which reserves its own steps."
-                )
-        return claim, steps
-
-
-@lru_cache(maxsize=64)
-def _sealed(entry: Entry) -> tuple[Sealed, ...]:
-    return tuple(Sealed(run["event"], run["num_steps"]) for run in entry.facts["runs"])

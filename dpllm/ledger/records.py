@@ -1,20 +1,87 @@
 """Which data a name stands for, and whom a run on them is charged to.
 
-Comes in: fingerprints. Goes out: names of datasets. Must not see text.
+Comes in: rows of text and the ledger's secret key. Goes out: a fingerprint of all of them, and a short keyed hash of each, by
+which copies and subsets are found. Both lie in the ledger and nowhere else: an unkeyed hash of a short text tells whoever guesses
+the text that it is there. What the chain holds, and an export shows, is a salted commitment.
 """
 
 from __future__ import annotations
 
+import hashlib
 import secrets
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.chain import Chain
-from dpllm.ledger.fingerprint import Fingerprint, share_in_common
 
+HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs one collision in 10^7
+LEAST_SHARE = 0.01  # of the smaller dataset: below it, common records are taken for chance (short texts, formulas)
 # Entries of an account of its own: a dataset with one of them derives from none.
 OWN = ("budget", "seal", "gate", "reserve", "reconcile", "import")
 
-LEAST_SHARE = 0.01  # of the smaller dataset: below it, common records are taken for chance (short texts, formulas)
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The records of one dataset, as the ledger with this key knows them.
+
+    Attributes:
+        digest: Of all records, in hexadecimal; equal for two datasets with the same records in any order.
+        hashes: Sorted keyed hashes of the distinct records, ``HASH_BYTES`` bytes each, joined. Earlier versions had others
+            among them: of single columns, and one for each repetition.
+        num_records: How many records, duplicates included.
+    """
+
+    digest: str
+    hashes: bytes
+    num_records: int
+
+    def commitment(self, nonce: str) -> str:
+        """What may be shown: it binds the records to the chain, and tells nothing without the nonce."""
+        return hashlib.sha256(f"{nonce}:{self.digest}".encode() + self.hashes).hexdigest()
+
+
+def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes) -> Fingerprint:
+    """Hashes the text of every row, of which 32 bytes each stay in memory; the same for a reordered or reformatted copy.
+
+    Args:
+        rows: With the columns of their format.
+        fields: The columns that hold text; others (ids, dates) do not count, so that adding one makes no new dataset.
+        key: The ledger's secret.
+    """
+    import numpy as np
+
+    records = bytearray()
+    for row in rows:
+        records += hashlib.blake2b(_text(row, fields).encode(), key=key, digest_size=32).digest()
+    record_N = np.sort(np.frombuffer(records, "S32"))
+    digest = hashlib.blake2b(record_N.tobytes(), key=key, digest_size=32).hexdigest()
+    return Fingerprint(digest, np.unique(record_N.astype(f"S{HASH_BYTES}")).tobytes(), len(record_N))
+
+
+def _text(row: Mapping[str, Any], fields: Sequence[str]) -> str:
+    """The words of a row in their order; of messages, what each of them says."""
+    texts = []
+    for field in fields:
+        value = row[field]
+        if isinstance(value, list):
+            texts += [str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value]
+        else:
+            texts.append(str(value))
+    # Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut.
+    return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
+
+
+def share_in_common(one: bytes, other: bytes) -> float:
+    """Distinct records that two datasets share, over those of the smaller one; 0 where one is empty."""
+    import numpy as np
+
+    # Of eight bytes the first weighs most.
+    first, second = (np.unique(np.frombuffer(hashes, ">u8")) for hashes in (one, other))
+    few = min(len(first), len(second))
+    return len(np.intersect1d(first, second, assume_unique=True)) / few if few else 0.0
 
 
 class Records:
@@ -47,7 +114,7 @@ class Records:
             name = self.account_name(dataset)
             if derived_from is None:
                 return name
-            if not self._chain.knows(derived_from):
+            if derived_from not in self._chain.datasets():
                 raise ConfigError(
                     f"privacy.derived_from: the ledger knows no dataset {derived_from!r}. dpllm ledger show lists its names."
                 )
@@ -77,14 +144,12 @@ class Records:
         with self._chain.moment():
             return {digest for name, digest in rows if self.account_name(name) == account}
 
-    def overlaps(self, records: Fingerprint) -> dict[str, float]:
-        """Datasets with records in common, and the share of the smaller of the two."""
+    def overlaps(self, records: Fingerprint) -> list[str]:
+        """Datasets with at least ``LEAST_SHARE`` of the records in common, those with most first."""
         shares: dict[str, float] = {}
         for name, hashes in self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)"):
-            share = share_in_common(bytes(hashes), records.hashes)
-            if share > 0:
-                shares[name] = max(share, shares.get(name, 0.0))
-        return shares
+            shares[name] = max(share_in_common(bytes(hashes), records.hashes), shares.get(name, 0.0))
+        return sorted((name for name in shares if shares[name] >= LEAST_SHARE), key=lambda name: -shares[name])
 
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
         """Why these records may not be charged to ``dataset``; None if they may.
@@ -102,22 +167,20 @@ class Records:
                 dataset=known,
                 reason="renamed",
             )
-        for other, share in sorted(self.overlaps(records).items(), key=lambda item: -item[1]):
-            if share >= LEAST_SHARE and self.account_name(other) != account:
-                if derived_from is not None:
-                    return Refused(
-                        f"data.train shares records with dataset {other!r}, and one run is charged to one account. Leave out the "
-                        f"records of {other!r}, or charge the run to it.",
-                        dataset=other,
-                        reason="overlap",
-                    )
-                return Refused(
-                    f"data.train shares records with dataset {other!r} of the ledger: charged to {account!r} they would have a "
-                    f"second budget. Set privacy.derived_from: {other}.",
-                    dataset=other,
-                    reason="overlap",
-                )
-        return None
+        other = next((name for name in self.overlaps(records) if self.account_name(name) != account), None)
+        if other is None:
+            return None
+        if derived_from is not None:
+            why = (
+                f"data.train shares records with dataset {other!r}, and one run is charged to one account. Leave out the "
+                f"records of {other!r}, or charge the run to it."
+            )
+        else:
+            why = (
+                f"data.train shares records with dataset {other!r} of the ledger: charged to {account!r} they would have a "
+                f"second budget. Set privacy.derived_from: {other}."
+            )
+        return Refused(why, dataset=other, reason="overlap")
 
     def register(self, dataset: str, records: Fingerprint | None, derived_from: str | None) -> None:
         """Enters what a name stands for, within ``Chain.writing``; once.
@@ -130,17 +193,17 @@ class Records:
         Raises:
             Refused: See ``conflict``.
         """
+        content: dict[str, Any] = {"records": None, "commitment": None, "derived_from": derived_from}
         if records is None:
             if derived_from is not None and self.account_name(dataset) == dataset:
-                self._chain.append("data", dataset, {"records": None, "commitment": None, "derived_from": derived_from})
+                self._chain.append("data", dataset, content)
             return
         if clash := self.conflict(dataset, records, derived_from):
             raise clash
         if self.known_as(records) is not None:
             return
         nonce = secrets.token_hex(16)
-        commitment = self._commitment(records, nonce)
-        content = {"records": records.num_records, "commitment": commitment, "derived_from": derived_from}
+        content |= {"records": records.num_records, "commitment": self._commitment(records, nonce)}
         seq = self._chain.append("data", dataset, content)
         self._store.rows("INSERT INTO records VALUES (?, ?, ?, ?)", seq, records.digest, nonce, records.hashes)
 
@@ -151,7 +214,7 @@ class Records:
     def verify(self) -> list[str]:
         """Where the records are not those that the chain commits to."""
         with self._store.read():
-            entries = self._chain.stored("data")
+            entries = self._chain.stored("WHERE kind = ?", "data")
             rows = self._store.rows("SELECT seq, fingerprint, nonce, hashes FROM records")
             try:
                 held = {seq: self._commitment(Fingerprint(str(d), bytes(h), 0), str(n)) for seq, d, n, h in rows}

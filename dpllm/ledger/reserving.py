@@ -2,6 +2,9 @@
 
 Comes in: a ledger, and the events of runs that have not started. Goes out: reservations, or a refusal that writes nothing.
 Must not decide what fits: admission.py does.
+
+Choosing among the runs of a group costs nothing beyond their total, as long as the choice looks at nothing but what they
+released. A choice by an un-noised figure of private evaluation data is outside it.
 """
 
 from __future__ import annotations
@@ -10,58 +13,33 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import admission
 from dpllm.ledger.chain import canonical
-from dpllm.ledger.values import Account, Reservation, Sealed, check_name, seal_content
-from dpllm.privacy.accounting import Event, Relation, count_releases, stated
+from dpllm.ledger.records import Fingerprint
+from dpllm.ledger.values import Account, Reservation, RunRequest, Sealed, check_name, seal_content
+from dpllm.privacy.accounting import Event, compose, count_releases, stated
 
 if TYPE_CHECKING:
-    from dpllm.ledger.fingerprint import Fingerprint
     from dpllm.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One run that asks for its place.
-
-    Attributes:
-        event: All that it will release.
-        delta: At which it states its own epsilon.
-        num_steps: Logical batches to execute, no more than ``event`` pays for.
-        run: Its name, for people.
-    """
-
-    event: Event
-    delta: float
-    num_steps: int
-    run: str
-
-
-@dataclass(frozen=True)
 class Group:
-    """The runs of one sweep, fixed together before the first of them.
-
-    Attributes:
-        name: In the ledger.
-        by: Who answers for the list that they seal, where the budget is planned.
-    """
+    """The runs of one sweep, fixed together before the first; ``by`` answers for the list that they seal."""
 
     name: str
     by: str
 
 
 def reserve_all(
-    book: Ledger,
+    ledger: Ledger,
     dataset: str,
-    wanted: Sequence[Wanted],
+    requests: Sequence[RunRequest],
     *,
-    unit: str,
-    relation: Relation,
     group: Group | None = None,
-    config_hash: str | None = None,
     extends: str | None = None,
     records: Fingerprint | None = None,
     derived_from: str | None = None,
@@ -69,19 +47,13 @@ def reserve_all(
     """Charges whole runs before the first of them starts, or refuses them all and writes nothing.
 
     Args:
-        book: The ledger.
+        ledger: Where.
         dataset: Name of the data in it.
-        wanted: The runs.
-        unit: The privacy unit.
-        relation: The neighbouring relation.
+        requests: The runs, of one unit and relation.
         group: Whose runs they are; None for a single run.
-        config_hash: Of the resolved recipe.
         extends: The reservation whose lost steps a single run makes up.
         records: What the name stands for.
         derived_from: The dataset of which ``dataset`` is a subset or a changed copy; it is charged.
-
-    Returns:
-        One reservation for each run, in their order.
 
     Raises:
         BudgetExceeded: The gate does not admit all of them.
@@ -93,51 +65,58 @@ def reserve_all(
         is within the budget, and of a group either every run has its place or none has.
     """
     check_name(dataset)
-    alone = [_cost(dataset, one, relation) for one in wanted]
-    book.refuse_if_tampered()
+    [(unit, relation)] = {(one.unit, one.relation) for one in requests}
+    costs = [_cost(dataset, one) for one in requests]
+    listed = [Sealed(one.event, one.num_steps) for one in requests]
+    ledger.refuse_if_tampered()
     while True:
         # Composition can take seconds and the write lock stops everyone else, so it is computed for the dataset as
         # it was ``seen``, and the lock is held only to look whether that still holds.
-        with book.chain.moment():
-            seen = book.chain.length()
-            name = book.records.charged_to(dataset, derived_from)
-            book.same_unit(name, unit, relation)
-            account = book.account(name)
-            _check_place(book, account, group, extends)
-            if why := _refusal(account, wanted, group, extends):
-                raise BudgetExceeded(why, dataset=name, reason="over_budget")
-        gate = account.budget.gate if account.budget else None
-        label = group.name if group else None
-        claims = [
-            # Random, so that an entry means no other run in another ledger.
-            Reservation(
-                secrets.token_hex(8), name, one.run, one.num_steps, cost, one.delta, unit, relation, config_hash,
-                extends, gate, label,
-            )
-            for one, cost in zip(wanted, alone, strict=True)
-        ]  # fmt: skip
-        with book.chain.writing():
-            if book.outdated(seen, name, dataset):
+        with ledger.chain.moment():
+            seen = ledger.chain.length()
+            account = ledger.account(ledger.records.charged_to(dataset, derived_from))
+            ledger.same_unit(account.dataset, unit, relation)
+            _check_place(ledger, account, group, extends)
+            if why := admission.refusal(account, listed, extends=extends is not None):
+                raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
+        claims = [_claim(account, one, cost, group, extends) for one, cost in zip(requests, costs, strict=True)]
+        with ledger.chain.writing():
+            if ledger.outdated(seen, account.dataset, dataset):
                 continue
-            if gate == "planned" and account.sealed is None:
+            if account.budget and account.budget.gate == "planned" and account.sealed is None:
                 by, reason = (group.by, f"tuning group {group.name}") if group else ("the run itself", "a list of one")
-                listed = [Sealed(one.event, one.num_steps) for one in wanted]
-                book.chain.append("seal", name, seal_content(listed, by, reason))
-            book.records.register(dataset, records, derived_from)
-            for claim, one in zip(claims, wanted, strict=True):
+                ledger.chain.append("seal", account.dataset, seal_content(listed, by, reason))
+            ledger.records.register(dataset, records, derived_from)
+            for claim, one in zip(claims, requests, strict=True):
                 facts = {key: value for key, value in asdict(claim).items() if key != "group" or value is not None}
-                seq = book.chain.append("reserve", name, {**facts, "event": one.event, "data": dataset})
-                book.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
+                seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event, "data": dataset})
+                ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
         return claims
 
 
+def _claim(account: Account, one: RunRequest, cost: float, group: Group | None, extends: str | None) -> Reservation:
+    return Reservation(
+        entry=secrets.token_hex(8),  # random, so that an entry means no other run in another ledger
+        dataset=account.dataset,
+        run=one.run,
+        num_steps=one.num_steps,
+        epsilon=cost,
+        delta=one.delta,
+        unit=one.unit,
+        relation=one.relation,
+        extends=extends,
+        gate=account.budget.gate if account.budget else None,
+        group=group.name if group else None,
+    )
+
+
 def use_reservation(
-    book: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int, records: Fingerprint | None = None
+    ledger: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int, records: Fingerprint | None = None
 ) -> Reservation:
     """The place of a run that was reserved before, as one of a group.
 
     Args:
-        book: The ledger.
+        ledger: Where.
         entry: Of the reservation.
         dataset: The account that the run would be charged to.
         event: All that the run will release.
@@ -148,20 +127,20 @@ def use_reservation(
         Refused: Another run has begun with it, it is closed, or it was reserved for something else or other records.
         ConfigError: This ledger has no such reservation.
     """
-    book.refuse_if_tampered()
-    one = book.run(entry)
+    ledger.refuse_if_tampered()
+    one = ledger.run(entry)
     claim = one.reservation
     if one.state != "reserved" or one.steps:
         raise Refused(
             f"reservation {entry} of run {claim.run!r} is {one.state} after {one.steps} of {claim.num_steps} steps, so no run "
             "can begin with it. Resume the run that did, or start another sweep, which reserves its own."
         )
-    if (claim.dataset, one.whole(), claim.num_steps) != (dataset, canonical(event), num_steps):
+    if (claim.dataset, one.text, claim.num_steps) != (dataset, canonical(event), num_steps):
         raise Refused(
             f"reservation {entry} was made for other data, noise, sampling rate or steps than this run has, and what runs must "
             "be what is accounted. Put recipe and data back as they were, or start another sweep."
         )
-    registered = book.records.of_account(dataset)
+    registered = ledger.records.of_account(dataset)
     if records is not None and registered and records.digest not in registered:
         raise Refused(
             f"data.train no longer holds the records that reservation {entry} was made for, so its steps would be charged to "
@@ -170,7 +149,22 @@ def use_reservation(
     return claim
 
 
-def _cost(dataset: str, one: Wanted, relation: Relation) -> float:
+def group_total(account: Account, name: str) -> dict[str, Any]:
+    """What all runs of a tuning group come to, in full, whatever became of them.
+
+    Returns:
+        ``name``, ``runs`` (how many), ``epsilon`` and ``delta``: the budget's delta, or else the largest that a run states.
+
+    Guarantee:
+        The runs were fixed before the first of them, so that their composition by PLD holds for all of them together.
+    """
+    runs = account.groups()[name]
+    delta = account.budget.delta if account.budget else max(run.reservation.delta for run in runs)
+    epsilon, _ = stated(compose([run.event for run in runs]), delta, runs[0].reservation.relation)
+    return {"name": name, "runs": len(runs), "epsilon": epsilon, "delta": delta}
+
+
+def _cost(dataset: str, one: RunRequest) -> float:
     """What a run costs alone, at its own delta."""
     paid = count_releases(one.event)
     if not 0 <= one.num_steps <= paid:
@@ -178,7 +172,7 @@ def _cost(dataset: str, one: Wanted, relation: Relation) -> float:
             f"the event pays for {paid} steps of a run on {dataset!r} that has {one.num_steps}: "
             "what runs must be what is accounted. Build both from one Plan."
         )
-    alone = stated(one.event, one.delta, relation)[0]
+    alone = stated(one.event, one.delta, one.relation)[0]
     if alone == float("inf"):
         raise Refused(
             f"no finite epsilon can be certified at delta {one.delta:g}, so nothing can be charged."
@@ -187,8 +181,8 @@ def _cost(dataset: str, one: Wanted, relation: Relation) -> float:
     return alone
 
 
-def _check_place(book: Ledger, account: Account, group: Group | None, extends: str | None) -> None:
-    first = book.reservation(extends) if extends is not None else None
+def _check_place(ledger: Ledger, account: Account, group: Group | None, extends: str | None) -> None:
+    first = ledger.reservation(extends) if extends is not None else None
     if first and first.dataset != account.dataset:
         raise ConfigError(
             f"reservation {extends!r} is not charged to {account.dataset!r}, so no lost steps of it can be made up."
@@ -198,14 +192,7 @@ def _check_place(book: Ledger, account: Account, group: Group | None, extends: s
             f"run {first.run!r} is one of tuning group {first.group!r}, whose runs were fixed together before the first, and the "
             "cards of the others state what all of them come to: lost steps cannot be made up. Resume without them."
         )
-    if group and any(run.reservation.group == group.name for run in account.runs):
+    if group and group.name in account.groups():
         raise ConfigError(
             f"tuning group {group.name!r} has its runs already, and they were fixed together. Resume the sweep, or start another."
         )
-
-
-def _refusal(account: Account, wanted: Sequence[Wanted], group: Group | None, extends: str | None) -> str | None:
-    if group:
-        return admission.group_refusal(account, [Sealed(one.event, one.num_steps) for one in wanted])
-    (one,) = wanted
-    return admission.refusal(account, one.event, one.num_steps, extends=extends is not None)

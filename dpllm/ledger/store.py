@@ -1,7 +1,7 @@
 """Where the ledger lies: tables that only grow, and transactions that are on disk when they return.
 
-Comes in: SQL with ``?`` for values. Goes out: rows. One class for SQLite and one, in postgres.py, for PostgreSQL. Must
-not know what an entry means.
+Comes in: SQL with ``?`` for values. Goes out: rows. One class for a file of SQLite, one for a PostgreSQL database (psycopg, extra
+``postgres``). Must not know what an entry means.
 """
 
 from __future__ import annotations
@@ -13,67 +13,44 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from dpllm.errors import ConfigError
 
-# Guards by name: the table, the moment, and when it is refused.
-GUARDS = {
-    "entries_insert": ("entries", "INSERT", "NEW.seq <> (SELECT COALESCE(MAX(seq), 0) + 1 FROM entries)"),
-    "entries_update": ("entries", "UPDATE", "true"),
-    "entries_delete": ("entries", "DELETE", "true"),
-    "progress_insert": (
-        "progress",
-        "INSERT",
+SCHEMA_VERSION = 2
+TABLES = {  # table -> columns
+    "meta": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
+    "entries": "seq {integer} PRIMARY KEY, kind TEXT NOT NULL, dataset TEXT NOT NULL, payload TEXT NOT NULL, "
+    "prev_hash TEXT NOT NULL, hash TEXT NOT NULL",
+    "progress": "entry TEXT PRIMARY KEY, seq {integer} NOT NULL, steps {integer} NOT NULL, updated_at {real} NOT NULL",
+    "records": "seq {integer} PRIMARY KEY, fingerprint TEXT NOT NULL, nonce TEXT NOT NULL, hashes {blob} NOT NULL",
+    "refusals": "dataset TEXT NOT NULL, reason TEXT NOT NULL, number {integer} NOT NULL, PRIMARY KEY (dataset, reason)",
+}
+VERSION_1 = ("meta", "entries", "progress")  # the tables of SQLite's first schema, of which the last two had guards
+# table -> when an INSERT is refused, and when an UPDATE; no row is ever deleted.
+_REFUSED = {
+    "entries": ("NEW.seq <> (SELECT COALESCE(MAX(seq), 0) + 1 FROM entries)", "true"),
+    "progress": (
         "NEW.steps <> 0 OR EXISTS (SELECT 1 FROM progress WHERE entry = NEW.entry)",
-    ),
-    "progress_update": (
-        "progress",
-        "UPDATE",
         "NEW.entry <> OLD.entry OR NEW.seq <> OLD.seq OR NEW.steps <> OLD.steps + 1",
     ),
-    "progress_delete": ("progress", "DELETE", "true"),
-    "records_insert": ("records", "INSERT", "EXISTS (SELECT 1 FROM records WHERE seq = NEW.seq)"),
-    "records_update": ("records", "UPDATE", "true"),
-    "records_delete": ("records", "DELETE", "true"),
-    "refusals_insert": (
-        "refusals",
-        "INSERT",
+    "records": ("EXISTS (SELECT 1 FROM records WHERE seq = NEW.seq)", "true"),
+    "refusals": (
         "NEW.number <> 1 OR EXISTS (SELECT 1 FROM refusals WHERE dataset = NEW.dataset AND reason = NEW.reason)",
+        "NEW.number < OLD.number",
     ),
-    "refusals_update": ("refusals", "UPDATE", "NEW.number < OLD.number"),
-    "refusals_delete": ("refusals", "DELETE", "true"),
-    "meta_insert": ("meta", "INSERT", "EXISTS (SELECT 1 FROM meta WHERE key = NEW.key)"),
-    "meta_update": ("meta", "UPDATE", "OLD.key = 'fingerprint_key'"),
-    "meta_delete": ("meta", "DELETE", "true"),
+    "meta": ("EXISTS (SELECT 1 FROM meta WHERE key = NEW.key)", "OLD.key = 'fingerprint_key'"),
+}
+# Guards by name: the table, the moment, and when it is refused.
+GUARDS = {
+    f"{table}_{moment.lower()}": (table, moment, when)
+    for table, (insert, update) in _REFUSED.items()
+    for moment, when in (("INSERT", insert), ("UPDATE", update), ("DELETE", "true"))
 }
 ONLY_GROWS = "the ledger only grows"
-IN_1 = [name for name in GUARDS if name.startswith(("entries", "progress"))]
-TABLES = {"meta", "entries", "progress", "records", "refusals"}
-
-
-class Store(Protocol):
-    """One open ledger, for one thread."""
-
-    location: str
-
-    def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Runs one statement."""
-
-    def write(self) -> AbstractContextManager[None]:
-        """A transaction in which nobody else writes; on disk when it ends, undone if it fails."""
-
-    def read(self) -> AbstractContextManager[None]:
-        """A transaction that sees one moment."""
-
-    def missing_guards(self) -> list[str]:
-        """Names of the triggers that are gone, switched off or replaced."""
-
-    def unusable(self, why: object) -> ConfigError:
-        """The error for a ledger that cannot be used."""
-
-    def close(self) -> None:
-        """Closes it."""
+LOCK = 0x6470_6C6C_6D  # "dpllm": PostgreSQL's advisory lock under which the schema is made
+BITS = {"INSERT": 4, "DELETE": 8, "UPDATE": 16, "TRUNCATE": 32}  # pg_trigger.tgtype; 1 is FOR EACH ROW, 2 is BEFORE
 
 
 def default_path() -> Path:
@@ -87,41 +64,16 @@ def default_path() -> Path:
     return Path(base) / "dpllm" / "ledger.sqlite"
 
 
-def _guard(name: str) -> str:
-    table, moment, when = GUARDS[name]
-    return (
-        f"CREATE TRIGGER {name} BEFORE {moment} ON {table} WHEN {when} BEGIN SELECT RAISE(ABORT, '{ONLY_GROWS}'); END"
-    )
+def _create(tables: list[str], **types: str) -> list[str]:
+    return [f"CREATE TABLE {table} ({TABLES[table].format(**types)})" for table in tables]
 
 
-def _migrations() -> list[list[str]]:
-    """The statements that lead to each schema version from the one before it."""
-    return [
-        [
-            "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-            "CREATE TABLE entries (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, dataset TEXT NOT NULL, "
-            "payload TEXT NOT NULL, prev_hash TEXT NOT NULL, hash TEXT NOT NULL)",
-            "CREATE TABLE progress (entry TEXT PRIMARY KEY, seq INTEGER NOT NULL, steps INTEGER NOT NULL, "
-            "updated_at REAL NOT NULL)",
-            "INSERT INTO meta VALUES ('schema_version', '1')",
-            *(_guard(name) for name in IN_1),
-        ],
-        [
-            "CREATE TABLE records (seq INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, nonce TEXT NOT NULL, "
-            "hashes BLOB NOT NULL)",
-            "CREATE TABLE refusals (dataset TEXT NOT NULL, reason TEXT NOT NULL, number INTEGER NOT NULL, "
-            "PRIMARY KEY (dataset, reason))",
-            f"INSERT INTO meta VALUES ('fingerprint_key', '{secrets.token_hex(32)}')",
-            "UPDATE meta SET value = '2' WHERE key = 'schema_version'",
-            # Made anew, so that their text can be compared.
-            *(f"DROP TRIGGER {name}" for name in IN_1),
-            *(_guard(name) for name in GUARDS),
-        ],
-    ]
+def _key() -> str:
+    return f"INSERT INTO meta VALUES ('fingerprint_key', '{secrets.token_hex(32)}')"
 
 
 class SQLite:
-    """The ledger in one file."""
+    """The ledger in one file, for one thread."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file; makes it, readable by its owner only, and its directories if absent.
@@ -132,43 +84,58 @@ class SQLite:
         Raises:
             ConfigError: The path cannot be written, or holds something other than a ledger.
         """
-        self.path = Path(path)
         self.location = str(path)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise self.unusable(error.strerror) from error
-        self._db = sqlite3.connect(self.path, timeout=60.0, isolation_level=None)
+        self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None)
         try:
             self.rows("PRAGMA journal_mode = WAL")
             self.rows("PRAGMA synchronous = FULL")
             self._migrate()
-        except BaseException as error:
+        except BaseException:
             self._db.close()
-            if isinstance(error, sqlite3.DatabaseError):
-                raise self.unusable(error) from error
             raise
 
     def _migrate(self) -> None:
-        scripts = _migrations()
-        if self._version() == len(scripts):
+        if self._version() == SCHEMA_VERSION:
             return
-        with self.write():  # of several processes that open a new file, one finds it empty
-            for statement in (statement for script in scripts[self._version() :] for statement in script):
+        with self.write():
+            version = self._version()  # of several processes that open a new file, one finds it empty
+            if version == SCHEMA_VERSION:
+                return
+            tables = [table for table in TABLES if version == 0 or table not in VERSION_1]
+            for statement in _create(tables, integer="INTEGER", real="REAL", blob="BLOB"):
                 self.rows(statement)
+            if version == 1:
+                # Made anew, so that their text can be compared.
+                for name in (name for name, (table, _, _) in GUARDS.items() if table in VERSION_1[1:]):
+                    self.rows(f"DROP TRIGGER {name}")
+                self.rows(f"UPDATE meta SET value = '{SCHEMA_VERSION}' WHERE key = 'schema_version'")
+            else:
+                self.rows(f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')")
+            self.rows(_key())
+            for name in GUARDS:
+                self.rows(self._guard(name))
+
+    @staticmethod
+    def _guard(name: str) -> str:
+        table, moment, when = GUARDS[name]
+        refuse = f"BEGIN SELECT RAISE(ABORT, '{ONLY_GROWS}'); END"
+        return f"CREATE TRIGGER {name} BEFORE {moment} ON {table} WHEN {when} {refuse}"
 
     def _version(self) -> int:
         tables = {name for (name,) in self.rows("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not tables:
             return 0
-        if not {"meta", "entries", "progress"} <= tables:
+        if not tables.issuperset(VERSION_1):
             raise self.unusable("it is the database of another program")
-        version = [value for (value,) in self.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
-        known = len(_migrations())
-        if not (len(version) == 1 and version[0].isdigit() and 1 <= int(version[0]) <= known):
-            raise self.unusable(f"its schema version is {version}, and this dpllm knows up to {known}")
-        return int(version[0])
+        found = [value for (value,) in self.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
+        if found not in (["1"], [str(SCHEMA_VERSION)]):
+            raise self.unusable(f"its schema version is {found}, and this dpllm knows up to {SCHEMA_VERSION}")
+        return int(found[0])
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Runs one statement."""
@@ -178,7 +145,7 @@ class SQLite:
             raise self.unusable(error) from error
 
     def write(self) -> AbstractContextManager[None]:
-        """A transaction in which nobody else writes."""
+        """A transaction in which nobody else writes; on disk when it ends, undone if it fails."""
         return self._transaction("BEGIN IMMEDIATE")
 
     def read(self) -> AbstractContextManager[None]:
@@ -198,7 +165,7 @@ class SQLite:
     def missing_guards(self) -> list[str]:
         """Names of the triggers that are gone or replaced."""
         there = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"))
-        return sorted(name for name in GUARDS if there.get(name) != _guard(name))
+        return sorted(name for name in GUARDS if there.get(name) != self._guard(name))
 
     def unusable(self, why: object) -> ConfigError:
         """The error for a ledger that cannot be used."""
@@ -210,3 +177,137 @@ class SQLite:
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
+
+
+class Postgres:
+    """The ledger in a schema of a PostgreSQL database, the first one of the connection's search path; for one thread."""
+
+    def __init__(self, url: str) -> None:
+        """Connects; makes the tables if absent.
+
+        Args:
+            url: ``postgresql://user@host/database``, without a password: a recipe is copied into the run directory. libpq
+                takes passwords from PGPASSWORD or ~/.pgpass.
+
+        Raises:
+            ConfigError: The URL holds a password, psycopg is missing, the server cannot be reached, or the tables are
+                those of another program or version.
+        """
+        self.location = url
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise self.unusable(error) from None
+        if parts.password is not None or any("password" in key for key, _ in parse_qsl(parts.query)):
+            raise ConfigError(
+                "privacy.ledger holds a password, and the recipe is copied into the run directory. Take it out of the URL, and "
+                "set PGPASSWORD or ~/.pgpass."
+            )
+        try:
+            import psycopg
+        except ImportError:
+            raise ConfigError(
+                "a ledger in PostgreSQL needs psycopg, which is not installed. Type: pip install 'dpllm[postgres]'"
+            ) from None
+        self._errors = psycopg.Error
+        try:
+            self._db = psycopg.connect(url, autocommit=True)
+        except psycopg.Error as error:
+            raise self.unusable(_first_line(error)) from None
+        try:
+            self.rows("SET synchronous_commit = on")
+            self.rows("SET lock_timeout = '60s'")
+            self._create()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _create(self) -> None:
+        with self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", f"SELECT pg_advisory_xact_lock({LOCK})"):
+            # of several processes that meet an empty database, one makes the tables
+            where = "WHERE table_schema = current_schema()"
+            tables = {name for (name,) in self.rows(f"SELECT table_name FROM information_schema.tables {where}")}
+            if tables.isdisjoint(TABLES):
+                for statement in _create(list(TABLES), integer="BIGINT", real="DOUBLE PRECISION", blob="BYTEA"):
+                    self.rows(statement)
+                self.rows(f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')")
+                self.rows(_key())
+                for name, (table, moment, body, kind) in self._guards().items():
+                    call = f"FOR EACH {'ROW' if kind & 1 else 'STATEMENT'} EXECUTE FUNCTION dpllm_{name}()"
+                    self.rows(f"CREATE FUNCTION dpllm_{name}() RETURNS trigger LANGUAGE plpgsql AS $${body}$$")
+                    self.rows(f"CREATE TRIGGER {name} BEFORE {moment} ON {table} {call}")
+            elif not tables.issuperset(TABLES):
+                raise self.unusable("it holds tables of another program")
+            version = self.rows("SELECT value FROM meta WHERE key = 'schema_version'")
+            if version != [(str(SCHEMA_VERSION),)]:
+                raise self.unusable(f"its schema version is {version}, and this dpllm knows {SCHEMA_VERSION}")
+
+    @staticmethod
+    def _guards() -> dict[str, tuple[str, str, str, int]]:
+        """Name of each trigger: its table, its moment, the body of its function, and its type."""
+        guards = {}
+        for name, (table, moment, when) in GUARDS.items():
+            back = "OLD" if moment == "DELETE" else "NEW"
+            body = f"BEGIN IF {when} THEN RAISE EXCEPTION '{ONLY_GROWS}'; END IF; RETURN {back}; END"
+            guards[name] = (table, moment, body, 3 | BITS[moment])
+        for table in TABLES:  # no trigger of a row fires for TRUNCATE
+            body = f"BEGIN RAISE EXCEPTION '{ONLY_GROWS}'; END"
+            guards[f"{table}_truncate"] = (table, "TRUNCATE", body, 2 | BITS["TRUNCATE"])
+        return guards
+
+    def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        """Runs one statement, with ``?`` for values."""
+        try:
+            cursor = self._db.execute(statement.replace("?", "%s") if values else statement, values or None)
+            return cursor.fetchall() if cursor.description else []
+        except self._errors as error:
+            raise self.unusable(_first_line(error)) from error
+
+    def write(self) -> AbstractContextManager[None]:
+        """A transaction in which nobody else writes; others may read."""
+        return self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", "LOCK TABLE entries IN EXCLUSIVE MODE")
+
+    def read(self) -> AbstractContextManager[None]:
+        """A transaction that sees one moment."""
+        return self._transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+
+    @contextmanager
+    def _transaction(self, *begin: str) -> Iterator[None]:
+        try:
+            for statement in begin:
+                self.rows(statement)
+            yield
+            self.rows("COMMIT")
+        except BaseException:
+            if not self._db.closed:
+                self._db.rollback()
+            raise
+
+    def missing_guards(self) -> list[str]:
+        """Names of the triggers that are gone, switched off or replaced."""
+        rows = self.rows(
+            "SELECT tgname, relname, prosrc, tgtype FROM pg_trigger JOIN pg_class c ON c.oid = tgrelid "
+            "JOIN pg_proc p ON p.oid = tgfoid WHERE relnamespace = current_schema()::regnamespace "
+            "AND NOT tgisinternal AND tgenabled IN ('O', 'A') AND tgqual IS NULL"
+        )
+        there = {name: (table, body, kind) for name, table, body, kind in rows}
+        wanted = {name: (table, body, kind) for name, (table, _, body, kind) in self._guards().items()}
+        return sorted(name for name in wanted if there.get(name) != wanted[name])
+
+    def unusable(self, why: object) -> ConfigError:
+        """The error for a ledger that cannot be used."""
+        return ConfigError(
+            f"ledger {self.location}: {why}. Without it no budget can be kept, so nothing runs. Set privacy.ledger to a database "
+            "that this user may write to, or to a file."
+        )
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._db.close()
+
+
+Store = SQLite | Postgres
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

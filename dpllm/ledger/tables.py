@@ -6,7 +6,7 @@ Comes in: a ledger. Goes out: rich tables. Must not decide anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -14,13 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dpllm.errors import Refused
-from dpllm.ledger import admission, groups
+from dpllm.ledger import admission
 from dpllm.ledger.chain import Entry
 from dpllm.ledger.ledger import Ledger
+from dpllm.ledger.reserving import group_total
 from dpllm.ledger.values import Run
 
 
-def overview(book: Ledger, datasets: Sequence[str]) -> Group:
+def overview(ledger: Ledger, datasets: Sequence[str]) -> Group:
     """Runs and totals of each dataset, and which figure gates."""
     parts: list[Any] = []
     for name in datasets:
@@ -31,36 +32,36 @@ def overview(book: Ledger, datasets: Sequence[str]) -> Group:
                 justify="right" if column in ("steps", "epsilon", "delta") else "left",
                 no_wrap=column == "entry",
             )
-        runs = book.runs(name)
+        runs = ledger.runs(name)
         for one in runs:
             claim = one.reservation
             steps = f"{one.steps}/{claim.num_steps}"
             table.add_row(
                 claim.entry, _plain(claim.run), steps, _state(one), f"{claim.epsilon:.3f}", f"{claim.delta:g}"
             )
-        for entry in book.history(name):
+        for entry in ledger.history(name):
             if entry.kind == "import":
-                event = entry.content()["event"]
+                event = entry.facts["event"]
                 known = (
                     (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event.get("type") == "imported" else ("", "")
                 )
-                table.add_row("", _plain(f"{entry.content()['run']} (imported)"), "", "imported", *known)
-        parts += [table, *map(_plain, totals(book, name)), ""]
-    refusals = [f"{dataset}: {reason} {number}" for (dataset, reason), number in book.refusals().items()]
+                table.add_row("", _plain(f"{entry.facts['run']} (imported)"), "", "imported", *known)
+        parts += [table, *map(_plain, totals(ledger, name)), ""]
+    refusals = [f"{dataset}: {reason} {number}" for (dataset, reason), number in ledger.refusals().items()]
     if refusals:
         parts.append(_plain("Refused: " + "; ".join(refusals)))
-    problems = book.verify()
-    head = book.head()
-    sound = f"{book.location}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
+    problems = ledger.verify()
+    head = ledger.head()
+    sound = f"{ledger.location}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
     return Group(*parts, _plain(problems[0] if problems else sound))
 
 
-def totals(book: Ledger, dataset: str) -> list[str]:
+def totals(ledger: Ledger, dataset: str) -> list[str]:
     """What a dataset has spent by each rule, which of them gates, and the sum of epsilons beside them."""
-    account = book.account(dataset)
+    account = ledger.account(dataset)
     budget = account.budget
     try:
-        planned = f"{book.spent(dataset):.3f}"
+        planned = f"{ledger.spent(dataset):.3f}"
     except Refused:  # imports may be of kinds that no accountant knows together
         planned = "unknown, as no accountant knows all of them together"
     lines = []
@@ -76,7 +77,7 @@ def totals(book: Ledger, dataset: str) -> list[str]:
             f"Budget: epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} ({budget.relation}), set by "
             f"{budget.by or 'an unnamed person'}: {budget.reason or 'no reason given'}."
         )
-        for entry in book.chain.of(account.dataset, "gate")[-1:]:
+        for entry in ledger.chain.of(account.dataset, "gate")[-1:]:
             lines.append(f"Opened for what was left by {entry.facts['opened_by']}: {entry.facts['why']}.")
         lines.append(f"All runs as reserved, composed by PLD: epsilon {planned}. This figure {gate}.")
         if left is not None:
@@ -93,16 +94,21 @@ def totals(book: Ledger, dataset: str) -> list[str]:
         elif account.sealed is not None:
             lines.append(
                 f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was "
-                f"imported epsilon {admission.list_epsilon(account, budget):.3f}. This figure gates."
+                f"imported epsilon {admission.planned_epsilon(account, budget, account.sealed):.3f}. This figure gates."
             )
-    lines += groups.described(book, dataset)
+    for name, runs in account.groups().items():
+        found, done = group_total(account, name), sum(run.state == "completed" for run in runs)
+        lines.append(
+            f"Tuning group {name}: {found['runs']} runs fixed together, {done} completed; all of them come to epsilon "
+            f"{found['epsilon']:.3f} at delta {found['delta']:g}."
+        )
     if len(account.runs) + len(account.imports) > 1:
         total = sum(run.reservation.epsilon for run in account.runs)
         outside = " (without what was imported)" if account.imports else ""
         lines.append(
             f"The sum of their epsilons{outside} would be {total:.3f}; it is no bound at one delta, and shown to compare."
         )
-    for exception in book.exceptions(dataset):
+    for exception in ledger.exceptions(dataset):
         lines.append(
             f"Exception: training without differential privacy permitted by {exception['by']} on {exception['at'][:10]}: "
             f"{exception['reason']}. No figure here covers it."
@@ -118,7 +124,7 @@ def chain_table(entries: Sequence[Entry]) -> Table:
     table.add_column("dataset, what, and the start of the hash", overflow="fold")
     for entry in entries:
         try:
-            content = entry.content()
+            content = entry.facts
             time_, what = str(content["at"]).rstrip("Z").replace("T", " "), _what(entry.kind, content)
         except (Refused, KeyError, TypeError, ValueError):
             time_, what = "", "not readable: changed by something other than dpllm"
@@ -139,7 +145,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole > 0 else "all"
 
 
-def _what(kind: str, content: dict[str, Any]) -> str:
+def _what(kind: str, content: Mapping[str, Any]) -> str:
     by, why = content.get("opened_by", content.get("by")), content.get("why", content.get("reason"))
     who = f", by {by}: {why}" if by else ""
     if kind in ("budget", "gate"):

@@ -1,23 +1,27 @@
-"""What the ledger speaks of: budgets, reservations, runs, and what a run would do to a budget.
+"""What the ledger speaks of: budgets, requests, reservations, runs, and the account that the chain holds for a dataset.
 
 Frozen values without behaviour beyond their own arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
-from dpllm.ledger.chain import canonical
+from dpllm.ledger.chain import Entry, canonical
 from dpllm.privacy.accounting import Event, Relation
 
+if TYPE_CHECKING:
+    from dpllm.privacy.plan import Plan
+
 Gate = Literal["planned", "adaptive"]
+State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
 # Of these, a step is one release. What was imported or selected ran elsewhere, and no count of steps says how much of it.
 ONE_RELEASE = ("gaussian", "adaptive_clipping", "poisson_sampled", "poisson_sampled_group")
-State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
+ACCOUNT_KINDS = ("budget", "gate", "seal", "reserve", "commit", "reconcile", "import")  # entries that make an account
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,38 @@ class Budget:
     import_delta: float = 0.0
     by: str = ""
     reason: str = ""
+
+    def __str__(self) -> str:
+        gate = "planned" if self.gate == "planned" else f"adaptive at order {self.order:g}"
+        who = f", set by {self.by} ({self.reason})" if self.by else ""
+        return f"epsilon {self.epsilon:g} at delta {self.delta:g} per {self.unit} under {self.relation}, {gate}{who}"
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One run that asks for its place.
+
+    Attributes:
+        event: All that it will release.
+        delta: At which it states its own epsilon.
+        num_steps: Logical batches to execute, no more than ``event`` pays for.
+        unit: The privacy unit.
+        relation: The neighbouring relation.
+        run: Its name, for people.
+    """
+
+    event: Event
+    delta: float
+    num_steps: int
+    unit: str
+    relation: Relation
+    run: str = ""
+
+    @classmethod
+    def of(cls, plan: Plan, run: str = "", num_steps: int | None = None) -> RunRequest:
+        """What a Plan asks for, in all or for some of its steps."""
+        steps = plan.schedule.num_steps if num_steps is None else num_steps
+        return cls(plan.event_after(steps), plan.delta, steps, plan.unit, plan.neighbouring_relation, run)
 
 
 @dataclass(frozen=True)
@@ -82,7 +118,6 @@ class Run:
     Attributes:
         steps: Charged so far, each of which may have been released.
         heartbeat: Time of the last charge (or of the reservation), in seconds since the epoch.
-        text: The event in canonical JSON, where the ledger has it at hand.
     """
 
     reservation: Reservation
@@ -90,18 +125,19 @@ class Run:
     steps: int
     state: State
     heartbeat: float
-    text: str = ""
 
+    @cached_property
+    def text(self) -> str:
+        """The event as JSON."""
+        return canonical(self.event)
+
+    @cached_property
     def kept(self) -> str:
         """The event that an adaptive gate still counts, as JSON: the executed part of a reconciled run, all of any other."""
         divisible = self.event["type"] == "self_composed" and self.event["event"]["type"] in ONE_RELEASE
         if self.state != "reconciled" or not divisible:
-            return self.whole()
+            return self.text
         return canonical({**self.event, "count": min(self.steps, int(self.event["count"]))})
-
-    def whole(self) -> str:
-        """The event as JSON."""
-        return self.text or canonical(self.event)
 
 
 @dataclass(frozen=True)
@@ -135,6 +171,67 @@ class Account:
     def events(self) -> list[Event]:
         """What counts where parameters are taken as fixed in advance: every reservation in full, and imports."""
         return [*self.imports, *(run.event for run in self.runs)]
+
+    def groups(self) -> dict[str, list[Run]]:
+        """The runs of each tuning group, in the order in which they were fixed."""
+        found: dict[str, list[Run]] = {}
+        for run in self.runs:
+            if run.reservation.group is not None:
+                found.setdefault(run.reservation.group, []).append(run)
+        return found
+
+
+def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tuple[int, float]]) -> Account:
+    """What the chain says of a dataset.
+
+    Args:
+        dataset: Its name.
+        entries: Links of the dataset, oldest first.
+        progress: Steps and time of the last one, for every reservation that has not ended.
+    """
+    budget, sealed, imports, reserved = None, None, [], []
+    ended: dict[str, tuple[State, int]] = {}
+    for entry in entries:
+        facts = entry.facts
+        if entry.kind in ("budget", "gate"):
+            budget = Budget(**_fields(entry, Budget))
+        elif entry.kind == "seal":
+            sealed = _sealed(entry)
+        elif entry.kind == "import":
+            imports.append(facts["event"])
+        elif entry.kind == "reserve":
+            reserved.append(entry)
+        elif entry.kind in ("commit", "reconcile"):
+            ended[facts["entry"]] = (facts.get("status", "reconciled"), facts["steps"])
+    runs = []
+    for entry in reserved:
+        steps, heartbeat = progress.get(entry.facts["entry"], (0, 0.0))
+        state, final = ended.get(entry.facts["entry"], ("running" if steps else "reserved", steps))
+        # Of a closed run the chain says how many steps it had; a row beside it could be changed.
+        steps = final if state in ("completed", "reconciled") else steps
+        runs.append(_run(entry, steps, state, heartbeat))
+    return Account(dataset, budget, sealed, tuple(runs), tuple(imports))
+
+
+@lru_cache(maxsize=65_536)
+def reservation_of(entry: Entry) -> Reservation:
+    """What a link of the kind "reserve" claims."""
+    return Reservation(**_fields(entry, Reservation))
+
+
+@lru_cache(maxsize=65_536)  # so that the text of an event is made once
+def _run(entry: Entry, steps: int, state: State, heartbeat: float) -> Run:
+    return Run(reservation_of(entry), entry.facts["event"], steps, state, heartbeat)
+
+
+@lru_cache(maxsize=64)
+def _sealed(entry: Entry) -> tuple[Sealed, ...]:
+    return tuple(Sealed(run["event"], run["num_steps"]) for run in entry.facts["runs"])
+
+
+def _fields(entry: Entry, kind: Any) -> dict[str, Any]:
+    facts = {**entry.facts, "dataset": entry.dataset}
+    return {name: facts[name] for name in kind.__dataclass_fields__ if name in facts}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from dpllm.errors import ConfigError, Refused, RoundsByCompany
-from dpllm.ledger import Ledger
+from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, processes
 from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics
@@ -231,16 +231,7 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
 
 def _reserve(plan: Plan, ledger: Ledger, dataset: str) -> str:
     with ledger.counting():
-        claim = ledger.reserve(
-            dataset,
-            event=plan.event,
-            delta=plan.delta,
-            unit=plan.unit,
-            relation=plan.neighbouring_relation,
-            num_steps=plan.schedule.num_steps,
-            run=f"own-loop-{secrets.token_hex(4)}",
-        )
-    return claim.entry
+        return ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry
 
 
 def _as_promised(plan: Plan) -> bool:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from dpllm import ledger
 from dpllm.errors import Refused
-from dpllm.ledger import Ledger, admission, dataset_policy, groups
-from dpllm.ledger.reserving import use_reservation
+from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy
+from dpllm.ledger.reserving import group_total, use_reservation
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -80,7 +80,7 @@ class Payment:
             "spent_epsilon": book.spent(claim.dataset, None if budget else plan.delta),
             "filter_epsilon": admission.filter_epsilon(account),
             "imported": len(account.imports),
-            "group": groups.of_entry(book, claim.entry),
+            "group": group_total(account, claim.group) if claim.group is not None else None,
         }
 
 
@@ -122,12 +122,7 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
         if steps:
             claim = book.reserve(
                 policy.dataset,
-                event=plan.event_after(steps),
-                delta=plan.delta,
-                unit=plan.unit,
-                relation=plan.neighbouring_relation,
-                num_steps=steps,
-                run=f"{run.root.name}-{secrets.token_hex(4)}",
+                RunRequest.of(plan, f"{run.root.name}-{secrets.token_hex(4)}", steps),
                 extends=claims[0][0] if claims else None,
                 records=policy.records,
                 derived_from=policy.derived_from,

@@ -298,15 +298,8 @@ def _ancestry(
 
 
 def _ask(book: ledger.Ledger, config: RunConfig, subject: Subject, plan: Plan) -> ledger.Outlook:
-    return book.outlook(
-        subject.dataset,
-        event=plan.event,
-        delta=plan.delta,
-        unit=plan.unit,
-        relation=plan.neighbouring_relation,
-        num_steps=plan.schedule.num_steps,
-        derived_from=config.privacy.derived_from if subject.policy else None,
-    )
+    parent = config.privacy.derived_from if subject.policy else None
+    return book.outlook(subject.dataset, ledger.RunRequest.of(plan), parent)
 
 
 def _with_nothing_but_delta(config: RunConfig) -> RunConfig:

@@ -6,7 +6,6 @@ A ledger's file is copied before it is opened: verifying writes nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -14,15 +13,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from dpllm.errors import DpllmError
 from dpllm.ledger import admission
-from dpllm.ledger.chain import Entry, canonical
-from dpllm.ledger.exchange import read_export, verify_export
+from dpllm.ledger.chain import Entry, read_export, verify_export
 from dpllm.ledger.ledger import Ledger, open_ledger
 from dpllm.ledger.store import default_path
-from dpllm.ledger.values import Account, Budget, Reservation, Run
+from dpllm.ledger.values import Account, Budget, account_of
 from dpllm.privacy import events
 from dpllm.statement import fields
 from dpllm.statement.fields import Composed, Terms
@@ -171,7 +168,8 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
 
 def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
     """The total as it was at the stated head."""
-    account = _account(chain.entries[: composed.entries], composed.dataset)
+    then = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
+    account = account_of(composed.dataset, then, {})  # steps matter of reconciled runs only, and those are in the chain
     budget, relation = account.budget, terms.neighbouring_relation
     delta = composed.budget.delta if composed.budget else terms.delta
     spent = costs.together(costs.text(account.events()), delta, relation)
@@ -211,22 +209,3 @@ def _group(stated: fields.Group | None, name: str | None, account: Account, term
     total = costs.together(costs.text([run.event for run in runs]), stated.delta, terms.neighbouring_relation)
     same = (stated.name, stated.runs) == (name, len(runs)) and close(stated.epsilon, total, rounding(terms))
     return [] if same else ["the tuning group is another"]
-
-
-def _account(entries: Sequence[Entry], dataset: str) -> Account:
-    """What the ledger held for a dataset after these entries; steps matter of reconciled runs only."""
-    mine = [entry for entry in entries if entry.dataset == dataset]
-    reconciled = {e.facts["entry"]: e.facts["steps"] for e in mine if e.kind == "reconcile"}
-    budgets = [entry.facts for entry in mine if entry.kind in ("budget", "gate")]
-    runs = []
-    for facts in (entry.facts for entry in mine if entry.kind == "reserve"):
-        claim = Reservation(dataset=dataset, **_fields(facts, Reservation, {"dataset"}))
-        state: Any = "reconciled" if claim.entry in reconciled else "completed"
-        runs.append(Run(claim, facts["event"], reconciled.get(claim.entry, 0), state, 0.0, canonical(facts["event"])))
-    budget = Budget(**_fields(budgets[-1], Budget, set())) if budgets else None
-    imports = tuple(json.loads(canonical(entry.facts["event"])) for entry in mine if entry.kind == "import")
-    return Account(dataset, budget, None, tuple(runs), imports)
-
-
-def _fields(facts: Any, kind: Any, but: set[str]) -> dict[str, Any]:
-    return {name: facts[name] for name in kind.__dataclass_fields__ if name in facts and name not in but}

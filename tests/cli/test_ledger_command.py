@@ -85,12 +85,18 @@ def test_the_way_of_a_planned_budget(say, place: Place):
     assert "by bob: one more idea" in out
 
 
+def _together(ledger: Ledger) -> float:
+    account = ledger.account("notes")
+    assert account.budget
+    return admission.planned_epsilon(account, account.budget, account.sealed or ())
+
+
 def test_what_is_sealed_and_waits_is_shown(say, place: Place):
     say("init", "notes", *BUDGET)
     with place.open() as ledger:
         budgets.seal(ledger, "notes", [Sealed(EVENT, 4), Sealed(dp_sgd_event(0.5, 30.0, 3), 3)], "alice", "two")
         reserve(ledger, run="first-run")
-        together = admission.list_epsilon(ledger.account("notes"), ledger.budget("notes"))
+        together = _together(ledger)
         with pytest.raises(Refused, match=r"1 have not run: q 0\.5, sigma 30, 3 steps"):
             reserve(ledger, event=dp_sgd_event(0.5, 29.0, 3), num_steps=3)
     _, out = say("show")
@@ -191,7 +197,7 @@ def test_export_verify_and_import_again(say, place: Place, tmp_path: Path, capsy
     assert main(["ledger", "import", "notes", "--from", str(export), *WHO, "--ledger", other]) == 0
     with Ledger(Path(other)) as taken:
         assert taken.spent("notes") == pytest.approx(spent)
-        assert taken.history()[0].content()["unit"] == "patient"
+        assert taken.history()[0].facts["unit"] == "patient"
     assert main(["ledger", "import", "notes", "--from", str(export), *WHO, "--unit", "visit", "--ledger", other]) == 2
     event = tmp_path / "event.json"
     event.write_text(json.dumps(dp_sgd_event(0.02, 0.8, 150)))

@@ -31,7 +31,7 @@ def reservations(place: Place) -> dict[str, int]:
     """Each reservation of a place's ledger, and the steps that are charged to it."""
     with Ledger(place.ledger) as book:
         assert book.verify() == []
-        entries = [link.content()["entry"] for link in book.history("notes") if link.kind == "reserve"]
+        entries = [link.facts["entry"] for link in book.history("notes") if link.kind == "reserve"]
         return {entry: book.steps(entry) for entry in entries}
 
 

@@ -72,13 +72,13 @@ def newest(place: Place) -> Path:
 def commits(place: Place) -> list[tuple[str, int]]:
     with Ledger(place.ledger) as book:
         assert book.verify() == []
-        return [(c["status"], c["steps"]) for c in (e.content() for e in book.history("notes") if e.kind == "commit")]
+        return [(c["status"], c["steps"]) for c in (e.facts for e in book.history("notes") if e.kind == "commit")]
 
 
 def charged(place: Place) -> tuple[int, int]:
     """Reservations, and steps of the last one."""
     with Ledger(place.ledger) as book:
-        entries = [link.content()["entry"] for link in book.history("notes") if link.kind == "reserve"]
+        entries = [link.facts["entry"] for link in book.history("notes") if link.kind == "reserve"]
         return len(entries), book.steps(entries[-1])
 
 

@@ -15,7 +15,8 @@ from running import SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, make
 import dpllm.run.loop
 from dpllm.auditing import run as audit_run
 from dpllm.errors import DpllmError, Refused
-from dpllm.ledger import Ledger, groups
+from dpllm.ledger import Ledger
+from dpllm.ledger.reserving import group_total
 
 CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
 WRONG, REFUSED = 2, 3
@@ -112,12 +113,12 @@ def test_losses_by_example_add_up_to_those_of_training(swept: tuple[Place, Answe
 def test_the_ledger_holds_one_group_and_each_run_its_total(swept: tuple[Place, Answer]) -> None:
     place, _ = swept
     with Ledger(place.ledger) as book:
-        (name,) = groups.names(book, "notes")
-        assert [(run.reservation.run, run.state) for run in groups.members(book, "notes", name)] == [
+        ((name, runs),) = book.account("notes").groups().items()
+        assert [(run.reservation.run, run.state) for run in runs] == [
             (f"{name}/eps-2", "completed"),
             (f"{name}/eps-8", "completed"),
         ]
-        total = groups.total(book, "notes", name)
+        total = group_total(book.account("notes"), name)
         kinds = [entry.kind for entry in book.history("notes")]
         assert kinds[:3] == ["data", "reserve", "reserve"]  # before the first step
     for run in ("eps-2", "eps-8"):
@@ -202,7 +203,7 @@ def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
     assert swept_to(place, "2,6").code == WRONG  # nothing was trained, so nothing can be compared
     state = json.loads((place.root / "sweep" / "sweep.json").read_text())
     with Ledger(place.ledger) as book:
-        runs = groups.members(book, "notes", state["group"])
+        runs = book.account("notes").groups()[state["group"]]
         assert [entry for _, entry in seen] == [run.reservation.entry for run in runs]
     for (point, _), run in zip(seen, runs, strict=True):
         assert point.config.privacy.noise_multiplier == state["pinned"][point.name]["noise_multiplier"]
@@ -353,7 +354,9 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
         assert [run.reservation.entry for run in runs] == reserved
         assert [(run.state, run.steps) for run in runs] == [("completed", STEPS)] * 2
         assert book.account("notes").sealed == sealed
-        assert record(place, "eps-8")["ledger"]["group"] == groups.of_entry(book, reserved[1])
+        assert record(place, "eps-8")["ledger"]["group"] == group_total(
+            book.account("notes"), book.reservation(reserved[1]).group
+        )
 
 
 def test_a_run_that_fails_leaves_the_others_their_places(

@@ -262,9 +262,9 @@ def test_what_ran_elsewhere_is_never_given_back():
     imported = {"type": "imported", "epsilon": 3.0, "delta": 0.0}
     for inside in (selected, imported, {"type": "composed", "events": [EVENT, imported]}):
         event = {"type": "self_composed", "count": 2, "event": inside}
-        assert _closed(event, 0).kept() == _closed(event, 0).whole()
-    assert json.loads(_closed(RUN, 30, 150).kept()) == dp_sgd_event(0.02, 0.8, 30)
-    assert json.loads(_closed(RUN, 10**6, 150).kept()) == RUN
+        assert _closed(event, 0).kept == _closed(event, 0).text
+    assert json.loads(_closed(RUN, 30, 150).kept) == dp_sgd_event(0.02, 0.8, 30)
+    assert json.loads(_closed(RUN, 10**6, 150).kept) == RUN
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)

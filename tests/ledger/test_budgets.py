@@ -8,8 +8,8 @@ from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, opened
 
 from dpllm.errors import BudgetExceeded, ConfigError, LedgerContradiction, Refused
 from dpllm.ledger import Budget, Ledger, admission, budgets
-from dpllm.ledger.exchange import event_of, read_export, to_export
-from dpllm.ledger.fingerprint import fingerprint
+from dpllm.ledger.chain import event_of, read_export
+from dpllm.ledger.records import fingerprint
 from dpllm.ledger.values import Sealed
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import dp_sgd_event, epsilon
@@ -35,7 +35,7 @@ def test_a_budget_is_set_once(ledger: Ledger):
         budgets.set_budget(ledger, "more", adaptive(8.0, import_delta=2e-6, by="carol"))
     assert ledger.head()["count"] == 2
     assert ledger.remaining("notes") == 3.0
-    content = ledger.history("notes")[0].content()
+    content = ledger.history("notes")[0].facts
     assert (content["by"], content["reason"], content["gate"]) == ("alice", "study 7", "planned")
 
 
@@ -44,7 +44,7 @@ def test_its_owner_may_correct_a_budget_until_it_is_used(ledger: Ledger, use: st
     budgets.set_budget(ledger, "notes", budget(3.0, unit="patien"))
     wanted = budget(4.0)
     assert budgets.set_budget(ledger, "notes", wanted) == ledger.budget("notes") == wanted
-    assert [entry.content()["epsilon"] for entry in ledger.history("notes")] == [3.0, 4.0]  # both are on record
+    assert [entry.facts["epsilon"] for entry in ledger.history("notes")] == [3.0, 4.0]  # both are on record
     if use == "run":
         reserve(ledger)
     elif use == "import":
@@ -133,7 +133,7 @@ def test_an_export_of_another_ledger_is_taken_over_whole(ledger: Ledger, tmp_pat
         other.charge(reserve(other).entry, 1)
         budgets.import_run(other, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
         reserve(other, "unrelated")
-        spent, value = other.spent("notes"), to_export(other)
+        spent, value = other.spent("notes"), other.chain.export()
     event, unit, relation = event_of(value, "notes")
     assert (unit, relation) == ("patient", "zero_out")
     budgets.import_run(ledger, "notes", event=event, run="x", unit=unit, relation=relation, **WHO)
@@ -160,7 +160,7 @@ def test_an_export_of_another_ledger_is_taken_over_whole(ledger: Ledger, tmp_pat
 def test_what_is_no_export_is_one_clear_error(tmp_path: Path, damage):
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         reserve(ledger)
-        value = to_export(ledger)
+        value = ledger.chain.export()
     assert len(read_export(value, tmp_path)) == 1
     with pytest.raises(ConfigError, match="is no export of a ledger"):
         read_export(damage(value), tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.ledger.fingerprint import HASH_BYTES, Fingerprint, _texts, _words, fingerprint
+from dpllm.ledger.records import HASH_BYTES, Fingerprint, _text, fingerprint
 
 Rows = Sequence[Mapping[str, Any]]
 KEY = b"k" * 32
@@ -21,7 +21,7 @@ def in_memory(rows: Rows, fields: Sequence[str]) -> Fingerprint:
     def hashed(texts: Sequence[str]) -> list[bytes]:
         return sorted(hashlib.blake2b(text.encode(), key=KEY, digest_size=32).digest() for text in texts)
 
-    records = hashed([_words(" ".join(_texts(row, fields))) for row in rows])
+    records = hashed([_text(row, fields) for row in rows])
     digest = hashlib.blake2b(b"".join(records), key=KEY, digest_size=32).hexdigest()
     return Fingerprint(digest, b"".join(sorted({record[:HASH_BYTES] for record in records})), len(records))
 

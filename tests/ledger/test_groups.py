@@ -2,19 +2,20 @@
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, TERMS, budget, reserve
+from ledger_stores import DELTA, budget, request, reserve
 from ledger_stores import adaptive as adaptive_at
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.ledger import Ledger, admission, budgets, groups
-from dpllm.ledger.exchange import to_export, verify_export
-from dpllm.ledger.fingerprint import fingerprint
-from dpllm.ledger.reserving import Group, Wanted, reserve_all, use_reservation
+from dpllm.ledger import Ledger, RunRequest, admission, budgets
+from dpllm.ledger.chain import verify_export
+from dpllm.ledger.records import fingerprint
+from dpllm.ledger.reserving import Group, group_total, reserve_all, use_reservation
 from dpllm.ledger.tables import totals
 from dpllm.ledger.values import Sealed
 from dpllm.privacy import renyi
@@ -29,12 +30,12 @@ def adaptive(value: float):
     return adaptive_at(value, order=ORDER)
 
 
-def wanted(count: int = 3) -> list[Wanted]:
-    return [Wanted(event, DELTA, 4, f"tuning-1/{number}") for number, event in enumerate(EVENTS[:count])]
+def wanted(count: int = 3) -> list[RunRequest]:
+    return [request(event=event, run=f"tuning-1/{number}") for number, event in enumerate(EVENTS[:count])]
 
 
-def reserve_group(book: Ledger, runs: list[Wanted] | None = None, dataset: str = "notes", group: Group = GROUP):
-    return reserve_all(book, dataset, wanted() if runs is None else runs, group=group, **TERMS)
+def reserve_group(book: Ledger, runs: list[RunRequest] | None = None, dataset: str = "notes", group: Group = GROUP):
+    return reserve_all(book, dataset, wanted() if runs is None else runs, group=group)
 
 
 def divergence(event) -> float:
@@ -58,21 +59,20 @@ def test_each_run_has_its_place_and_the_group_its_total(ledger: Ledger, gate: st
     assert [claim.run for claim in claims] == ["tuning-1/0", "tuning-1/1", "tuning-1/2"]
     assert {claim.group for claim in claims} == {"tuning-1"}
     assert {claim.gate for claim in claims} == {gate}
-    assert [run.reservation for run in groups.members(ledger, "notes", "tuning-1")] == claims
+    assert [run.reservation for run in ledger.account("notes").groups()["tuning-1"]] == claims
     assert ledger.spent("notes", DELTA) == pytest.approx(cost(*EVENTS))
-    found = groups.of_entry(ledger, claims[1].entry)
+    found = group_total(ledger.account("notes"), "tuning-1")
     assert found == {"name": "tuning-1", "runs": 3, "epsilon": pytest.approx(cost(*EVENTS)), "delta": DELTA}
     assert ledger.verify() == []
-    assert verify_export(to_export(ledger)) == []
+    assert verify_export(ledger.chain.export()) == []
     assert any("Tuning group tuning-1: 3 runs fixed together, 0 completed" in line for line in totals(ledger, "notes"))
 
 
 def test_a_single_run_has_no_group(ledger: Ledger):
     claim = reserve(ledger)
     assert claim.group is None
-    assert groups.of_entry(ledger, claim.entry) is None
-    assert groups.names(ledger, "notes") == []
-    assert "group" not in ledger.history("notes")[-1].content()
+    assert ledger.account("notes").groups() == {}
+    assert "group" not in ledger.history("notes")[-1].facts
 
 
 @pytest.mark.parametrize("gate", ["planned", "adaptive"])
@@ -94,19 +94,21 @@ def test_a_planned_budget_seals_the_group_as_its_list(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(3.0))
     reserve_group(ledger)
     assert [run.event for run in ledger.account("notes").sealed or ()] == EVENTS
-    assert ledger.history("notes")[1].content()["by"] == "alice"
+    assert ledger.history("notes")[1].facts["by"] == "alice"
     with pytest.raises(BudgetExceeded, match="is spent"):
         reserve(ledger, event=EVENTS[0])
-    with pytest.raises(BudgetExceeded, match="sealed without"):
+    with pytest.raises(BudgetExceeded, match="is spent"):
         reserve_group(ledger, group=Group("tuning-2", "alice"))
 
 
 def test_a_sealed_list_must_hold_the_group(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(3.0))
     budgets.seal(ledger, "notes", [Sealed(event, 4) for event in EVENTS[:2]], "alice", "plan")
-    with pytest.raises(BudgetExceeded, match=r"sealed without.* 1 of these 3 runs: q 1, sigma 30, 4 steps"):
+    with pytest.raises(
+        BudgetExceeded, match=r"does not hold 1 of these 3 runs, or not as often \(q 1, sigma 30, 4 steps\)"
+    ):
         reserve_group(ledger)
-    with pytest.raises(BudgetExceeded, match="sealed without"):  # it is there once
+    with pytest.raises(BudgetExceeded, match="does not hold 1 of these 2 runs"):  # it is there once
         reserve_group(ledger, [wanted()[0], wanted()[0]])
     assert ledger.account("notes").runs == ()
     assert len(reserve_group(ledger, wanted(2))) == 2
@@ -122,7 +124,7 @@ def test_a_group_is_fixed_once(ledger: Ledger):
 def test_other_units_refuse_the_whole_group(ledger: Ledger):
     reserve(ledger, "notes")
     with pytest.raises(Refused, match="accounted per"):
-        reserve_all(ledger, "notes", wanted(), group=GROUP, unit="visit", relation="zero_out")
+        reserve_group(ledger, [replace(one, unit="visit") for one in wanted()])
     assert len(ledger.account("notes").runs) == 1
 
 
@@ -147,7 +149,7 @@ def test_a_run_takes_its_place_for_the_records_it_was_reserved_for(ledger: Ledge
     def records(word: str):
         return fingerprint([{"text": f"{word} {row}"} for row in range(40)], ("text",), ledger.records.key())
 
-    first, *_ = reserve_all(ledger, "notes", wanted(), group=GROUP, records=records("theirs"), **TERMS)
+    first, *_ = reserve_all(ledger, "notes", wanted(), group=GROUP, records=records("theirs"))
     taken = {"dataset": "notes", "event": EVENTS[0], "num_steps": 4}
     with pytest.raises(Refused, match="no longer holds the records"):
         use_reservation(ledger, first.entry, **taken, records=records("others"))
@@ -182,7 +184,7 @@ def test_groups_that_race_for_one_budget_never_exceed_it(tmp_path: Path):
         assert sorted(got) == [0] * 5 + [2] * 3  # whole groups
         assert len(runs) == 6
         assert (admission.filter_epsilon(book.account("notes")) or 0) <= limit
-        assert all(len(groups.members(book, "notes", name)) == 2 for name in groups.names(book, "notes"))
+        assert {len(group) for group in book.account("notes").groups().values()} == {2}
 
 
 @given(
@@ -194,7 +196,7 @@ def test_groups_that_race_for_one_budget_never_exceed_it(tmp_path: Path):
 def test_whatever_is_admitted_fits_the_budget(tmp_path: Path, limits: float, sigmas: list[float], gate: str):
     with Ledger(tmp_path / f"{uuid.uuid4().hex}.sqlite") as book:
         budgets.set_budget(book, "notes", budget(limits) if gate == "planned" else adaptive(limits))
-        runs = [Wanted(dp_sgd_event(1.0, sigma, 4), DELTA, 4, str(number)) for number, sigma in enumerate(sigmas)]
+        runs = [request(event=dp_sgd_event(1.0, sigma, 4), run=str(number)) for number, sigma in enumerate(sigmas)]
         try:
             reserve_group(book, runs)
         except BudgetExceeded:

@@ -6,12 +6,11 @@ import unicodedata
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, outputs, reserve, start
+from ledger_stores import Place, adaptive, budget, outputs, request, reserve, start
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
-from dpllm.ledger.exchange import to_export
-from dpllm.ledger.fingerprint import HASH_BYTES, fingerprint, share_in_common
+from dpllm.ledger.records import HASH_BYTES, fingerprint, share_in_common
 
 KEY = b"k" * 32
 ROWS = [{"text": f"patient {n} was seen on ward {n % 7}"} for n in range(200)]
@@ -114,7 +113,7 @@ def test_derived_data_charge_the_parent_and_grandparents(ledger: Ledger):
     # What was declared once holds when it is not declared again, with or without records.
     assert reserve(ledger, "subsub").dataset == "notes"
     assert reserve(ledger, "sub", records=of(ledger, ROWS[:100])).dataset == "notes"
-    assert [e.content()["data"] for e in ledger.history("notes") if e.kind == "reserve"] == [
+    assert [e.facts["data"] for e in ledger.history("notes") if e.kind == "reserve"] == [
         "sub",
         "subsub",
         "subsub",
@@ -162,13 +161,13 @@ def test_derivation_is_no_way_out_of_an_account(ledger: Ledger):
 
 def test_two_names_for_the_same_records_at_once_cannot_both_succeed(place: Place):
     code = """
-from dpllm.ledger.fingerprint import fingerprint
+from dpllm.ledger.records import fingerprint
 rows = [{"text": f"row {n}"} for n in range(3000)]
 name = arguments[0]
 with open_ledger(location) as ledger:
     records = fingerprint(rows[int(arguments[1]):], ["text"], ledger.records.key())
     try:
-        ledger.reserve(name, records=records, **claim)
+        ledger.reserve(name, claim, records=records)
         print("reserved")
     except Refused as error:
         assert error.reason in ("renamed", "overlap"), error
@@ -189,15 +188,15 @@ def test_nothing_of_the_records_leaves_the_ledger(ledger: Ledger, place: Place):
             reserve(ledger, name, records=of(ledger, rows))
         said.append(str(refusal.value))
     reserve(ledger, records=of(ledger, ROWS))
-    shown = json.dumps(to_export(ledger)) + "".join(said) + "".join(entry.payload for entry in ledger.history())
-    shown += repr(ledger.outlook("notes", event=EVENT, delta=DELTA, num_steps=4, **TERMS))
+    shown = json.dumps(ledger.chain.export()) + "".join(said) + "".join(entry.payload for entry in ledger.history())
+    shown += repr(ledger.outlook("notes", request()))
     [(digest, nonce, hashes)] = place.raw("SELECT fingerprint, nonce, hashes FROM records")
     key = ledger.records.key().hex()
     hashes = bytes(hashes)
     secrets = {digest, nonce, key, *(hashes[n : n + HASH_BYTES].hex() for n in range(0, len(hashes), HASH_BYTES))}
     assert not [secret for secret in secrets if secret in shown]
     assert "patient 3" not in shown
-    commitments = [e.content()["commitment"] for e in ledger.history() if e.kind == "data"]
+    commitments = [e.facts["commitment"] for e in ledger.history() if e.kind == "data"]
     assert commitments == [of(ledger, ROWS).commitment(f"{nonce}:{key}")]
 
 

@@ -14,9 +14,8 @@ from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, budgets, default_path, open_ledger
-from dpllm.ledger.chain import GENESIS, Entry, canonical
-from dpllm.ledger.exchange import to_export, verify_export
-from dpllm.ledger.fingerprint import fingerprint
+from dpllm.ledger.chain import GENESIS, Entry, canonical, verify_export
+from dpllm.ledger.records import fingerprint
 from dpllm.ledger.store import GUARDS
 
 ROWS = [{"text": f"record {n}"} for n in range(50)]
@@ -207,7 +206,7 @@ def test_every_link_hangs_on_the_one_before(ledger: Ledger):
 
 def test_an_export_shows_edits_cuts_and_other_heads(full_ledger: Ledger):
     head = full_ledger.head()
-    value = to_export(full_ledger)
+    value = full_ledger.chain.export()
     assert verify_export(value) == verify_export(value, head) == []
     assert verify_export(value, {"hash": "0" * 64, "count": 1})
     last = value["entries"][-1]

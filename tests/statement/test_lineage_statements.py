@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import Budget, Ledger, budgets
+from dpllm.ledger import Budget, Ledger, RunRequest, budgets
 from dpllm.privacy import accounting
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.recipe.config import RunConfig
@@ -92,7 +92,7 @@ def budget(book: Ledger, dataset: str = "notes") -> None:
 
 def reserve(book: Ledger, dataset: str = "notes") -> str:
     made = plan()
-    claim = book.reserve(dataset, event=made.event, delta=DELTA, num_steps=20, run="parent", **TERMS)
+    claim = book.reserve(dataset, RunRequest(event=made.event, delta=DELTA, num_steps=20, run="parent", **TERMS))
     return claim.entry
 
 
