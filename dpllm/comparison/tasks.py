@@ -16,7 +16,7 @@ from dpllm.files import read_json, write_json
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.text import data
-from dpllm.text.units import each_row
+from dpllm.text.rows import each_row
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -41,7 +41,7 @@ from dpllm.run.payment import Payment, pay
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.resume import flat
 from dpllm.text import data, tokens
-from dpllm.text.units import each_row
+from dpllm.text.rows import each_row
 
 PLACES = {"output_dir", "data.train", "data.eval", "model.name_or_path", "privacy.ledger", "telemetry.textfile"}
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -20,9 +20,8 @@ from typing import Any, Literal, NamedTuple, cast
 from dpllm.errors import DataError
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig
-from dpllm.text.rows import Row, StoredRows
+from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import read_rows
-from dpllm.text.units import Groups, each_row
 
 Format = Literal["text", "prompt_completion", "messages"]
 FIELDS: dict[Format, tuple[str, ...]] = {
@@ -75,7 +74,7 @@ class Table:
 
 
 def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Table:
-    """Reads a data source, once from its beginning to its end.
+    """Reads a data source, once from its beginning to its end; columns are renamed to those of the format.
 
     Args:
         source: jsonl, csv or parquet file, directory of datasets, Hub id, or builtin name.
@@ -83,9 +82,6 @@ def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ta
         split: Which split, where the source has several.
         cache_dir: Where copies of the data may lie; under the run's private directory, never shared. What does not fit in
             memory lies there in a file without a name, which ends with the process.
-
-    Returns:
-        The rows, with columns renamed to those of the format.
 
     Raises:
         DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
@@ -96,7 +92,7 @@ def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ta
     """
     rows, fmt, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
     for number, raw in enumerate(read_rows(source, data, split, cache_dir), start=1):
-        row = _rename(raw, data.columns)
+        row = {**raw, **{name: raw[column] for name, column in data.columns.items() if column in raw}}
         if isinstance(row.get("messages"), list):
             row["messages"] = _filled(row["messages"])
         fmt = _format_of(source, number, row, data.format, fmt)
@@ -111,10 +107,9 @@ def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ta
 
 def _checked(source: str, number: int, row: Row, field: str, fmt: Format) -> bytes:
     """A field of a row as bytes, where it is what the format reads."""
-    value = row.get(field)
-    good = isinstance(value, list) and value if field == "messages" else isinstance(value, str)
-    if not good:
-        kind = "a list of messages" if field == "messages" else "text"
+    value, listed = row.get(field), field == "messages"
+    if not isinstance(value, list if listed else str) or (listed and not value):
+        kind = "a list of messages" if listed else "text"
         raise DataError(
             f"{source}: row {number} has no {kind} in column {field!r}, which format {fmt} reads. "
             f"Mend or drop the row, or name the column with data.columns."
@@ -184,11 +179,7 @@ def unit_name(value: Any) -> str | None:
 
 
 def sampled_rows(table: Table, data: DataConfig) -> Groups:
-    """The rows of each thing that is sampled as a whole: a unit, or, with ``sampling: example``, one of its rows.
-
-    Raises:
-        DataError: See ``group_rows``.
-    """
+    """What is sampled as a whole: ``group_rows``, or with ``sampling: example`` each of their rows alone."""
     groups = group_rows(table, data)
     return groups if data.sampling == "unit" else groups.each_alone()
 
@@ -249,18 +240,11 @@ def iter_units(
 def encode(
     example: Mapping[str, Any], fmt: Format, tokenizer: Any, max_length: int, long_examples: str
 ) -> list[TokenSequence]:
-    """Tokenises one example.
-
-    Args:
-        example: A row with the fields of the format.
-        fmt: text, prompt_completion or messages.
-        tokenizer: A fast transformers tokenizer.
-        max_length: Tokens in one sequence.
-        long_examples: chunk, truncate or refuse.
+    """Tokenises one row with a fast transformers tokenizer.
 
     Returns:
-        No sequence (nothing to predict), one, or several chunks. Chunks overlap by one token, so that every target is
-        predicted exactly once.
+        No sequence (nothing to predict), one, or several chunks of at most ``max_length`` tokens. Chunks overlap by one
+        token, so that every target is predicted exactly once.
 
     Raises:
         DataError: See ``encode_units``.
@@ -325,11 +309,6 @@ def dataset_name(data: DataConfig) -> str:
         return data.train
     path = path.resolve()
     return f"{path.parent.name}/{path.stem}"
-
-
-def _rename(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    given = {name: row[column] for name, column in columns.items() if column in row}
-    return {**row, **given}
 
 
 def _format_of(source: str, number: int, row: Row, wanted: str, before: Format | None) -> Format:

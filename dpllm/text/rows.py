@@ -1,21 +1,24 @@
-"""Rows on disk: a sequence that may be larger than memory, and that nobody else can read.
+"""Sequences of which memory does not hold all: rows on disk that nobody else can read, and groups of rows.
 
-Comes in: rows, one after the other. Goes out: the same rows, as often as asked for, in any order. It must not know what
-a row means.
+Comes in: rows, one after the other; which of them belong together. Goes out: the same rows, as often as asked for, in any
+order. It must not know what a row means, nor why rows belong together.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import tempfile
+from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from dpllm.errors import DataError
 
+T = TypeVar("T")
 Row = dict[str, Any]
 BUFFER = 16 * 2**20
 """Bytes of rows that are kept in memory; a corpus of fewer never touches the disk."""
@@ -62,7 +65,24 @@ class OpenFile:
         os.close(self._descriptor)
 
 
-class StoredRows(Sequence[Row]):
+class ReadWhenAsked(Sequence[T]):
+    """A sequence whose items are read when they are asked for, by number."""
+
+    @abstractmethod
+    def _read(self, number: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        numbers = range(len(self))[index]
+        return [self._read(number) for number in numbers] if isinstance(numbers, range) else self._read(numbers)
+
+
+class StoredRows(ReadWhenAsked[Row]):
     """Rows that are read back one at a time; in memory stay ``BUFFER`` bytes, and eight bytes for each row.
 
     Guarantee:
@@ -92,16 +112,7 @@ class StoredRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
+    def _read(self, number: int) -> Row:
         start, end = self._starts[number], self._starts[number + 1]
         if start >= self._on_disk:
             piece = bytes(self._pending[start - self._on_disk : end - self._on_disk])
@@ -110,9 +121,6 @@ class StoredRows(Sequence[Row]):
             piece = self._file.read(start, end - start)
         row: Row = pickle.loads(piece)  # our own bytes, from a file that nobody else can open
         return row
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[number] for number in range(len(self)))
 
     def _spill(self) -> None:
         try:
@@ -128,3 +136,36 @@ class StoredRows(Sequence[Row]):
             ) from None
         self._on_disk += len(self._pending)
         self._pending = bytearray()
+
+
+class Groups(ReadWhenAsked[list[Row]]):
+    """The rows of each thing that is sampled or counted as a whole; in memory are the numbers of rows and not the rows."""
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int], starts: Sequence[int]) -> None:
+        """Group i holds the rows ``numbers[starts[i] : starts[i + 1]]``."""
+        self._rows, self._numbers, self._starts = rows, numbers, starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def _read(self, number: int) -> list[Row]:
+        return [self._rows[row] for row in self._numbers[self._starts[number] : self._starts[number + 1]]]
+
+    def each_alone(self) -> Groups:
+        """The same rows, each a group of its own."""
+        return Groups(self._rows, self._numbers, range(len(self._numbers) + 1))
+
+    def digest(self) -> str:
+        """Of which rows, by number, stand in which group; in hexadecimal."""
+        import numpy as np
+
+        found = hashlib.blake2b(b"%d:" % len(self._starts), digest_size=32)
+        for numbers in (self._starts, self._numbers):
+            for start in range(0, len(numbers), 2**20):  # a range is never an array as a whole
+                found.update(np.asarray(numbers[start : start + 2**20], dtype="<i8").tobytes())
+        return found.hexdigest()
+
+
+def each_row(rows: Sequence[Row]) -> Groups:
+    """Every row as a group of its own."""
+    return Groups(rows, range(len(rows)), range(len(rows) + 1))

@@ -25,51 +25,31 @@ MOST_LEVELS = 100
 
 
 def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Iterator[Row]:
-    """Reads a source row by row, as it is written there.
-
-    Args:
-        source: jsonl, csv or parquet file, directory of datasets, Hub id, or builtin name.
-        data: The recipe's data section: the revision.
-        split: Which split, where the source has several.
-        cache_dir: Where datasets and the Hub may keep copies.
+    """Reads a source row by row, as it is written there; see ``data.load_table``.
 
     Raises:
         DataError: A source that is missing, of no known kind or damaged.
     """
-    if names.is_builtin(source):
-        try:
-            path = builtin.path(source)
-        except KeyError as error:
-            raise DataError(str(error.args[0])) from None
-    else:
-        path = Path(source)
-    suffix = path.suffix.lower()
     try:
-        if path.is_file() and suffix in {".jsonl", ".ndjson", ".json"}:
-            yield from _read_json_lines(path)
-            return
-        if path.is_file() and suffix in {".csv", ".tsv"}:
-            with open(path, encoding="utf-8", newline="") as file:
-                yield from csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",")
-            return
-        if path.is_file() and suffix == ".parquet":
-            from pyarrow import parquet
-
-            with parquet.ParquetFile(path) as table:
-                for batch in table.iter_batches(batch_size=ROWS_AT_ONCE):
-                    yield from batch.to_pylist()
-            return
-    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
-        # The message of the parser may quote the row; its type does not.
-        raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).") from None
-    if path.is_dir():
+        path = builtin.path(source) if names.is_builtin(source) else Path(source)
+    except KeyError as error:
+        raise DataError(str(error.args[0])) from None
+    suffix = path.suffix.lower()
+    read = READERS.get(suffix)
+    if read and path.is_file():
+        try:
+            yield from read(path)
+        except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+            # The message of the parser may quote the row; its type does not.
+            raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).") from None
+    elif path.is_dir():
         yield from _read_directory(path, split, cache_dir)
-        return
-    if suffix in {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"} or path.is_file() or source.count("/") != 1:
+    elif read or path.is_file() or source.count("/") != 1:
         known = "a jsonl, csv or parquet file, a directory of datasets, or a Hub id"
         reason = "is of no known kind" if path.exists() else "no such file"
         raise DataError(f"{source}: {reason}. data.train and data.eval take {known}.")
-    yield from _read_hub(source, data.revision, split, cache_dir)
+    else:
+        yield from _read_hub(source, data.revision, split, cache_dir)
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
@@ -92,19 +72,32 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
             yield row
 
 
-def _limit_depth(value: Any) -> None:
+def _limit_depth(value: Any, levels: int = MOST_LEVELS) -> None:
     """Raises the same error that json raises, but at a depth that no later reader of the row minds."""
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise RecursionError
+    if not levels:
+        raise RecursionError
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _limit_depth(inner, levels - 1)
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    with open(path, encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as table:
+        for batch in table.iter_batches(batch_size=ROWS_AT_ONCE):
+            yield from batch.to_pylist()
+
+
+READERS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json_lines),
+    **dict.fromkeys((".csv", ".tsv"), _read_csv),
+    ".parquet": _read_parquet,
+}
 
 
 def _read_directory(path: Path, split: str, cache_dir: Path) -> Iterator[Row]:

@@ -22,7 +22,7 @@ import shutil
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,7 @@ from dpllm.errors import DataError
 from dpllm.files import locked, whole_directory
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, TokenSequence, Unit, iter_units
-from dpllm.text.rows import OpenFile
-from dpllm.text.units import Groups
+from dpllm.text.rows import Groups, OpenFile, ReadWhenAsked
 
 ENCODING = 1
 """To be raised when ``data.encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
@@ -40,7 +39,7 @@ FOLDER = "tokens"
 _PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at a time
 
 
-class Units(Sequence[Unit | None]):
+class Units(ReadWhenAsked[Unit | None]):
     """Tokenised units: from disk, and slots behind them that are held in memory.
 
     Attributes:
@@ -52,32 +51,15 @@ class Units(Sequence[Unit | None]):
     def __init__(
         self, path: Path, digest: str, index_U3: NDArray[np.int64], file: OpenFile, slots: Sequence[Unit | None] = ()
     ) -> None:
-        """Made by ``make_units`` and ``open_units``; ``file`` is tokens.bin."""
+        """Made by ``make_units``; ``file`` is tokens.bin."""
         self.path, self.digest = path, digest
         self._index_U3, self._file, self._slots = index_U3, file, slots
-
-    @property
-    def key(self) -> str:
-        """Of the entry: what another process of the run opens."""
-        return self.path.name
+        self._on_disk = len(index_U3) - 1
 
     def __len__(self) -> int:
         return self._on_disk + len(self._slots)
 
-    @property
-    def _on_disk(self) -> int:
-        return len(self._index_U3) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> Unit | None: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Unit | None]: ...
-
-    def __getitem__(self, index: int | slice) -> Unit | list[Unit | None] | None:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
+    def _read(self, number: int) -> Unit | None:
         if number >= self._on_disk:
             return self._slots[number - self._on_disk]
         start, end = int(self._index_U3[number, 0]), int(self._index_U3[number + 1, 0])
@@ -117,17 +99,16 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
     Raises:
         DataError: See ``data.encode_units``; a disk that is full.
     """
-    key = cache_key(table, groups, tokenizer, data)
-    path = cache_dir / FOLDER / key
+    path = cache_dir / FOLDER / _key(table, groups, tokenizer, data)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.parent / ".lock"):
-            if (found := _open(path, check=True)) is None:
+            if (found := _open(path)) is None:
                 for left in path.parent.glob(".*.*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 with whole_directory(path, mode=0o700) as part:
                     _write(part, iter_units(groups, table.format, tokenizer, data, name=table.name))
-                found = _open(path, check=False)
+                found = _open(path)
     except OSError as error:
         raise DataError(
             f"{path.parent}: cannot hold the tokens of {table.name} ({error.strerror}), from which training reads. Free some "
@@ -140,33 +121,8 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
     return found
 
 
-def open_units(cache_dir: Path, key: str) -> Units:
-    """Opens what another process of this machine made, and has checked.
-
-    Raises:
-        DataError: There is no such entry.
-    """
-    found = _open(cache_dir / FOLDER / key, check=False)
-    if found is None:
-        raise DataError(
-            f"{cache_dir / FOLDER}: holds no tokens of the training data of this run. Either another process removed them, or "
-            "the machines of this run read different data: give all of them the same files."
-        )
-    return found
-
-
-def cache_key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
-    """Under which the units are kept: everything that decides which tokens they hold, hashed.
-
-    Args:
-        table: Of ``data.load_table``.
-        groups: See ``make_units``.
-        tokenizer: With its chat template.
-        data: max_length, long_examples.
-
-    Raises:
-        ValueError: The table was not made by ``data.load_table``.
-    """
+def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
+    """Under which the units are kept: everything that decides which tokens they hold, hashed."""
     import transformers
 
     if table.digest is None:
@@ -207,26 +163,22 @@ def _write(part: Path, units: Iterable[Unit]) -> None:
     (part / "meta.json").write_text(json.dumps(meta, sort_keys=True), encoding="utf-8")
 
 
-def _open(path: Path, *, check: bool) -> Units | None:
-    """An entry, or None where it is missing or damaged; ``check`` reads all of it, and else its sizes only."""
+def _open(path: Path) -> Units | None:
+    """An entry, or None where it is missing or damaged; all of it is read."""
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         index_U3 = np.load(path / "index.npy", allow_pickle=False)
         file = OpenFile(os.open(path / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC))
         fits = index_U3.shape == (meta["units"] + 1, 3) and file.size() == meta["bytes"] == index_U3[-1, 0]
-        if not fits or (check and _digest(file, index_U3) != meta["digest"]):
+        digest, size = hashlib.blake2b(digest_size=32), file.size()
+        for start in range(0, size, _PIECE):
+            digest.update(file.read(start, min(_PIECE, size - start)))
+        digest.update(index_U3.tobytes())
+        if not fits or digest.hexdigest() != meta["digest"]:
             return None
-        return Units(path, str(meta["digest"]), index_U3, file)
+        return Units(path, digest.hexdigest(), index_U3, file)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
-
-
-def _digest(file: OpenFile, index_U3: NDArray[np.int64]) -> str:
-    digest, size = hashlib.blake2b(digest_size=32), file.size()
-    for start in range(0, size, _PIECE):
-        digest.update(file.read(start, min(_PIECE, size - start)))
-    digest.update(index_U3.tobytes())
-    return digest.hexdigest()
 
 
 def _sizes(unit: Unit | None) -> tuple[int, int]:

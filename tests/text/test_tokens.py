@@ -29,9 +29,8 @@ from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text import data, rows, tokens
 from dpllm.text.data import Table, TokenSequence, Unit, encode_units, load_table, sampled_rows
-from dpllm.text.rows import OpenFile, StoredRows
-from dpllm.text.tokens import Units, make_units, open_units
-from dpllm.text.units import each_row
+from dpllm.text.rows import OpenFile, StoredRows, each_row
+from dpllm.text.tokens import Units, make_units
 
 Json = dict[str, Any]
 TEXTS = [{"text": tiny.sentence(number) * (1 + number % 3), "who": f"p{number % 5}"} for number in range(40)]
@@ -207,7 +206,7 @@ def test_units_on_disk_are_those_of_memory(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "AT_ONCE", at_once)
         units = made(Path(folder), some, **values)
-        again = open_units(Path(folder) / "cache", units.key)
+        again = made(Path(folder), some, **values)
     for found in (units, again):
         assert list(found) == one_by_one == found[:]
         assert found.digest == units.digest
@@ -296,9 +295,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_corpus_is_tokenised_once(tmp_path: Path, counted: list[int]) -> None:
     first = made(tmp_path)
     again = made(tmp_path)
-    assert (len(counted), again.digest, again.key) == (1, first.digest, first.key)
+    assert (len(counted), again.digest, again.path.name) == (1, first.digest, first.path.name)
     assert list(again) == list(first)
-    assert entries(tmp_path) == [first.key]
+    assert entries(tmp_path) == [first.path.name]
     for path in (first.path, first.path.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
@@ -324,18 +323,20 @@ CHANGES: list[tuple[str, Json]] = [
 
 
 def test_whatever_changes_the_tokens_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [made(tmp_path, TALKS).key]
-    keys += [made(tmp_path, TALKS, **values).key for _, values in CHANGES]
-    keys += [made(tmp_path, TALKS, OtherTemplate(change).made).key for change in ("template", "eos", "vocabulary")]
-    keys += [made(tmp_path, TALKS[::-1]).key, made(tmp_path, TALKS[1:]).key]
+    keys = [made(tmp_path, TALKS).path.name]
+    keys += [made(tmp_path, TALKS, **values).path.name for _, values in CHANGES]
+    keys += [
+        made(tmp_path, TALKS, OtherTemplate(change).made).path.name for change in ("template", "eos", "vocabulary")
+    ]
+    keys += [made(tmp_path, TALKS[::-1]).path.name, made(tmp_path, TALKS[1:]).path.name]
     both = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
-    keys += [made(tmp_path, both, format=fmt).key for fmt in ("prompt_completion", "text")]
-    keys += [made(tmp_path, [{"prompt": p, "completion": c}]).key for p, c in (("a", "bc"), ("ab", "c"))]
+    keys += [made(tmp_path, both, format=fmt).path.name for fmt in ("prompt_completion", "text")]
+    keys += [made(tmp_path, [{"prompt": p, "completion": c}]).path.name for p, c in (("a", "bc"), ("ab", "c"))]
     splitting = tiny.tokenizer()  # not the one that the tests share
     splitting.split_special_tokens = True
-    keys.append(made(tmp_path, TALKS, splitting).key)
+    keys.append(made(tmp_path, TALKS, splitting).path.name)
     monkeypatch.setattr(tokens, "ENCODING", tokens.ENCODING + 1)
-    keys.append(made(tmp_path, TALKS).key)
+    keys.append(made(tmp_path, TALKS).path.name)
     assert len(set(keys)) == len(keys)
 
 
@@ -380,10 +381,10 @@ def test_a_damaged_entry_is_made_again(
     tmp_path: Path, counted: list[int], name: str, damage: Callable[[Path], Any]
 ) -> None:
     first = made(tmp_path)
-    expected, key = list(first), first.key
+    expected, key = list(first), first.path.name
     damage(first.path / name)
     again = made(tmp_path)
-    assert (list(again), again.key, again.digest) == (expected, key, first.digest)
+    assert (list(again), again.path.name, again.digest) == (expected, key, first.digest)
     assert len(counted) == 2
     made(tmp_path)
     assert len(counted) == 2
@@ -403,13 +404,6 @@ def test_what_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     os.truncate(units.path / "tokens.bin", 100)
     with pytest.raises(DataError, match="cut short"):
         list(units)
-
-
-def test_another_process_finds_nothing_under_another_key(tmp_path: Path) -> None:
-    units = made(tmp_path)
-    assert list(open_units(tmp_path / "cache", units.key)) == list(units)
-    with pytest.raises(DataError, match="give all of them the same files"):
-        open_units(tmp_path / "cache", "0" * 32)
 
 
 DIES = """
@@ -444,7 +438,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path: Path,
     assert [name[0] for name in entries(tmp_path)] == [".", "."]  # a lock, and what is half written
     units = made(tmp_path)
     assert list(units) == in_memory(TEXTS, "text")
-    assert (entries(tmp_path), len(counted)) == ([units.key], 1)
+    assert (entries(tmp_path), len(counted)) == ([units.path.name], 1)
 
 
 def test_of_several_at_once_one_tokenises(tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
