@@ -146,14 +146,10 @@ def write_held_out(run: RunDir, loss: float, **changes: Any) -> None:
 def without_pictures(monkeypatch: Any) -> None:
     """Drawing takes most of the time of a comparison, and has tests of its own."""
 
-    def draw(value: Json, path: Path) -> bool:
-        path.write_bytes(b"a picture")
-        return True
+    def draw(value: Json, folder: Path) -> list[str]:
+        names = ["comparison.png", "utility.png", "leakage.png"]
+        for name in names:
+            (folder / name).write_bytes(b"a picture")
+        return names
 
-    for name in (
-        "pair_figure.draw",
-        "epsilon_figure.draw_both",
-        "epsilon_figure.draw_utility",
-        "epsilon_figure.draw_leakage",
-    ):
-        monkeypatch.setattr(f"dpllm.comparison.{name}", draw)
+    monkeypatch.setattr("dpllm.comparison.figures.draw", draw)

@@ -23,20 +23,20 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Runs the command; returns its exit code."""
     from rich.console import Console
 
-    from dpllm.comparison.compare import check, compare
+    from dpllm.comparison.compare import compare
     from dpllm.run.directory import RunDir
 
     if known.tasks < 0:
         raise ConfigError(f"--tasks {known.tasks}: nothing can be generated for fewer than no rows. Type 1 or more.")
-    runs = [RunDir(Path(path)) for path in known.runs]
-    output = Path(known.output) if known.output else None
-    check(runs, output, public=known.public)
+    comparison = compare(
+        [RunDir(Path(path)) for path in known.runs],
+        Path(known.output) if known.output else None,
+        public=known.public,
+        tasks=known.tasks,
+        losses=not known.no_intervals,
+        console=Console(stderr=True),
+    )
     console = Console()
-    if known.tasks or not known.no_intervals:
-        from dpllm.comparison.tasks import measure
-
-        measure(runs, rows=known.tasks, losses=not known.no_intervals, console=Console(stderr=True))
-    comparison = compare(runs, output, public=known.public)
     console.print(comparison.table())
     console.print(f"Written to {comparison.output}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -22,6 +22,7 @@ from dpllm.files import write_json, write_whole
 from dpllm.run.directory import RunDir
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 FILES = ("comparison.json", "comparison.md", "comparison.png", "utility.png", "leakage.png")
@@ -50,10 +51,18 @@ class Comparison:
 
     def table(self) -> Table:
         """The measures as a table for the terminal."""
-        return rows.table(self.values, " ".join(rows.caption(self.values)))
+        return rows.table(self.values, self.rows)
 
 
-def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> Comparison:
+def compare(
+    runs: Sequence[RunDir],
+    output: Path | None = None,
+    *,
+    public: bool = False,
+    tasks: int = 0,
+    losses: bool = False,
+    console: Console | None = None,
+) -> Comparison:
     """Compares runs and writes the result.
 
     Args:
@@ -62,6 +71,9 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
             comparison, ``comparison`` in its run directory.
         public: Write what may be published: figures of public evaluation data and released weights, audits of runs with
             differential privacy, and of the run without only what was trained on public data. What is left out is said.
+        tasks: Evaluation prompts for BLEU and ROUGE-L, see ``tasks.measure``; 0: as they were measured before.
+        losses: Compute the losses by example that intervals rest on, where they are not known; likewise.
+        console: Where to say what is computed.
 
     Returns:
         The comparison; ``comparison.json``, ``comparison.md`` and up to three pictures are written.
@@ -70,22 +82,17 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
         ConfigError: The runs cannot be compared, see ``compared_runs.read`` and ``compared_runs.differences``; or `output`
             lies in a directory that is published as it was verified.
     """
+    if tasks or losses:
+        from dpllm.comparison.tasks import measure
+
+        with _readable(runs):
+            _checked(runs, output, public)  # refused before anything long is computed
+        measure(runs, rows=tasks, losses=losses, console=console)
     with _readable(runs):
-        read, target = _ready(runs, output, public)
-        value = values.values(read, compared_runs.differences(read, public=public), public=public)
-        files = _write(value, target, public)
-        return Comparison(value, rows.rows(value), target, files)
-
-
-def check(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> None:
-    """Refuses what ``compare`` would refuse, before anything long is computed for it.
-
-    Raises:
-        ConfigError: See ``compare``.
-    """
-    with _readable(runs):
-        read, _ = _ready(runs, output, public)
-        compared_runs.differences(read, public=public)
+        sides, differences, target = _checked(runs, output, public)
+        value = values.values(sides, differences, public=public)
+        shown = rows.rows(value)
+        return Comparison(value, shown, target, _write(value, shown, target, public))
 
 
 def public_table(runs: Sequence[RunDir]) -> Table:
@@ -95,9 +102,9 @@ def public_table(runs: Sequence[RunDir]) -> Table:
         ConfigError: See ``compare``.
     """
     with _readable(runs):
-        read = compared_runs.read(runs, public=True)
-        value = values.values(read, compared_runs.differences(read, public=True), public=True)
-        return rows.table(value, " ".join(rows.caption(value)))
+        sides, differences, _ = _checked(runs, None, True)
+        value = values.values(sides, differences, public=True)
+        return rows.table(value, rows.rows(value))
 
 
 class DPComparison:
@@ -127,17 +134,7 @@ class DPComparison:
         return compare(self.runs, None if output is None else Path(output), public=self.public)
 
     def generate_report(self, output: str | os.PathLike[str] | None = None) -> tuple[Path, ...]:
-        """Writes JSON, Markdown and pictures.
-
-        Args:
-            output: Directory; None: see ``compare``.
-
-        Returns:
-            The files.
-
-        Raises:
-            ConfigError: The runs cannot be compared.
-        """
+        """Writes JSON, Markdown and pictures, and returns the files; see ``compare``."""
         return self.compare(output).files
 
 
@@ -154,46 +151,35 @@ def _readable(runs: Sequence[RunDir]) -> Iterator[None]:
         ) from error
 
 
-def _ready(runs: Sequence[RunDir], output: Path | None, public: bool) -> tuple[list[compared_runs.Side], Path]:
-    read = compared_runs.read(runs, public=public)
-    target = output or _default(read, public)
-    _refuse_export(target)
-    return read, target
-
-
-def _default(read: Sequence[compared_runs.Side], public: bool) -> Path:
-    run = read[0].run  # the one without differential privacy comes last
-    return run.root / "comparison" if public else run.private / "compare"
-
-
-def _refuse_export(target: Path) -> None:
+def _checked(
+    runs: Sequence[RunDir], output: Path | None, public: bool
+) -> tuple[list[compared_runs.Side], dict[str, list[Any]], Path]:
+    """The runs, what else differs between them, and where the result goes."""
+    sides = compared_runs.read(runs, public=public)
+    run = sides[0].run  # the one without differential privacy comes last
+    target = output or (run.root / "comparison" if public else run.private / "compare")
     for folder in (target.resolve(), *target.resolve().parents):
         if folder.name == "export" and (folder.parent / "config.yaml").exists():
             raise ConfigError(
                 f"{target}: lies in export/, which is published as it was verified, and a comparison tells of other runs too. "
                 "Choose a directory outside export/."
             )
+    return sides, compared_runs.differences(sides, public=public), target
 
 
-def _write(value: Json, target: Path, public: bool) -> tuple[Path, ...]:
-    from dpllm.comparison import epsilon_figure, pair_figure
+def _write(value: Json, shown: Sequence[Row], target: Path, public: bool) -> tuple[Path, ...]:
+    from dpllm.comparison import figures
 
+    cells = [
+        {"section": row.section, "measure": row.measure, "cells": [cell.line() for cell in row.cells]} for row in shown
+    ]
     try:
         target.mkdir(mode=0o755 if public else 0o700, parents=True, exist_ok=True)
         for name in FILES:  # of an earlier comparison
             (target / name).unlink(missing_ok=True)
-        shown = [
-            {"section": row.section, "measure": row.measure, "cells": [cell.line() for cell in row.cells]}
-            for row in rows.rows(value)
-        ]
-        write_json(target / "comparison.json", {**value, "columns": rows.headings(value), "rows": shown})
-        pictures = {
-            "comparison.png": pair_figure.draw if pair_figure.fits(value) else epsilon_figure.draw_both,
-            "utility.png": epsilon_figure.draw_utility,
-            "leakage.png": epsilon_figure.draw_leakage,
-        }
-        drawn = [name for name, draw in pictures.items() if draw(value, target / name)]
-        write_whole(target / "comparison.md", rows.markdown(value, drawn))
+        write_json(target / "comparison.json", {**value, "columns": rows.headings(value), "rows": cells})
+        pictures = figures.draw(value, target)
+        write_whole(target / "comparison.md", rows.markdown(value, shown, pictures))
         files = tuple(target / name for name in FILES if (target / name).exists())
         for path in files:
             path.chmod(0o644 if public else 0o600)

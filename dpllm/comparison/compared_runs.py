@@ -22,12 +22,12 @@ from dpllm.run.directory import COST, RunDir
 HELD_OUT, TASKS = "held_out.json", "tasks.json"
 """Under private/: figures by example that ``dpllm.comparison.tasks`` computes once and that no report shows by themselves."""
 
-# Flags that say what may be published, how large the data are declared to be, or how fast a step runs: they change
-# neither the rows that train nor those that are evaluated.
-DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
 SAME = ("model.", "data.", "audit.canaries.")
+# Of these sections, flags that say what may be published, how large the data are declared to be, or how fast a step runs: they
+# change neither the rows that train nor those that are evaluated.
+DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
 # They change no figure that is compared.
-BESIDE = ("card.", "telemetry.")
+BESIDE = ("card.", "telemetry.", "output_dir")
 # Names of places, which a public report has no use for.
 PLACES = {"privacy.ledger", "privacy.dataset", "privacy.derived_from"}
 
@@ -56,7 +56,7 @@ class Side:
     held_out: Json | None
     tasks: Json | None
     audit: Json | None
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...]
 
     @property
     def private(self) -> bool:
@@ -72,8 +72,8 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
         public: Leave out what may not be published.
 
     Raises:
-        ConfigError: Fewer than two runs, one twice, two without differential privacy; one that was refused or has canaries
-            and no audit; or runs whose model, data, evaluation or canaries differ.
+        ConfigError: Fewer than two runs, one twice, two without differential privacy; or one that was refused or has canaries
+            and no audit.
     """
     if len(runs) < 2:
         raise ConfigError("one run leaves nothing to compare. Type two or more: dpllm compare BASELINE RUN RUN.")
@@ -87,28 +87,20 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
             f"{free[0]} and {free[1]}: both are without differential privacy, so neither is the one that the others are measured "
             "by. Name one of them, and runs with privacy.enabled: true."
         )
-    records = [_record(run) for run in runs]
+    records = [read_json(run.run) for run in runs]
+    for run, record in zip(runs, records, strict=True):
+        if record["status"] == "refused":
+            raise ConfigError(f"{run.root}: the run was refused, so there is nothing to compare. Train first.")
     _refuse_copies(runs, records)
     budgeted = any((record.get("ledger") or {}).get("budget") for record in records)
     evaluation_public = all(config.data.eval_public for config in configs)
-    names = _names(runs)
     sides = []
-    for name, run, config, record in zip(names, runs, configs, records, strict=True):
-        sides.append(_side(name, run, config, record, public, budgeted, evaluation_public))
+    for name, run, config, record in zip(_names(runs), runs, configs, records, strict=True):
+        open_data = config.data.public and not budgeted  # whoever set a budget knew better
+        sides.append(_side(name, run, config, record, public, open_data, evaluation_public))
     if len({(side.tasks["prompts"], side.tasks["num_tokens"]) for side in sides if side.tasks}) > 1:
         sides = [replace(side, tasks=None) for side in sides]  # of different prompts: nothing to compare
-    return sorted(sides, key=_order)
-
-
-def _order(side: Side) -> tuple[bool, float]:
-    return not side.private, float((side.plan or {}).get("epsilon", 0.0))
-
-
-def _record(run: RunDir) -> Json:
-    record = read_json(run.run)
-    if record["status"] == "refused":
-        raise ConfigError(f"{run.root}: the run was refused, so there is nothing to compare. Train first.")
-    return record
+    return sorted(sides, key=lambda side: (not side.private, float((side.plan or {}).get("epsilon", 0.0))))
 
 
 def _refuse_copies(runs: Sequence[RunDir], records: Sequence[Json]) -> None:
@@ -133,63 +125,41 @@ def _names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def _side(
-    name: str, run: RunDir, config: RunConfig, record: Json, public: bool, budgeted: bool, evaluation_public: bool
+    name: str, run: RunDir, config: RunConfig, record: Json, public: bool, open_data: bool, evaluation_public: bool
 ) -> Side:
     plan = read_json(run.plan) if config.privacy.enabled else None
-    open_data = config.data.public and not budgeted
     if not public:
-        record = {**record, **_cost(run)}
+        summary = read_json(run.private / "summary.json")
+        record = {**record, **{key: summary[key] for key in COST if key in summary}}
     elif not open_data or (config.data.eval is not None and not evaluation_public):
         # An older version wrote it down all the same.
         record = {key: value for key, value in record.items() if key not in COST}
+    what = "gives no guarantee" if config.privacy.enabled else "was trained without differential privacy"
+    unprotected = f"{what}, on data that are not public"
     left_out: list[str] = []
-    show_audit = config.audit.canaries is not None
-    if show_audit and public and not (config.privacy.enabled or open_data):
-        show_audit = False
-        left_out.append(f"{name}: the audit, because it {_unprotected(config)}.")
-    audit = _audit(run, config, plan, record) if show_audit else None
-    if public and audit is not None and not (open_data or audit.get("published", True)):
-        raise ConfigError(
-            f"{run.export}: holds an audit that says it may not be published, so the directory was changed by hand. Run dpllm "
-            f"audit {run.root} again."
-        )
+    audit = None
+    if config.audit.canaries is not None and public and not (config.privacy.enabled or open_data):
+        left_out.append(f"{name}: the audit, because it {unprotected}.")
+    elif config.audit.canaries is not None:
+        audit = _audit(run, config, plan, record)
+        if public and not (open_data or audit.get("published", True)):
+            raise ConfigError(
+                f"{run.export}: holds an audit that says it may not be published, so the directory was changed by hand. Run "
+                f"dpllm audit {run.root} again."
+            )
     mechanism = run.audit_dir(True) / "mechanism.json"
     reason = why_not(config, plan, record, audit, read_json(mechanism) if mechanism.exists() else None)
-    show_evaluation = config.data.eval is not None
-    if show_evaluation and public:
-        released = open_data or reason is None  # the weights may be looked at by anyone
-        if not evaluation_public:
-            left_out.append(f"{name}: held-out figures, because not every run declares its evaluation data public.")
-        elif not released:
-            left_out.append(f"{name}: held-out figures, because it {_unprotected(config)}.")
-        show_evaluation = evaluation_public and released
     evaluation: Json = {}
-    if show_evaluation:
+    held_out, tasks = None, None
+    if config.data.eval is not None and public and not evaluation_public:
+        left_out.append(f"{name}: held-out figures, because not every run declares its evaluation data public.")
+    elif config.data.eval is not None and public and not open_data and reason is not None:  # weights are not released
+        left_out.append(f"{name}: held-out figures, because it {unprotected}.")
+    elif config.data.eval is not None:
         # What run.json says it says in public.
         evaluation = record["metrics"]["public"] if public else read_json(run.private / "summary.json")
-    return Side(
-        name,
-        run,
-        config,
-        record,
-        plan,
-        reason,
-        evaluation,
-        _cached(run, HELD_OUT, record) if show_evaluation else None,
-        _cached(run, TASKS, record) if show_evaluation else None,
-        audit,
-        tuple(left_out),
-    )
-
-
-def _cost(run: RunDir) -> Json:
-    summary = read_json(run.private / "summary.json")
-    return {key: summary[key] for key in COST if key in summary}
-
-
-def _unprotected(config: RunConfig) -> str:
-    what = "gives no guarantee" if config.privacy.enabled else "was trained without differential privacy"
-    return f"{what}, on data that are not public"
+        held_out, tasks = _cached(run, HELD_OUT, record), _cached(run, TASKS, record)
+    return Side(name, run, config, record, plan, reason, evaluation, held_out, tasks, audit, tuple(left_out))
 
 
 def _audit(run: RunDir, config: RunConfig, plan: Json | None, record: Json) -> Json:
@@ -216,27 +186,19 @@ def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:
     """Every other setting that differs: dotted key -> a value for each run.
 
     Raises:
-        ConfigError: One that must be the same.
+        ConfigError: One that must be the same: model, data, evaluation or canaries.
     """
-    settings = []
-    for side in sides:
-        flat = _flat(side.config.model_dump(mode="json"))
-        if not side.private:  # nothing read them
-            flat = {
-                key: value for key, value in flat.items() if not key.startswith("privacy.") or key == "privacy.enabled"
-            }
-        flat["model.commit"] = side.record["model"]["commit"]
-        flat["data.eval_tokens"] = side.evaluation.get("eval_tokens")
-        settings.append(flat)
+    settings = [_settings(side) for side in sides]
     found: dict[str, list[Any]] = {}
     for key in sorted({key for flat in settings for key in flat}):
         values = [flat.get(key) for flat in settings]
         if key == "data.eval_tokens":  # of runs whose figures are left out it is not known
             known = [value for value in values if value is not None]
             values = values if len(set(known)) > 1 else known
-        elif key.startswith("privacy.") and key != "privacy.enabled" and _one_value(sides, values):
-            continue
-        if all(value == values[0] for value in values[1:]) or key == "output_dir" or key.startswith(BESIDE):
+        elif key.startswith("privacy.") and key != "privacy.enabled":
+            theirs = [value for side, value in zip(sides, values, strict=True) if side.private]
+            values = values if any(value != theirs[0] for value in theirs) else theirs
+        if all(value == values[0] for value in values) or key.startswith(BESIDE):
             continue
         if key.startswith(SAME) and key not in DECLARATIONS:
             other = next(index for index, value in enumerate(values) if value != values[0])
@@ -249,10 +211,17 @@ def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:
     return found
 
 
-def _one_value(sides: Sequence[Side], values: Sequence[Any]) -> bool:
-    """Whether all runs with differential privacy agree."""
-    theirs = [value for side, value in zip(sides, values, strict=True) if side.private]
-    return all(value == theirs[0] for value in theirs[1:])
+def _settings(side: Side) -> dict[str, Any]:
+    """The recipe by dotted keys, and what the run found; without privacy nothing read the keys of that section."""
+    flat = _flat(side.config.model_dump(mode="json"))
+    if not side.private:
+        flat = {key: value for key, value in flat.items() if not key.startswith("privacy.")} | {
+            "privacy.enabled": False
+        }
+    return flat | {
+        "model.commit": side.record["model"]["commit"],
+        "data.eval_tokens": side.evaluation.get("eval_tokens"),
+    }
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -12,30 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.auditing.summary import PRIMARY_ATTACK
 from dpllm.card.claim import Json
-from dpllm.statement import formatting
+from dpllm.statement.formatting import bound, cell, count, interval, measured, number_text, percent
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-WIDTH = 100
-"""Columns of a terminal that a table of up to five runs fits."""
-BASE = "base model"
-MEASURES: dict[str, tuple[str, int | None, float]] = {
+# Label, decimals (None: four significant digits, at most two decimals) and factor.
+UTILITY: dict[str, tuple[str, int | None, float]] = {
     "loss": ("Held-out loss (nats per token)", 3, 1.0),
     "perplexity": ("Held-out perplexity", None, 1.0),
     "accuracy": ("Next token right (%)", 1, 100.0),
     "bleu": ("BLEU", 2, 1.0),
     "rouge_l": ("ROUGE-L (F1, %)", 1, 100.0),
 }
-
 SECTIONS = {"privacy": "Privacy", "utility": "Utility", "leakage": "Leakage", "cost": "Cost"}
 PICTURES = {
     "utility.png": "Held-out loss against epsilon",
     "leakage.png": "Success of the attacks against epsilon",
     "comparison.png": "Utility and leakage of the compared runs",
 }
-PRIVATE = "Private: holds un-noised figures. Do not publish."
-PUBLIC = "Public and released figures only."
 
 
 @dataclass(frozen=True)
@@ -60,11 +55,17 @@ class Row:
 
 
 EMPTY = Cell("-")
+COST: dict[str, tuple[str, Callable[[Any], Cell]]] = {
+    "seconds": ("Seconds in all", lambda value: Cell(measured(value, 1))),
+    "steps": ("Steps", lambda value: Cell(count(value))),
+    "seconds_per_step": ("Seconds per step, all included", lambda value: Cell(measured(value, 3))),
+    "peak_memory_bytes": ("Peak memory (GiB)", lambda value: Cell(measured(value / 2**30))),
+}
 
 
 def headings(values: Json) -> list[str]:
     """Of the columns: the base model, then each run with what it promises."""
-    return [BASE, *(f"{run['name']}: {promise(run)}" for run in values["runs"])]
+    return ["base model", *(f"{run['name']}: {promise(run)}" for run in values["runs"])]
 
 
 def promise(run: Json) -> str:
@@ -72,34 +73,128 @@ def promise(run: Json) -> str:
     privacy = run["privacy"]
     if not privacy["enabled"]:
         return "no DP"
-    return f"epsilon {formatting.bound(privacy['epsilon'])}" if privacy["guarantee"] else "no guarantee"
+    return f"epsilon {bound(privacy['epsilon'])}" if privacy["guarantee"] else "no guarantee"
+
+
+def copies(group: str) -> str:
+    """A group of canaries in words."""
+    return "1 copy" if group == "1" else f"{group} copies"
 
 
 def rows(values: Json) -> tuple[Row, ...]:
     """Every measure that at least one column has."""
     runs = values["runs"]
-    found = [_privacy(runs), _ledger(runs)]
-    found += [_utility(measure, values) for measure in MEASURES]
-    found.append(_bound(runs))
-    attacks = list(dict.fromkeys(name for run in runs for name in run["leakage"].get("attacks", {})))
-    found += [_attack(name, runs) for name in attacks]
-    found += [_tpr(PRIMARY_ATTACK, runs)] if PRIMARY_ATTACK in attacks else []
-    groups = {group for run in runs for group in run["leakage"].get("exposure", {})}
-    ordered = sorted(groups, key=int, reverse=True)
-    found += [_exposure(group, runs) for group in ordered]
-    found += [_extraction(group, runs) for group in ordered]
-    found.append(_row("leakage", "The audit's verdict", EMPTY, runs, _verdict))
-    found += _cost(runs)
-    return tuple(row for row in found if any(cell != EMPTY for cell in row.cells))
+    found = [*_privacy(runs), *_utility(values), *_leakage([run["leakage"] for run in runs])]
+    found += [_row("cost", label, [run["cost"][key] for run in runs], show) for key, (label, show) in COST.items()]
+    return tuple(row for row in found if set(row.cells) != {EMPTY})
 
 
-def table(values: Json, caption: str) -> Table:
-    """The rows as a table for the terminal: figures above, how sure they are below."""
+def _row(section: str, measure: str, parts: Sequence[Any], show: Callable[[Any], Cell], base: Cell = EMPTY) -> Row:
+    """What each run has of it is shown; None: nothing."""
+    return Row(section, measure, (base, *(EMPTY if part is None else show(part) for part in parts)))
+
+
+def _privacy(runs: list[Json]) -> list[Row]:
+    terms = [run["privacy"] for run in runs]
+    deltas = list(dict.fromkeys(one["delta"] for one in terms if "epsilon" in one))
+    one_delta = len(deltas) == 1
+
+    def epsilon(one: Json) -> Cell:
+        if not one["guarantee"]:
+            return Cell("no guarantee")
+        return Cell(bound(one["epsilon"]), "" if one_delta else f"delta {number_text(one['delta'])}")
+
+    def total(ledger: Json) -> Cell:
+        budget = "no budget" if ledger["budget"] is None else f"of {number_text(ledger['budget'])}"
+        return Cell(bound(ledger["epsilon"]), budget)
+
+    label = f"Epsilon at delta {number_text(deltas[0])}" if one_delta else "Epsilon"
+    ledgers = [one.get("ledger") for one in terms]
+    known = [ledger if ledger and ledger["epsilon"] is not None else None for ledger in ledgers]
+    return [_row("privacy", label, terms, epsilon), _row("privacy", "Ledger's total after it", known, total)]
+
+
+def _utility(values: Json) -> list[Row]:
+    found = []
+    for measure, (label, decimals, factor) in UTILITY.items():
+
+        def show(one: Json | None, decimals: int | None = decimals, factor: float = factor) -> Cell:
+            if one is None or one["value"] is None:
+                return EMPTY
+            value, limits = one["value"], one["interval"]
+            digits = (2 if value < 100 else 1 if value < 1000 else 0) if decimals is None else decimals
+            known = limits is not None and None not in limits
+            note = interval([factor * limit for limit in limits], digits) if known else ""
+            return Cell(measured(factor * value, digits), note)
+
+        base, *runs = (part["utility"].get(measure) for part in (values["base"], *values["runs"]))
+        found.append(_row("utility", label, runs, show, show(base)))
+    return found
+
+
+def _leakage(audits: list[Json]) -> list[Row]:
+    """The rows of the audits, one for each run and empty where there is none."""
+    alpha = next((audit["epsilon_lower_bound"]["alpha"] for audit in audits if audit), 0.0)
+    found = [
+        _row(
+            "leakage",
+            f"Epsilon lower bound ({percent(1 - alpha)} sure)",
+            [audit.get("epsilon_lower_bound") for audit in audits],
+            lambda one: Cell(measured(one["value"]), f"ceiling {measured(one['ceiling'])}"),
+        )
+    ]
+    for name in dict.fromkeys(name for audit in audits for name in audit.get("attacks", {})):
+        seen = [audit.get("attacks", {}).get(name) for audit in audits]
+        group = next(one["group"] for one in seen if one)
+        found.append(_row("leakage", f"AUC, {name} attack, {copies(str(group))}", seen, _auc))
+    found.append(
+        _row(
+            "leakage",
+            f"TPR at 1% FPR (%), {PRIMARY_ATTACK} attack",
+            [audit.get("attacks", {}).get(PRIMARY_ATTACK) for audit in audits],
+            _tpr,
+        )
+    )
+    groups = sorted({group for audit in audits for group in audit.get("exposure", {})}, key=int, reverse=True)
+    found += [_exposure(group, [audit.get("exposure", {}).get(group) for audit in audits]) for group in groups]
+    found += [_extraction(group, [audit.get("extraction", {}).get(group) for audit in audits]) for group in groups]
+    verdicts = [audit.get("verdict") for audit in audits]
+    return [*found, _row("leakage", "The audit's verdict", verdicts, lambda verdict: Cell(verdict.replace("_", " ")))]
+
+
+def _auc(one: Json) -> Cell:
+    return Cell(measured(one["auc"]), interval(one["auc_interval"]) if one["auc_interval"] else "")
+
+
+def _tpr(one: Json) -> Cell:
+    rate, limits = one["tpr_at_1_percent_fpr"], one["tpr_at_1_percent_fpr_interval"]
+    if rate is None:
+        return EMPTY
+    return Cell(measured(100 * rate, 1), interval([100 * limit for limit in limits], 1) if limits else "")
+
+
+def _exposure(group: str, seen: list[Json | None]) -> Row:
+    known = [one for one in seen if one]
+    label = f"Exposure in bits, {copies(group)} (no memory: {measured(known[0]['null_mean'])})"
+    bases = {measured(one["base_mean"]) for one in known}
+    base = Cell(*bases) if len(bases) == 1 else EMPTY  # each run planted canaries of its own
+    return _row("leakage", label, seen, lambda one: Cell(measured(one["mean"])), base)
+
+
+def _extraction(group: str, seen: list[Json | None]) -> Row:
+    known = [one for one in seen if one]
+    base = Cell("0") if known and not any(one["base"] for one in known) else EMPTY
+    label = f"Canaries extracted, {copies(group)}"
+    return _row("leakage", label, seen, lambda one: Cell(f"{one['tuned']} of {one['inserted']}"), base)
+
+
+def table(values: Json, shown: Sequence[Row]) -> Table:
+    """The rows as a table for the terminal, up to five runs in 100 columns: figures above, how sure they are below."""
     from rich import box
     from rich.table import Table
 
-    shown = rows(values)
-    made = Table(title="Runs side by side", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    said = " ".join(caption(values))
+    made = Table(title="Runs side by side", caption=said, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("", overflow="fold", max_width=22)
     for name in headings(values):
         made.add_column(name.replace(": ", "\n").replace("epsilon ", "eps "), justify="right", overflow="fold")
@@ -108,151 +203,15 @@ def table(values: Json, caption: str) -> Table:
         if section and row.section != section:
             made.add_section()
         section = row.section
-        cells = [f"{cell.value}\n{cell.note.replace(' to ', '-')}" if cell.note else cell.value for cell in row.cells]
+        cells = [f"{one.value}\n{one.note.replace(' to ', '-')}" if one.note else one.value for one in row.cells]
         made.add_row(row.measure, *cells)
     return made
 
 
-def _row(section: str, measure: str, base: Cell, runs: list[Json], show: Callable[[Json], Cell | None]) -> Row:
-    return Row(section, measure, (base, *(show(run) or EMPTY for run in runs)))
-
-
-def _privacy(runs: list[Json]) -> Row:
-    deltas = list(dict.fromkeys(run["privacy"]["delta"] for run in runs if "epsilon" in run["privacy"]))
-    one = len(deltas) == 1
-
-    def show(run: Json) -> Cell:
-        privacy = run["privacy"]
-        if not privacy["guarantee"]:
-            return Cell("no guarantee")
-        note = "" if one else f"delta {formatting.number_text(privacy['delta'])}"
-        return Cell(formatting.bound(privacy["epsilon"]), note)
-
-    label = f"Epsilon at delta {formatting.number_text(deltas[0])}" if one else "Epsilon"
-    return _row("privacy", label, EMPTY, runs, show)
-
-
-def _ledger(runs: list[Json]) -> Row:
-    def show(run: Json) -> Cell | None:
-        ledger = run["privacy"].get("ledger")
-        if not ledger or ledger["epsilon"] is None:
-            return None
-        budget = "no budget" if ledger["budget"] is None else f"of {formatting.number_text(ledger['budget'])}"
-        return Cell(formatting.bound(ledger["epsilon"]), budget)
-
-    return _row("privacy", "Ledger's total after it", EMPTY, runs, show)
-
-
-def _utility(measure: str, values: Json) -> Row:
-    label, decimals, factor = MEASURES[measure]
-
-    def show(part: Json) -> Cell | None:
-        found = part["utility"].get(measure)
-        if found is None or found["value"] is None:
-            return None
-        limits = found["interval"]
-        digits = _decimals(found["value"]) if decimals is None else decimals
-        scaled = None if limits is None or None in limits else [factor * limit for limit in limits]
-        note = formatting.interval(scaled, digits) if scaled else ""
-        return Cell(formatting.measured(factor * found["value"], digits), note)
-
-    return _row("utility", label, show(values["base"]) or EMPTY, values["runs"], show)
-
-
-def _decimals(value: float) -> int:
-    """For four significant digits, at most two decimals."""
-    return 2 if value < 100 else 1 if value < 1000 else 0
-
-
-def _bound(runs: list[Json]) -> Row:
-    def show(run: Json) -> Cell | None:
-        found = run["leakage"].get("epsilon_lower_bound")
-        return found and Cell(formatting.measured(found["value"]), f"ceiling {formatting.measured(found['ceiling'])}")
-
-    known = [run["leakage"]["epsilon_lower_bound"]["alpha"] for run in runs if run["leakage"]]
-    sure = formatting.percent(1 - known[0]) if known else ""
-    return _row("leakage", f"Epsilon lower bound ({sure} sure)", EMPTY, runs, show)
-
-
-def _attack(name: str, runs: list[Json]) -> Row:
-    def show(run: Json) -> Cell | None:
-        seen = run["leakage"].get("attacks", {}).get(name)
-        if seen is None:
-            return None
-        return Cell(
-            formatting.measured(seen["auc"]), formatting.interval(seen["auc_interval"]) if seen["auc_interval"] else ""
-        )
-
-    return _row("leakage", f"AUC, {name} attack, {_copies(_group(name, runs))}", EMPTY, runs, show)
-
-
-def _tpr(name: str, runs: list[Json]) -> Row:
-    def show(run: Json) -> Cell | None:
-        seen = run["leakage"].get("attacks", {}).get(name)
-        if seen is None or seen["tpr_at_1_percent_fpr"] is None:
-            return None
-        limits = seen["tpr_at_1_percent_fpr_interval"]
-        note = formatting.interval([100 * limit for limit in limits], 1) if limits else ""
-        return Cell(formatting.measured(100 * seen["tpr_at_1_percent_fpr"], 1), note)
-
-    return _row("leakage", f"TPR at 1% FPR (%), {name} attack", EMPTY, runs, show)
-
-
-def _exposure(group: str, runs: list[Json]) -> Row:
-    seen = [run["leakage"]["exposure"][group] for run in runs if group in run["leakage"].get("exposure", {})]
-    bases = list(dict.fromkeys(formatting.measured(one["base_mean"]) for one in seen))
-    null = formatting.measured(seen[0]["null_mean"])
-    base = Cell(bases[0]) if len(bases) == 1 else EMPTY  # each run planted canaries of its own
-
-    def show(run: Json) -> Cell | None:
-        one = run["leakage"].get("exposure", {}).get(group)
-        return one and Cell(formatting.measured(one["mean"]))
-
-    return _row("leakage", f"Exposure in bits, {_copies(group)} (no memory: {null})", base, runs, show)
-
-
-def _extraction(group: str, runs: list[Json]) -> Row:
-    def show(run: Json) -> Cell | None:
-        one = run["leakage"].get("extraction", {}).get(group)
-        return one and Cell(f"{one['tuned']} of {one['inserted']}")
-
-    seen = [run["leakage"]["extraction"][group] for run in runs if group in run["leakage"].get("extraction", {})]
-    base = Cell("0") if seen and not any(one["base"] for one in seen) else EMPTY
-    return _row("leakage", f"Canaries extracted, {_copies(group)}", base, runs, show)
-
-
-def _verdict(run: Json) -> Cell | None:
-    return Cell(run["leakage"]["verdict"].replace("_", " ")) if run["leakage"] else None
-
-
-def _cost(runs: list[Json]) -> list[Row]:
-    def row(label: str, key: str, show: Callable[[Any], str]) -> Row:
-        def cell(run: Json) -> Cell | None:
-            value = run["cost"][key]
-            return None if value is None else Cell(show(value))
-
-        return _row("cost", label, EMPTY, runs, cell)
-
-    return [
-        row("Seconds in all", "seconds", lambda value: formatting.measured(value, 1)),
-        row("Steps", "steps", formatting.count),
-        row("Seconds per step, all included", "seconds_per_step", lambda value: formatting.measured(value, 3)),
-        row("Peak memory (GiB)", "peak_memory_bytes", lambda value: formatting.measured(value / 2**30)),
-    ]
-
-
-def _group(name: str, runs: list[Json]) -> str:
-    known = [run["leakage"]["attacks"][name] for run in runs if name in run["leakage"].get("attacks", {})]
-    return str(known[0]["group"])
-
-
-def _copies(group: str) -> str:
-    return "1 copy" if group == "1" else f"{group} copies"
-
-
 def caption(values: Json) -> list[str]:
     """What must be said beside the table, in sentences."""
-    lines = [PUBLIC if values["public"] else PRIVATE]
+    private = "Private: holds un-noised figures. Do not publish."
+    lines = ["Public and released figures only." if values["public"] else private]
     for run in values["runs"]:
         privacy = run["privacy"]
         if privacy["enabled"] and not privacy["guarantee"]:
@@ -262,30 +221,28 @@ def caption(values: Json) -> list[str]:
     return lines
 
 
-def markdown(values: Json, pictures: Sequence[str]) -> str:
+def markdown(values: Json, shown: Sequence[Row], pictures: Sequence[str]) -> str:
     """The page."""
+
+    def picture(name: str) -> list[str]:
+        return [f"![{PICTURES[name]}]({name})", ""] if name in pictures else []
+
     lines = ["# Runs side by side", "", " ".join(caption(values)), ""]
-    shown = rows(values)
     for section, title in SECTIONS.items():
         part = [row for row in shown if row.section == section]
         if part:
-            lines += [f"## {title}", "", *_as_table(headings(values), part), ""]
-        if section == "privacy":
-            lines += _together(values)
+            lines += [f"## {title}", "", _line(["", *headings(values)]), "|---|" + "---:|" * len(headings(values))]
+            lines += [*(_line([row.measure, *(one.line() for one in row.cells)]) for row in part), ""]
+        if section == "privacy" and values["together"]:
+            lines += [_together(values["together"]), ""]
         if section == "utility" and part:
-            lines += [*_picture("utility.png", pictures), _intervals(values), ""]
+            lines += [*picture("utility.png"), _intervals(values), ""]
         if section == "leakage" and part:
-            lines += _picture("leakage.png", pictures)
-    lines += _picture("comparison.png", pictures)
+            lines += picture("leakage.png")
+    lines += picture("comparison.png")
     if values["left_out"]:
-        lines += [
-            "## Left out",
-            "",
-            "These may not be published:",
-            "",
-            *(f"- {line}" for line in values["left_out"]),
-            "",
-        ]
+        lines += ["## Left out", "", "These may not be published:", "", *(f"- {line}" for line in values["left_out"])]
+        lines += [""]
     if values["differences"]:
         names = [run["name"] for run in values["runs"]]
         lines += ["## Settings that differ", "", _line(["key", *names]), "|---|" + "---|" * len(names)]
@@ -296,22 +253,17 @@ def markdown(values: Json, pictures: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _together(values: Json) -> list[str]:
-    found = values["together"]
-    if found is None:
-        return []
-    stated = f"epsilon {formatting.bound(found['epsilon'])} at delta {formatting.number_text(found['delta'])}"
-    line = f"The {found['runs']} runs with a guarantee come to {stated} together"
-    line += (
-        ", fixed before the first of them as one tuning group. "
-        if found["fixed_together"]
-        else ", if they were fixed before the first of them; the ledger says what holds otherwise. "
+def _together(found: Json) -> str:
+    stated = f"epsilon {bound(found['epsilon'])} at delta {number_text(found['delta'])}"
+    group = "fixed before the first of them as one tuning group."
+    other = "if they were fixed before the first of them; the ledger says what holds otherwise."
+    return (
+        f"The {found['runs']} runs with a guarantee come to {stated} together, {group if found['fixed_together'] else other} "
+        "A page with figures of several models tells of all of them."
     )
-    return [line + "A page with figures of several models tells of all of them.", ""]
 
 
 def _intervals(values: Json) -> str:
-    sure = formatting.percent(values["confidence"])
     measures = [one for part in (values["base"], *values["runs"]) for one in part["utility"].values()]
     if not any(one["interval"] for one in measures):
         return (
@@ -319,19 +271,10 @@ def _intervals(values: Json) -> str:
             "--no-intervals)."
         )
     return (
-        f"In brackets: {sure} intervals, by drawing the evaluation examples anew. They do not cover the randomness of training: "
-        "another run of the same recipe may lie outside. Below some fifty examples they are too narrow."
+        f"In brackets: {percent(values['confidence'])} intervals, by drawing the evaluation examples anew. They do not cover the "
+        "randomness of training: another run of the same recipe may lie outside. Below some fifty examples they are too narrow."
     )
 
 
-def _picture(name: str, pictures: Sequence[str]) -> list[str]:
-    return [f"![{PICTURES[name]}]({name})", ""] if name in pictures else []
-
-
-def _as_table(headings: Sequence[str], part: Sequence[Row]) -> list[str]:
-    lines = [_line(["", *headings]), "|---|" + "---:|" * len(headings)]
-    return lines + [_line([row.measure, *(cell.line() for cell in row.cells)]) for row in part]
-
-
 def _line(cells: Sequence[object]) -> str:
-    return "| " + " | ".join(formatting.cell(cell) for cell in cells) + " |"
+    return "| " + " | ".join(map(cell, cells)) + " |"

@@ -10,25 +10,56 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm import ledger
 from dpllm.comparison.compare import Comparison, compare
-from dpllm.comparison.sweep_runs import STATE, Point, read_points, state_of
 from dpllm.errors import AuditContradiction, BudgetExceeded, ConfigError, DpllmError, Refused
-from dpllm.files import read_json, write_json
+from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import RunRequest, admission, dataset_policy, reserving
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.renyi import Fit
-from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir
+from dpllm.recipe.config import RunConfig, load_config
+from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.promise import Subject, decide, read_subject
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+STATE = "sweep.json"
+"""In the sweep's directory: what was asked for, and the name of its tuning group; public values only."""
+EXAMPLE = "--privacy.epsilon 1,3,8,inf"
+# Beside the epsilons, which are compared by themselves: what a resumed run may change too.
+MAY_CHANGE: dict[str, Any] = {
+    "privacy": {"epsilon"},
+    "train": {"physical_batch_size", "eval_every", "checkpoint_every", "process_timeout"},
+    "card": True,
+    "telemetry": True,
+    "output_dir": True,
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its recipe, and its target, which is infinite for the run without differential privacy."""
+
+    epsilon: float
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """Of its directory below the sweep's, and of its run in the ledger below the group's."""
+        return f"eps-{self.epsilon:g}"
+
+    @property
+    def run(self) -> RunDir:
+        """Its run directory."""
+        return RunDir(Path(self.config.output_dir))
 
 
 def sweep(
@@ -47,7 +78,7 @@ def sweep(
         overrides: Dotted key -> value; ``privacy.epsilon`` holds the list, and ``output_dir`` names the sweep's directory.
         by: Who answers for the list of runs, which a planned budget seals.
         resume: Go on with the sweep in ``output_dir``; runs that are finished are kept.
-        tasks: Evaluation rows on which to generate for BLEU and ROUGE-L; 0: none.
+        tasks: Evaluation prompts for BLEU and ROUGE-L; 0: none.
         console: Where progress goes.
 
     Returns:
@@ -68,44 +99,135 @@ def sweep(
             "a launcher started several processes, and each would reserve a group of its own. Type dpllm sweep alone; for "
             "several GPUs train each epsilon with accelerate launch."
         )
-    points, root = read_points(recipe, overrides)
+    points, root = _read_points(recipe, overrides)
     with RunDir(root).locked():
-        state = state_of(points, root, resume)
+        state = _state_of(points, root, resume)
         points, entries = _fix(points, root, state, by)
         console.print(f"[bold]Sweep[/] {state['group']}: {', '.join(point.name for point in points)} in {root}")
         for point in points:
             _train(point, entries.get(point.name), console)
         contradictions = _audit(points, console)
-        _measure(points, tasks, console)
-        comparison = compare([point.run for point in points], root / "compare")
+        runs = [point.run for point in points]
+        comparison = compare(runs, root / "compare", tasks=tasks, losses=True, console=console)
     if contradictions:
         raise AuditContradiction("; ".join(contradictions))
     return comparison
 
 
+def _read_points(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list[Point], Path]:
+    """The runs of a sweep, and its directory. Nothing is read but the recipe."""
+    rest = {key: value for key, value in overrides.items() if key != "privacy.epsilon"}
+    if "privacy.epsilon" not in overrides:
+        raise ConfigError(f"a sweep needs the epsilons to train at. Type {EXAMPLE}")
+    epsilons = _parse_epsilons(overrides["privacy.epsilon"])
+    try:
+        config = load_config(recipe, rest)
+    except ConfigError as error:
+        lists = [
+            key for key, value in rest.items() if isinstance(value, str) and "," in value and f"{key}:" in str(error)
+        ]
+        if not lists:
+            raise
+        raise ConfigError(
+            f"--{lists[0]} {rest[lists[0]]}: a sweep trains at several values of privacy.epsilon and of nothing else, since each "
+            f"run is paid for. Give {lists[0]} one value; dpllm plan --sweep {lists[0]}=... compares several and spends nothing."
+        ) from None
+    if not config.privacy.enabled:
+        raise ConfigError(
+            f"{recipe}: privacy.enabled is false, and no run of a sweep would have differential privacy. Set it to true, and put "
+            f"inf into the list for the run without: {EXAMPLE}"
+        )
+    if config.privacy.noise_multiplier is not None:
+        raise ConfigError(
+            f"{recipe}: privacy.noise_multiplier is set, so that every run would have the same epsilon. Set it to null."
+        )
+    root = Path(config.output_dir)
+    points = []
+    for epsilon in epsilons:
+        terms: dict[str, Any] = {"epsilon": epsilon} if math.isfinite(epsilon) else {"enabled": False}
+        privacy, place = config.privacy.model_copy(update=terms), str(root / f"eps-{epsilon:g}")
+        points.append(Point(epsilon, config.model_copy(update={"privacy": privacy, "output_dir": place})))
+    return points, root
+
+
+def _parse_epsilons(value: Any) -> list[float]:
+    """Two or more different epsilons, such as "1,3,8,inf" or a list of numbers, from the smallest to the largest."""
+    words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    found = []
+    for word in words:
+        try:
+            number = float("nan") if isinstance(word, bool) else float(word)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not number > 0:
+            raise ConfigError(
+                f"--privacy.epsilon {value}: {str(word).strip()!r} is no epsilon, and every run needs one above 0, or inf for no "
+                f"differential privacy. Type {EXAMPLE}"
+            )
+        found.append(number)
+    if len({f"{number:g}" for number in found}) < len(found):
+        raise ConfigError(
+            f"--privacy.epsilon {value}: holds a value twice, and two runs would share a directory. Type each once."
+        )
+    if len(found) < 2:
+        raise ConfigError(
+            f"--privacy.epsilon {value}: one value leaves nothing to compare. Type two or more, as in {EXAMPLE}; or dpllm train."
+        )
+    return sorted(found)
+
+
+def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any]:
+    """What the sweep in this directory is; a new one gets its name here."""
+    path = root / STATE
+    first = points[0].config.model_dump(mode="json", exclude=MAY_CHANGE)
+    ours = {"recipe": digest(first), "epsilons": [f"{point.epsilon:g}" for point in points]}
+    if not resume:
+        if path.exists():
+            raise ConfigError(
+                f"{root}: already holds a sweep. Type --resume to go on with it, or another --output_dir."
+            )
+        if (root / "config.yaml").exists():
+            raise ConfigError(
+                f"{root}: holds a run, and a sweep has one directory for each. Type another --output_dir."
+            )
+        for point in points:
+            check_directory(point.config, point.run, resume=False, overwrite=False)
+        return {**ours, "group": f"{root.name}-{secrets.token_hex(4)}", "pinned": {}}
+    if not path.exists():
+        raise ConfigError(f"{root}: holds no sweep to resume (no {STATE}). Leave --resume out.")
+    state = read_json(path)
+    pinned, terms = state.get("pinned"), {"noise_multiplier", "delta"}
+    whole = isinstance(pinned, dict) and all(isinstance(one, dict) and one.keys() == terms for one in pinned.values())
+    if not (whole and isinstance(state.get("group"), str)):
+        raise ConfigError(
+            f"{path}: does not say what a sweep writes there; the file is damaged. Restore it, or type another --output_dir for "
+            "a new sweep."
+        )
+    for key, what in (("epsilons", "list of epsilons"), ("recipe", "recipe")):
+        if state.get(key) != ours[key]:
+            raise ConfigError(
+                f"{root}: its sweep has another {what}, and its runs were fixed together before the first. Type the same again, "
+                "or another --output_dir for a new sweep."
+            )
+    return state
+
+
 def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) -> tuple[list[Point], dict[str, str]]:
-    """Decides on and reserves every run, unless an earlier start did.
-
-    Returns:
-        The runs as they will be trained, and their reservations by name.
-
-    Raises:
-        DpllmError: What would refuse one of them, or the budget does not hold all; nothing was then reserved.
-    """
+    """Decides on and reserves every run, unless an earlier start did; returns them, and their reservations by name."""
     config = points[0].config  # the smallest epsilon: with differential privacy
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with book or contextlib.nullcontext(), book.counting() if book else contextlib.nullcontext():
         subject = read_subject(config)
         policy = subject.policy
         assert policy is not None
-        if book is not None:
-            account = book.records.charged_to(policy.dataset, policy.derived_from)
-            if held := _entries(book, account, state["group"], points):
-                return _as_fixed(points, state), held
+        if book is not None and (held := _entries(book, policy, state["group"], points)):
+            return _as_fixed(points, state), held
         plans = _plans(points, subject, book)
         _check_model(config)
-    if any(pinned is not None for _, pinned in plans.values()):
-        state["pinned"] = {name: pinned for name, (_, pinned) in plans.items() if pinned}
+        adaptive = dataset_policy.terms(book, subject.dataset, config.privacy.derived_from)["fit"] is not None
+    if adaptive:  # whose noise rests on what was left of the budget now
+        terms = {name: {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta} for name, plan in plans.items()}
+        state["pinned"] = terms
     write_json(root / STATE, {**state, "by": by})
     book = ledger.open_ledger(config.privacy.ledger)
     assert book is not None
@@ -123,26 +245,19 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
             reserving.reserve_all(
                 book,
                 policy.dataset,
-                [RunRequest.of(plan, f"{state['group']}/{name}") for name, (plan, _) in plans.items()],
+                [RunRequest.of(plan, f"{state['group']}/{name}") for name, plan in plans.items()],
                 group=reserving.Group(state["group"], by),
                 records=policy.records,
                 derived_from=policy.derived_from,
             )
-            account = book.records.charged_to(policy.dataset, policy.derived_from)
-            return _as_fixed(points, state), _entries(book, account, state["group"], points)
+            return _as_fixed(points, state), _entries(book, policy, state["group"], points)
     except Refused:  # nothing was reserved, so there is no sweep to resume
         (root / STATE).unlink(missing_ok=True)
         raise
 
 
-def _plans(
-    points: Sequence[Point], subject: Subject, book: ledger.Ledger | None
-) -> dict[str, tuple[Plan, dict[str, float] | None]]:
-    """The promise of each run, and the noise to hold fast where an adaptive budget decided it.
-
-    Raises:
-        DpllmError: One of them is refused; under an adaptive budget also where those before it leave too little.
-    """
+def _plans(points: Sequence[Point], subject: Subject, book: ledger.Ledger | None) -> dict[str, Plan]:
+    """The promise of each run with differential privacy; under an adaptive budget within what those before it leave."""
     terms = dataset_policy.terms(book, subject.dataset, points[0].config.privacy.derived_from)
     plans = {}
     for point in points:
@@ -158,11 +273,9 @@ def _plans(
             ) from None
         if plan is None:
             continue
-        pinned, fit = None, terms["fit"]
-        if fit is not None:
-            pinned = {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta}
+        plans[point.name] = plan
+        if (fit := terms["fit"]) is not None:
             terms["fit"] = Fit(fit.order, fit.allowance - admission.divergence(plan.event, fit.order))
-        plans[point.name] = plan, pinned
     return plans
 
 
@@ -177,6 +290,15 @@ def _check_model(config: RunConfig) -> None:
     net = skeleton(config, torch.float32)
     guards.check_model(net)
     check_length(config, net)
+
+
+def _entries(
+    book: ledger.Ledger, policy: dataset_policy.DatasetPolicy, group: str, points: Sequence[Point]
+) -> dict[str, str]:
+    """The reservations of the group, by the names of their runs."""
+    account = book.records.charged_to(policy.dataset, policy.derived_from)
+    found = {run.reservation.run: run.reservation.entry for run in book.account(account).groups().get(group, [])}
+    return {point.name: found[f"{group}/{point.name}"] for point in points if f"{group}/{point.name}" in found}
 
 
 def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
@@ -194,11 +316,6 @@ def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
     return fixed
 
 
-def _entries(book: ledger.Ledger, account: str, group: str, points: Sequence[Point]) -> dict[str, str]:
-    found = {run.reservation.run: run.reservation.entry for run in book.account(account).groups().get(group, [])}
-    return {point.name: found[f"{group}/{point.name}"] for point in points if f"{group}/{point.name}" in found}
-
-
 def _train(point: Point, entry: str | None, console: Console) -> None:
     """Trains one run, goes on with it, or keeps it where it is finished."""
     from dpllm.run.loop import train
@@ -209,13 +326,13 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
         console.print(f"[bold]{point.name}[/]: finished before")
         return
     goes_on = bool(run.checkpoints())
-    if not goes_on and entry is not None:
+    if goes_on:
+        entry = None
+    elif entry is not None:
         _refuse_lost(point, entry)
     console.print(f"[bold]{point.name}[/]")
     try:
-        record = train(
-            point.config, resume=goes_on, overwrite=not goes_on, entry=None if goes_on else entry, console=console
-        )
+        record = train(point.config, resume=goes_on, overwrite=not goes_on, entry=entry, console=console)
     except DpllmError:
         console.print("The other runs keep their places in the ledger: --resume goes on with the sweep.")
         raise
@@ -228,12 +345,9 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
 
 def _refuse_lost(point: Point, entry: str) -> None:
     """Steps that were charged and whose update no checkpoint has: the run cannot be had for what was reserved."""
-    book = ledger.open_ledger(point.config.privacy.ledger, create=False)
-    if book is None:
-        return
-    with book:
-        seen = book.run(entry)
-    if seen.steps:
+    with ledger.open_ledger(point.config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
+        seen = book.run(entry) if book else None
+    if seen and seen.steps:
         closed = seen.state in ("completed", "reconciled")
         close = "" if closed else f"Close it: dpllm ledger reconcile {entry} --reason WHY. "
         raise Refused(
@@ -246,17 +360,15 @@ def _audit(points: Sequence[Point], console: Console) -> list[str]:
     """Audits what has canaries and writes every card; says which promises an audit contradicts."""
     from dpllm.card.card import write_card
 
-    free = next((point for point in points if math.isinf(point.epsilon)), None)
+    twin = next((point.run for point in points if math.isinf(point.epsilon)), None)
     contradictions = []
     for point in sorted(points, key=lambda point: -point.epsilon):  # the twin first
-        run = point.run
         if point.config.audit.canaries is not None:
-            twin = free.run if free is not None and point is not free else None
-            report = _audit_one(point, twin)
+            report = _audit_one(point, twin if point.config.privacy.enabled else None)
             console.print(f"[bold]{point.name}[/] audited: {report['verdict']}")
             if report["verdict"] == "falsified":
                 contradictions.append(f"{point.name}: {report['verdict_reason']}")
-        write_card(run)
+        write_card(point.run)
     return contradictions
 
 
@@ -266,13 +378,7 @@ def _audit_one(point: Point, twin: RunDir | None) -> dict[str, Any]:
     path = point.run.audit_dir(point.config.privacy.enabled) / "audit.json"
     if path.exists():  # of an earlier start; another audit would count as one more
         return read_json(path)
-    if twin is not None:
-        with contextlib.suppress(ConfigError):  # a twin whose own controls failed shows nothing
+    with contextlib.suppress(ConfigError):  # a twin whose own controls failed shows nothing
+        if twin is not None:
             return audit(point.run, twin=twin)
     return audit(point.run)
-
-
-def _measure(points: Sequence[Point], tasks: int, console: Console) -> None:
-    from dpllm.comparison.tasks import measure
-
-    measure([point.run for point in points], rows=tasks, console=console)

@@ -7,13 +7,16 @@ was computed for exactly these weights is not computed again.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dpllm.comparison.compared_runs import HELD_OUT, TASKS
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
 from dpllm.text import data
 from dpllm.text.rows import each_row
@@ -42,61 +45,60 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
     Raises:
         ConfigError: ``rows`` without references, or without the packages that score them; or a run that exported no weights.
     """
-    if rows:
-        _check_tasks()
-    for name, wanted, compute in (
-        (HELD_OUT, losses, _losses),
-        (TASKS, rows > 0, lambda *arguments: _written(*arguments, rows=rows)),
-    ):
-        if not wanted:
-            continue
+    modules = {"sacrebleu": "sacrebleu", "rouge-score": "rouge_score"}
+    missing = [name for name, module in modules.items() if rows and not importlib.util.find_spec(module)]
+    if missing:
+        raise ConfigError(
+            f"--tasks scores what the model writes with {' and '.join(missing)}, not installed here. Type: pip install "
+            "'dpllm[tasks]'"
+        )
+    for name in (HELD_OUT,) * losses + (TASKS,) * (rows > 0):
         known = [_known(run, name, rows) for run in runs]
         base = any(found and found.get("base") for found in known)
         for run, found in zip(runs, known, strict=True):
             if found and (base or found.get("base")):
                 continue
-            config = run.load_config()
-            if config.data.eval is None:
-                if name == TASKS:
-                    raise ConfigError(
-                        f"{run.root}: data.eval is not set, so there are no references. Leave --tasks out."
-                    )
-                continue
-            if console is not None:
-                what = "what it writes" if name == TASKS else "losses by example"
-                console.print(f"{run.root.name}: {what} on {data_name(config)}", markup=False, highlight=False)
-            try:
-                value = compute(run, config, not base)
-            except DpllmError as error:
-                if name == TASKS:  # which was asked for
-                    raise
-                if console is not None:
-                    console.print(f"No intervals for {run.root.name}: {error}", markup=False, highlight=False)
-                continue
-            write_json(run.private / name, value)
-            (run.private / name).chmod(0o600)
-            base = base or bool(value["base"])
-
-
-def data_name(config: RunConfig) -> str:
-    """The evaluation data in a word."""
-    from dpllm.recipe.names import public_name
-
-    return public_name(str(config.data.eval))
+            value = _measured(run, name, rows, not base, console)
+            if value is not None:
+                write_json(run.private / name, value)
+                (run.private / name).chmod(0o600)
+                base = base or bool(value["base"])
 
 
 def _known(run: RunDir, name: str, rows: int) -> Json | None:
     path = run.private / name
-    if not path.exists():
-        return None
-    found = read_json(path)
-    return found if found.get("weights") == _weights(run) and (name == HELD_OUT or found.get("asked") == rows) else None
+    found = read_json(path) if path.exists() else {}
+    same = found and found.get("weights") == _weights(run) and (name == HELD_OUT or found.get("asked") == rows)
+    return found if same else None
 
 
 def _weights(run: RunDir) -> dict[str, str]:
     from dpllm.run.checkpoint import weight_hashes
 
     return weight_hashes(run.export)
+
+
+def _measured(run: RunDir, name: str, rows: int, base: bool, console: Console | None) -> Json | None:
+    """One file's figures; None where there can be none, and nobody asked for them."""
+
+    def say(text: str) -> None:
+        if console is not None:
+            console.print(text, markup=False, highlight=False)
+
+    config = run.load_config()
+    if config.data.eval is None:
+        if name == TASKS:
+            raise ConfigError(f"{run.root}: data.eval is not set, so there are no references. Leave --tasks out.")
+        return None
+    what = "what it writes" if name == TASKS else "losses by example"
+    say(f"{run.root.name}: {what} on {public_name(config.data.eval)}")
+    try:
+        return _written(run, config, base, rows) if name == TASKS else _losses(run, config, base)
+    except DpllmError as error:
+        if name == TASKS:
+            raise
+        say(f"No intervals for {run.root.name}: {error}")
+        return None
 
 
 def _losses(run: RunDir, config: RunConfig, base: bool) -> Json:
@@ -108,17 +110,24 @@ def _losses(run: RunDir, config: RunConfig, base: bool) -> Json:
     from dpllm.auditing.run import load_models
 
     models = load_models(run, config)
-    table = data.load_table(str(config.data.eval), config.data, config.data.eval_split, run.private / "cache")
+    table = _evaluation(run, config)
     units = data.encode_units(each_row(table.rows), table.format, models.tokenizer, config.data, name=table.name)
     expected = read_json(run.private / "summary.json").get("eval_tokens")
     if expected not in (None, sum(sum(sequence.loss_mask) for unit in units for sequence in unit.sequences)):
         raise ConfigError("the evaluation data are no longer those of its training. Put the file of that time back.")
-    tuned = _by_example(models.tuned, units)
-    before = None
-    if base:
-        with models.base() as base_model:
-            before = _by_example(base_model, units)
-    return {"weights": _weights(run), "tuned": tuned, "base": before}
+    return {"weights": _weights(run), **_both(models, base, lambda model: _by_example(model, units))}
+
+
+def _evaluation(run: RunDir, config: RunConfig) -> data.Table:
+    return data.load_table(str(config.data.eval), config.data, config.data.eval_split, run.private / "cache")
+
+
+def _both(models: ScoringModels, base: bool, score: Callable[[Any], Json]) -> Json:
+    tuned = score(models.tuned)
+    if not base:
+        return {"tuned": tuned, "base": None}
+    with models.base() as base_model:
+        return {"tuned": tuned, "base": score(base_model)}
 
 
 def _by_example(model: Any, units: Sequence[data.Unit]) -> Json:
@@ -127,35 +136,38 @@ def _by_example(model: Any, units: Sequence[data.Unit]) -> Json:
 
     sequences = [sequence for unit in units for sequence in unit.sequences]
     scores = iter(score(model, sequences, [sequence.loss_mask for sequence in sequences], TOKENS_PER_BATCH))
-    found: Json = {"loss": [], "tokens": [], "correct": []}
-    for unit in units:
-        mine = [next(scores) for _ in unit.sequences]
-        if mine:
-            found["loss"].append(-sum(float(one.log_prob.sum()) for one in mine))
-            found["tokens"].append(sum(len(one.log_prob) for one in mine))
-            found["correct"].append(sum(int(one.is_argmax.sum()) for one in mine))
-    return found
+    found = [[next(scores) for _ in unit.sequences] for unit in units if unit.sequences]
+    return {
+        "loss": [-sum(float(one.log_prob.sum()) for one in mine) for mine in found],
+        "tokens": [sum(len(one.log_prob) for one in mine) for mine in found],
+        "correct": [sum(int(one.is_argmax.sum()) for one in mine) for mine in found],
+    }
 
 
-def _written(run: RunDir, config: RunConfig, base: bool, *, rows: int) -> Json:
+def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
     """BLEU and ROUGE-L of greedy completions against the references of each prompt."""
-    table = data.load_table(str(config.data.eval), config.data, config.data.eval_split, run.private / "cache")
-    if table.format != "prompt_completion":
-        raise ConfigError(
-            f"{data_name(config)}: has no prompts with completions, and without references there is no BLEU. Leave --tasks out."
-        )
+    from dpllm.auditing.decoding import complete, until_end
     from dpllm.auditing.run import load_models
 
+    table = _evaluation(run, config)
+    if table.format != "prompt_completion":
+        raise ConfigError(
+            f"{public_name(str(config.data.eval))}: has no prompts with completions, and without references there is no BLEU. "
+            "Leave --tasks out."
+        )
     references = by_prompt(table.rows, rows)
     models = load_models(run, config)
-    prompts_ids, longest = _encoded(references, models, config)
-    written = _score(models.tuned, models, prompts_ids, references, longest)
-    before = None
-    if base:
-        with models.base() as base_model:
-            before = _score(base_model, models, prompts_ids, references, longest)
+    prompts, longest = _encoded(references, models, config)
+
+    def score(model: Any) -> Json:
+        decode: Callable[..., str] = models.tokenizer.decode
+        written = complete(model, models.tokenizer, prompts, longest)
+        texts = [decode(until_end(tokens, models.tokenizer), skip_special_tokens=True).strip() for tokens in written]
+        answers = list(references.values())
+        return {"bleu": bleu(texts, answers), "rouge_l": rouge_l(texts, answers)}
+
     counts = {"asked": rows, "prompts": len(references), "references": sum(map(len, references.values()))}
-    return {"weights": _weights(run), **counts, "num_tokens": longest, "tuned": written, "base": before}
+    return {"weights": _weights(run), **counts, "num_tokens": longest, **_both(models, base, score)}
 
 
 def by_prompt(rows: Sequence[Json], count: int) -> dict[str, list[str]]:
@@ -187,12 +199,13 @@ def _encoded(
     room = int(positions) - longest
     if any(len(prompt) > room for prompt in prompts):
         raise ConfigError(
-            f"{data_name(config)}: a prompt is longer than the {room} tokens that the model can read before it writes {longest}. "
-            "Leave --tasks out, or evaluate on shorter prompts."
+            f"{public_name(str(config.data.eval))}: a prompt is longer than the {room} tokens that the model can read before it "
+            f"writes {longest}. Leave --tasks out, or evaluate on shorter prompts."
         )
     return prompts, longest
 
 
+<<<<<<< HEAD
 def _score(
     model: Any,
     models: ScoringModels,
@@ -209,12 +222,10 @@ def _score(
     return {"bleu": bleu(texts, answers), "rouge_l": rouge_l(texts, answers)}
 
 
+=======
+>>>>>>> cdaad50 (Comparison: one module of pictures, one of sweeps; each measure is told once, and compare itself measures what is missing)
 def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
-    """Corpus BLEU with sacrebleu's defaults, against all references of each text.
-
-    Args:
-        texts: What was written.
-        references: One or more for each text.
+    """Corpus BLEU with sacrebleu's defaults, against all references of each text, one or more.
 
     Returns:
         ``value`` in 0..100, a 95 % ``interval`` by sacrebleu's bootstrap over texts (None for one text), and its ``signature``.
@@ -224,8 +235,7 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
     """
     from sacrebleu.metrics import BLEU  # type: ignore[import-not-found,unused-ignore]
 
-    most = max(map(len, references))
-    streams = [[row[place] if place < len(row) else None for row in references] for place in range(most)]
+    streams = [list(stream) for stream in zip_longest(*references)]
     metric = BLEU()
     whole = metric.corpus_score(list(texts), streams)
     limits = None
@@ -248,17 +258,3 @@ def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[f
         max(float(scorer.score(reference, text)["rougeL"].fmeasure) for reference in row)
         for text, row in zip(texts, references, strict=True)
     ]
-
-
-def _check_tasks() -> None:
-    """Makes sure that the packages which score are there, before a model is loaded."""
-    from importlib.util import find_spec
-
-    missing = [
-        name for name, module in (("sacrebleu", "sacrebleu"), ("rouge-score", "rouge_score")) if not find_spec(module)
-    ]
-    if missing:
-        raise ConfigError(
-            f"--tasks scores what the model writes with {' and '.join(missing)}, not installed here. Type: pip install "
-            "'dpllm[tasks]'"
-        )

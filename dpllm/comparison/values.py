@@ -27,7 +27,10 @@ RESAMPLES = 2000
 _AT_ONCE = 4_000_000  # numbers of one block of resamples
 
 UTILITY = ("loss", "perplexity", "accuracy", "bleu", "rouge_l")
+BOUND = ("value", "ceiling", "alpha", "delta")
+ATTACK = ("group", "auc", "auc_interval", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval")
 EXPOSURE = ("mean", "null_mean", "base_mean", "inserted")
+EXTRACTION = ("inserted", "tuned", "base")
 
 
 def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) -> Json:
@@ -49,18 +52,28 @@ def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) 
         },
         "left_out": [line for side in sides for line in side.left_out],
     }
-    copy: Json = json.loads(json.dumps(_finite(names.without_paths(value) if public else value)))
+    text = json.dumps(names.without_paths(value) if public else value)
+    copy: Json = json.loads(text, parse_constant=lambda _: None)  # JSON has no word for infinity
     return copy
 
 
 def _run(side: Side) -> Json:
+    """What is shown of a run; the seconds of a step include evaluation, checkpoints and setting up."""
+    record = side.record
+    steps, seconds = record.get("steps_taken"), record.get("duration_seconds")
     return {
         "name": side.name,
-        "status": side.record["status"],
+        "status": record["status"],
         "privacy": _privacy(side),
         "utility": _utility(side, "after", "tuned"),
-        "leakage": _leakage(side.audit),
-        "cost": _cost(side.record),
+        "leakage": _leakage(side.audit) if side.audit is not None else {},
+        "cost": {
+            "steps": steps,
+            "seconds": seconds,
+            "seconds_per_step": seconds / steps if steps and seconds is not None else None,
+            "peak_memory_bytes": record.get("peak_memory_bytes"),
+            "hardware": record.get("hardware"),
+        },
     }
 
 
@@ -85,75 +98,47 @@ def _privacy(side: Side) -> Json:
 def _base_utility(sides: Sequence[Side]) -> Json:
     """Of the base model, which is the same for all: from whichever run has it, figures by example first."""
     found = [_utility(side, "before", "base") for side in sides]
-    best: Json = {}
-    for measure in UTILITY:
-        known = [one[measure] for one in found if measure in one]
-        if known:
-            best[measure] = max(known, key=lambda one: one["interval"] is not None)
-    return best
+    known = {measure: [one[measure] for one in found if measure in one] for measure in UTILITY}
+    return {name: max(some, key=lambda one: one["interval"] is not None) for name, some in known.items() if some}
 
 
 def _utility(side: Side, moment: str, which: str) -> Json:
     """Held-out figures: by example where they were computed from the exported weights, else as the run recorded them."""
-    found: Json = {}
-    loss, accuracy = (side.evaluation.get(f"eval_{name}_{moment}") for name in ("loss", "accuracy"))
-    if loss is not None:
-        found["loss"] = {"value": loss, "interval": None}
-    if accuracy is not None:
-        found["accuracy"] = {"value": accuracy, "interval": None}
-    examples = (side.held_out or {}).get(which)
-    if examples:
+    recorded = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in ("loss", "accuracy")}
+    found: Json = {name: {"value": value, "interval": None} for name, value in recorded.items() if value is not None}
+    if examples := (side.held_out or {}).get(which):
+        tokens = examples["tokens"]
         for name, column in (("loss", examples["loss"]), ("accuracy", examples["correct"])):
-            tokens = examples["tokens"]
             found[name] = {"value": sum(column) / sum(tokens), "interval": ratio(column, tokens)}
     if "loss" in found:
-        limits = found["loss"]["interval"]
-        found["perplexity"] = {
-            "value": _exp(found["loss"]["value"]),
-            "interval": [_exp(limit) for limit in limits] if limits else None,
-        }
-    written = (side.tasks or {}).get(which)
-    if written:
+        value, limits = found["loss"]["value"], found["loss"]["interval"]
+        found["perplexity"] = {"value": _exp(value), "interval": [_exp(limit) for limit in limits] if limits else None}
+    if written := (side.tasks or {}).get(which):
+        scores = written["rouge_l"]
         found["bleu"] = written["bleu"]
-        found["rouge_l"] = {
-            "value": sum(written["rouge_l"]) / len(written["rouge_l"]),
-            "interval": mean(written["rouge_l"]),
-        }
+        found["rouge_l"] = {"value": sum(scores) / len(scores), "interval": ratio(scores, [1.0] * len(scores))}
     return found
 
 
-def _leakage(audit: Json | None) -> Json:
-    if audit is None:
-        return {}
-    bound = audit["epsilon_lower_bound"]
-    attacks = audit["attacks"]
-    names = [name for name in (PRIMARY_ATTACK, *ATTACKS) if name in attacks]  # the one that counts before the usual two
-    wanted = ("group", "auc", "auc_interval", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval")
+def _exp(value: float) -> float | None:
+    return math.exp(value) if value < 700 else None
+
+
+def _leakage(audit: Json) -> Json:
+    attacks = {name: audit["attacks"].get(name) for name in (PRIMARY_ATTACK, *ATTACKS)}  # the one that counts first
     return {
         "verdict": audit["verdict"],
-        "epsilon_lower_bound": {key: bound[key] for key in ("value", "ceiling", "alpha", "delta")},
-        "attacks": {name: {key: attacks[name].get(key) for key in wanted} for name in names},
+        "epsilon_lower_bound": {key: audit["epsilon_lower_bound"][key] for key in BOUND},
+        "attacks": {name: {key: seen.get(key) for key in ATTACK} for name, seen in attacks.items() if seen},
         "exposure": {group: {key: seen[key] for key in EXPOSURE} for group, seen in audit["exposure"].items()},
         "extraction": {
             group: {
-                **{key: seen[key] for key in ("inserted", "tuned", "base")},
+                **{key: seen[key] for key in EXTRACTION},
                 "share": seen["tuned"] / seen["inserted"] if seen["inserted"] else None,
                 "interval": share(seen["tuned"], seen["inserted"]),
             }
             for group, seen in audit["extraction"].items()
         },
-    }
-
-
-def _cost(record: Json) -> Json:
-    """What run.json says; the seconds of a step include evaluation, checkpoints and setting up."""
-    steps, seconds = record.get("steps_taken"), record.get("duration_seconds")
-    return {
-        "steps": steps,
-        "seconds": seconds,
-        "seconds_per_step": seconds / steps if steps and seconds is not None else None,
-        "peak_memory_bytes": record.get("peak_memory_bytes"),
-        "hardware": record.get("hardware"),
     }
 
 
@@ -167,7 +152,8 @@ def together(sides: Sequence[Side]) -> Json | None:
     Guarantee:
         Composed by PLD, which holds where the runs were fixed before the first of them, as those of a group are.
     """
-    plans = [side.plan for side in sides if side.plan is not None and side.no_guarantee is None]
+    promised = [side for side in sides if side.no_guarantee is None]
+    plans = [side.plan for side in promised if side.plan is not None]
     terms = {(plan["unit"], plan["neighbouring_relation"]) for plan in plans}
     if len(plans) < 2 or len(terms) > 1:
         return None
@@ -177,31 +163,9 @@ def together(sides: Sequence[Side]) -> Json | None:
         epsilon = accounting.stated(whole, delta, plans[0]["neighbouring_relation"])[0]
     except DpllmError:  # no accountant knows all of them
         return None
-    groups = {_group(side) for side in sides if side.plan is not None and side.no_guarantee is None}
-    return {
-        "runs": len(plans),
-        "epsilon": epsilon,
-        "delta": delta,
-        "fixed_together": len(groups) == 1 and None not in groups,
-    }
-
-
-def _group(side: Side) -> str | None:
-    group = (side.record.get("ledger") or {}).get("group")
-    return str(group["name"]) if group else None
-
-
-def _exp(value: float) -> float | None:
-    return math.exp(value) if value < 700 else None
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for what JSON has no word for."""
-    if isinstance(value, dict):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    groups = [(side.record.get("ledger") or {}).get("group") for side in promised]
+    fixed = len({group["name"] if group else None for group in groups}) == 1 and groups[0] is not None
+    return {"runs": len(plans), "epsilon": epsilon, "delta": delta, "fixed_together": fixed}
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> list[float] | None:
@@ -232,11 +196,6 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> list[fl
         found.append(above_B[below_B > 0] / below_B[below_B > 0])
     low, high = np.quantile(np.concatenate(found), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return [float(low), float(high)]
-
-
-def mean(values: Sequence[float]) -> list[float] | None:
-    """The same for a mean over examples."""
-    return ratio(values, [1.0] * len(values))
 
 
 def share(part: int, whole: int) -> list[float] | None:

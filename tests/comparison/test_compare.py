@@ -224,7 +224,7 @@ def test_a_bootstrap_covers_the_mean() -> None:
         hits += low <= 2.0 <= high
     assert 180 <= hits <= 199  # 95 % of 200; outside with probability below 1e-4 for a sound interval
     assert values.ratio([1.0], [1.0]) is None
-    assert values.mean([]) is None
+    assert values.ratio([], []) is None
     assert values.share(0, 0) is None
     assert values.share(0, 10) == pytest.approx([0.0, 0.3085], abs=1e-4)
 

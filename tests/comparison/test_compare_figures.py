@@ -9,7 +9,7 @@ import pytest
 from comparing import Json, make_run
 
 from dpllm.comparison.compare import compare
-from dpllm.comparison.epsilon_figure import axis_of
+from dpllm.comparison.figures import axis_of
 
 INF = math.inf
 BROKEN = {"guarantee": {"holds": False, "reason": "the noise was seeded"}}

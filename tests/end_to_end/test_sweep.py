@@ -381,8 +381,7 @@ def test_a_contradicted_promise_ends_with_its_own_code_once_all_is_written(
     compared = []
     monkeypatch.setattr("dpllm.comparison.sweep._train", lambda *_: None)
     monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda *_: ["eps-2: epsilon is at least 3"])
-    monkeypatch.setattr("dpllm.comparison.sweep._measure", lambda *_: None)
-    monkeypatch.setattr("dpllm.comparison.sweep.compare", lambda runs, output: compared.append(output))
+    monkeypatch.setattr("dpllm.comparison.sweep.compare", lambda runs, output, **_: compared.append(output))
     answer = swept_to(make(tmp_path / "place", base), "2,8")
     assert answer.code == 4
     assert "eps-2: epsilon is at least 3" in answer.err
