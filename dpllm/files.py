@@ -185,6 +185,11 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             return
 
 
+def as_json(value: Any) -> Any:
+    """The same value as JSON holds it, which has no tuple and no infinity: what is not finite is None."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+
+
 def digest(value: dict[str, Any]) -> str:
     """SHA-256 of a JSON object, the same however it is laid out."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

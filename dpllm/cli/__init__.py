@@ -1,8 +1,8 @@
 """The command line: parse, call one function, print.
 
 Comes in: arguments. Goes out: an exit code (0 done, 2 wrong command or recipe, 3 refused, 4 an audit contradicts the
-guarantee, 1 anything else). Every command is a module here with ``add_arguments(parser)`` and ``run(known, overrides)``.
-Heavy imports happen inside ``run``, so that ``dpllm --help`` stays quick.
+guarantee, 1 anything else). Each module is a group of commands: ``add_commands`` says what they take, and a function for each
+does it. Heavy imports happen inside these functions, so that ``dpllm --help`` stays quick.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import dpllm
-from dpllm.cli import audit, canaries, card, compare, epsilon, generate, ledger, merge, plan, push, sweep, verify
-from dpllm.cli.recipes import load_recipe
+from dpllm.cli import audit, canaries, compare, epsilon, ledger, plan, publish
+from dpllm.cli.plan import Call
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
-OVERRIDES = "--SECTION.KEY VALUE"
 # What a command no longer takes -> what to type instead.
 RETIRED = {
     "plan --compare": "it promised nothing; dpllm plan --json has epsilon by each accountant, as `accountants`",
@@ -57,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "a launcher started several processes, each of which would do all of it and write the same files. "
                 f"Type dpllm {known.command} without a launcher."
             )
-        command: Callable[[argparse.Namespace, list[str]], int] = known.call
-        return command(known, overrides)
+        call: Call = known.call
+        return call(known, overrides)
     except EndedElsewhere as error:
         return error.exit_code
     except DpllmError as error:
@@ -96,60 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dpllm {dpllm.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, call: Callable[[argparse.Namespace, list[str]], int], text: str) -> argparse.ArgumentParser:
+    def add(name: str, call: Call, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.set_defaults(call=call)
         return sub
 
-    for name, call, text in (
-        ("plan", plan.run, "what a recipe promises and what the ledger would say: no weights, no GPU"),
-        ("train", _train, "run a recipe (as accelerate launch recipes/train.py does)"),
-    ):
-        sub = add(name, call, text)
-        sub.usage = f"dpllm {name} RECIPE [options] [{OVERRIDES} ...]"
-        sub.add_argument("recipe", nargs="?", help="YAML file, such as recipes/lora/e2e.yaml")
-        sub.add_argument("--config", help="the same as RECIPE")
-        sub.add_argument("--keys", action="store_true", help="list every key of a recipe, and stop")
-        if name == "plan":
-            plan.add_arguments(sub)
-        else:
-            sub.add_argument("--resume", action="store_true", help="go on with the interrupted run in output_dir")
-            sub.add_argument(
-                "--make-up-lost-steps",
-                action="store_true",
-                help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
-            )
-            sub.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
-    for name, module, text in (
-        ("canaries", canaries, "draw what a recipe plants for its audit, before training"),
-        ("audit", audit, "attack a run: canary exposure, extraction, membership, an epsilon lower bound"),
-        ("compare", compare, "two or more runs side by side: utility, leakage, cost, privacy"),
-        ("sweep", sweep, "train a recipe at several epsilons as one tuning group, and compare"),
-        ("card", card, "write the model card into RUN/export, and sign it"),
-        ("verify", verify, "recompute every number that a card states"),
-        ("push", push, "upload RUN/export to the Hub, once it verifies"),
-        ("generate", generate, "sample text from a tuned model"),
-        ("merge", merge, "write weights with the adapter merged in, with the same card"),
-        ("epsilon", epsilon, "what DP-SGD with given numbers guarantees, or the noise for a given epsilon"),
-        ("ledger", ledger, "the privacy budget of each dataset, across all runs"),
-    ):
-        module.add_arguments(add(name, module.run, text))
+    for module in (plan, canaries, audit, compare, publish, epsilon):
+        module.add_commands(add)
+    ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs"))
     add("env", _env, "versions and hardware, for a bug report")
     return parser
-
-
-def _train(known: argparse.Namespace, rest: list[str]) -> int:
-    if known.keys:
-        return plan.run(known, rest)
-    if known.resume and known.overwrite:
-        raise ConfigError("--resume goes on with a run, and --overwrite replaces it. Type one of the two.")
-    if known.make_up_lost_steps and not known.resume:
-        raise ConfigError("--make-up-lost-steps belongs to --resume. Type both.")
-    config = load_recipe(known, rest)
-    from dpllm.run.loop import train
-
-    record = train(config, resume=known.resume, overwrite=known.overwrite, make_up_lost_steps=known.make_up_lost_steps)
-    return 0 if record["status"] == "completed" else 1
 
 
 def _env(known: argparse.Namespace, rest: list[str]) -> int:

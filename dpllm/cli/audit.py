@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpllm.cli.plan import AddCommand
 from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 ELSEWHERE = ("base", "canaries", "non_members", "format", "epsilon", "delta", "unit", "output")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is audited."""
+def add_commands(add: AddCommand) -> None:
+    """The command and what it takes."""
+    parser = add("audit", run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
     parser.add_argument("run", help="run directory; a recipe with --mechanism or --leakage; a model trained elsewhere")
     parser.add_argument("--attack", metavar="NAME", help="this attack alone; nothing is written, no bound is computed")
     parser.add_argument(
@@ -143,13 +145,10 @@ def _run(known: argparse.Namespace, path: Path) -> int:
         from dpllm.auditing.members import audit_run_members
 
         found = audit_run_members(run, audits.load_models(run, run.load_config())).to_json()
-        _show(known, found, terminal.members_table(found))
-        _say(known, f"Private: {run.private / 'audit_members.json'}")
-        return 0
+        return _show(known, found, terminal.members_table(found), f"Private: {run.private / 'audit_members.json'}")
     if known.attack:
         part = audits.attack(run, known.attack)
-        _show(known, part, terminal.part_table(known.attack, part))
-        return 0
+        return _show(known, part, terminal.part_table(known.attack, part))
     twin = RunDir(Path(known.twin)) if known.twin else None
     shadows = None
     if known.shadows:
@@ -160,9 +159,7 @@ def _run(known: argparse.Namespace, path: Path) -> int:
         may_train(run, run.load_config())
         shadows = partial(audit_shadows, num_shadows=known.shadows, console=Console(stderr=True))
     report = audits.audit(run, twin=twin, shadows=shadows, generate=not known.scores_only)
-    _show(known, report, terminal.table(report))
-    _say(known, f"Written to {run.audit_dir(report['published'])}")
-    return _end(report)
+    return _show(known, report, terminal.table(report), f"Written to {run.audit_dir(report['published'])}")
 
 
 def _elsewhere(known: argparse.Namespace, path: Path) -> int:
@@ -185,10 +182,8 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
             )
         report = outside.audit_outside_members(path, known.members, known.non_members, base=known.base, unit=unit)
         table = terminal.members_table(report)
-    _show(known, report, table)
-    if known.output:
-        _say(known, f"Private: {outside.write_outside(report, Path(known.output), path)}")
-    return _end(report)
+    kept = [f"Private: {outside.write_outside(report, Path(known.output), path)}"] if known.output else []
+    return _show(known, report, table, *kept)
 
 
 def _before_training(known: argparse.Namespace, rest: list[str]) -> int:
@@ -199,13 +194,11 @@ def _before_training(known: argparse.Namespace, rest: list[str]) -> int:
     config, plan = _recipe(Path(known.run), rest)
     if known.leakage:
         leaked = leakage.audit_leakage(config, plan)
-        _show(known, leaked.to_json(), leakage.table(leaked))
-        return 0
-    found = mechanism.audit_mechanism(config, plan=plan)
-    _show(known, found.to_json(), mechanism.table(found))
-    if plan:
-        _say(known, _keep(RunDir(Path(known.run)), found.to_json()))
-    return _end({"verdict": found.verdict, "verdict_reason": found.reason})
+        return _show(known, leaked.to_json(), leakage.table(leaked))
+    audited = mechanism.audit_mechanism(config, plan=plan)
+    found = audited.to_json()
+    kept = [_keep(RunDir(Path(known.run)), found)] if plan else []
+    return _show(known, found, mechanism.table(audited), *kept)
 
 
 def _keep(run: RunDir, found: dict[str, Any]) -> str:
@@ -241,23 +234,16 @@ def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
     return config, read_plan(read_json(run.plan)) if config.privacy.enabled else None
 
 
-def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType) -> None:
+def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType, *lines: str) -> int:
+    """Prints a report for machines or for people; exit code 4 where it contradicts the stated guarantee."""
     from rich.console import Console
 
     if known.json:
         print(json.dumps(report, indent=2, sort_keys=True, allow_nan=False))
     else:
         Console().print(table)
-
-
-def _say(known: argparse.Namespace, text: str) -> None:
-    from rich.console import Console
-
-    if not known.json:
-        Console().print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _end(report: dict[str, Any]) -> int:
+        for line in lines:
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
     if report.get("verdict") == "falsified":
-        raise AuditContradiction(report["verdict_reason"])
+        raise AuditContradiction(report.get("verdict_reason") or report["reason"])
     return 0

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.recipes import load_recipe
+from dpllm.cli.plan import OVERRIDES, AddCommand, load_recipe
 from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from dpllm.recipe.config import RunConfig
     from dpllm.run.directory import RunDir
 
-ACTIONS = {"plan": "draw the canaries of a recipe and their coins, for the run that is to train in output_dir"}
+PLAN = "draw the canaries of a recipe and their coins, for the run that is to train in output_dir"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Actions and what they take."""
+def add_commands(add: AddCommand) -> None:
+    """The command, its action and what that takes."""
+    parser = add("canaries", run, "draw what a recipe plants for its audit, before training")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog="dpllm canaries")
-    plan = actions.add_parser("plan", help=ACTIONS["plan"], allow_abbrev=False)
-    plan.description = ACTIONS["plan"][0].upper() + ACTIONS["plan"][1:] + "."
-    plan.usage = "dpllm canaries plan RECIPE [options] [--SECTION.KEY VALUE ...]"
+    plan = actions.add_parser("plan", help=PLAN, allow_abbrev=False)
+    plan.description = PLAN[0].upper() + PLAN[1:] + "."
+    plan.usage = f"dpllm canaries plan RECIPE [options] [{OVERRIDES} ...]"
     plan.add_argument("recipe", nargs="?", help="YAML file, such as recipes/lora/e2e.yaml")
     plan.add_argument("--config", help="the same as RECIPE")
     plan.add_argument("--overwrite", action="store_true", help="draw them again, in place of those planned before")
@@ -37,6 +38,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Plans the canaries and prints how many, never what they say."""
     from rich.console import Console
 
+    from dpllm.canaries import canaries
     from dpllm.run.directory import RunDir
 
     config = load_recipe(known, rest)
@@ -44,7 +46,11 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     _check(config, run_dir, known.overwrite)  # before anything is made
     with run_dir.locked():
         _check(config, run_dir, known.overwrite)
-        plan = _plan(config, run_dir)
+        run_dir.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before a copy of private data lies in it
+        run_dir.private.chmod(0o700)
+        assert config.audit.canaries is not None
+        plan = canaries.plan_canaries(config.audit.canaries, source=_source(config, run_dir))
+        canaries.save(plan, run_dir.canaries)
     found = describe(plan, config)
     if known.json:
         print(json.dumps({**found, "manifest": str(run_dir.canaries)}, indent=2, sort_keys=True, allow_nan=False))
@@ -74,11 +80,7 @@ def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
 
 
 def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
-    """Refuses to lose anything.
-
-    Raises:
-        ConfigError: The recipe plants nothing, or the directory holds a run, a plan, or something else.
-    """
+    """Refuses to lose anything: a run, canaries that were planned, or something else that lies there."""
     from dpllm.privacy.plan import num_slots
     from dpllm.run.directory import check_directory
 
@@ -97,17 +99,6 @@ def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
             "Type --overwrite to draw new ones, or train with these."
         )
     check_directory(config, run, resume=False, overwrite=False)
-
-
-def _plan(config: RunConfig, run: RunDir) -> CanaryPlan:
-    from dpllm.canaries import canaries
-
-    assert config.audit.canaries is not None
-    run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before a copy of private data lies in it
-    run.private.chmod(0o700)
-    plan = canaries.plan_canaries(config.audit.canaries, source=_source(config, run))
-    canaries.save(plan, run.canaries)
-    return plan
 
 
 def _source(config: RunConfig, run: RunDir) -> ModelSource | None:

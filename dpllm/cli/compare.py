@@ -1,34 +1,48 @@
-"""``dpllm compare``: runs side by side."""
+"""``dpllm compare`` and ``dpllm sweep``: runs side by side, and runs made to be."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 from pathlib import Path
 
+from dpllm.cli.plan import OVERRIDES, AddCommand, parse_recipe
 from dpllm.errors import ConfigError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``dpllm compare``."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, at most one without privacy")
-    parser.add_argument("--output", help="where the report goes (default: RUN/private/compare, or RUN/comparison)")
-    parser.add_argument("--public", action="store_true", help="only what may be published; says what is left out")
-    parser.add_argument(
-        "--tasks", type=int, default=0, metavar="N", help="BLEU and ROUGE-L on N evaluation rows (extra: tasks)"
-    )
-    parser.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")
+def add_commands(add: AddCommand) -> None:
+    """The commands and their arguments."""
+    compared = add("compare", compare, "two or more runs side by side: utility, leakage, cost, privacy")
+    compared.add_argument("runs", nargs="+", metavar="RUN", help="run directories, at most one without privacy")
+    compared.add_argument("--output", help="where the report goes (default: RUN/private/compare, or RUN/comparison)")
+    compared.add_argument("--public", action="store_true", help="only what may be published; says what is left out")
+    swept = add("sweep", sweep, "train a recipe at several epsilons as one tuning group, and compare")
+    swept.usage = f"dpllm sweep RECIPE --privacy.epsilon 1,3,8,inf [options] [{OVERRIDES} ...]"
+    swept.add_argument("recipe", nargs="?", help="YAML file; its output_dir gets one directory for each epsilon")
+    swept.add_argument("--config", help="the same as RECIPE")
+    swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
+    swept.add_argument("--by", help="who answers for the list of runs in the ledger (default: this user)")
+    for parser in (compared, swept):
+        parser.add_argument(
+            "--tasks", type=int, default=0, metavar="N", help="BLEU and ROUGE-L on N evaluation rows (extra: tasks)"
+        )
+    compared.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")
 
 
-def run(known: argparse.Namespace, rest: list[str]) -> int:
-    """Runs the command; returns its exit code."""
-    from rich.console import Console
-
-    from dpllm.comparison.compare import compare
-    from dpllm.run.directory import RunDir
-
+def _check_tasks(known: argparse.Namespace) -> None:
     if known.tasks < 0:
         raise ConfigError(f"--tasks {known.tasks}: nothing can be generated for fewer than no rows. Type 1 or more.")
-    comparison = compare(
+
+
+def compare(known: argparse.Namespace, rest: list[str]) -> int:
+    """Compares runs and prints the table."""
+    from rich.console import Console
+
+    from dpllm.comparison.compare import compare as side_by_side
+    from dpllm.run.directory import RunDir
+
+    _check_tasks(known)
+    comparison = side_by_side(
         [RunDir(Path(path)) for path in known.runs],
         Path(known.output) if known.output else None,
         public=known.public,
@@ -40,3 +54,30 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     console.print(comparison.table())
     console.print(f"Written to {comparison.output}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def sweep(known: argparse.Namespace, rest: list[str]) -> int:
+    """Trains a recipe at several epsilons and prints what may stand in a job's log."""
+    from rich.console import Console
+
+    from dpllm.comparison.compare import public_table
+    from dpllm.comparison.sweep import sweep as train_all
+    from dpllm.run.directory import RunDir
+
+    path, overrides = parse_recipe(known, rest)
+    _check_tasks(known)
+    console = Console()
+    settings = {"by": known.by or _user(), "resume": known.resume, "tasks": known.tasks}
+    comparison = train_all(path, overrides, **settings, console=console)
+    root = comparison.output.parent
+    console.print(public_table([RunDir(root / run["name"]) for run in comparison.values["runs"]]))
+    said = f"With what is private: written to {comparison.output}"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        raise ConfigError("this user has no name, and the list of runs needs one who answers: --by NAME") from None

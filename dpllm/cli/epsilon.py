@@ -8,8 +8,9 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from dpllm.cli.recipes import finite
+from dpllm.cli.plan import AddCommand
 from dpllm.errors import ConfigError, Refused
+from dpllm.files import as_json
 
 LARGEST = 1e12  # of a number of people or steps
 LIMITS_IN_WORDS = {
@@ -20,8 +21,9 @@ LIMITS_IN_WORDS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The numbers of a run."""
+def add_commands(add: AddCommand) -> None:
+    """The command and the numbers that it takes."""
+    parser = add("epsilon", run, "what DP-SGD with given numbers guarantees, or the noise for a given epsilon")
     parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="how many units can be sampled")
     parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="how many are expected in a batch")
     length = parser.add_mutually_exclusive_group(required=True)
@@ -108,7 +110,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     }
     if group > 1:
         answer["one_unit"] = accounting.epsilon(events.dp_sgd_event(rate, sigma, steps), delta, relation)
-    return dict(finite(answer))
+    return dict(as_json(answer))
 
 
 def _steps(known: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""``dpllm plan``: what a recipe promises, costs and needs, and what would refuse it; without weights, a GPU or torch.
+"""``dpllm plan`` and ``dpllm train``: what a recipe promises, costs and needs, and what would refuse it; then the run.
 
-``--model`` alone imports torch, to build the model from its configuration.
+To plan takes no weights, no GPU and no torch; ``--model`` alone imports it, to build the model from its configuration.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.recipes import finite, load_recipe
 from dpllm.errors import ConfigError, DpllmError
+from dpllm.files import as_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,35 +24,102 @@ if TYPE_CHECKING:
     from dpllm.recipe.config import RunConfig
     from dpllm.run.promise import Decision
 
+OVERRIDES = "--SECTION.KEY VALUE"
+Call = Callable[[argparse.Namespace, list[str]], int]
+"""One command: of the arguments that the parser knows, and the overrides of a recipe's keys, to an exit code."""
+AddCommand = Callable[[str, Call, str], argparse.ArgumentParser]
+"""Name, what it calls, and its help -> its parser."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this command takes beside a recipe."""
-    parser.add_argument(
+
+def add_commands(add: AddCommand) -> None:
+    """The commands and their arguments."""
+    planned = add("plan", plan, "what a recipe promises and what the ledger would say: no weights, no GPU")
+    trained = add("train", train, "run a recipe (as accelerate launch recipes/train.py does)")
+    for name, parser in (("plan", planned), ("train", trained)):
+        parser.usage = f"dpllm {name} RECIPE [options] [{OVERRIDES} ...]"
+        parser.add_argument("recipe", nargs="?", help="YAML file, such as recipes/lora/e2e.yaml")
+        parser.add_argument("--config", help="the same as RECIPE")
+        parser.add_argument("--keys", action="store_true", help="list every key of a recipe, and stop")
+    planned.add_argument(
         "--json", action="store_true", help="print plan.json with ledger, refusals and advice, as one object"
     )
-    parser.add_argument(
+    planned.add_argument(
         "--model", action="store_true", help="what trains, noise, memory and time, from the model's config alone"
     )
-    parser.add_argument(
+    planned.add_argument(
         "--sweep",
         action="append",
         default=[],
         metavar="KEY=V1,V2",
         help="plan every combination; may be given several times",
     )
-    parser.add_argument(
+    planned.add_argument(
         "--after", metavar="RUN", help="an earlier run, whose released clip fraction the advice may use"
     )
+    trained.add_argument("--resume", action="store_true", help="go on with the interrupted run in output_dir")
+    trained.add_argument(
+        "--make-up-lost-steps",
+        action="store_true",
+        help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
+    )
+    trained.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
 
 
-def run(known: argparse.Namespace, rest: list[str]) -> int:
-    """Prints the plan, then what would refuse it."""
+def parse_recipe(known: argparse.Namespace, rest: list[str]) -> tuple[str, dict[str, Any]]:
+    """The path of the recipe that a command names, and its overrides.
+
+    Raises:
+        ConfigError: No recipe, or two of them.
+    """
+    from dpllm.recipe.section import parse_overrides
+
+    path = known.config or known.recipe
+    if known.config and known.recipe:
+        raise ConfigError(f"two recipes given: {known.config} and {known.recipe}. Name one.")
+    if path is None:
+        action = " ".join(filter(None, (known.command, getattr(known, "action", None))))
+        raise ConfigError(f"name a recipe: dpllm {action} recipes/lora/e2e.yaml")
+    return path, parse_overrides(rest)
+
+
+def load_recipe(known: argparse.Namespace, rest: list[str]) -> RunConfig:
+    """The recipe that a command names, with its overrides.
+
+    Raises:
+        ConfigError: No recipe, two of them, or one that cannot be read.
+    """
+    from dpllm.recipe.config import load_config
+
+    return load_config(*parse_recipe(known, rest))
+
+
+def train(known: argparse.Namespace, rest: list[str]) -> int:
+    """Runs a recipe; exit code 1 where it was interrupted."""
+    if known.keys:
+        return _show_keys()
+    if known.resume and known.overwrite:
+        raise ConfigError("--resume goes on with a run, and --overwrite replaces it. Type one of the two.")
+    if known.make_up_lost_steps and not known.resume:
+        raise ConfigError("--make-up-lost-steps belongs to --resume. Type both.")
+    config = load_recipe(known, rest)
+    from dpllm.run.loop import train as run
+
+    record = run(config, resume=known.resume, overwrite=known.overwrite, make_up_lost_steps=known.make_up_lost_steps)
+    return 0 if record["status"] == "completed" else 1
+
+
+def _show_keys() -> int:
     from dpllm.recipe.config import RunConfig
     from dpllm.recipe.section import describe
 
+    print(describe(RunConfig))
+    return 0
+
+
+def plan(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints the plan, then what would refuse it."""
     if known.keys:
-        print(describe(RunConfig))
-        return 0
+        return _show_keys()
     config = load_recipe(known, rest)
     if known.sweep and (known.model or known.after):
         raise ConfigError("--sweep plans many recipes, and --model and --after look at one. Type one of them.")
@@ -67,7 +135,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     needs = _footprint(config, seen, refusals) if known.model else None
     advice = advise(config, seen.plan, released) if seen.plan else []
     if known.json:
-        print(_dump(_json(seen, needs, advice, refusals)))
+        print(dump(_json(seen, needs, advice, refusals)))
     else:
         _show(known, seen, needs, advice)
     for error in refusals:
@@ -109,25 +177,25 @@ def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, ad
 def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int:
     from rich.console import Console
 
-    from dpllm.forecast import signal, table
+    from dpllm.forecast import table
+    from dpllm.forecast.advice import suggest
     from dpllm.forecast.sweep import parse_sweeps, sweep
-    from dpllm.recipe.section import parse_overrides
     from dpllm.run.promise import decide
 
     sweeps = parse_sweeps(known.sweep)
-    points = sweep(known.config or known.recipe, parse_overrides(rest), sweeps)
+    points = sweep(*parse_recipe(known, rest), sweeps)
     own = decide(config).plan
-    suggestion = signal.suggest(own) if own else None
+    suggestion = suggest(own) if own else None
     if known.json:
         rows = [{**asdict(point), "values": dict(zip(sweeps, point.values, strict=True))} for point in points]
-        print(_dump({"sweep": rows, "suggestion": asdict(suggestion) if suggestion else None}))
-    else:
-        console = Console()
-        console.print(table.sweep_table(list(sweeps), points))
-        for text, same in groupby((point for point in points if point.refusal), lambda point: point.refusal):
-            _say(console, f"Refused ({'; '.join(', '.join(map(str, point.values)) for point in same)}): {text}")
-        if suggestion:
-            _say(console, table.suggestion_text(suggestion))
+        print(dump({"sweep": rows, "suggestion": asdict(suggestion) if suggestion else None}))
+        return 0
+    console = Console()
+    console.print(table.sweep_table(list(sweeps), points))
+    for text, same in groupby((point for point in points if point.refusal), lambda point: point.refusal):
+        _say(console, f"Refused ({'; '.join(', '.join(map(str, point.values)) for point in same)}): {text}")
+    if suggestion:
+        _say(console, table.suggestion_text(suggestion))
     return 0
 
 
@@ -139,24 +207,20 @@ def _json(seen: Decision, needs: Footprint | None, advice: list[str], refusals: 
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
     from dpllm.forecast.batches import batches_of
 
-    fields: dict[str, Any] = {}
-    if seen.schedule:
-        fields |= asdict(seen.schedule)
-    if seen.plan:
-        fields |= seen.plan.to_json()
-    fields |= {
+    fields: dict[str, Any] = {
+        **(asdict(seen.schedule) if seen.schedule else {}),
+        **(seen.plan.to_json() if seen.plan else {}),
         "batches": asdict(batches_of(seen.config, seen.schedule)) if seen.schedule else None,
         "ledger": asdict(seen.ledger) if seen.ledger else None,
         "refusals": [{"exit_code": error.exit_code, "message": str(error)} for error in refusals],
         "advice": advice,
     }
     if needs:
-        model = asdict(needs)
-        model["refusals"] = [str(error) for error in needs.refusals]
-        model["memory"] = {**model["memory"], "total": needs.memory.total} if needs.memory else None
-        fields["model"] = model
+        memory = {**asdict(needs.memory), "total": needs.memory.total} if needs.memory else None
+        fields["model"] = {**asdict(needs), "refusals": [str(error) for error in needs.refusals], "memory": memory}
     return fields
 
 
-def _dump(value: dict[str, Any]) -> str:
-    return json.dumps(finite(value), indent=2, sort_keys=True, allow_nan=False)
+def dump(value: dict[str, Any]) -> str:
+    """JSON for standard output; an epsilon that cannot be certified is null."""
+    return json.dumps(as_json(value), indent=2, sort_keys=True, allow_nan=False)

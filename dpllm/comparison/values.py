@@ -5,7 +5,6 @@ Comes in: sides. Goes out: numbers with their intervals, for the base model and 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from dpllm.auditing.summary import PRIMARY_ATTACK
 from dpllm.card.claim import Json, stated_epsilon
 from dpllm.comparison.compared_runs import Side
 from dpllm.errors import DpllmError
+from dpllm.files import as_json
 from dpllm.privacy import accounting
 from dpllm.recipe import names
 
@@ -52,9 +52,7 @@ def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) 
         },
         "left_out": [line for side in sides for line in side.left_out],
     }
-    text = json.dumps(names.without_paths(value) if public else value)
-    copy: Json = json.loads(text, parse_constant=lambda _: None)  # JSON has no word for infinity
-    return copy
+    return dict(as_json(names.without_paths(value) if public else value))
 
 
 def _run(side: Side) -> Json:

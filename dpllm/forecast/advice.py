@@ -1,17 +1,21 @@
 """Advice: settings that are allowed and likely to hurt, each with its reason and what to type.
 
-Comes in: the recipe, its Plan, and what an earlier run released with noise. Goes out: sentences; none for a good recipe. Advice
-refuses nothing and is no part of the guarantee. Must not see data, and must not import torch.
+Comes in: the recipe, its Plan, and what an earlier run released with noise. Goes out: sentences, none for a good recipe; and
+noise per unit of signal, with the batch size that a compute budget is best spent on. Heuristics for planning: they refuse
+nothing and are no part of any guarantee. Must not see data, and must not import torch.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
-from dpllm.forecast import signal
+from dpllm.privacy import accounting
+from dpllm.privacy.accounting import Event
 from dpllm.privacy.plan import Plan, auto_delta
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -22,6 +26,9 @@ WEAK_EPSILON = 10.0
 WEAK_NOISE = 0.5
 FAR_FROM_HALF = 0.2  # of a clip fraction; its own noise is a twentieth where the noise on the count is left alone
 FAR_FROM_C = 2.0
+WIDEST = 1e-3  # of PLD's intervals: an answer takes a twentieth of a second, and errs on the safe side
+MIN_STEPS = 50  # fewer updates than this give an optimizer little to work with, however clean each is
+NEAR_BEST = 1.10
 
 
 def advise(config: RunConfig, plan: Plan, released: Mapping[str, float] | None = None) -> list[str]:
@@ -47,13 +54,7 @@ def advise(config: RunConfig, plan: Plan, released: Mapping[str, float] | None =
 
 
 def released_by(run: RunDir) -> dict[str, float]:
-    """What an earlier run released with noise, which may be read at no further cost.
-
-    Args:
-        run: Its directory.
-
-    Returns:
-        ``unclipped_fraction`` and ``max_grad_norm`` of adaptive clipping.
+    """What an earlier run released with noise, ``unclipped_fraction`` and ``max_grad_norm``, to be read at no further cost.
 
     Raises:
         ConfigError: No run there, or it released nothing under its guarantee.
@@ -102,29 +103,30 @@ def _noise(plan: Plan) -> str | None:
 
 
 def _batch(plan: Plan) -> str | None:
-    own = signal.own_choice(plan)
-    size, steps = signal.candidates(plan)[-1]  # the largest batch has the least noise per unit of signal
-    if size <= own.batch_size or signal.noisier(plan, size, steps, than=own.noise_per_signal / TOO_NOISY):
+    own = own_choice(plan)
+    size, steps = candidates(plan)[-1]  # the largest batch has the least noise per unit of signal
+    if size <= own.batch_size or noisier(plan, size, steps, than=own.noise_per_signal / TOO_NOISY):
         return None
     try:
-        suggested = signal.suggest(plan).suggested
+        suggested = suggest(plan).suggested
     except ConfigError:
         return None
     ratio = own.noise_per_signal / suggested.noise_per_signal
     return (
         f"the logical batch is too small for its noise: {suggested.batch_size} units in {suggested.num_steps} steps look at as "
         f"many examples as {own.batch_size} in {own.num_steps}, at the same epsilon, with {ratio:.2g} times less noise per unit "
-        f"of signal. Type --train.batch_size {suggested.batch_size}{_steps_flag(suggested.num_steps)}."
+        f"of signal. Type --train.batch_size {suggested.batch_size} --train.steps {suggested.num_steps} (and --train.epochs null "
+        "where the recipe counts epochs)."
     )
 
 
 def _steps(plan: Plan) -> str | None:
-    own = signal.own_choice(plan)
+    own = own_choice(plan)
     half = own.num_steps // 2
-    if half < signal.MIN_STEPS:
+    if half < MIN_STEPS:
         return None
     exactly = math.sqrt(own.num_steps / half / 2)  # where T is odd, half of it is a little less than half
-    if signal.noisier(plan, own.batch_size, half, than=NOT_REWARDED * exactly * own.noise_per_signal):
+    if noisier(plan, own.batch_size, half, than=NOT_REWARDED * exactly * own.noise_per_signal):
         return None
     return (
         f"the last {own.num_steps - half} of {own.num_steps} steps are hardly rewarded: at the same epsilon, {half} steps of the "
@@ -157,5 +159,136 @@ def _clipping(config: RunConfig, released: Mapping[str, float]) -> str | None:
     return None
 
 
-def _steps_flag(steps: int) -> str:
-    return f" --train.steps {steps} (and --train.epochs null where the recipe counts epochs)"
+@dataclass(frozen=True)
+class Choice:
+    """A batch size in units and a number of steps, with the noise that the same promise then takes."""
+
+    batch_size: int
+    num_steps: int
+    noise_multiplier: float
+    noise_per_signal: float
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What a compute budget of B T examples is best spent on, beside what the recipe does with it."""
+
+    own: Choice
+    suggested: Choice
+    least_noise: Choice
+
+
+def noise_per_signal(noise_multiplier: float, batch_size: int, num_steps: int) -> float:
+    """Sigma / (B sqrt(T)): noise over signal in the sum of all updates, for one coordinate, at the clipping norm.
+
+    A step releases (sum of clipped gradients + sigma C z) / B with z standard normal, so that the averaged gradient carries
+    noise of standard deviation sigma C / B in each coordinate. Over T steps independent noise grows to sqrt(T) sigma C / B,
+    and a signal that keeps its direction, of length at most C a step, grows to T C. Their ratio is sigma sqrt(T) / (B T) =
+    sigma / (B sqrt(T)); C cancels. Over all d trainable coordinates it is sqrt(d) times as large.
+
+    At a fixed number of examples K = B T it is sigma sqrt(T) / K: it falls as B grows, since sigma grows more slowly than
+    sqrt(B), and flattens where nearly every unit joins every step.
+
+    References:
+        Ponomareva et al. 2023, How to DP-fy ML, on the choice of the batch size; Li et al. 2021, Large Language Models Can
+        Be Strong Differentially Private Learners, on batch size and effective noise.
+    """
+    return noise_multiplier / (batch_size * math.sqrt(num_steps))
+
+
+def own_choice(plan: Plan) -> Choice:
+    """The Plan's own."""
+    return _choice(plan.schedule.expected_batch_size, plan.schedule.num_steps, plan.noise_multiplier)
+
+
+def _choice(batch_size: int, num_steps: int, noise_multiplier: float) -> Choice:
+    return Choice(batch_size, num_steps, noise_multiplier, noise_per_signal(noise_multiplier, batch_size, num_steps))
+
+
+def candidates(plan: Plan) -> list[tuple[int, int]]:
+    """(B, T) of the Plan's compute, K = B T examples: B the powers of two and the Plan's own, in rising order.
+
+    The last has the least noise per unit of signal. No B is larger than N, and none leaves fewer than 50 steps (or than the
+    Plan's own, where that has fewer).
+    """
+    own = plan.schedule
+    compute = own.expected_batch_size * own.num_steps
+    most = min(own.dataset_size, compute // min(MIN_STEPS, own.num_steps))
+    sizes = {2**power for power in range(most.bit_length())} | {own.expected_batch_size}
+    return [
+        (size, own.num_steps if size == own.expected_batch_size else round(compute / size)) for size in sorted(sizes)
+    ]
+
+
+def suggest(plan: Plan) -> Suggestion:
+    """The smallest batch, so the most steps, whose noise is within 10% of the least that the compute allows.
+
+    A planning heuristic: epsilon, delta, N and B T are the Plan's; it compares noise only, and says nothing about learning
+    rates or about what the data reward.
+
+    Raises:
+        ConfigError: No noise multiplier meets the promise at the largest batch.
+
+    References:
+        See ``noise_per_signal``.
+    """
+    options = candidates(plan)
+    own = own_choice(plan)
+    least = own if options[-1][0] == own.batch_size else choose(plan, *options[-1])
+    limit = NEAR_BEST * min(least.noise_per_signal, own.noise_per_signal)
+    # The noise falls with B, so the first option within the limit is found by halves.
+    place = bisect.bisect(options[:-1], False, key=lambda option: not noisier(plan, option[0], option[1], limit))
+    known = {(own.batch_size, own.num_steps): own, (least.batch_size, least.num_steps): least}
+    return Suggestion(own, known.get(options[place]) or choose(plan, *options[place]), least)
+
+
+def noisier(plan: Plan, batch_size: int, num_steps: int, than: float) -> bool:
+    """Whether the Plan's epsilon takes more noise per unit of signal than ``than`` at this batch size and number of steps.
+
+    One evaluation instead of a calibration: the promise is missed with the noise that would be just enough.
+    """
+    return _epsilon_of(plan, batch_size, than * batch_size * math.sqrt(num_steps), num_steps) > plan.epsilon
+
+
+def choose(plan: Plan, batch_size: int, num_steps: int) -> Choice:
+    """The noise that keeps the Plan's epsilon with another batch size and number of steps, to about 1e-3 of itself.
+
+    Secant steps in log sigma, from the Plan's own sigma scaled as the central limit theorem would.
+
+    Raises:
+        ConfigError: No noise multiplier meets it.
+    """
+    own = plan.schedule
+    ratio = batch_size * math.sqrt(num_steps) / (own.expected_batch_size * math.sqrt(own.num_steps))
+    sigma = max(plan.noise_multiplier * math.sqrt(min(ratio, 4.0)), 0.2)
+    slope, step, last = -1.5, math.nan, math.nan
+    for _ in range(30):
+        value = _epsilon_of(plan, batch_size, sigma, num_steps)
+        error = math.log(max(value, 1e-300) / plan.epsilon) if math.isfinite(value) else 1.0
+        if math.isfinite(error - last) and step:
+            slope = min(max((error - last) / step, -1000.0), -0.3)
+        if -2e-3 <= error <= 0:
+            return _choice(batch_size, num_steps, sigma)
+        step, last = min(max((error + 1e-3) / -slope, -0.7), 0.7), error  # aims at a thousandth below the target
+        sigma *= math.exp(step)
+    raise ConfigError(
+        f"no noise multiplier was found that gives epsilon {plan.epsilon:g} with a batch of {batch_size} and {num_steps} "
+        "steps, so the choices cannot be compared. Plan without --sweep."
+    )
+
+
+def _epsilon_of(plan: Plan, batch_size: int, noise_multiplier: float, num_steps: int) -> float:
+    """Epsilon of the Plan's mechanism with another batch size, noise and number of steps, to about 1e-3."""
+    rate = batch_size / plan.schedule.dataset_size
+    # PLD's interval: a tenth of the standard deviation of one step's privacy loss, about.
+    spread = rate * math.sqrt(math.expm1(min(noise_multiplier**-2, 50.0)))
+    interval = min(max(spread / 10, accounting.FINE_INTERVAL), WIDEST)
+    event = with_numbers(plan.event, rate, noise_multiplier, num_steps)
+    return accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=interval)
+
+
+def with_numbers(event: Event, sampling_rate: float, noise_multiplier: float, num_steps: int) -> Event:
+    """The mechanism of a Plan's event with other numbers: the same kind of sampling, another q, sigma and T."""
+    gaussian = {"type": "gaussian", "noise_multiplier": noise_multiplier}
+    step = {**event["event"], "probability": sampling_rate, "event": gaussian}
+    return {**event, "count": num_steps, "event": step}

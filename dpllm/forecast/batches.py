@@ -23,11 +23,11 @@ class Batches:
         expected: B, the mean of the logical batch, in units.
         largest: The smallest number of units that a step exceeds with probability 0.1% at most.
         sequences_per_unit: With how many sequences one unit is counted.
-        physical_size: Sequences in one forward pass; None where a run finds it at its start.
-        physical_expected: Physical batches of a logical batch of ``expected`` units; None likewise.
+        physical_size: Sequences in one forward pass; None, as the next three, where a run finds it at its start.
+        physical_expected: Physical batches of a logical batch of ``expected`` units.
         physical_largest: The same for ``largest`` units.
         dummy_rows: Rows of nobody in a step, expected, where rows are of every padded length: half a physical batch less one
-            row for each; None where physical_size is.
+            row for each.
         assumption: In words, what is counted.
     """
 
@@ -47,10 +47,6 @@ def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
     The logical batch is Binomial(N, q): its quantile at 99.9% is exact. A unit is counted with one sequence, or with
     ``data.max_examples_per_unit`` where all its rows are drawn together, which is the most it may bring unless rows are cut
     into chunks. A unit that is longer than a physical batch has physical batches of its own.
-
-    Args:
-        config: The recipe.
-        schedule: N, q and B.
     """
     from scipy import stats
 
@@ -58,28 +54,23 @@ def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
     per_unit = (config.data.max_examples_per_unit or 1) if whole else 1
     chunked = config.data.long_examples == "chunk"
     longer = ", and more where a row longer than data.max_length is cut into chunks" if chunked else ""
-    assumption = (
-        f"at most {per_unit} rows of a unit, one sequence each{longer}"
-        if whole
-        else f"one sequence {'a row' if config.data.sampling == 'example' else 'a unit'}{longer}"
-    )
+    one = f"one sequence {'a row' if config.data.sampling == 'example' else 'a unit'}"
     named = config.train.physical_batch_size
     size = None if named == "auto" else named
-    expected = schedule.expected_batch_size
     largest = int(stats.binom.ppf(QUANTILE, schedule.dataset_size, schedule.sampling_rate))
+
+    def physical(units: int) -> int | None:
+        if size is None:
+            return None
+        return units * math.ceil(per_unit / size) if per_unit > size else math.ceil(units / (size // per_unit))
+
     return Batches(
-        expected=expected,
+        expected=schedule.expected_batch_size,
         largest=largest,
         sequences_per_unit=per_unit,
         physical_size=size,
-        physical_expected=_physical(expected, per_unit, size) if size else None,
-        physical_largest=_physical(largest, per_unit, size) if size else None,
+        physical_expected=physical(schedule.expected_batch_size),
+        physical_largest=physical(largest),
         dummy_rows=len(padded_lengths(config.data.max_length)) * (size - 1) / 2 if size else None,
-        assumption=assumption,
+        assumption=(f"at most {per_unit} rows of a unit, one sequence each" if whole else one) + longer,
     )
-
-
-def _physical(units: int, per_unit: int, size: int) -> int:
-    if per_unit > size:
-        return units * math.ceil(per_unit / size)
-    return math.ceil(units / (size // per_unit))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,21 +31,14 @@ from dpllm.privacy.fused_loss import TokenLosses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
+from dpllm.run.optimizer import precision_of
 
 SECONDS = 0.15  # for each of the two measurements of the device
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What this machine does in a second, measured.
-
-    Attributes:
-        device: Its name.
-        dtype: In which products are computed.
-        flops: Of a matrix product with the model's width.
-        bandwidth: Bytes read and written by adding two large vectors.
-    """
+    """What a device does in a second: FLOP of a product of the model's width, bytes moved by adding two large vectors."""
 
     device: str
     dtype: str
@@ -79,7 +73,7 @@ class Memory:
     @property
     def total(self) -> int:
         """All of them, as if all were held at once."""
-        return sum(getattr(self, name) for name in self.__dataclass_fields__)
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -131,55 +125,37 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footp
         ConfigError: The base model's configuration cannot be found, or the adapter fits no layer of it.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = _compute_dtype(config, device)
+    dtype = precision_of(config.train, device) or torch.float32
     net = skeleton(config, dtype)
-    parameters = dict(net.named_parameters())
-    trains = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    size = sum(parameter.numel() for parameter in trains.values())
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
+    trainable = sum(size for size, trains in sizes if trains)
     sigma = (plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier) if plan else None
     noise = sigma * plan.max_grad_norm / schedule.expected_batch_size if plan and sigma else None
-    refusals = _refusals(config, net)
-    named, free = config.train.physical_batch_size, None
-    counted = _count(config, net, 1 if named == "auto" else named)
-    rows = None if named == "auto" else named
-    if counted is not None and rows is None:
-        two = _count(config, net, 2)
-        assert two is not None
-        rows, free = _that_fit(config, _memory(config, net, counted, 1), _memory(config, net, two, 2), device)
-        counted = _count(config, net, rows)
+    rows, counted, found = _rows(config, net, device)
     memory, flops, seconds, speed = None, None, None, None
     if counted is not None and rows is not None:
-        sizes = batches_of(config, schedule)
-        sequences = sizes.expected * sizes.sequences_per_unit
-        share = sequences / rows
+        batches = batches_of(config, schedule)
+        share = batches.expected * batches.sequences_per_unit / rows
         speed = measure(device, dtype, rows * config.data.max_length, net)
         memory = _memory(config, net, counted, rows)
         flops = round(counted.flops * share)
-        seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * size) / speed.bandwidth
+        seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * trainable) / speed.bandwidth
     return Footprint(
         kinds=tuple(loading.trainable_table(net)),
-        trainable=size,
-        total=sum(parameter.numel() for parameter in parameters.values()),
+        trainable=trainable,
+        total=sum(size for size, _ in sizes),
         noise_per_coordinate=noise,
-        noise_total=noise * math.sqrt(size) if noise else None,
+        noise_total=noise * math.sqrt(trainable) if noise else None,
         memory=memory,
         flops=flops,
         seconds_per_step=seconds,
         seconds=seconds * schedule.num_steps if seconds else None,
         speed=speed,
         physical_batch_size=rows,
-        found=named == "auto",
-        basis=_basis(config, speed) + (_basis_of_auto(rows, free) if rows and free is not None else ""),
-        refusals=refusals,
+        found=config.train.physical_batch_size == "auto",
+        basis=_basis(config, speed) + found,
+        refusals=_refusals(config, net),
     )
-
-
-@dataclass(frozen=True)
-class _Counts:
-    flops: int
-    moved: int
-    activations: int
-    logits: int
 
 
 def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
@@ -214,17 +190,98 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
     return net.train()
 
 
-def _that_fit(config: RunConfig, one: Memory, two: Memory, device: torch.device) -> tuple[int, int]:
-    """The sequences that a run with auto would take on this machine, 1 at least, and the bytes that are free there.
+@dataclass(frozen=True)
+class _Counts:
+    flops: int
+    moved: int
+    activations: int
+    logits: int
 
-    ``one`` and ``two`` are counted for as many sequences; memory grows with their number on the line through both.
-    """
+
+def _rows(config: RunConfig, net: Any, device: torch.device) -> tuple[int | None, _Counts | None, str]:
+    """The sequences of a physical batch, what one computes, and, where a run finds the number at its start, a word on that."""
+    named = config.train.physical_batch_size
+    if named != "auto":
+        return named, _count(config, net, named), ""
+    one, two = _count(config, net, 1), _count(config, net, 2)
+    if one is None or two is None:
+        return None, None, ""
+    # Memory grows with the number of sequences on the line through both.
+    total = _memory(config, net, one, 1).total
+    grows = _memory(config, net, two, 2).total - total
     free = device_memory.free_memory(device)
-    grows = two.total - one.total
-    stays, limit = one.total - grows, device_memory.budget(free)
-    return max(
-        1, device_memory.largest(lambda rows: stays + rows * grows, limit, device_memory.most_rows(config, device))
-    ), free
+    most = device_memory.most_rows(config, device)
+    fits = device_memory.largest(lambda rows: total + (rows - 1) * grows, device_memory.budget(free), most)
+    rows = max(1, fits)
+    known = "" if free == device_memory.UNKNOWN else f", where {free / 1e9:.3g} GB are free"
+    return (
+        rows,
+        _count(config, net, rows),
+        (
+            "; train.physical_batch_size: auto is measured when training starts, and would be about "
+            f"{rows} on this machine{known}"
+        ),
+    )
+
+
+def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
+    """Runs a physical batch at full length on shapes alone; None where the architecture needs to see values."""
+    tokens = min(config.data.max_length, getattr(net.config, "max_position_embeddings", None) or config.data.max_length)
+    ids_RT = torch.zeros((rows, tokens), dtype=torch.long, device="meta")
+    mask_RT = torch.ones((rows, tokens), dtype=torch.bool, device="meta")
+    row_R = torch.zeros(rows, device="meta")
+    batch = PhysicalBatch(ids_RT, mask_RT, row_R, row_R.long(), rows)
+    try:
+        with tally():  # apart, as the look that it takes at the model is no part of a step
+            losses = TokenLosses(net, row_R.device)
+        with tally() as counted:
+            loss = losses(batch).nll_RT.sum()
+            held = counted.live
+            if not losses.head:
+                head = net.get_output_embeddings().weight
+                held -= rows * tokens * len(head) * head.element_size()  # of the logits
+            loss.backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError, AssertionError):  # routers choose rows by value
+        return None
+    finally:
+        net.zero_grad(set_to_none=True)
+    return _Counts(counted.flops, counted.moved, held, counted.peak - held)
+
+
+def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int) -> Memory:
+    trains = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    size = sum(parameter.numel() for parameter in trains)
+    tokens = config.data.max_length
+    bits = {"4bit": 4.5, "8bit": 8.0}.get(config.model.quantization or "")  # nf4 adds a scale to every 64 weights
+    stored = _stored_bytes(config, net)
+    embeddings = {
+        id(layer.weight) for layer in (net.get_input_embeddings(), net.get_output_embeddings()) if layer is not None
+    }
+    weights = 0.0
+    for parameter in net.parameters():
+        if not parameter.requires_grad:
+            quantised = bits is not None and parameter.dim() == 2 and id(parameter) not in embeddings
+            weights += parameter.numel() * (bits / 8 if bits is not None and quantised else stored)
+    kept = sum(min(p.numel(), tokens * sum(p.shape)) if p.dim() == 2 else p.numel() for p in trains)
+    return Memory(
+        weights=round(weights),
+        trainable=4 * size,
+        optimizer=8 * size if config.train.optimizer == "adamw" else 0,
+        sums=12 * size,
+        unit_gradients=4 * rows * kept if config.privacy.enabled else 4 * size,
+        activations=counted.activations,
+        logits=counted.logits,
+    )
+
+
+def _stored_bytes(config: RunConfig, net: Any) -> int:
+    """Bytes of a frozen weight, as loading.load_base stores it on this machine."""
+    if config.model.dtype != "auto":
+        return int(loading.DTYPES[config.model.dtype].itemsize)
+    saved = getattr(net.config, "dtype", None)
+    if not torch.cuda.is_available() or not isinstance(config.adapter, LoraConfig):
+        return 4
+    return int(saved.itemsize) if isinstance(saved, torch.dtype) else 4
 
 
 def measure(device: torch.device, dtype: torch.dtype, tokens: int, net: Any) -> Speed:
@@ -245,13 +302,13 @@ def measure(device: torch.device, dtype: torch.dtype, tokens: int, net: Any) -> 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return Speed(
         name,
-        DTYPES[dtype],
+        str(dtype).removeprefix("torch."),
         _repeat(lambda: left @ right, device) * 2 * tokens * width * width,
         _repeat(lambda: torch.add(first, second, out=out), device) * 12 * len(out),
     )
 
 
-def _repeat(call: Any, device: torch.device) -> float:
+def _repeat(call: Callable[[], object], device: torch.device) -> float:
     """How often ``call`` runs in a second."""
 
     def clock() -> float:
@@ -267,101 +324,15 @@ def _repeat(call: Any, device: torch.device) -> float:
     return times / (now - start)
 
 
-def _compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    if config.train.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
-
-
 def _refusals(config: RunConfig, net: Any) -> tuple[DpllmError, ...]:
+    checks: list[Callable[[], None]] = [lambda: guards.check_model(net), lambda: loading.check_length(config, net)]
     found: list[DpllmError] = []
-    try:
-        guards.check_model(net)
-    except DpllmError as error:
-        found.append(error)
-    longest = getattr(net.config, "max_position_embeddings", None)
-    if longest and config.data.max_length > longest:
-        found.append(
-            ConfigError(
-                f"data.max_length {config.data.max_length} is more than the {longest} positions of "
-                f"{config.model.name_or_path}. Set data.max_length to {longest} or less."
-            )
-        )
+    for check in checks:
+        try:
+            check()
+        except DpllmError as error:
+            found.append(error)
     return tuple(found)
-
-
-def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
-    """Runs a physical batch at full length on shapes alone; None where the architecture needs to see values."""
-    tokens = min(config.data.max_length, getattr(net.config, "max_position_embeddings", None) or config.data.max_length)
-    ids_RT = torch.zeros((rows, tokens), dtype=torch.long, device="meta")
-    mask_RT = torch.ones((rows, tokens), dtype=torch.bool, device="meta")
-    row_R = torch.zeros(rows, device="meta")
-    batch = PhysicalBatch(ids_RT, mask_RT, row_R, row_R.long(), rows)
-    try:
-        with tally():  # apart, as the look that it takes at the model is no part of a step
-            losses = TokenLosses(net, row_R.device)
-        with tally() as counted:
-            loss = losses(batch).nll_RT.sum()
-            held = counted.live - (0 if losses.head else _logits(net, rows * tokens))
-            loss.backward()  # type: ignore[no-untyped-call]
-    except (RuntimeError, NotImplementedError, AssertionError):  # routers choose rows by value
-        return None
-    finally:
-        net.zero_grad(set_to_none=True)
-    return _Counts(counted.flops, counted.moved, held, counted.peak - held)
-
-
-def _logits(net: Any, positions: int) -> int:
-    """Bytes of the logits of so many positions, in the precision of the head."""
-    weight = net.get_output_embeddings().weight
-    return positions * len(weight) * int(weight.element_size())
-
-
-def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int) -> Memory:
-    trains = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    frozen = [parameter for parameter in net.parameters() if not parameter.requires_grad]
-    size = sum(parameter.numel() for parameter in trains)
-    tokens = config.data.max_length
-    bits = {"4bit": 4.5, "8bit": 8.0}.get(config.model.quantization or "")  # nf4 adds a scale to every 64 weights
-    stored = _stored_bytes(config, net)
-    embeddings = {
-        id(layer.weight) for layer in (net.get_input_embeddings(), net.get_output_embeddings()) if layer is not None
-    }
-
-    def kept(parameter: torch.nn.Parameter) -> int:
-        if parameter.dim() != 2:
-            return rows * parameter.numel()
-        return rows * min(parameter.numel(), tokens * sum(parameter.shape))
-
-    weights = 0.0
-    for parameter in frozen:
-        quantised = bits is not None and parameter.dim() == 2 and id(parameter) not in embeddings
-        weights += parameter.numel() * (bits / 8 if bits is not None and quantised else stored)
-    return Memory(
-        weights=round(weights),
-        trainable=4 * size,
-        optimizer=8 * size if config.train.optimizer == "adamw" else 0,
-        sums=12 * size,
-        unit_gradients=4 * sum(kept(parameter) for parameter in trains) if config.privacy.enabled else 4 * size,
-        activations=counted.activations,
-        logits=counted.logits,
-    )
-
-
-def _stored_bytes(config: RunConfig, net: Any) -> int:
-    """Bytes of a frozen weight, as model.load_base stores it on this machine."""
-    named = config.model.dtype
-    if named != "auto":
-        return int(loading.DTYPES[named].itemsize)
-    if not torch.cuda.is_available() or not isinstance(config.adapter, LoraConfig):
-        return 4
-    saved = getattr(net.config, "dtype", None)
-    return int(saved.itemsize) if isinstance(saved, torch.dtype) else 4
-
-
-def _basis_of_auto(rows: int, free: int) -> str:
-    known = "" if free == device_memory.UNKNOWN else f", where {free / 1e9:.3g} GB are free"
-    return f"; train.physical_batch_size: auto is measured when training starts, and would be about {rows} on this machine{known}"
 
 
 def _basis(config: RunConfig, speed: Speed | None) -> str:

@@ -7,6 +7,7 @@ the number of its units, and must not import torch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 import yaml
 
 from dpllm.errors import ConfigError
-from dpllm.forecast.signal import noise_per_signal
-from dpllm.recipe.config import RunConfig, load_config
+from dpllm.forecast.advice import own_choice
+from dpllm.recipe.config import load_config
 from dpllm.recipe.section import read_yaml
 from dpllm.run.promise import Subject, decide, read_subject
 
@@ -25,12 +26,9 @@ MAX_POINTS = 200
 
 @dataclass(frozen=True)
 class Point:
-    """One combination; a figure is None where a refusal left nothing to compute.
+    """One combination: values of the swept keys, what it promises, and of several refusals the first.
 
-    Attributes:
-        values: Of the swept keys, in their order.
-        noise_per_signal: See ``signal.noise_per_signal``.
-        refusal: Why a run of this combination would be refused; of several the first.
+    A figure is None where a refusal left nothing to compute.
     """
 
     values: tuple[Any, ...]
@@ -65,9 +63,7 @@ def parse_sweeps(arguments: Sequence[str]) -> dict[str, list[Any]]:
         if key in sweeps:
             raise ConfigError(f"--sweep {key} is given twice, so one list would be lost. Give all its values at once.")
         sweeps[key] = values
-    points = 1
-    for values in sweeps.values():
-        points *= len(values)
+    points = math.prod(map(len, sweeps.values()))
     if points > MAX_POINTS:
         raise ConfigError(
             f"--sweep asks for {points} combinations, each of which takes about a second. Ask for {MAX_POINTS} or fewer."
@@ -75,11 +71,7 @@ def parse_sweeps(arguments: Sequence[str]) -> dict[str, list[Any]]:
     return sweeps
 
 
-def sweep(
-    recipe: str | Path,
-    overrides: Mapping[str, Any],
-    sweeps: Mapping[str, Sequence[Any]],
-) -> list[Point]:
+def sweep(recipe: str | Path, overrides: Mapping[str, Any], sweeps: Mapping[str, Sequence[Any]]) -> list[Point]:
     """Plans every combination, as ``dpllm plan`` with these overrides would.
 
     Args:
@@ -102,24 +94,23 @@ def sweep(
             "--sweep compares promises, and privacy.enabled: false makes none. Set privacy.enabled: true, or leave --sweep out."
         )
     subjects: dict[str, Subject] = {}
-    return [_point(values, config, subjects) for values, config in zip(combinations, configs, strict=True)]
-
-
-def _point(values: tuple[Any, ...], config: RunConfig, subjects: dict[str, Subject]) -> Point:
-    key = repr((config.data, config.privacy.dataset, config.privacy.derived_from, config.privacy.ledger))
-    if key not in subjects:
-        subjects[key] = read_subject(config)
-    seen = decide(config, subject=subjects[key])
-    schedule, plan = seen.schedule, seen.plan
-    return Point(
-        values=values,
-        epsilon=plan.epsilon if plan else None,
-        noise_multiplier=plan.noise_multiplier if plan else None,
-        sampling_rate=schedule.sampling_rate if schedule else None,
-        num_steps=schedule.num_steps if schedule else None,
-        batch_size=config.train.batch_size,
-        noise_per_signal=noise_per_signal(plan.noise_multiplier, config.train.batch_size, plan.schedule.num_steps)
-        if plan
-        else None,
-        refusal=str(seen.refusals[0]) if seen.refusals else None,
-    )
+    points = []
+    for values, config in zip(combinations, configs, strict=True):
+        key = repr((config.data, config.privacy.dataset, config.privacy.derived_from, config.privacy.ledger))
+        if key not in subjects:
+            subjects[key] = read_subject(config)
+        seen = decide(config, subject=subjects[key])
+        schedule, plan = seen.schedule, seen.plan
+        points.append(
+            Point(
+                values=values,
+                epsilon=plan.epsilon if plan else None,
+                noise_multiplier=plan.noise_multiplier if plan else None,
+                sampling_rate=schedule.sampling_rate if schedule else None,
+                num_steps=schedule.num_steps if schedule else None,
+                batch_size=config.train.batch_size,
+                noise_per_signal=own_choice(plan).noise_per_signal if plan else None,
+                refusal=str(seen.refusals[0]) if seen.refusals else None,
+            )
+        )
+    return points

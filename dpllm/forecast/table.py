@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dpllm.forecast.advice import Choice, Suggestion
 from dpllm.forecast.batches import Batches, batches_of
-from dpllm.forecast.signal import Choice, Suggestion
 from dpllm.forecast.sweep import Point
 from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
 from dpllm.run.promise import Decision
@@ -20,13 +20,20 @@ if TYPE_CHECKING:
 
     from dpllm.forecast.footprint import Footprint
 
+LIMITS = {
+    "tpr_at_fpr_0.01": "TPR at 1% FPR",
+    "tpr_at_fpr_0.001": "TPR at 0.1% FPR",
+    "auc": "AUC",
+    "gdp_mu": "mu of Gaussian DP",
+}
+
 
 def plan_table(seen: Decision, title: str) -> Table:
     """Everything of a decision that could be computed."""
     rows = _promise(seen.plan) if seen.plan else {}
     schedule, plan = seen.schedule, seen.plan
-    sizes = batches_of(seen.config, schedule) if schedule else None
-    if schedule and sizes:
+    if schedule:
+        sizes = batches_of(seen.config, schedule)
         counted = "rows" if plan and plan.sampling == "example" else "units"
         rows |= {
             "public size N": f"{schedule.dataset_size} {counted}, of which {schedule.canary_slots} are canary slots",
@@ -38,12 +45,14 @@ def plan_table(seen: Decision, title: str) -> Table:
     elif seen.subject is not None:
         rows["public size"] = f"{seen.subject.num_units} without canary slots"
     if plan:
-        rows |= _mechanism(plan)
+        split, sigma = plan.adaptive, f"{plan.noise_multiplier:g}"
+        if split:
+            shares = f"{split.gradient_noise_multiplier:.5g} on gradients, {split.count_noise_multiplier:.5g}"
+            sigma += f": {shares} on the count that moves C"
+        rows["clipping"] = f"{plan.clipping}, {'first C' if split else 'C'} = {plan.max_grad_norm:g}"
+        rows["noise multiplier sigma"] = sigma
         rows["ledger"] = _ledger(seen)
-    table = _two_columns(title)
-    for key, value in rows.items():
-        table.add_row(key, value)
-    return table
+    return _two_columns(title, rows)
 
 
 def _promise(plan: Plan) -> dict[str, str]:
@@ -52,13 +61,16 @@ def _promise(plan: Plan) -> dict[str, str]:
     if plan.max_examples_per_unit is not None:
         how = "drawn together" if plan.sampling == "unit" else "drawn one by one"
         unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {how}"
+    limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := plan.limits.get(name)) is not None]
     return {
         "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
         "delta": f"{plan.delta:g} (1/N is {1 / plan.schedule.dataset_size:.2g})",
         "by accountant": f"{beside} (stated: {plan.accountant['name']} {plan.accountant['version']})",
         "privacy unit": unit,
         "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
-        "an attacker's limits": _limits(plan),
+        "an attacker's limits": "membership inference, at most: " + ", ".join(limits)
+        if limits
+        else "none can be certified",
     }
 
 
@@ -74,38 +86,12 @@ def _physical(sizes: Batches) -> str:
     )
 
 
-def _limits(plan: Plan) -> str:
-    names = {
-        "tpr_at_fpr_0.01": "TPR at 1% FPR",
-        "tpr_at_fpr_0.001": "TPR at 0.1% FPR",
-        "auc": "AUC",
-        "gdp_mu": "mu of Gaussian DP",
-    }
-    shown = [f"{words} {value:.3g}" for name, words in names.items() if (value := plan.limits.get(name)) is not None]
-    return "membership inference, at most: " + ", ".join(shown) if shown else "none can be certified"
-
-
-def _mechanism(plan: Plan) -> dict[str, str]:
-    split = plan.adaptive
-    return {
-        "clipping": f"{plan.clipping}, {'first C' if split else 'C'} = {plan.max_grad_norm:g}",
-        "noise multiplier sigma": f"{plan.noise_multiplier:g}"
-        + (
-            f": {split.gradient_noise_multiplier:.5g} on gradients, {split.count_noise_multiplier:.5g} on the count that moves C"
-            if split
-            else ""
-        ),
-    }
-
-
 def _ledger(seen: Decision) -> str:
     held = seen.ledger
     if held is None:
         return "no ledger there yet: nothing is spent, and no budget is set"
-    budget, words = (
-        held.budget,
-        f"{held.dataset}: spent {held.spent:.3f}, after this run {held.after:.3f} at delta {held.delta:g}",
-    )
+    budget = held.budget
+    words = f"{held.dataset}: spent {held.spent:.3f}, after this run {held.after:.3f} at delta {held.delta:g}"
     if held.filter_spent is not None and held.filter_after is not None:
         words += (
             f" (PLD, if fixed in advance); by the Renyi filter {held.filter_spent:.3f}, after {held.filter_after:.3f}"
@@ -126,26 +112,19 @@ def footprint_tables(needs: Footprint) -> list[Table]:
         trains.add_row(kind, str(tensors), f"{size:,}")
     count = f"{sum(row[1] for row in needs.kinds)}"
     trains.add_row("all", count, f"{needs.trainable:,} of {needs.total:,}", style="bold")
-    table = _two_columns("Noise, and estimates of memory and time")
+    rows = {}
     if needs.noise_per_coordinate is not None and needs.noise_total is not None:
-        table.add_row(
-            "noise per coordinate", f"sigma C / B = {needs.noise_per_coordinate:.3g} in the averaged gradient"
-        )
-        table.add_row("noise in total", f"times sqrt(d) = {needs.noise_total:.3g}, beside a signal of length C at most")
+        rows["noise per coordinate"] = f"sigma C / B = {needs.noise_per_coordinate:.3g} in the averaged gradient"
+        rows["noise in total"] = f"times sqrt(d) = {needs.noise_total:.3g}, beside a signal of length C at most"
     if needs.memory:
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {size_text(getattr(needs.memory, name))}"
-            for name in needs.memory.__dataclass_fields__
-        )
+        parts = ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for name, size in vars(needs.memory).items())
         counted = f", with {needs.physical_batch_size} sequences in one forward pass" if needs.found else ""
-        table.add_row("memory", f"about {size_text(needs.memory.total)}{counted}: {parts}")
+        rows["memory"] = f"about {size_text(needs.memory.total)}{counted}: {parts}"
     if needs.seconds_per_step is not None and needs.seconds is not None and needs.flops is not None:
-        table.add_row(
-            "time",
-            f"about {_time(needs.seconds_per_step)} a step, {_time(needs.seconds)} in all ({needs.flops:.2e} FLOP a step)",
-        )
-    table.add_row("basis", needs.basis)
-    return [trains, table]
+        step, whole = _time(needs.seconds_per_step), _time(needs.seconds)
+        rows["time"] = f"about {step} a step, {whole} in all ({needs.flops:.2e} FLOP a step)"
+    rows["basis"] = needs.basis
+    return [trains, _two_columns("Noise, and estimates of memory and time", rows)]
 
 
 def sweep_table(keys: Sequence[str], points: Sequence[Point]) -> Table:
@@ -211,7 +190,10 @@ def _number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if value < 1e6 else f"{value:.3e}"
 
 
-def _two_columns(title: str) -> Table:
+def _two_columns(title: str, rows: dict[str, str]) -> Table:
     from rich.table import Table
 
-    return Table(title=title, show_header=False)
+    table = Table(title=title, show_header=False)
+    for key, value in rows.items():
+        table.add_row(key, value)
+    return table

@@ -16,7 +16,7 @@ import yaml
 
 import dpllm
 from dpllm.cli import main
-from dpllm.cli.plan import _dump
+from dpllm.cli.plan import dump
 from dpllm.files import write_json
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
@@ -27,7 +27,6 @@ HEAVY = ("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "m
 AFTER = """
 import os, sys
 from dpllm.cli import main
-from dpllm.cli.plan import _dump
 code = main(sys.argv[1:])
 print("LOADED", *[name for name in %r if name in sys.modules], file=sys.stderr)
 print("SECONDS", sum(os.times()[:2]), file=sys.stderr)
@@ -238,7 +237,7 @@ def test_a_sweep_asks_the_ledger(recipe: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_what_cannot_be_certified_is_null() -> None:
-    assert json.loads(_dump({"epsilon": math.inf, "curves": [(1.0, math.nan)]})) == {
+    assert json.loads(dump({"epsilon": math.inf, "curves": [(1.0, math.nan)]})) == {
         "epsilon": None,
         "curves": [[1.0, None]],
     }

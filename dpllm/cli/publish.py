@@ -1,0 +1,206 @@
+"""``dpllm card``, ``verify``, ``push``, ``generate`` and ``merge``: what leaves a run, and whether its card is true."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dpllm.cli.plan import AddCommand
+from dpllm.errors import AuditContradiction, ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NOTE = (
+    "dpllm generate: sampling is post-processing and spends no further budget, however much is sampled; text that you put into "
+    "a prompt is not covered by the guarantee."
+)
+
+
+def add_commands(add: AddCommand) -> None:
+    """The commands and their arguments."""
+    parser = add("card", card, "write the model card into RUN/export, and sign it")
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
+    parser = add("verify", verify, "recompute every number that a card states")
+    parser.add_argument("path", help="run directory, export directory, or Hub id (a path that exists comes first)")
+    parser.add_argument(
+        "--ledger",
+        metavar="FILE",
+        help="a ledger, an export of one, or a postgresql:// URL (default: what the run names)",
+    )
+    parser.add_argument("--signers", metavar="FILE", help="allowed signers, as ssh-keygen(1) describes them")
+    parser.add_argument("--revision", help="of a Hub id: branch, tag or commit")
+    parser.add_argument("--json", action="store_true", help="print the checks as one JSON object")
+    parser = add("push", push, "upload RUN/export to the Hub, once it verifies")
+    parser.add_argument("run", help="run directory")
+    parser.add_argument("repository", help="OWNER/NAME on the Hub; made if it does not exist")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be uploaded, and contact nobody")
+    parser.add_argument("--private", action="store_true", help="make the repository a private one")
+    parser.add_argument(
+        "--without-guarantee",
+        action="store_true",
+        help="publish a run that gives no guarantee, although its data are not declared public",
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="remove files of the repository that export/ does not hold"
+    )
+    parser.add_argument("--ledger", metavar="FILE", help="where the ledger or an export of it lies now")
+    parser.add_argument("--json", action="store_true", help="print the list as one JSON object")
+    parser = add("generate", generate, "sample text from a tuned model")
+    parser.add_argument("run", help="run directory, its export, or a merged model")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--prompt", metavar="TEXT", help="what the model continues (a user's turn, for a chat model)")
+    given.add_argument("--prompts", metavar="FILE", help="jsonl file with a prompt, or messages, on each line")
+    parser.add_argument("--num", type=int, default=8, help="texts for each prompt (default: 8)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest text, in tokens (default: 64)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same texts")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="whether prompts are a user's turns")
+    parser.add_argument("--base", metavar="MODEL", help="base model of an adapter that lies elsewhere than it says")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser = add("merge", merge, "write weights with the adapter merged in, with the same card")
+    parser.add_argument("run", help="run directory of a finished run with its card")
+    parser.add_argument("--output", metavar="DIR", help="where the merged model goes (default: RUN/merged)")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the written weights (default: the base model's)",
+    )
+
+
+def card(known: argparse.Namespace, rest: list[str]) -> int:
+    """Writes the card, signs it if asked, and says where."""
+    from dpllm.card.card import write_card
+    from dpllm.run.directory import RunDir
+
+    path = write_card(RunDir(Path(known.run)))
+    print(path)
+    if known.sign:
+        from dpllm.verification.sign import sign
+
+        print(sign(path.parent, Path(known.sign)))
+    return 0
+
+
+def verify(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints every check, and how many there are of each kind; exit code 4 where one failed."""
+    from dpllm.verification.verify import as_json
+    from dpllm.verification.verify import verify as check_all
+
+    with ExitStack() as stack:
+        path = Path(known.path)
+        if not path.exists() and _HUB_ID.fullmatch(known.path):
+            path = Path(stack.enter_context(TemporaryDirectory()))
+            _download(known.path, known.revision, path)
+        elif known.revision is not None:
+            raise ConfigError(f"--revision {known.revision}: {known.path} is no Hub id. Leave it out.")
+        found = check_all(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
+    if known.json:
+        print(as_json(found))
+    else:
+        for check in found.checks:
+            print(f"{check.status:<8}  {check.name}: {check.detail}")
+        counts = found.to_json()["counts"]
+        print(f"{counts['verified']} verified, {counts['asserted']} asserted, {counts['failed']} failed")
+    if found.failed:
+        names = ", ".join(check.name for check in found.checks if check.status == "failed")
+        raise AuditContradiction(f"{known.path}: does not verify ({names}). Do not rely on its card.")
+    return 0
+
+
+def _download(repository: str, revision: str | None, directory: Path) -> None:
+    """A snapshot of a model on the Hub, which alone uses the network.
+
+    Raises:
+        ConfigError: There is none, it is private and nobody is logged in, or it has no card.
+        DpllmError: The Hub cannot be reached.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+
+        from dpllm.publish import hub
+    except ImportError:
+        raise ConfigError(
+            f"{repository}: no such path here, and huggingface_hub, which would download it, is not installed. Type pip install "
+            "huggingface_hub, or a local path."
+        ) from None
+    with hub.asking(repository):
+        snapshot_download(repository, revision=revision, local_dir=directory, endpoint=hub.endpoint())
+    if not any((directory / name).is_file() for name in ("README.md", "privacy.json")):
+        raise ConfigError(
+            f"{repository}: has no card at its top, where weights are loaded from, so nothing can be verified. Ask its author "
+            "to publish with dpllm push."
+        )
+
+
+def push(known: argparse.Namespace, rest: list[str]) -> int:
+    """Uploads export/, once it verifies, and lists what went."""
+    from dpllm.publish.push import push as upload
+    from dpllm.run.directory import RunDir
+
+    done = upload(
+        RunDir(Path(known.run)),
+        known.repository,
+        dry_run=known.dry_run,
+        private=known.private,
+        without_guarantee=known.without_guarantee,
+        replace=known.replace,
+        ledger=known.ledger,
+    )
+    if known.json:
+        print(json.dumps(done.to_json(), indent=2, sort_keys=True))
+        return 0
+    for file in done.files:
+        print(f"{file.size:>12,}  {file.sha256}  {file.path}")
+    for path in done.stale:
+        print(f"{'removed':>12}  {path}")
+    for line in done.unsearched:
+        print(f"{'not searched':>12}  {line}")
+    total = sum(file.size for file in done.files)
+    where = f"uploaded to {done.url}" if done.url else f"would go to {done.repository}; nothing was uploaded"
+    print(f"{len(done.files)} files, {total:,} bytes, {where}")
+    return 0
+
+
+def generate(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints the samples; on standard error, what they cost and what they may hold."""
+    from dpllm.publish.generate import load, read_prompts, sample
+
+    prompts = read_prompts(Path(known.prompts)) if known.prompts else [known.prompt] if known.prompt else None
+    generator = load(Path(known.run), base=known.base, chat=known.chat)
+    if generator.unprotected is None:
+        print(NOTE, file=sys.stderr)
+    else:
+        reason = " ".join(generator.unprotected.split())
+        print(
+            f"dpllm generate: no differential privacy guarantee ({reason}): what is printed may repeat training text.",
+            file=sys.stderr,
+        )
+    settings = {name: getattr(known, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+    found = sample(generator, prompts, known.num, **settings)
+    if known.json:
+        print(json.dumps({"seed": known.seed, "samples": [asdict(one) for one in found]}, ensure_ascii=False, indent=2))
+        return 0
+    for number, one in enumerate(found):
+        of = f"prompt {one.number + 1}, " if prompts is not None and len(prompts) > 1 else ""
+        # Without control characters: what a model writes must not steer a terminal.
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in one.text)
+        print(f"--- {of}sample {number % known.num + 1}\n{text}")
+    return 0
+
+
+def merge(known: argparse.Namespace, rest: list[str]) -> int:
+    """Writes the merged model and says where."""
+    from dpllm.publish.merge import merge as write_merged
+    from dpllm.run.directory import RunDir
+
+    place = write_merged(RunDir(Path(known.run)), Path(known.output) if known.output else None, dtype=known.dtype)
+    print(f"{place}: a merged copy with the same guarantee (post-processing). dpllm verify {place} checks it.")
+    return 0
