@@ -146,7 +146,7 @@ def _by_example(model: Any, units: Sequence[data.Unit]) -> Json:
 
 def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
     """BLEU and ROUGE-L of greedy completions against the references of each prompt."""
-    from dpllm.auditing.decoding import complete, until_end
+    from dpllm.auditing.generation import complete, until_end
     from dpllm.auditing.run import load_models
 
     table = _evaluation(run, config)
@@ -205,25 +205,6 @@ def _encoded(
     return prompts, longest
 
 
-<<<<<<< HEAD
-def _score(
-    model: Any,
-    models: ScoringModels,
-    prompts_ids: Sequence[tuple[int, ...]],
-    references: dict[str, list[str]],
-    num_tokens: int,
-) -> Json:
-    from dpllm.auditing.generation import complete, until_end
-
-    written = complete(model, models.tokenizer, prompts_ids, num_tokens)
-    decode: Callable[..., str] = models.tokenizer.decode
-    texts = [decode(until_end(tokens, models.tokenizer), skip_special_tokens=True).strip() for tokens in written]
-    answers = list(references.values())
-    return {"bleu": bleu(texts, answers), "rouge_l": rouge_l(texts, answers)}
-
-
-=======
->>>>>>> cdaad50 (Comparison: one module of pictures, one of sweeps; each measure is told once, and compare itself measures what is missing)
 def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
     """Corpus BLEU with sacrebleu's defaults, against all references of each text, one or more.
 
