@@ -59,8 +59,7 @@ def audit(
         twin: An audited run of the same recipe without privacy, where the attack has to succeed: a positive control. Unless
             both are of the same public data this report stays in private/, because it tells something of that run, and one
             without the twin is published.
-        shadows: What trains shadow runs and compares with them, as ``lab.shadows`` does; where an exception allowed them,
-            likewise.
+        shadows: What trains shadow runs and compares with them, as ``lab.shadows`` does.
         generate: Let the models complete and sample as well; else only what one pass of scoring shows.
 
     Returns:
@@ -74,12 +73,11 @@ def audit(
     config, plan, claim = _subject(run)
     seen, open_twin = _twin(config, twin) if twin else (None, True)
     examined = _examine(run, config, plan, claim, generate=generate)
-    report, open_shadows = _report(examined, seen), True
+    report = _report(examined, seen)
     if shadows:
         report["shadows"] = shadows(run, config, plan, examined.table, claim.delta if claim else DELTA_WITHOUT_CLAIM)
-        open_shadows = report["shadows"]["public_data"]
     report["audits_run"] = _count(run)
-    report["published"] = config.privacy.enabled and open_twin and open_shadows
+    report["published"] = config.privacy.enabled and open_twin
     _write(run, report, examined)
     if config.privacy.enabled and not report["published"]:  # the same without what tells of other runs
         _write(run, {**_report(examined, None), "audits_run": report["audits_run"], "published": True}, examined)

@@ -32,9 +32,7 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument(
         "--scores-only", action="store_true", help="only what one pass of scoring shows; the models generate nothing"
     )
-    parser.add_argument(
-        "--shadows", type=int, metavar="K", help="train K shadow runs for LiRA and RMIA (public data, or an exception)"
-    )
+    parser.add_argument("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA and RMIA (public data)")
     parser.add_argument(
         "--members",
         nargs="?",

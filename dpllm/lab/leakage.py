@@ -30,7 +30,6 @@ from dpllm.errors import ConfigError
 from dpllm.lab.mechanism import recipe_plan
 from dpllm.lab.replay import CPU, Watched, noise_key, plain_gradient
 from dpllm.model import loading
-from dpllm.privacy import limits
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.recipe.config import CanaryConfig, LoraConfig, RunConfig
@@ -56,59 +55,40 @@ STATEMENT = (
 
 @dataclass(frozen=True)
 class Recovery:
-    """How well the tokens of the batch are told from other tokens of the vocabulary.
+    """How well the tokens of the batch are told from other tokens by how much of their input lies in a gradient's row space."""
 
-    Attributes:
-        span_auc: Rank AUC of how much of a token's input lies in the gradient's row space; 0.5 is chance.
-        span_recall: Share of the batch's tokens among the b highest, b being their number.
-    """
-
-    span_auc: float
-    span_recall: float
+    span_auc: float  # 0.5 is chance
+    span_recall: float  # share of the batch's b tokens among the b highest
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What no reconstruction of a unit can exceed, for an adversary whose prior guess is right with probability ``prior``.
+    """What no reconstruction of a unit can exceed, for an adversary whose prior guess is right with probability ``prior``."""
 
-    Attributes:
-        prior: kappa.
-        one_step: Phi(Phi^-1(kappa) + mu) for one step that the unit is known to be in, mu = 1 / sigma.
-        run: Of the whole run, the smallest e^epsilon kappa + delta of the epsilons that the Plan states.
-        run_gaussian: Phi(Phi^-1(kappa) + mu) with the Plan's summary ``gdp_mu``; no proof, see ``privacy.limits``.
-    """
-
-    prior: float
-    one_step: float
-    run: float
-    run_gaussian: float | None
+    prior: float  # kappa
+    one_step: float  # Phi(Phi^-1(kappa) + mu) for one step that the unit is known to be in, mu = 1 / sigma
+    run: float  # of the whole run, the smallest e^epsilon kappa + delta of the epsilons that the Plan states
 
 
 @dataclass(frozen=True)
 class LeakageReport:
-    """What one gradient gives away: as it is, clipped without noise (which is no defence), and as the engine releases it.
+    """What one gradient gives away: as it is, clipped without noise (which is no defence), and as the engine releases it."""
 
-    Attributes:
-        layers: The adapters whose gradients were read: those that see the first block's normed embeddings.
-        tokens: b, distinct tokens that have part in the loss (token and position, where the model adds positions there).
-        rank_limit: The largest rank of these gradients together: their rows, or the layer's width. With b above it, their
-            span is smaller than that of the inputs, or all tokens lie in it, and the span check must err.
-        gradient_rank: Numerical rank of the raw gradient.
-        candidates: Tokens that were ranked, those of the batch among them.
-        first_step_norm: Norm of the raw gradient of A where B was still zero; None where B had moved already.
-        signal_to_noise: Norm of the clipped sum over the expected norm of the noise.
-    """
-
-    layers: tuple[str, ...]
-    tokens: int
+    layers: tuple[
+        str, ...
+    ]  # the adapters whose gradients were read: those that see the first block's normed embeddings
+    tokens: (
+        int  # b, distinct tokens that have part in the loss (token and position, where the model adds positions there)
+    )
+    # The largest rank of these gradients together: their rows, or the layer's width. With b above it, their span is smaller
+    # than that of the inputs, or all tokens lie in it, and the span check must err.
     rank_limit: int
-    gradient_rank: int
-    candidates: int
-    first_step_norm: float | None
+    gradient_rank: int  # numerical, of the raw gradient
+    candidates: int  # tokens that were ranked, those of the batch among them
     raw: Recovery
     clipped: Recovery
     noised: Recovery
-    signal_to_noise: float
+    signal_to_noise: float  # norm of the clipped sum over the expected norm of the noise
     reconstruction: tuple[Reconstruction, ...]
     statement: str = STATEMENT
 
@@ -158,9 +138,9 @@ def gradient_leakage(
     taken together. Where B is zero it is first moved as one step of Adam would, by ``STEP`` in every entry.
 
     Args:
-        net: With LoRA adapters on the first block, in training mode on the CPU, without an engine on it.
+        net: In training mode on the CPU, without an engine on it.
         plan: The clipping function, C and sigma.
-        sequences: At least one, each with a target.
+        sequences: At least one with a target.
         grad_sample_mode: How the engine computes.
         entropy: Seeds noise and the choice of candidates, for tests; None: the operating system.
 
@@ -179,7 +159,7 @@ def gradient_leakage(
     torch.set_float32_matmul_precision("highest")
     generator, batch = np.random.default_rng(entropy), collate(units, pad_id=0)
     layers = _first_adapters(net, batch)
-    first_norm = _leave_zero(net, layers, batch)
+    _leave_zero(net, batch)
     gradient = plain_gradient(net, batch)
     watched = Watched(net, plan, noise_key(generator), grad_sample_mode, max_length=batch.input_ids_RT.shape[1])
     with contextlib.closing(watched.engine) as engine:
@@ -196,7 +176,6 @@ def gradient_leakage(
         rank_limit=min(raw_GD.shape),
         gradient_rank=len(_row_space(raw_GD)),
         candidates=candidates,
-        first_step_norm=first_norm,
         raw=found[0],
         clipped=found[1],
         noised=found[2],
@@ -207,18 +186,11 @@ def gradient_leakage(
 
 def reconstruction_bound(plan: Plan, prior: float) -> Reconstruction:
     """See ``Reconstruction``; ``prior`` in (0, 1)."""
-
-    def shifted(mu: float) -> float:
-        return float(special.ndtr(special.ndtri(prior) + mu))
-
     group = plan.max_examples_per_unit or 1 if plan.sampling == "example" else 1
-    found = plan.limits or limits.attacker_limits_of(plan.event, plan.neighbouring_relation)
+    one_step = float(special.ndtr(special.ndtri(prior) + group / plan.noise_multiplier))
     stated = [(plan.delta, plan.epsilon), *((delta, epsilon) for delta, epsilon in plan.curve if epsilon is not None)]
     run = min(math.exp(min(epsilon, 700.0)) * prior + delta for delta, epsilon in stated)
-    mu = found.get("gdp_mu")
-    return Reconstruction(
-        prior, shifted(group / plan.noise_multiplier), min(1.0, run), None if mu is None else shifted(mu)
-    )
+    return Reconstruction(prior, one_step, min(1.0, run))
 
 
 def table(report: LeakageReport) -> Table:
@@ -304,16 +276,14 @@ def _vocabulary(net: nn.Module) -> int:
 # Their gradients, and what they tell of tokens.
 
 
-def _leave_zero(net: nn.Module, layers: list[str], batch: PhysicalBatch) -> float | None:
-    """Where B is zero, the norm of dA there; then B is moved against the sign of its gradient, as Adam's first step."""
+def _leave_zero(net: nn.Module, batch: PhysicalBatch) -> None:
+    """Where B is zero, so is the gradient of A: B is moved against the sign of its gradient, as by Adam's first step."""
     second = {name: p for name, p in net.named_parameters() if p.requires_grad and ".lora_B." in f".{name}"}
-    if any(bool(p.detach().any()) for p in second.values()):
-        return None
-    gradient = plain_gradient(net, batch)
-    with torch.no_grad():
-        for name, parameter in second.items():
-            parameter.sub_(STEP * gradient[name].sign())
-    return float(_rows(gradient, layers).norm())
+    if not any(bool(p.detach().any()) for p in second.values()):
+        gradient = plain_gradient(net, batch)
+        with torch.no_grad():
+            for name, parameter in second.items():
+                parameter.sub_(STEP * gradient[name].sign())
 
 
 def _rows(gradient: Mapping[str, Tensor], layers: list[str]) -> Tensor:

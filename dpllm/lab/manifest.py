@@ -1,32 +1,50 @@
-"""Canary manifests: which texts were planted in a model, and which were not, in dpllm's own form or a stranger's.
+"""Canary manifests: which texts were planted in a model by somebody else, and which were not; and what follows from scores.
 
-Comes in: a file. Goes out: a ``Manifest``. Whether its coins carry a theorem is read from what it says itself, never guessed.
-Errors name lines and keys and quote no text. It must not know a model.
+Comes in: a file, in dpllm's own form or a stranger's; then score and token tables. Goes out: a ``Manifest``; then what an
+audited run's report says, without what this manifest cannot carry: references that are not there, and a theorem about coins
+that were none. Whether coins carry a theorem is read from what the file says itself, never guessed. Errors name lines and
+keys and quote no text. It must not know a model.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scipy import stats
 
+from dpllm.auditing import attacks
+from dpllm.auditing.blind import words_control
+from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.summary import summarise
+from dpllm.auditing.table import CanaryScores, TokenTable
+from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import Canary
 from dpllm.errors import ConfigError
+from dpllm.recipe.config import AuditConfig
 
 FEWEST_OUT = 20
 """Texts that were never planted: with fewer there is nothing to compare with."""
 INDEPENDENT = "independent"
-_KEYS = {"text", "carrier", "secret", "inserted", "group"}
 _LARGEST_GROUP = 10**6
 _LIKELIEST_LIE = 1e-6  # fair coins look less fair than this once in a million manifests
 _FORM = (
     'A manifest is canaries.json of a dpllm run, or one JSON object a line: first {"coins": "independent"} where each '
     'canary was planted by a fair coin of its own, then {"carrier": ..., "secret": ..., "inserted": true, "group": 1} '
-    "for each canary (or text instead of carrier and secret; group 0: a reference that had no coin)."
+    "for each canary (group 0: a reference that had no coin; of a whole text, its last words are the secret)."
+)
+_NO_COINS = (
+    "The manifest does not say that each canary was inserted by a fair coin of its own, so no lower bound on epsilon follows "
+    'from it and no claim is tested. If they were, put {"coins": "independent"} into its first line.'
+)
+_SHIFT = " The words alone, or the base model, already tell planted texts from the others, so no score shows what was learned."
+_NOT_SEEN = (
+    "The lower bound does not exceed the claimed epsilon, but the attack was seen to work nowhere, so finding nothing means "
+    "nothing. Plant a group with 32 repetitions."
 )
 
 
@@ -43,8 +61,6 @@ class Manifest:
     commitment: str | None = None
     """Of dpllm's own manifest, checked against its content."""
     log2_secrets: float | None = None
-    whole_texts: bool = False
-    """No carrier is known: the whole text of a canary is its secret."""
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -62,71 +78,49 @@ def read_manifest(path: Path) -> Manifest:
         raise ConfigError(f"{path}: no such manifest, so nobody knows what to look for. {_FORM}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a manifest ({type(error).__name__}). {_FORM}") from None
-    found = _own(path) if _is_own(text) else _foreign(path, text)
+    whole = _parsed(text)
+    if isinstance(whole, dict) and "canaries" in whole:
+        own = canaries.load(path)
+        coins = "independent, as dpllm draws them"
+        found = Manifest(own.canaries, own.references, True, coins, own.commitment, own.log2_secrets)
+    else:
+        found = _foreign(path, text)
     _check(path, found)
     return found
 
 
-def _is_own(text: str) -> bool:
+def _parsed(text: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and "canaries" in value
-
-
-def _own(path: Path) -> Manifest:
-    plan = canaries.load(path)
-    return Manifest(
-        plan.canaries, plan.references, True, "independent, as dpllm draws them", plan.commitment, plan.log2_secrets
-    )
+        return None
 
 
 def _foreign(path: Path, text: str) -> Manifest:
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    values = [(number, _object(path, number, line)) for number, line in lines]
+    values = [(number, _parsed(line)) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    for number, value in values:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path}: line {number} is no JSON object. {_FORM}")
     coins = "not stated"
     if values and "coins" in values[0][1]:
         number, header = values.pop(0)
         if set(header) != {"coins"} or not isinstance(header["coins"], str):
             raise ConfigError(f"{path}: line {number} says how coins were drawn, and nothing else. {_FORM}")
-        coins = header["coins"]
+        coins = INDEPENDENT if header["coins"] == INDEPENDENT else "stated, and not as independent"
     if not values:
         raise ConfigError(f"{path}: names no canary, so there is nothing to look for. {_FORM}")
     entries = [_entry(path, place, number, value) for place, (number, value) in enumerate(values)]
-    whole = {not entry.carrier for entry in entries}
-    if len(whole) == 2:
-        raise ConfigError(
-            f"{path}: some canaries are whole texts and some have a carrier, and their scores cannot be compared. Write all "
-            "of them in one way."
-        )
-    return Manifest(
-        canaries=tuple(entry for entry in entries if entry.group),
-        references=tuple(entry for entry in entries if not entry.group),
-        independent_coins=coins == INDEPENDENT,
-        coins=coins if coins in (INDEPENDENT, "not stated") else "stated, and not as independent",
-        whole_texts=whole == {True},
-    )
-
-
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{path}: line {number} is not valid JSON. {_FORM}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: line {number} holds no JSON object. {_FORM}")
-    return value
+    planted, references = ([one for one in entries if bool(one.group) == kind] for kind in (True, False))
+    return Manifest(tuple(planted), tuple(references), coins == INDEPENDENT, coins)
 
 
 def _entry(path: Path, place: int, number: int, value: dict[str, Any]) -> Canary:
-    texts = {key: value[key] for key in ("text", "carrier", "secret") if key in value}
     group: Any = value.get("group", 1)
     inserted: Any = value.get("inserted", False if group == 0 else None)
+    texts = [value.get("carrier"), value.get("secret")]
     good = (
-        set(value) <= _KEYS
-        and set(texts) in ({"text"}, {"carrier", "secret"})
-        and all(isinstance(text, str) and text.strip() and _encodable(text) for text in texts.values())
+        set(value) <= {"carrier", "secret", "inserted", "group"}
+        and all(isinstance(text, str) and text.strip() and _encodable(text) for text in texts)
         and isinstance(inserted, bool)
         and type(group) is int
         and 0 <= group <= _LARGEST_GROUP
@@ -138,13 +132,12 @@ def _entry(path: Path, place: int, number: int, value: dict[str, Any]) -> Canary
             f"{path}: line {number} is of group 0 and was inserted; a reference never is. Give its number of repetitions as "
             "group."
         )
-    secret = texts["text"] if "text" in texts else texts["secret"]
-    return Canary(f"{'c' if group else 'r'}{place:05d}", group, texts.get("carrier", ""), secret, inserted)
+    return Canary(f"{'c' if group else 'r'}{place:05d}", group, value["carrier"], value["secret"], inserted)
 
 
 def _encodable(text: str) -> bool:
     """JSON may hold halves of characters, which no tokenizer reads."""
-    return text.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in text)
+    return not any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def _check(path: Path, found: Manifest) -> None:
@@ -172,3 +165,54 @@ def _check(path: Path, found: Manifest) -> None:
             f"{1 / max(chance, 1e-300):.0e} manifests; without fair coins there is no lower bound. Leave the line about coins "
             "out, or plant by fair coins."
         )
+
+
+def summarise_manifest(
+    rows: Sequence[CanaryScores], tokens: TokenTable, planned: Manifest, claim: Claim | None, settings: AuditConfig
+) -> dict[str, Any]:
+    """Everything that an audit concludes from the scores of a manifest's canaries.
+
+    Args:
+        rows: The score table of all of them.
+        tokens: Their token table.
+        planned: Texts and coins.
+        claim: Somebody's, or None.
+        settings: alpha and the grids of guesses.
+
+    Returns:
+        What ``dpllm.auditing.summary.summarise`` returns. Without references the canaries that were left out are ranked among;
+        without independent coins the bound is 0, for want of a theorem, and the verdict inconclusive or no_claim.
+    """
+    chosen: dict[str, Any] = {**settings.fixed(), "tokens": tokens, "words": words_control(planned.canaries)}
+    report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
+    if planned.independent_coins:
+        return report
+    nothing = epsilon_lower_bound([], [], delta=report["epsilon_lower_bound"]["delta"], **settings.fixed())
+    method = "none: the canaries were not planted by independent fair coins"
+    shift = report["controls"]["base_separates"] or bool((report["controls"]["words"] or {}).get("succeeds"))
+    return {
+        **report,
+        "epsilon_lower_bound": {**asdict(nothing), "guesses": [], "guesses_in": [], "method": method},
+        "repeated": {group: {**seen, "test": None} for group, seen in report["repeated"].items()},
+        "verdict": "inconclusive" if report["claim"] else "no_claim",
+        "verdict_reason": _NO_COINS + (_SHIFT if shift else ""),
+    }
+
+
+def _without_references(rows: Sequence[CanaryScores], claim: Claim | None, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Canaries that were left out stand in for references wherever scores are ranked; the test needs their coins instead.
+
+    So the report is made of two: in one they are references and have no coins, in the other, of which only what rests on
+    coins is taken, they are both.
+    """
+    chosen = {**chosen, "slope": attacks.slope(rows)}
+    stand_ins = [replace(row, group=0, inserted=None) for row in rows if not row.inserted]
+    ranked = summarise([*(row for row in rows if row.inserted), *stand_ins], claim, **chosen)
+    report = summarise([*rows, *stand_ins], claim, **chosen)
+    report |= {name: ranked[name] for name in ("attacks", "exposure", "sampling")}
+    for group, seen in ranked["repeated"].items():
+        report["repeated"][group]["attacks"] = seen["attacks"]
+    report["controls"]["positive"] = ranked["controls"]["positive"]
+    if report["verdict"] == "consistent" and ranked["controls"]["positive"] is None:
+        report |= {"verdict": "inconclusive", "verdict_reason": _NOT_SEEN}
+    return report

@@ -44,34 +44,21 @@ FEW_CANARIES = 20
 
 @dataclass(frozen=True)
 class Observation:
-    """What was released, what went in, and what should have come of it.
+    """What was released, what went in, and what should have come of it."""
 
-    Attributes:
-        inserted_M: The coins.
-        draws: Slots that joined each step; canary i holds slot ``num_slots - M + i``, the slots before it are empty.
-        num_slots: How many slots were drawn over.
-        released_TP: What each step released, times the public divisor, over that step's C: a sum with noise of
-            ``noise_multiplier`` in every coordinate.
-        expected_TP: The sum of the drawn canaries' clipped gradients over that step's C, by this module's arithmetic.
-        own_MP: The part of each canary's clipped gradient on coordinates of its own, over C; sparse.
-        gain_TM: By how much that part was longer or shorter in that step (C moves under adaptive clipping).
-        noise_multiplier: The Plan's, of the gradients.
-        parts: Name of a trained parameter -> its first coordinate and the one behind its last.
-        count_residual_T: With adaptive clipping, released count minus counted units over the Plan's noise; else None.
-        contributions: Norm of what the engine adds for a single unit, over C, for some canaries.
-    """
-
-    inserted_M: NDArray[np.bool_]
-    draws: list[list[int]]
+    inserted_M: NDArray[np.bool_]  # the coins
+    draws: list[list[int]]  # slots that joined each step; canary i holds slot num_slots - M + i, those before are empty
     num_slots: int
-    released_TP: Floats
-    expected_TP: Floats
-    own_MP: Any
-    gain_TM: Floats
-    noise_multiplier: float
-    parts: dict[str, tuple[int, int]]
-    count_residual_T: Floats | None
-    contributions: tuple[float, ...]
+    released_TP: Floats  # times the public divisor, over that step's C: a sum with noise of noise_multiplier
+    expected_TP: (
+        Floats  # the sum of the drawn canaries' clipped gradients over that step's C, by this module's arithmetic
+    )
+    own_MP: Any  # the part of each canary's clipped gradient on coordinates of its own, over C; sparse
+    gain_TM: Floats  # by how much that part was longer or shorter in that step (C moves under adaptive clipping)
+    noise_multiplier: float  # the Plan's, of the gradients
+    parts: dict[str, tuple[int, int]]  # trained parameter -> its first coordinate and the one behind its last
+    count_residual_T: Floats | None  # with adaptive clipping, released minus counted units over the Plan's noise
+    contributions: tuple[float, ...]  # norm of what the engine adds for a single unit, over C, for some canaries
 
 
 class Probe(nn.Module):
@@ -111,15 +98,7 @@ def _frozen(weight: Tensor) -> nn.Embedding:
 
 
 def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generator: np.random.Generator) -> Observation:
-    """Runs the probe through the real engine and sampler.
-
-    Args:
-        config: How the engine computes: grad_sample_mode, secure_noise, physical_batch_size.
-        plan: What it promises.
-        steps: How many steps, >= 1.
-        canaries: M >= 1, each a sampled thing of its own with a fair coin.
-        generator: Source of coins and of the keys of noise and sampling.
-    """
+    """Runs the probe through the real engine and sampler, computing as the recipe says; each canary has a fair coin."""
     torch.set_float32_matmul_precision("highest")
     units = _canary_units(canaries, several=plan.sampling == "unit")
     probe, exact = _probe(units, plan.max_grad_norm)

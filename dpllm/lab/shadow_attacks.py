@@ -1,19 +1,26 @@
 """Attacks with shadows: scores that know what each canary looks like with and without having been trained on.
 
-Comes in: log-probabilities under the target, and under shadow runs whose coins are known. Goes out: LiRA and RMIA, higher =
-more likely a member. A coin of the target is never asked for; torch is not imported; no model, text or file is read.
+Comes in: the target's score table, and a ``ShadowScores``. Goes out: LiRA and RMIA, higher = more likely a member; how well
+they do, group by group; and a lower bound on epsilon from one score of each run. Scores do not depend on the target's coins,
+which only sort them afterwards. Torch is not imported; no model, text or file is read.
+
+Shape suffixes: K shadows, M candidates, Q references, R runs: the target and its shadows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dpllm.auditing.attacks import log_ratio
-
-# A legend of shapes: K shadows, M candidates, Q references.
+from dpllm.auditing import attacks
+from dpllm.auditing.rates import Rates, epsilon_from_rates, many_runs
+from dpllm.auditing.summary import CONFIDENCE, separation
+from dpllm.auditing.table import CanaryScores
 
 Floats = NDArray[np.float64]
 Coins = NDArray[np.bool_]
@@ -24,6 +31,125 @@ VARIANCE_FLOOR = 1e-6
 """Nats squared: runs that differ by less than a thousandth of a nat do not differ."""
 LIFT_FLOOR = 1e-3
 """Standard deviations: a candidate whose shadows show a smaller effect of training is taken to have this one."""
+
+
+@dataclass(frozen=True)
+class ShadowScores:
+    """What K shadow runs say about the canaries of the target. Log-probabilities are sums over a secret, in nats."""
+
+    canary_ids: tuple[str, ...]  # of the M candidates
+    coins_KM: Coins  # whether the shadow's own coin said in
+    log_prob_KM: Floats
+    num_tokens_M: NDArray[np.int64]  # scored tokens of each candidate
+    reference_ids: tuple[str, ...]  # of the Q references, which no run was trained on
+    references_KQ: Floats
+    reference_tokens_Q: NDArray[np.int64]
+
+    def part(self, canary_ids: Sequence[str]) -> ShadowScores:
+        """The same of some candidates, in the order given."""
+        own = [self.canary_ids.index(canary_id) for canary_id in canary_ids]
+        return replace(
+            self,
+            canary_ids=tuple(canary_ids),
+            coins_KM=self.coins_KM[:, own],
+            log_prob_KM=self.log_prob_KM[:, own],
+            num_tokens_M=self.num_tokens_M[own],
+        )
+
+
+def shadow_scores(
+    candidates: Sequence[CanaryScores], references: Sequence[CanaryScores], shadows: ShadowScores
+) -> dict[str, Floats]:
+    """Every attack on candidates of one group, which are repeated equally often.
+
+    Returns:
+        Scores by name, shape (M,), higher = more likely a member. ratio: what needs no shadow, to compare with.
+        rmia_base: RMIA with the base model as the only out model. rmia_offline: with the shadows that lack the candidate.
+        rmia_online: with those that have it too.
+    """
+    own = shadows.part([row.canary_id for row in candidates])
+    base_M = attacks.base_loss(candidates)
+    tuned_M = attacks.loss(candidates) / own.num_tokens_M
+    place = {row.canary_id: row for row in references}
+    known = [place[canary_id] for canary_id in own.reference_ids]
+    tuned_Q = attacks.loss(known) / own.reference_tokens_Q
+    in_M, out_M, lift = sides(own.log_prob_KM / own.num_tokens_M, own.coins_KM)
+    references_KQ = own.references_KQ / own.reference_tokens_Q
+    out_Q = _log_mean(references_KQ, np.ones(references_KQ.shape, dtype=np.bool_))
+    return {
+        "ratio": attacks.ratio(candidates),
+        "rmia_base": attacks.rmia_base(candidates, references),
+        "rmia_offline": attacks.rmia(tuned_M, attacks.average_offline(out_M), tuned_Q, attacks.average_offline(out_Q)),
+        # No model saw a reference; what it would have gained is the candidates' lift, or their scales would differ.
+        "rmia_online": attacks.rmia(
+            tuned_M, _average_online(in_M, out_M), tuned_Q, _average_online(out_Q + lift, out_Q)
+        ),
+        "lira": lira(attacks.ratio(candidates), own.log_prob_KM - base_M, own.coins_KM),
+    }
+
+
+def summarise_shadows(
+    groups: Mapping[int, Sequence[CanaryScores]],
+    shadows: ShadowScores,
+    *,
+    delta: float,
+    alpha: float,
+) -> dict[str, Any]:
+    """What follows from shadows of the target whose table by repetitions these groups are, JSON-ready.
+
+    Of each attack the held-out candidates are the negatives, for only they differ from the others by nothing but a coin.
+    """
+    tested: dict[str, Any] = {}
+    for group, rows in groups.items():
+        if not group:
+            continue
+        in_M = np.array([bool(row.inserted) for row in rows])
+        scores = shadow_scores(rows, groups[0], shadows)
+        positives = int(in_M.sum())
+        shared = {"group": group, "positives": positives, "negatives": len(rows) - positives, "confidence": CONFIDENCE}
+        tested[str(group)] = {
+            name: {**shared, **separation(found_M[in_M], found_M[~in_M])} for name, found_M in scores.items()
+        }
+    many = one_canary_bound(groups.get(1, []), shadows, delta=delta, alpha=alpha)
+    return {"shadows": len(shadows.coins_KM), "attacks": tested, "many_runs": many}
+
+
+def one_canary_bound(
+    once: Sequence[CanaryScores], shadows: ShadowScores, *, delta: float, alpha: float
+) -> dict[str, Any]:
+    """A lower bound on epsilon from the first candidate that is inserted once: one score of the target, one of each shadow.
+
+    Guarantee:
+        That of ``rates.many_runs``: P[value > epsilon] <= alpha if every run draws its coins, sample and noise anew from one
+        (epsilon, delta)-DP mechanism. The canary is the one with the smallest id, whatever the scores.
+
+    Returns:
+        ``value`` is None where fewer than two runs have the canary or lack it; ``ceiling`` is what runs so many would show
+        if the score told them apart without an error.
+    """
+    runs: dict[str, Any] = {"value": None, "ceiling": None, "alpha": alpha, "delta": delta}
+    if not once:
+        return {**runs, "reason": "no canary is inserted once"}
+    first = min(once, key=lambda row: row.canary_id)
+    own = shadows.part([first.canary_id])
+    score_R = np.append(first.tuned_log_prob, own.log_prob_KM[:, 0])
+    coin_R = np.append(bool(first.inserted), own.coins_KM[:, 0])
+    having, lacking = int(coin_R.sum()), int((~coin_R).sum())
+    runs |= {"canary_id": first.canary_id, "runs_with": having, "runs_without": lacking}
+    if min(having, lacking) < 2:
+        return {**runs, "reason": "it takes two runs with the canary and two without"}
+    bound = many_runs(score_R[coin_R], score_R[~coin_R], delta=delta, alpha=alpha)
+    # Of each kind the first, third, fifth ... chose the threshold.
+    perfect = Rates(having // 2, 0, 0, lacking // 2)
+    ceiling = epsilon_from_rates(perfect, delta=delta, alpha=alpha).value
+    assumes = (
+        "target and shadows are independent runs of one mechanism: same recipe and Plan, coins, sample and noise drawn anew; "
+        f"{bound.assumes}; the number of shadows was not chosen by what they showed"
+    )
+    return {**runs, **asdict(bound), "assumes": assumes, "ceiling": ceiling}
+
+
+# Their formulas.
 
 
 def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
@@ -44,9 +170,6 @@ def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
         target: Shape (M,), for instance log-probabilities; finite.
         shadows: Shape (K, M), the same of each shadow.
         coins: Shape (K, M), coins of the shadows.
-
-    Returns:
-        Shape (M,), higher = more likely a member.
 
     References:
         Carlini et al. 2022, "Membership Inference Attacks From First Principles", which takes each candidate's own mean
@@ -75,45 +198,34 @@ def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
     trust_M = np.where(both_M, true_variance / (true_variance + error_M), 0.0)
     lift_M = np.maximum(lift + trust_M * (found_M - lift), LIFT_FLOOR * math.sqrt(variance))
     level_M = (shadow_KM - in_KM * lift_M).mean(0)
-
-    var_in_M, var_out_M = np.full_like(level_M, variance), np.full_like(level_M, variance)
-    if len(shadow_KM) >= MANY_SHADOWS:
-        for own_M, side_KM, count_M in ((var_in_M, in_KM, ins_M), (var_out_M, ~in_KM, outs_M)):
-            known_M = count_M > 1
-            own_M[known_M] = ((square_KM * side_KM).sum(0)[known_M]) / (count_M[known_M] - 1)
-            np.maximum(own_M, VARIANCE_FLOOR, out=own_M)
+    var_in_M, var_out_M = (_own_variance(square_KM, side_KM, variance) for side_KM in (in_KM, ~in_KM))
     return _log_normal(target_M, level_M + lift_M, var_in_M) - _log_normal(target_M, level_M, var_out_M)
 
 
-def average_online(log_p_in: ArrayLike, log_p_out: ArrayLike) -> Floats:
-    """Log p(x) = log((p_in + p_out) / 2)."""
-    result: Floats = np.logaddexp(log_p_in, log_p_out) - math.log(2)
+def _own_variance(square_KM: Floats, counted_KM: Coins, variance: float) -> Floats:
+    """Each candidate's own variance where many shadows tell it, else the one of all."""
+    count_M = counted_KM.sum(0)
+    own_M = np.maximum((square_KM * counted_KM).sum(0) / np.maximum(count_M - 1, 1), VARIANCE_FLOOR)
+    result: Floats = np.where((len(square_KM) >= MANY_SHADOWS) & (count_M > 1), own_M, variance)
     return result
 
 
-def sides(log_p: ArrayLike, coins: ArrayLike) -> tuple[Floats, Floats, float]:
-    """Mean probability over the shadows with and without each candidate, in log space.
+def sides(log_p_KM: Floats, in_KM: Coins) -> tuple[Floats, Floats, float]:
+    """Log p_in and log p_out of each candidate, means of probabilities over its shadows, and the mean of their difference.
 
     A side on which a candidate has no shadow is filled in from its other side and the mean lift of those that have both
-    (without such candidates: the lift between all shadow scores in and all out; 0 where one of them is empty).
-
-    Args:
-        log_p: Shape (K, M); minus infinity counts as probability zero.
-        coins: Shape (K, M).
-
-    Returns:
-        log p_in and log p_out, each of shape (M,), and the mean of log p_in - log p_out.
+    (without such candidates: the lift between all shadow scores in and all out; 0 where one of them is empty). A
+    log-probability of minus infinity counts as probability zero.
     """
-    log_p_KM, in_KM = np.asarray(log_p, dtype=np.float64), np.asarray(coins, dtype=np.bool_)
-    in_M, out_M = log_mean(log_p_KM, in_KM), log_mean(log_p_KM, ~in_KM)
+    in_M, out_M = _log_mean(log_p_KM, in_KM), _log_mean(log_p_KM, ~in_KM)
     has_in_M, has_out_M = in_KM.any(0), (~in_KM).any(0)
-    gain_M = log_ratio(in_M, out_M)[has_in_M & has_out_M]
+    gain_M = attacks.log_ratio(in_M, out_M)[has_in_M & has_out_M]
     gain_M = gain_M[np.isfinite(gain_M)]
     lift = 0.0
     if len(gain_M):
         lift = float(gain_M.mean())
     elif has_in_M.any() and has_out_M.any():
-        gain = log_ratio(in_M[has_in_M].mean(), out_M[has_out_M].mean())
+        gain = attacks.log_ratio(in_M[has_in_M].mean(), out_M[has_out_M].mean())
         lift = float(gain) if np.isfinite(gain) else 0.0
     return np.where(has_in_M, in_M, out_M + lift), np.where(has_out_M, out_M, in_M - lift), lift
 
@@ -124,7 +236,7 @@ def _mean(values_KM: Floats, counted_KM: Coins) -> Floats:
     return result
 
 
-def log_mean(log_KM: Floats, counted_KM: Coins) -> Floats:
+def _log_mean(log_KM: Floats, counted_KM: Coins) -> Floats:
     """Log of the mean of exp of the counted ones of each column; minus infinity where there are none."""
     total_M: Floats = np.logaddexp.reduce(np.where(counted_KM, log_KM, -np.inf), axis=0)
     result: Floats = total_M - np.log(np.maximum(counted_KM.sum(0), 1))
@@ -134,3 +246,9 @@ def log_mean(log_KM: Floats, counted_KM: Coins) -> Floats:
 def _log_normal(value_M: Floats, mean_M: Floats, variance_M: Floats) -> Floats:
     """Log of the normal density, up to a constant."""
     return -0.5 * ((value_M - mean_M) ** 2 / variance_M + np.log(variance_M))
+
+
+def _average_online(log_p_in: Floats, log_p_out: Floats) -> Floats:
+    """Log p(x) = log((p_in + p_out) / 2)."""
+    result: Floats = np.logaddexp(log_p_in, log_p_out) - math.log(2)
+    return result

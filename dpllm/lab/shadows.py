@@ -8,10 +8,8 @@ the other in this process.
 from __future__ import annotations
 
 import contextlib
-import io
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,8 @@ from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
-from dpllm.files import read_json, write_whole
-from dpllm.lab.shadow_report import ShadowScores, summarise_shadows
-from dpllm.ledger.dataset_policy import DatasetPolicy
+from dpllm.files import read_json
+from dpllm.lab.shadow_attacks import ShadowScores, summarise_shadows
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run import checkpoint
@@ -34,13 +31,8 @@ from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
 
-# A legend of shapes: K shadows, M candidates, Q references.
-
-MECHANISM = (
-    *("event", "delta", "unit", "neighbouring_relation", "dataset_size", "expected_batch_size"),
-    *("max_grad_norm", "clipping", "adaptive", "sampling", "max_examples_per_unit"),
-)
-"""Of plan.json: what two runs of one mechanism have in common."""
+MECHANISM = ("event", "delta", "dataset_size", "expected_batch_size", "max_grad_norm", "clipping", "adaptive")
+"""Of plan.json: what two runs of one recipe and one mechanism have in common."""
 
 
 def audit_shadows(
@@ -64,106 +56,81 @@ def audit_shadows(
         num_shadows: K, at least 1.
         console: Where one line for each shadow goes.
 
-    Returns:
-        ``shadow_report.summarise_shadows``, and ``public_data``: False where shadows were trained on private data by an
-        exception of the ledger, and the report must stay in private/ whatever the run promises.
-
     Raises:
-        ConfigError: The run is not complete, lost steps, or has other data or another Plan by now.
-        Refused: The data are not declared public, or have a budget, and no exception was recorded.
+        ConfigError: See ``may_train``; or another Plan by now.
+        Refused: See ``may_train``.
         DpllmError: A shadow was interrupted.
     """
-    runs, public = train_shadows(run, config, plan, num_shadows, console)
+    runs = train_shadows(run, config, plan, num_shadows, console)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scores = score_shadows(runs, device)
-    save(scores, run.private / "shadows" / "scores.npz")
-    report = summarise_shadows(by_group(table), scores, delta=delta, alpha=config.audit.alpha)
-    return {**report, "public_data": public}
+    return summarise_shadows(by_group(table), score_shadows(runs, device), delta=delta, alpha=config.audit.alpha)
 
 
-def may_train(run: RunDir, config: RunConfig) -> bool:
+def may_train(run: RunDir, config: RunConfig) -> None:
     """Makes sure that shadows of a run may be trained at all.
 
     Every shadow is one more run on data.train that nobody planned for, and together they show more of it than the promise of
-    one run covers. So they need what a run without differential privacy needs.
-
-    Returns:
-        Whether the data are declared public and have no budget; otherwise an exception of the ledger permits it.
+    one run covers. So the data have to be public.
 
     Raises:
         ConfigError: The run is not complete, lost steps, or the data are other ones by now.
-        Refused: The data are not declared public, or have a budget, and no exception was recorded.
+        Refused: The data are not declared public, or have a budget.
     """
-    if (run.root / ".." / "..").resolve().name == "private" and run.root.resolve().parent.name == "shadows":
-        raise ConfigError(
-            f"{run.root}: is itself a shadow, whose shadows nobody needs. Name the run that it belongs to."
-        )
     record = read_json(run.run)
     if record.get("status") != "completed" or record.get("resumes"):
         raise ConfigError(
             f"{run.root}: the run did not complete, or lost steps in a crash, so no shadow of its recipe would be like it. "
             "Audit it without --shadows, or train it again."
         )
-    asked = _changed(config, data={"eval": None, "eval_public": False}, privacy={"enabled": False})
+    policy = read_subject(_changed(config, data={"eval": None, "eval_public": False}), run.private / "cache").policy
+    assert policy is not None
     book = ledger.open_ledger(config.privacy.ledger, create=False)
-    with book or contextlib.nullcontext():
-        try:
-            policy = read_subject(asked, run.private / "cache").policy
-            assert policy is not None
-        except Refused as error:
-            if book and error.reason:
-                book.count_refusal(error.dataset, error.reason)
-            if error.reason != "no_privacy":
-                raise
+    with contextlib.ExitStack() as held:
+        if book:
+            held.enter_context(book)
+            held.enter_context(book.counting())
+        budget = book.budget(book.records.charged_to(policy.dataset, policy.derived_from)) if book else None
+        if budget or not config.data.public:
             raise Refused(
                 f"--shadows trains more runs on {config.data.train}, which is not declared public or has a privacy budget: "
-                "together they would show more of it than the promise of one run covers. Audit without --shadows, set "
-                "data.public: true if it is public and train again, or let whoever answers for it record an exception: "
-                f"dpllm ledger except {error.dataset} --by NAME --reason WHY.",
-                dataset=error.dataset,
-                reason=error.reason,
-            ) from None
-        if book and (record.get("ledger") or {}).get("dataset"):
-            _same_data(run, record["ledger"]["dataset"], policy, book)
-        return config.data.public and not _budgeted(policy, book)
+                "together they would show more of it than the promise of one run covers, and no exception of the ledger permits "
+                "them. Audit without --shadows, or set data.public: true if it is public and train again.",
+                dataset=policy.dataset,
+                reason="no_privacy",
+            )
+        trained_on = (record.get("ledger") or {}).get("dataset")
+        registered = book.records.of_account(trained_on) if book and trained_on else None
+        if registered and policy.records and policy.records.digest not in registered:
+            raise ConfigError(
+                f"{run.root}: data.train no longer holds the records that the run was trained on, so its shadows would be runs "
+                "of another mechanism. Put the file of that time back, or train again."
+            )
 
 
 def train_shadows(
     run: RunDir, config: RunConfig, plan: CanaryPlan, num_shadows: int, console: Console
-) -> tuple[tuple[RunDir, ...], bool]:
+) -> tuple[RunDir, ...]:
     """Trains what is missing of the first K shadows of a run; what is finished stays, what is not is started over.
 
     Guarantee:
-        The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. On public data nothing is booked
-        in the ledger of the run: the shadows have one of their own. On other data they are booked like any run, and refused
-        where a budget has no room for them.
-
-    Args:
-        run: A completed run.
-        config: Its config.yaml, whose data.format is that of the data.
-        plan: Its canaries.
-        num_shadows: K, at least 1.
-        console: Where one line for each shadow goes.
+        The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. Nothing is booked in the ledger
+        of the run: the shadows have one of their own.
 
     Returns:
-        Their directories, and what ``may_train`` returned.
+        Their directories.
 
     Raises:
-        ConfigError: No shadow is asked for; see ``may_train``; or a shadow's Plan is not the run's.
+        ConfigError: See ``may_train``; or a shadow's Plan is not the run's.
         Refused: See ``may_train``.
         DpllmError: A shadow was interrupted.
     """
-    if num_shadows < 1:
-        raise ConfigError(
-            f"--shadows {num_shadows}: there is nothing to compare with. Type --shadows 8, or leave it out."
-        )
-    public = may_train(run, config)
+    may_train(run, config)
     folder = RunDir(run.private / "shadows")
     folder.root.mkdir(mode=0o700, exist_ok=True)
     runs = tuple(RunDir(folder.root / f"{index:02d}") for index in range(num_shadows))
     with folder.locked():
         for number, shadow in enumerate(runs, start=1):
-            recipe = _recipe(run, config, shadow, folder.root / "ledger.sqlite" if public else None)
+            recipe = _recipe(run, config, shadow)
             if _finished(shadow, recipe, plan):
                 console.print(f"Shadow {number} of {num_shadows}: trained earlier")
                 continue
@@ -171,12 +138,7 @@ def train_shadows(
             shadow.root.mkdir(mode=0o700)
             shadow.private.mkdir(mode=0o700)
             canaries.save(canaries.redraw_coins(plan), shadow.canaries)
-            try:
-                record = train(recipe, console=Console(quiet=True))
-            except Refused:  # of a budget, say, before anything was trained
-                shutil.rmtree(shadow.root, ignore_errors=True)
-                raise
-            if record["status"] != "completed":
+            if train(recipe, console=Console(quiet=True))["status"] != "completed":
                 raise DpllmError(
                     f"shadow {number} of {num_shadows} was interrupted, so it cannot be compared with. Type the same command "
                     "again: the shadows before it are kept, and it is started over."
@@ -184,16 +146,11 @@ def train_shadows(
             console.print(f"Shadow {number} of {num_shadows}: trained")
     for shadow in runs:
         _same_mechanism(run, shadow)
-    return runs, public
+    return runs
 
 
 def score_shadows(runs: Sequence[RunDir], device: torch.device) -> ShadowScores:
-    """Scores the canaries under each shadow, one model at a time.
-
-    Args:
-        runs: K completed shadows of one run.
-        device: Where their models go.
-    """
+    """Scores the canaries under each of K completed shadows of one run, one model at a time."""
     tables, coins = [], []
     for shadow in runs:
         config, plan = shadow.load_config(), canaries.load(shadow.canaries)
@@ -217,21 +174,16 @@ def score_shadows(runs: Sequence[RunDir], device: torch.device) -> ShadowScores:
     )
 
 
-def save(scores: ShadowScores, path: Path) -> None:
-    """Writes the scores for the owner's eyes alone (mode 0600), atomically; numpy reads them without pickles."""
-    content = io.BytesIO()
-    np.savez(content, allow_pickle=False, **{name: np.asarray(value) for name, value in vars(scores).items()})
-    write_whole(path, content.getvalue(), mode=0o600)
-
-
-def _recipe(run: RunDir, config: RunConfig, shadow: RunDir, own_ledger: Path | None) -> RunConfig:
+def _recipe(run: RunDir, config: RunConfig, shadow: RunDir) -> RunConfig:
     """The run's recipe, with the noise that its Plan found, without what is measured or saved on the way."""
-    privacy: dict[str, Any] = {"insecure_seed": None}  # or all shadows would have the same noise
+    privacy: dict[str, Any] = {
+        "insecure_seed": None,  # or all shadows would have the same noise
+        "ledger": str(shadow.root.parent / "ledger.sqlite"),
+        "derived_from": None,  # that ledger knows no parent
+    }
     if config.privacy.enabled:
         promise = read_json(run.plan)
         privacy |= {"noise_multiplier": promise["noise_multiplier"], "delta": promise["delta"]}
-    if own_ledger:
-        privacy |= {"ledger": str(own_ledger), "derived_from": None}  # it knows no parent
     return _changed(
         config,
         data={"eval": None, "eval_public": False},
@@ -265,21 +217,6 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
 
 def _texts(plan: CanaryPlan) -> list[tuple[str, int, str, str]]:
     return [(one.canary_id, one.group, one.carrier, one.secret) for one in (*plan.canaries, *plan.references)]
-
-
-def _budgeted(policy: DatasetPolicy, book: ledger.Ledger | None) -> bool:
-    if book is None:
-        return False
-    return book.budget(book.records.charged_to(policy.dataset, policy.derived_from)) is not None
-
-
-def _same_data(run: RunDir, dataset: str, policy: DatasetPolicy, book: ledger.Ledger) -> None:
-    registered = book.records.of_account(dataset)
-    if policy.records and registered and policy.records.digest not in registered:
-        raise ConfigError(
-            f"{run.root}: data.train no longer holds the records that the run was trained on, so its shadows would be runs of "
-            "another mechanism. Put the file of that time back, or train again."
-        )
 
 
 def _same_mechanism(run: RunDir, shadow: RunDir) -> None:

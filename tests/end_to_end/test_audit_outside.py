@@ -115,14 +115,6 @@ def test_without_coins_there_is_no_bound_and_still_an_attack(stranger: Stranger,
     assert report["canaries"]["coins"] == "not stated"
 
 
-def test_the_same_canaries_as_whole_texts(stranger: Stranger, tmp_path: Path) -> None:
-    whole = [{"text": f"{one['carrier']} {one['secret']}", "inserted": one["inserted"]} for one in stranger.canaries]
-    path = manifest(tmp_path / "m.jsonl", whole, {"coins": "independent"})
-    report = audit_outside_canaries(stranger.adapter, path)
-    assert report["verdict"] == "no_claim"
-    assert report["attacks"]["ratio"]["auc"] > 0.8
-
-
 def test_rows_that_trained_are_told_from_rows_that_did_not(stranger: Stranger) -> None:
     files = (str(stranger.members), str(stranger.non_members))
     report = audit_outside_members(stranger.adapter, *files)

@@ -251,7 +251,7 @@ def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
 
     asked = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
     recipe = load_config(RunDir(baseline.run).config, asked)
-    quiet = shadows._recipe(RunDir(baseline.run), recipe, RunDir(tmp_path / "shadow"), None).telemetry
+    quiet = shadows._recipe(RunDir(baseline.run), recipe, RunDir(tmp_path / "shadow")).telemetry
     assert (quiet.textfile, quiet.port, quiet.trackers) == (None, None, [])
 
 

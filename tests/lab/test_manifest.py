@@ -14,8 +14,7 @@ from dpllm.auditing.table import CanaryScores, TokenTable
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.lab.manifest import FEWEST_OUT, Manifest, read_manifest
-from dpllm.lab.manifest_summary import summarise_manifest
+from dpllm.lab.manifest import FEWEST_OUT, Manifest, read_manifest, summarise_manifest
 from dpllm.recipe.config import AuditConfig, CanaryConfig
 
 COINS = {"coins": "independent"}
@@ -52,20 +51,13 @@ def test_a_stranger_writes_one_object_a_line(tmp_path):
     lines = [COINS, *entries(60, references=30), ""]
     found = read_manifest(write(tmp_path / "m.jsonl", lines))
     assert (len(found.canaries), len(found.references)) == (60, 30)
-    assert (found.independent_coins, found.whole_texts, found.commitment) == (True, False, None)
+    assert (found.independent_coins, found.commitment) == (True, None)
     for entry, read in zip(lines[1:61], found.canaries, strict=True):
         assert (entry["carrier"], entry["secret"], entry["inserted"]) == (read.carrier, read.secret, read.inserted)
         assert read.group == 1
     assert {one.group for one in found.references} == {0}
     names = [one.canary_id for one in (*found.canaries, *found.references)]
     assert len(set(names)) == 90
-
-
-def test_whole_texts_need_no_carrier(tmp_path):
-    lines = [{"text": f"{SECRET} {number}", "inserted": number % 2 == 0, "group": 4} for number in range(60)]
-    found = read_manifest(write(tmp_path / "m.jsonl", lines))
-    assert found.whole_texts
-    assert {(one.carrier, one.group) for one in found.canaries} == {("", 4)}
 
 
 @pytest.mark.parametrize("header", [None, {"coins": "half"}, {"coins": "unknown"}, {"coins": "Independent?"}])
@@ -95,19 +87,18 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"text": "Sigrid', "line 5 is not valid JSON"),
-        ('["Sigrid"]', "line 5 holds no JSON object"),
-        ({"text": SECRET}, "line 5 is no canary"),
-        ({"text": SECRET, "inserted": 1}, "line 5 is no canary"),
-        ({"text": " ", "inserted": True}, "line 5 is no canary"),
+        ('{"carrier": "Sigrid', "line 5 is no JSON object"),
+        ('["Sigrid"]', "line 5 is no JSON object"),
+        ({"carrier": SECRET, "secret": "1"}, "line 5 is no canary"),
+        ({"carrier": SECRET, "secret": "1", "inserted": 1}, "line 5 is no canary"),
+        ({"carrier": SECRET, "secret": " ", "inserted": True}, "line 5 is no canary"),
         ({"carrier": SECRET, "inserted": True}, "line 5 is no canary"),
-        ({"text": SECRET, "carrier": "a", "secret": "b", "inserted": True}, "line 5 is no canary"),
+        ({"text": SECRET, "inserted": True}, "of a whole text, its last words are the secret"),
         (canary(99, True, group="1"), "line 5 is no canary"),
         (canary(99, True, group=-1), "line 5 is no canary"),
         (canary(99, True, group=True), "line 5 is no canary"),
         (canary(99, True, repetitions=4), "line 5 is no canary"),
         (canary(99, True, group=0), "line 5 is of group 0 and was inserted"),
-        ({"text": SECRET, "inserted": True}, "cannot be compared"),
         (canary(9, True), "1 canaries have the text of another one"),
     ],
 )

@@ -13,14 +13,18 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dpllm.auditing import scores
 from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError, DataError, DpllmError
-from dpllm.lab.outside import audit_outside_canaries, audit_outside_members, outside_claim, write_outside
-from dpllm.lab.outside_model import load_outside, positions
+from dpllm.lab.outside import (
+    audit_outside_canaries,
+    audit_outside_members,
+    load_outside,
+    outside_claim,
+    positions,
+    write_outside,
+)
 from dpllm.text import builtin
 
-CPU = torch.device("cpu")
 TARGETS = ["q_proj", "v_proj"]
 SECRET = "Sigrid Forsberg owes 4711"
 
@@ -67,7 +71,7 @@ def logits(net):
 
 def refusal(path, base):
     with pytest.raises(ConfigError) as caught:
-        load_outside(path, base, CPU)
+        load_outside(path, base)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -76,7 +80,8 @@ def refusal(path, base):
 
 
 def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
-    models, described = load_outside(adapter, None, CPU)
+    models, described = load_outside(adapter, None)
+    assert list(described.pop("weights")) == ["adapter_model.safetensors"]
     assert described == {"kind": "LORA adapter", "name": "adapter", "base": "tiny-base", "base_matches_name": True}
     plain = logits(AutoModelForCausalLM.from_pretrained(base))
     with models.base() as before:
@@ -89,18 +94,18 @@ def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
 
 def test_a_base_elsewhere_is_named_by_hand(adapter, base, tmp_path):
     moved = edit(copy(adapter, tmp_path / "moved"), base_model_name_or_path="nowhere/tiny-base")
-    assert load_outside(moved, str(base), CPU)[1]["base_matches_name"]
+    assert load_outside(moved, str(base))[1]["base_matches_name"]
     moved = edit(moved, base_model_name_or_path="nowhere/another")
-    models, described = load_outside(moved, str(base), CPU)
+    models, described = load_outside(moved, str(base))
     assert not described["base_matches_name"]
-    torch.testing.assert_close(logits(models.tuned), logits(load_outside(adapter, None, CPU)[0].tuned))
+    torch.testing.assert_close(logits(models.tuned), logits(load_outside(adapter, None)[0].tuned))
 
 
 def test_a_whole_model_is_scored_beside_the_base_that_is_named(base, tmp_path):
     tuned = AutoModelForCausalLM.from_pretrained(base)
     tuned.lm_head.weight.data.add_(0.1)
     tuned.save_pretrained(tmp_path / "whole")
-    models, described = load_outside(tmp_path / "whole", str(base), CPU)
+    models, described = load_outside(tmp_path / "whole", str(base))
     assert described["kind"] == "whole model"
     torch.testing.assert_close(logits(models.tuned), logits(tuned.eval()))
     with models.base() as before:
@@ -111,15 +116,15 @@ def test_the_tokenizer_of_the_model_goes_before_that_of_the_base(adapter, base, 
     own = copy(adapter, tmp_path / "own")
     tokenizer = tiny.tokenizer(chat_template="{{ messages[0]['content'] }}")
     tokenizer.save_pretrained(own)
-    assert load_outside(own, None, CPU)[0].tokenizer.chat_template == tokenizer.chat_template
-    assert load_outside(adapter, None, CPU)[0].tokenizer.chat_template == tiny.CHAT
+    assert load_outside(own, None)[0].tokenizer.chat_template == tokenizer.chat_template
+    assert load_outside(adapter, None)[0].tokenizer.chat_template == tiny.CHAT
 
 
 def test_modules_that_were_saved_whole_are_switched_off_with_the_adapter(base, tmp_path):
     path = save_adapter(base, tmp_path / "saved", modules_to_save=["lm_head"])
     weights = load_file(path / "adapter_model.safetensors")
     save_file({name: w + 0.1 * ("lm_head" in name) for name, w in weights.items()}, path / "adapter_model.safetensors")
-    models, _ = load_outside(path, None, CPU)
+    models, _ = load_outside(path, None)
     with models.base() as before:
         torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
 
@@ -188,17 +193,11 @@ def test_damaged_weights_are_refused(adapter, tmp_path):
     assert "holds no adapter_model.safetensors" in refusal(path, None)
 
 
-def test_weights_of_the_older_kind_are_read_and_counted_too(adapter, tmp_path):
+def test_weights_of_the_older_kind_are_not_read(adapter, tmp_path):
     path = copy(adapter, tmp_path / "older")
-    weights = load_file(path / "adapter_model.safetensors")
+    torch.save(load_file(path / "adapter_model.safetensors"), path / "adapter_model.bin")
     (path / "adapter_model.safetensors").unlink()
-    torch.save(weights, path / "adapter_model.bin")
-    torch.testing.assert_close(
-        logits(load_outside(path, None, CPU)[0].tuned), logits(load_outside(adapter, None, CPU)[0].tuned)
-    )
-    weights["base_model.model.model.embed_tokens.weight"] = torch.ones(384, 16)
-    torch.save(weights, path / "adapter_model.bin")
-    assert "has to be merged" in refusal(path, None)
+    assert "an adapter_model.bin is no longer read" in refusal(path, None)
 
 
 def test_an_adapter_that_cannot_be_switched_off_is_refused(adapter, base, tmp_path):
@@ -338,31 +337,6 @@ def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adap
     with pytest.raises(ConfigError, match="canary c00060") as caught:
         audit_outside_canaries(adapter, path)
     assert "Sigrid" not in str(caught.value)
-    whole = [{"text": f"{SECRET} {n}", "inserted": n % 2 == 0} for n in range(60)]
-    path = write_manifest(tmp_path / "m.jsonl", [*whole, {"text": f"{SECRET} " * 40, "inserted": True}])
-    with pytest.raises(ConfigError, match="canary c00060") as caught:
-        audit_outside_canaries(adapter, path)
-    assert "Sigrid" not in str(caught.value)
-    with pytest.raises(ConfigError, match="whole texts have no messages form"):
-        audit_outside_canaries(adapter, path, fmt="messages")
-
-
-def test_of_a_whole_text_every_token_counts_but_the_first_and_the_end(adapter, tmp_path, monkeypatch):
-    seen = {}
-
-    def score_sequences(models, ids, texts, sequences, masks):
-        seen.update(sequences=sequences, masks=masks, texts=texts)
-        raise DpllmError("enough")
-
-    monkeypatch.setattr(scores, "score_sequences", score_sequences)
-    made = [{"text": f"Anna has {n}", "inserted": n % 2 == 0} for n in range(60)]
-    with pytest.raises(DpllmError, match="enough"):
-        audit_outside_canaries(adapter, write_manifest(tmp_path / "m.jsonl", made))
-    tokenizer = tiny.tokenizer()
-    for sequence, mask, text in zip(seen["sequences"], seen["masks"], seen["texts"], strict=True):
-        assert sequence.input_ids[-1] == tokenizer.eos_token_id
-        assert list(mask) == [False, *[True] * (len(mask) - 2), False]
-        assert tokenizer.decode(sequence.input_ids, skip_special_tokens=True) == text
 
 
 def test_weights_that_are_not_numbers_give_no_report(adapter, tmp_path):
@@ -391,6 +365,6 @@ def test_a_report_is_its_owners_alone_and_never_lies_in_the_model(adapter, tmp_p
 
 def test_the_embedded_model_is_a_base_like_any_other(tmp_path):
     path = save_adapter(builtin.path("builtin:tiny"), tmp_path / "adapter")
-    models, described = load_outside(path, "builtin:tiny", CPU)
+    models, described = load_outside(path, "builtin:tiny")
     assert (described["base"], described["base_matches_name"]) == ("builtin:tiny", True)
     assert positions(models.tuned) == 256
