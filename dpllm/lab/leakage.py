@@ -116,8 +116,8 @@ def audit_leakage(config: RunConfig, plan: Plan | None = None) -> LeakageReport:
     plan = plan or recipe_plan(config)
     tokenizer = loading.load_tokenizer(config.model)
     drawn = canaries.plan_canaries(CanaryConfig(groups={1: NUM_TEXTS}, references=100))
-    encode = partial(data.encode, fmt="text", tokenizer=tokenizer, max_length=config.data.max_length)
-    sequences = [encode(one.example("text"), long_examples="truncate")[0] for one in drawn.canaries]
+    texts, longest = [canary.example("text") for canary in drawn.canaries], config.data.max_length
+    sequences = [data.encode(text, "text", tokenizer, longest, "truncate")[0] for text in texts]
     net = loading.build(config, CPU).train()
     loading.without_dropout(net)
     return gradient_leakage(net, plan, sequences, grad_sample_mode=config.privacy.grad_sample_mode)

@@ -30,12 +30,12 @@ from dpllm.recipe.config import AuditConfig
 FEWEST_OUT = 20
 """Texts that were never planted: with fewer there is nothing to compare with."""
 INDEPENDENT = "independent"
-_LARGEST_GROUP = 10**6
 _LIKELIEST_LIE = 1e-6  # fair coins look less fair than this once in a million manifests
 _FORM = (
     'A manifest is canaries.json of a dpllm run, or one JSON object a line: first {"coins": "independent"} where each '
     'canary was planted by a fair coin of its own, then {"carrier": ..., "secret": ..., "inserted": true, "group": 1} '
-    "for each canary (group 0: a reference that had no coin; of a whole text, its last words are the secret)."
+    "for each canary (group: how often it was repeated, 0 for a reference, which is not inserted; of a whole text, the last "
+    "words are the secret)."
 )
 _NO_COINS = (
     "The manifest does not say that each canary was inserted by a fair coin of its own, so no lower bound on epsilon follows "
@@ -120,24 +120,14 @@ def _entry(path: Path, place: int, number: int, value: dict[str, Any]) -> Canary
     texts = [value.get("carrier"), value.get("secret")]
     good = (
         set(value) <= {"carrier", "secret", "inserted", "group"}
-        and all(isinstance(text, str) and text.strip() and _encodable(text) for text in texts)
+        and all(isinstance(text, str) and text.strip() for text in texts)
         and isinstance(inserted, bool)
         and type(group) is int
-        and 0 <= group <= _LARGEST_GROUP
+        and group >= inserted  # 0, a reference, is not
     )
     if not good:
         raise ConfigError(f"{path}: line {number} is no canary. {_FORM}")
-    if group == 0 and inserted:
-        raise ConfigError(
-            f"{path}: line {number} is of group 0 and was inserted; a reference never is. Give its number of repetitions as "
-            "group."
-        )
     return Canary(f"{'c' if group else 'r'}{place:05d}", group, value["carrier"], value["secret"], inserted)
-
-
-def _encodable(text: str) -> bool:
-    """JSON may hold halves of characters, which no tokenizer reads."""
-    return not any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def _check(path: Path, found: Manifest) -> None:
@@ -170,18 +160,10 @@ def _check(path: Path, found: Manifest) -> None:
 def summarise_manifest(
     rows: Sequence[CanaryScores], tokens: TokenTable, planned: Manifest, claim: Claim | None, settings: AuditConfig
 ) -> dict[str, Any]:
-    """Everything that an audit concludes from the scores of a manifest's canaries.
+    """What ``dpllm.auditing.summary.summarise`` concludes, from the scores of a manifest's canaries and a stranger's claim.
 
-    Args:
-        rows: The score table of all of them.
-        tokens: Their token table.
-        planned: Texts and coins.
-        claim: Somebody's, or None.
-        settings: alpha and the grids of guesses.
-
-    Returns:
-        What ``dpllm.auditing.summary.summarise`` returns. Without references the canaries that were left out are ranked among;
-        without independent coins the bound is 0, for want of a theorem, and the verdict inconclusive or no_claim.
+    Without references the canaries that were left out are ranked among; without independent coins the bound is 0, for want of
+    a theorem, and the verdict inconclusive or no_claim.
     """
     chosen: dict[str, Any] = {**settings.fixed(), "tokens": tokens, "words": words_control(planned.canaries)}
     report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)

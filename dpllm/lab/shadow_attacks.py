@@ -122,10 +122,6 @@ def one_canary_bound(
     Guarantee:
         That of ``rates.many_runs``: P[value > epsilon] <= alpha if every run draws its coins, sample and noise anew from one
         (epsilon, delta)-DP mechanism. The canary is the one with the smallest id, whatever the scores.
-
-    Returns:
-        ``value`` is None where fewer than two runs have the canary or lack it; ``ceiling`` is what runs so many would show
-        if the score told them apart without an error.
     """
     runs: dict[str, Any] = {"value": None, "ceiling": None, "alpha": alpha, "delta": delta}
     if not once:
@@ -139,7 +135,7 @@ def one_canary_bound(
     if min(having, lacking) < 2:
         return {**runs, "reason": "it takes two runs with the canary and two without"}
     bound = many_runs(score_R[coin_R], score_R[~coin_R], delta=delta, alpha=alpha)
-    # Of each kind the first, third, fifth ... chose the threshold.
+    # If the score told them apart without an error; of each kind the first, third, fifth ... chose the threshold.
     perfect = Rates(having // 2, 0, 0, lacking // 2)
     ceiling = epsilon_from_rates(perfect, delta=delta, alpha=alpha).value
     assumes = (
@@ -153,7 +149,7 @@ def one_canary_bound(
 
 
 def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
-    """Gaussian log-likelihood ratio of in against out, candidate by candidate (LiRA).
+    """Gaussian log-likelihood ratio of in against out, score_M from target_M, shadows_KM and coins_KM (LiRA).
 
     A candidate's score in a shadow is level + coin * lift + noise. Its lift is what its own shadows show, drawn towards
     the mean lift of all candidates by as much as few shadows leave it uncertain (moment estimate of the lifts' variance);
@@ -165,11 +161,6 @@ def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
         With fewer than ``MANY_SHADOWS`` shadows a candidate's score rises with its target score: the direction is
         never learned. If some candidate has shadows of both kinds, a constant added to one candidate's scores in target
         and shadows changes nothing.
-
-    Args:
-        target: Shape (M,), for instance log-probabilities; finite.
-        shadows: Shape (K, M), the same of each shadow.
-        coins: Shape (K, M), coins of the shadows.
 
     References:
         Carlini et al. 2022, "Membership Inference Attacks From First Principles", which takes each candidate's own mean

@@ -48,16 +48,16 @@ def audit_shadows(
     """Trains shadows where they are missing, scores them, and says what they show about the run.
 
     Args:
-        run: A completed run.
-        config: Its config.yaml.
-        plan: Its canaries.
-        table: Its score table.
+        run: A completed run; its recipe, canaries and score table follow.
+        config: See ``run``.
+        plan: See ``run``.
+        table: See ``run``.
         delta: Of the claim.
         num_shadows: K, at least 1.
         console: Where one line for each shadow goes.
 
     Raises:
-        ConfigError: See ``may_train``; or another Plan by now.
+        ConfigError: See ``may_train``; or a shadow's Plan is not the run's.
         Refused: See ``may_train``.
         DpllmError: A shadow was interrupted.
     """
@@ -115,14 +115,6 @@ def train_shadows(
     Guarantee:
         The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. Nothing is booked in the ledger
         of the run: the shadows have one of their own.
-
-    Returns:
-        Their directories.
-
-    Raises:
-        ConfigError: See ``may_train``; or a shadow's Plan is not the run's.
-        Refused: See ``may_train``.
-        DpllmError: A shadow was interrupted.
     """
     may_train(run, config)
     folder = RunDir(run.private / "shadows")
@@ -159,18 +151,17 @@ def score_shadows(runs: Sequence[RunDir], device: torch.device) -> ShadowScores:
         own, _ = score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)
         tables.append(own)
         coins.append([canary.inserted for canary in plan.canaries])
-    candidates = [place for place, row in enumerate(tables[0]) if row.group]
-    references = [place for place, row in enumerate(tables[0]) if not row.group]
+    ids, count = tuple(row.canary_id for row in tables[0]), len(coins[0])  # candidates stand before references
     log_prob = np.array([[row.tuned_log_prob for row in table] for table in tables])
     num_tokens = np.array([row.num_tokens for row in tables[0]])
     return ShadowScores(
-        canary_ids=tuple(tables[0][place].canary_id for place in candidates),
+        canary_ids=ids[:count],
         coins_KM=np.array(coins, dtype=np.bool_),
-        log_prob_KM=log_prob[:, candidates],
-        num_tokens_M=num_tokens[candidates],
-        reference_ids=tuple(tables[0][place].canary_id for place in references),
-        references_KQ=log_prob[:, references],
-        reference_tokens_Q=num_tokens[references],
+        log_prob_KM=log_prob[:, :count],
+        num_tokens_M=num_tokens[:count],
+        reference_ids=ids[count:],
+        references_KQ=log_prob[:, count:],
+        reference_tokens_Q=num_tokens[count:],
     )
 
 

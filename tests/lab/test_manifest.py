@@ -93,12 +93,12 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
         ({"carrier": SECRET, "secret": "1", "inserted": 1}, "line 5 is no canary"),
         ({"carrier": SECRET, "secret": " ", "inserted": True}, "line 5 is no canary"),
         ({"carrier": SECRET, "inserted": True}, "line 5 is no canary"),
-        ({"text": SECRET, "inserted": True}, "of a whole text, its last words are the secret"),
+        ({"text": SECRET, "inserted": True}, "of a whole text, the last words are the secret"),
         (canary(99, True, group="1"), "line 5 is no canary"),
         (canary(99, True, group=-1), "line 5 is no canary"),
         (canary(99, True, group=True), "line 5 is no canary"),
         (canary(99, True, repetitions=4), "line 5 is no canary"),
-        (canary(99, True, group=0), "line 5 is of group 0 and was inserted"),
+        (canary(99, True, group=0), "line 5 is no canary"),
         (canary(9, True), "1 canaries have the text of another one"),
     ],
 )
@@ -287,11 +287,3 @@ def test_repeated_canaries_are_judged_without_references_too(seed):
     outside = sum(not row.inserted for row in rows)
     assert report["repeated"]["4"]["attacks"]["ratio"]["negatives"] == outside
     assert json.dumps(report["repeated"], allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"secret": "\ud800 9"}, {"carrier": "half \udfff"}, {"group": 10**400}, {"group": 10**6 + 1}]
-)
-def test_what_no_tokenizer_and_no_bound_can_take_is_refused_at_its_line(tmp_path, wrong):
-    lines = [COINS, *entries(60), {**canary(99, True), **wrong}]
-    assert "line 62 is no canary" in refusal(tmp_path / "m.jsonl", lines)
