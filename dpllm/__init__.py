@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from dpllm.ledger import Ledger as Ledger
     from dpllm.publish.generate import Sample
     from dpllm.recipe.config import RunConfig
+    from dpllm.run.directory import Run
     from dpllm.run.own_loop import Engine as Engine
     from dpllm.run.own_loop import promise as promise
     from dpllm.run.promise import Decision
-    from dpllm.run.records import Run
     from dpllm.text.data import TokenSequence as TokenSequence
     from dpllm.text.data import Unit as Unit
     from dpllm.verification.values import Verification
@@ -116,11 +116,13 @@ def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, m
         ConfigError: The recipe or the data cannot be used.
         Refused: A guard or the ledger's budget refuses.
     """
+    from pathlib import Path
+
     from dpllm.run import loop
-    from dpllm.run.records import Run
+    from dpllm.run.directory import Run, RunDir
 
     record = loop.train(recipe, resume=resume, overwrite=overwrite, make_up_lost_steps=make_up_lost_steps)
-    return Run.of(recipe.output_dir, record)
+    return Run(RunDir(Path(recipe.output_dir)), record)
 
 
 def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> dict[str, Any]:
@@ -215,7 +217,6 @@ def _directory(run: Any) -> Any:
     """The run directory of a run, or of a path."""
     from pathlib import Path
 
-    from dpllm.run.directory import RunDir
-    from dpllm.run.records import Run
+    from dpllm.run.directory import Run, RunDir
 
     return run.directory if isinstance(run, Run) else RunDir(Path(run))

@@ -13,6 +13,7 @@ from dpllm.card.claim import statement_of
 from dpllm.files import write_json
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import PlanRecord, RunRecord
 
 Json = dict[str, Any]
 WEIGHTS, TOKENIZER = b"weights", b"{}"
@@ -169,8 +170,9 @@ def render_card(
     files: Json | None = None,
 ) -> tuple[str, Json]:
     """A card and its privacy block; with ``files`` None it names those of the record."""
-    statement = statement_of(recipe, the_plan, the_record, the_audit, mechanism, files)
-    return compose(recipe, the_record, statement), statement.to_json()
+    promised, happened = the_plan and PlanRecord.pick(the_plan), RunRecord.pick(the_record)
+    statement = statement_of(recipe, promised or None, happened, the_audit, mechanism, files)
+    return compose(recipe, happened, statement), statement.to_json()
 
 
 def front_matter(text: str) -> Json:

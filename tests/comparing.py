@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import cards
+
 from dpllm.files import write_json
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.recipe.config import RunConfig, dump_config
@@ -99,11 +101,11 @@ def make_run(
     write_json(
         run.run,
         {
-            "status": "completed",
+            **cards.record(),
             "guarantee": {"holds": enabled, "reason": None},
             "epsilon_spent": epsilon if enabled else None,
             "delta": 1e-5 if enabled else None,
-            "model": {"name_or_path": "builtin:tiny", "commit": None},
+            "model": {**cards.record()["model"], "name_or_path": "builtin:tiny", "commit": None},
             "artifacts": weights(root),
             "ledger": ledger if enabled else None,
             "metrics": {"public": evaluated if config.data.eval_public else {}, "released": {}},
@@ -117,10 +119,7 @@ def make_run(
     )
     write_json(run.private / "summary.json", evaluated)
     if enabled:
-        promise = {
-            "epsilon": epsilon, "delta": 1e-5, "unit": "example", "neighbouring_relation": "zero_out", "event": EVENT,
-            "num_steps": 100, "canary_commitment": "c0" * 32,
-        }  # fmt: skip
+        promise = cards.plan(epsilon=epsilon, unit="example", max_examples_per_unit=None, event=EVENT, audit=None)
         write_json(run.plan, promise)
     if audit:
         write_json(run.audit_dir(enabled) / "audit.json", measured_audit(epsilon, weights(root)))

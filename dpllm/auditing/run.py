@@ -28,11 +28,12 @@ from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError
-from dpllm.files import digest, read_json, write_json
+from dpllm.files import read_json, write_json
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import RunRecord, read_plan, read_run
 from dpllm.telemetry import publish_audit
 from dpllm.text.data import Format, load_table
 
@@ -142,7 +143,7 @@ def load_models(run: RunDir, config: RunConfig) -> ScoringModels:
     Raises:
         ConfigError: The run exported none, or others lie there.
     """
-    _check_weights(run, read_json(run.run))
+    _check_weights(run, read_run(run))
     return loading.load_for_scoring(config, run.export, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -169,7 +170,7 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
         claim,
         fixed={
             **config.audit.fixed(),
-            "promise": read_json(run.plan) if claim else None,
+            "promise": read_plan(run).to_json() if claim else None,
             "words": words_control(plan.canaries),
         },
         beside={
@@ -188,7 +189,7 @@ def _report(examined: _Examined, twin: str | None) -> dict[str, Any]:
 
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
     """Recipe, canaries and promise of a run, which belong together."""
-    config, record = run.load_config(), read_json(run.run)
+    config, record = run.load_config(), read_run(run)
     if config.audit.canaries is None:
         raise ConfigError(
             f"{run.root}: no canaries were planted, so there is nothing to measure. Put audit: {{canaries: {{}}}} into "
@@ -209,43 +210,38 @@ def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
     return config, plan, _claim(run, config, record, plan) if config.privacy.enabled else None
 
 
-def _check_weights(run: RunDir, record: dict[str, Any]) -> None:
+def _check_weights(run: RunDir, record: RunRecord) -> None:
     found = checkpoint.weight_hashes(run.export)
     if not found:
         raise ConfigError(
             f"{run.export}: holds no weights to audit; the run did not finish. Train again, or resume it."
         )
-    if any(record.get("artifacts", {}).get(name) != digest for name, digest in found.items()):
+    if any(record.artifacts.get(name) != digest for name, digest in found.items()):
         raise ConfigError(
             f"{run.export}: these are not the weights that the run wrote, so an audit of them would say nothing about it. "
             "Restore them, or train again."
         )
 
 
-def _claim(run: RunDir, config: RunConfig, record: dict[str, Any], plan: CanaryPlan) -> Claim:
+def _claim(run: RunDir, config: RunConfig, record: RunRecord, plan: CanaryPlan) -> Claim:
     """The promise of plan.json, which was written before training and commits to the canaries and the test."""
-    promise = read_json(run.plan)
-    if promise.get("canary_commitment") != plan.commitment:
+    promise = read_plan(run)
+    if promise.canary_commitment != plan.commitment:
         raise ConfigError(
             f"{run.canaries}: these are not the canaries that {run.plan.name} committed to before training, so an "
             "audit with them would prove nothing; restore the file, or train again."
         )
-    if record.get("plan_digest") != digest(promise):
+    if record.plan_digest != promise.digest:
         raise ConfigError(
             f"{run.plan}: is not the Plan that the run trained under, so its claim is not this run's. Restore the file, or "
             "train again."
         )
-    if promise.get("audit") != config.audit.fixed():
+    if promise.audit is None or promise.audit.to_json() != config.audit.fixed():
         raise ConfigError(
             f"{run.config}: audit.alpha, audit.guesses or audit.guesses_in are not those that {run.plan.name} fixed before "
             "training, and a test chosen afterwards proves nothing. Restore the file, or train again."
         )
-    try:
-        claim = Claim(float(promise["epsilon"]), float(promise["delta"]), str(promise["unit"]))
-        claim.of(1)
-        return claim
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{run.plan}: states no epsilon, delta and unit; the file is damaged.") from None
+    return Claim(promise.epsilon, promise.delta, promise.unit)
 
 
 def _format(run: RunDir, config: RunConfig) -> Format:
@@ -257,7 +253,7 @@ def _format(run: RunDir, config: RunConfig) -> Format:
 
 def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
-    other, record = twin.load_config(), read_json(twin.run)
+    other, record = twin.load_config(), read_run(twin)
     if other.privacy.enabled:
         raise ConfigError(
             f"{twin.root}: was trained with differential privacy, so an attack that fails on it shows nothing about the "

@@ -26,6 +26,7 @@ from dpllm.recipe.names import is_builtin
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, section, tradeoff_figure
 from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.run_files import RunRecord, read_plan, read_run
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
 
@@ -83,7 +84,7 @@ def rerender(directory: Path) -> dict[str, str]:
     run = RunDir(directory)
     config, record, statement = _read(run)
     audits = {name: digest for name, digest in hashes(run.export).items() if name.startswith("audit/")}
-    files, made = {**record["artifacts"], **audits}, {}
+    files, made = {**record.artifacts, **audits}, {}
     if statement.guarantee:
         made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.terms)
         files[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
@@ -91,7 +92,7 @@ def rerender(directory: Path) -> dict[str, str]:
     return {CARD: compose(config, record, statement), BLOCK: dump_block(statement.to_json()), **made}
 
 
-def compose(config: RunConfig, record: Json, statement: PrivacyRecord) -> str:
+def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> str:
     """A card around a privacy statement.
 
     Args:
@@ -106,7 +107,7 @@ def compose(config: RunConfig, record: Json, statement: PrivacyRecord) -> str:
         ConfigError: A text of the recipe holds one of the card's markers.
     """
     parts, block = section.render(statement), statement.to_json()
-    record = names.without_paths(record)
+    record = RunRecord.pick(names.without_paths(record.to_json()))
     front = ModelCardData(**_front_matter(config, record, statement), privacy=block).to_yaml()
     marked = {name: section.marked(name, part) for name, part in parts.items()}
     body = formatting.template("card.md.j2").render(**marked, **_context(config, record, statement))
@@ -133,12 +134,10 @@ def dump_block(block: Json) -> str:
     return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def _read(run: RunDir) -> tuple[RunConfig, Json, PrivacyRecord]:
+def _read(run: RunDir) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
     """Recipe and record of a run, and its statement, which names no files yet."""
-    config, record = run.load_config(), read_json(run.run)
-    if record["status"] == "refused":
-        raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
-    if not record["artifacts"]:
+    config, record = run.load_config(), read_run(run)
+    if not record.artifacts:
         raise ConfigError(
             f"{run.root}: the run ended before it exported weights, so there are none to describe. Go on with it, dpllm train "
             "RECIPE --resume, or train again."
@@ -149,16 +148,16 @@ def _read(run: RunDir) -> tuple[RunConfig, Json, PrivacyRecord]:
     audit, mechanism = (
         read_json(path) if path.exists() else None for path in (folder / "audit.json", folder / "mechanism.json")
     )
-    return config, record, statement_of(config, read_json(run.plan), record, audit, mechanism, {})
+    return config, record, statement_of(config, read_plan(run), record, audit, mechanism, {})
 
 
-def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> None:
+def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -> None:
     if strange := exported_files.unknown(files):
         raise ConfigError(
             f"{run.export}: {strange[0]} is no file of an export, and what stands beside the card is published with it. Move it "
             "elsewhere, then type the command again."
         )
-    changed = sorted(name for name, digest in record["artifacts"].items() if files.get(name) != digest)
+    changed = sorted(name for name, digest in record.artifacts.items() if files.get(name) != digest)
     if changed:
         raise ConfigError(
             f"{run.export}: {', '.join(changed[:3])} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so a card "
@@ -166,7 +165,7 @@ def _check_artifacts(run: RunDir, record: Json, files: Mapping[str, str]) -> Non
         )
 
 
-def _front_matter(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
+def _front_matter(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> dict[str, Any]:
     holds, whole = statement.guarantee, statement.merged_from is not None
     lora = isinstance(config.adapter, LoraConfig)
     # A search for models with differential privacy must not find those that have none.
@@ -183,19 +182,19 @@ def _front_matter(config: RunConfig, record: Json, statement: PrivacyRecord) -> 
     }
 
 
-def _base_model(config: RunConfig, record: Json) -> str | None:
+def _base_model(config: RunConfig, record: RunRecord) -> str | None:
     """The base model's Hub id; None for one that is embedded or local."""
     name = config.model.name_or_path
-    return name if record["model"]["commit"] and names.is_hub_id(name) else None
+    return name if record.model.commit and names.is_hub_id(name) else None
 
 
 def _hub_dataset(config: RunConfig) -> bool:
     return config.data.public and "/" in config.data.train and names.is_hub_id(config.data.train)
 
 
-def _context(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[str, Any]:
+def _context(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> dict[str, Any]:
     """What stands outside the marked parts: title, use, and the recipe as a table."""
-    metrics = record["metrics"]
+    metrics = record.metrics
     name = config.model.name_or_path
     lora = isinstance(config.adapter, LoraConfig)
     return {
@@ -208,24 +207,24 @@ def _context(config: RunConfig, record: Json, statement: PrivacyRecord) -> dict[
         "adapter": lora and statement.merged_from is None,
         "base_model": _base_model(config, record),
         "base_name": name if is_builtin(name) else names.last_part(name),
-        "evaluation": metrics["public"] if config.data.eval_public else {},
-        "released": metrics["released"] if statement.guarantee else {},
+        "evaluation": metrics.public if config.data.eval_public else {},
+        "released": metrics.released if statement.guarantee else {},
         "settings": _settings(config, record),
     }
 
 
-def _settings(config: RunConfig, record: Json) -> list[tuple[str, object]]:
+def _settings(config: RunConfig, record: RunRecord) -> list[tuple[str, object]]:
     """The recipe as a table, without a path, and without anything that depends on the data."""
     model, data, train = config.model, config.data, config.train
-    sizes = record["model"]
+    sizes = record.model
     adapter = [f"{key} {value}" for key, value in config.adapter.model_dump().items() if key != "method"]
     quantized = f", {model.quantization} quantisation" if model.quantization else ""
     return [
         ("Method", ", ".join([{"lora": "LoRA", "frozen": "frozen layers"}[config.adapter.method], *adapter])),
-        ("Architecture", sizes["architecture"]),
+        ("Architecture", sizes.architecture),
         (
             "Trained parameters",
-            f"{formatting.count(sizes['trainable_parameters'])} of {formatting.count(sizes['total_parameters'])}",
+            f"{formatting.count(sizes.trainable_parameters)} of {formatting.count(sizes.total_parameters)}",
         ),
         ("Precision", f"base {model.dtype}{quantized}; autocast {train.precision}; trained parameters float32"),
         (
@@ -236,14 +235,14 @@ def _settings(config: RunConfig, record: Json) -> list[tuple[str, object]]:
         ("Learning rate", f"{train.lr_scheduler}, warm-up over {100 * train.warmup:g}% of the steps"),
         ("Batch", f"{train.batch_size} expected; {_physical(config, record)} in one forward pass"),
         ("Seed of initialisation and dropout", train.seed),
-        *((f"Hardware: {key}", value) for key, value in sorted(record["hardware"].items()) if _plain(value)),
-        *((f"Version of {name}", version) for name, version in sorted(record["versions"].items())),
+        *((f"Hardware: {key}", value) for key, value in sorted(record.hardware.items()) if _plain(value)),
+        *((f"Version of {name}", version) for name, version in sorted(record.versions.items())),
     ]
 
 
-def _physical(config: RunConfig, record: Json) -> str:
+def _physical(config: RunConfig, record: RunRecord) -> str:
     """The recipe's number, or the one that the run found where the recipe says auto."""
-    named, found = config.train.physical_batch_size, record.get("physical_batch_size")
+    named, found = config.train.physical_batch_size, record.physical_batch_size
     if named != "auto":
         return f"{named} sequences" if found in (None, named) else f"{found} sequence, for the sake of equal rounding,"
     return f"{found} sequences, found automatically," if found else "an automatic number of sequences"

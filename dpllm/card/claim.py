@@ -15,7 +15,6 @@ from typing import Any
 from dpllm.auditing.rates import gaussian_epsilon
 from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
-from dpllm.files import digest
 from dpllm.privacy import guards
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
@@ -23,6 +22,7 @@ from dpllm.recipe.names import is_builtin
 from dpllm.statement import formatting, privacy_record, tradeoff_figure
 from dpllm.statement.fields import DEFINITION, Composed, Sampling, Terms
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
+from dpllm.statement.run_files import PlanRecord, RunRecord
 
 Json = dict[str, Any]
 
@@ -31,8 +31,8 @@ _PROFILE = ("accountants", "limits", "curve")
 
 def statement_of(
     config: RunConfig,
-    plan: Json | None,
-    record: Json,
+    plan: PlanRecord | None,
+    record: RunRecord,
     audit: Json | None,
     mechanism: Json | None = None,
     files: Mapping[str, str] | None = None,
@@ -67,45 +67,45 @@ def statement_of(
         block |= {"reason": reason, **({} if terms is None else {"attempted": terms.to_json()})}
     elif terms is not None:
         block |= terms.to_json()
-    model, ledger = record["model"], record["ledger"]
-    base = str(model["name_or_path"])
-    if not model["commit"] and not is_builtin(base):
+    model, ledger = record.model, record.ledger
+    base = model.name_or_path
+    if not model.commit and not is_builtin(base):
         base = names.last_part(base)
     block |= {
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
-        "dataset": ledger["dataset"] if ledger else names.public_name(config.data.train),
+        "dataset": ledger.dataset if ledger else names.public_name(config.data.train),
         "data_public": config.data.public,
-        "steps": {"planned": record["steps_planned"], "taken": record["steps_taken"]},
-        "status": record["status"],
+        "steps": {"planned": record.steps_planned, "taken": record.steps_taken},
+        "status": record.status,
         "composed": _composed(record),
-        "lineage": record.get("lineage"),
-        "base_model": {"name": base, "revision": model["commit"], "covered": False},
+        "lineage": record.lineage.to_json() if record.lineage else None,
+        "base_model": {"name": base, "revision": model.commit, "covered": False},
         "not_covered": _not_covered(config, plan, record)
         if reason is None
         else ["everything: this run gives no guarantee"],
-        "deviations": record["deviations"],
+        "deviations": list(record.deviations),
         "tuning": config.card.tuning,
         "contact": config.card.contact,
         "audit": None if audit is None else audit_part(audit, terms if reason is None else None).to_json(),
         "mechanism_audit": None if mechanism is None else privacy_record.MechanismAudit.pick(mechanism).to_json(),
-        "software": record["versions"],
-        "hardware": {name: value for name, value in record["hardware"].items() if _plain(value)},
-        "date": str(record["started_at"])[:10],
+        "software": record.versions,
+        "hardware": {name: value for name, value in record.hardware.items() if _plain(value)},
+        "date": record.started_at[:10],
         "recipe_digest": names.digest(config),
-        "files": dict(sorted((record["artifacts"] if files is None else files).items())),
+        "files": dict(sorted((record.artifacts if files is None else files).items())),
     }
     return privacy_record.read(names.without_paths(block))
 
 
 def why_not(
-    config: RunConfig, plan: Json | None, record: Json, audit: Json | None, mechanism: Json | None = None
+    config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: Json | None, mechanism: Json | None = None
 ) -> str | None:
     """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
     if not config.privacy.enabled or plan is None:
         where = ", on data that the recipe declares public" if config.data.public else ""
         return f"this model was trained without differential privacy (privacy.enabled: false){where}"
-    if not record["guarantee"]["holds"]:
-        return str(record["guarantee"]["reason"] or "an assumption of the guarantee was broken").rstrip(". ")
+    if not record.guarantee.holds:
+        return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
     if (broken := guards.deviations(config)[0]) is not None:  # whatever the record says
         return broken
     if mechanism is not None and mechanism["verdict"] == "falsified":
@@ -130,7 +130,7 @@ def contradicts(audit: Json, epsilon: float) -> bool:
     return audit["verdict"] == "falsified" or (found is not None and found > epsilon)
 
 
-def stated_epsilon(plan: Json, record: Json) -> float:
+def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
     """The epsilon of the whole Plan, or more if more was spent.
 
     An interrupted run states no less: whoever stopped it may have looked at figures that carry no noise.
@@ -138,43 +138,43 @@ def stated_epsilon(plan: Json, record: Json) -> float:
     Raises:
         ConfigError: What was spent is given at another delta than what was planned, so the two cannot be compared.
     """
-    spent = record["epsilon_spent"]
-    if spent is not None and record["delta"] not in (None, plan["delta"]):
+    spent = record.epsilon_spent
+    if spent is not None and record.delta not in (None, plan.delta):
         raise ConfigError(
-            f"run.json gives the epsilon spent at delta {record['delta']}, plan.json at delta {plan['delta']}, so the "
+            f"run.json gives the epsilon spent at delta {record.delta}, plan.json at delta {plan.delta}, so the "
             "card cannot state one of them. The run directory is damaged: train again."
         )
-    return max(float(plan["epsilon"]), float(spent or 0.0))
+    return max(plan.epsilon, spent or 0.0)
 
 
-def check_recipe(config: RunConfig, record: Json) -> None:
+def check_recipe(config: RunConfig, record: RunRecord) -> None:
     """Makes sure that the recipe is the one that trained; a record of an earlier version does not say.
 
     Raises:
         ConfigError: A key was changed since, other than the card's own words.
     """
     trained = names.of_training(config)
-    if record.get("training_digest", trained) != trained:
+    if record.training_digest not in (None, trained):
         raise ConfigError(
             "config.yaml was changed after the run, so the card would describe another one. Restore it; of a finished run only "
             "the section card may change."
         )
 
 
-def check_plan(plan: Json, record: Json) -> None:
+def check_plan(plan: PlanRecord, record: RunRecord) -> None:
     """Makes sure that the promise and the record are those of one run.
 
     Raises:
         ConfigError: The record names another Plan, or another number of steps.
     """
-    if record.get("plan_digest", digest(plan)) != digest(plan) or record["steps_planned"] != plan["num_steps"]:
+    if record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps:
         raise ConfigError(
             "plan.json is not the Plan of the run in run.json, so its figures say nothing about these weights. The run "
             "directory holds parts of two runs: train again."
         )
 
 
-def check_audit(plan: Json | None, record: Json, audit: Json) -> None:
+def check_audit(plan: PlanRecord | None, record: RunRecord, audit: Json) -> None:
     """Makes sure that an audit is about the weights and the canaries of this run.
 
     Raises:
@@ -182,58 +182,60 @@ def check_audit(plan: Json | None, record: Json, audit: Json) -> None:
             Plan committed to before training.
     """
     weights: Mapping[str, str] = audit["weights"]
-    strangers = sorted(name for name, digest in weights.items() if record["artifacts"].get(name) != digest)
+    strangers = sorted(name for name, digest in weights.items() if record.artifacts.get(name) != digest)
     if strangers or not weights:
         which = ", ".join(strangers) or "no weights at all"
         raise ConfigError(
             f"audit.json belongs to other weights ({which}), so its figures say nothing about these. "
             "Run dpllm audit again."
         )
-    if plan is not None and plan["canary_commitment"] != audit["canaries"]["commitment"]:
+    if plan is not None and plan.canary_commitment != audit["canaries"]["commitment"]:
         raise ConfigError(
             "audit.json is about other canaries than those fixed before training (the commitments differ), so it could "
             "have been chosen to look well. Run dpllm audit again with the canaries of this run."
         )
-    if plan is not None and audit.get("settings") != plan.get("audit"):
+    if plan is not None and audit.get("settings") != (plan.audit.to_json() if plan.audit else None):
         raise ConfigError(
             "audit.json was made with another alpha or other numbers of guesses than plan.json fixed before training, so they "
             "could have been chosen to look well. Run dpllm audit again."
         )
     claim = audit["claim"]
-    if plan is not None and any(claim.get(name) != plan.get(name) for name in ("epsilon", "delta", "unit")):
+    if plan is not None and any(claim.get(name) != getattr(plan, name) for name in ("epsilon", "delta", "unit")):
         raise ConfigError(
             "audit.json tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. "
             "Run dpllm audit again."
         )
 
 
-def _terms(config: RunConfig, plan: Json, record: Json) -> Terms:
+def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
     """The numbers of the Plan: everything that is needed to compute epsilon again."""
     epsilon = stated_epsilon(plan, record)
-    spent_more = epsilon > float(plan["epsilon"])
+    spent_more = epsilon > plan.epsilon
     # Other words for the planned epsilon are not true of one that is larger.
-    left_out = {name for name in ("adaptive", *_PROFILE) if not plan.get(name)} | set(_PROFILE if spent_more else ())
-    curve = None if spent_more else tradeoff_figure.trade_off(plan["event"], plan["neighbouring_relation"])
+    left_out = {name for name in ("adaptive", *_PROFILE) if not getattr(plan, name)} | set(
+        _PROFILE if spent_more else ()
+    )
+    curve = None if spent_more else tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation)
     terms = Terms.pick(
-        {name: value for name, value in plan.items() if name not in left_out},
+        {name: value for name, value in plan.to_json().items() if name not in left_out},
         epsilon=epsilon,
         definition=DEFINITION,
         holds_for="run",
         trust_model="central",
         mechanism="dp-sgd",
         optimizer=config.train.optimizer,
-        sampling=Sampling.pick(plan, scheme="poisson", of=plan.get("sampling", "unit"), implemented_as_accounted=True),
+        sampling=Sampling.pick(plan.to_json(), scheme="poisson", of=plan.sampling, implemented_as_accounted=True),
         without_amplification=None,
         randomness={
             "generator": "chacha20" if config.privacy.secure_noise else "philox",
             "secure_noise": config.privacy.secure_noise,
-            **({"lattice": record["lattice"]} if record.get("lattice") else {}),
+            **({"lattice": record.lattice} if record.lattice else {}),
         },
         **({"trade_off": curve} if curve else {}),
     )
     if spent_more:
         return terms
-    return terms.model_copy(update={"without_amplification": without_amplification(terms, plan["num_steps"])})
+    return terms.model_copy(update={"without_amplification": without_amplification(terms, plan.num_steps)})
 
 
 def without_amplification(terms: Terms, num_steps: int) -> float | None:
@@ -262,24 +264,24 @@ def without_amplification(terms: Terms, num_steps: int) -> float | None:
     return float(formatting.bound(value * (1 + 1e-9)))  # more than the error of its root
 
 
-def _composed(record: Json) -> Json | None:
+def _composed(record: RunRecord) -> Json | None:
     """The total over all runs on the dataset, as the ledger had it after this one."""
-    ledger = record["ledger"]
+    ledger = record.ledger
     if ledger is None:
         return None
-    budget = ledger["budget"]
+    budget = ledger.budget
     return Composed.pick(
-        ledger,
-        gate=budget["gate"] if budget else None,
-        order=budget["order"] if budget else None,
-        delta=budget["delta"] if budget else record["delta"],
-        entries=ledger["head"]["count"],
-        head=ledger["head"]["hash"],
-        group=ledger.get("group"),
+        ledger.to_json(),
+        gate=budget.gate if budget else None,
+        order=budget.order if budget else None,
+        delta=budget.delta if budget else record.delta,
+        entries=ledger.head.count,
+        head=ledger.head.hash,
+        group=ledger.group,
     ).to_json()
 
 
-def _not_covered(config: RunConfig, plan: Json | None, record: Json) -> list[str]:
+def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> list[str]:
     """Every use of data that the guarantee is not about, each named."""
     data, tuning = config.data, config.card.tuning
     evaluation = "evaluation data: this run had none"
@@ -303,13 +305,13 @@ def _not_covered(config: RunConfig, plan: Json | None, record: Json) -> list[str
         "text given to the model when it is used",
         "who could read the data, the logs and the checkpoints on the machines that trained the model",
         "side channels such as time and memory, and that a generator has finitely many states"
-        if record.get("lattice")  # runs of before noise was added on a lattice
+        if record.lattice  # runs of before noise was added on a lattice
         else "the difference between floating-point arithmetic and real numbers (in bf16 or fp16 one unit can move the "
         "rounding of the others' gradients), and side channels such as time and memory",
     ]
-    if plan is not None and plan["neighbouring_relation"] == "zero_out":
+    if plan is not None and plan.neighbouring_relation == "zero_out":
         lines.append("the number of units, which is published")
-    if record["status"] == "interrupted":
+    if record.status == "interrupted":
         lines.append("the decision when to stop the run, which may rest on un-noised figures")
     return lines
 

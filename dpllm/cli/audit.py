@@ -203,9 +203,10 @@ def _keep(run: RunDir, found: dict[str, Any]) -> str:
     """Writes the mechanism's audit beside the run's: it saw the Plan's numbers and no data. A falsified one stays."""
     from dpllm.files import read_json, write_json
     from dpllm.model import environment
+    from dpllm.statement.run_files import read_run
 
     path, versions = run.audit_dir(True) / "mechanism.json", environment.versions()
-    trained_by = read_json(run.run).get("versions")
+    trained_by = read_run(run).versions
     if trained_by != versions:
         return "Not written: the run was trained by other versions, so this says nothing about its engine."
     before = read_json(path) if path.exists() else {}
@@ -217,11 +218,11 @@ def _keep(run: RunDir, found: dict[str, Any]) -> str:
 
 def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
     """A recipe, or that of a run with its Plan."""
-    from dpllm.files import read_json
-    from dpllm.lab.mechanism import read_plan
+    from dpllm.lab.mechanism import plan_of
     from dpllm.recipe.config import load_config
     from dpllm.recipe.section import parse_overrides
     from dpllm.run.directory import RunDir
+    from dpllm.statement.run_files import read_plan
 
     if not path.is_dir():
         return load_config(path, parse_overrides(rest)), None
@@ -229,7 +230,7 @@ def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
         raise ConfigError(f"{rest[0]}: the mechanism of a run is audited as it was planned. Leave the key out.")
     run = RunDir(path)
     config = run.load_config()
-    return config, read_plan(read_json(run.plan)) if config.privacy.enabled else None
+    return config, plan_of(read_plan(run)) if config.privacy.enabled else None
 
 
 def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType, *lines: str) -> int:

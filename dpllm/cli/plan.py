@@ -105,7 +105,7 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.loop import train as run
 
     record = run(config, resume=known.resume, overwrite=known.overwrite, make_up_lost_steps=known.make_up_lost_steps)
-    return 0 if record["status"] == "completed" else 1
+    return 0 if record.status == "completed" else 1
 
 
 def _show_keys() -> int:

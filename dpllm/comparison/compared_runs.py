@@ -17,7 +17,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import COST, RunDir
+from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import COST, PlanRecord, RunRecord, read_plan, read_run
 
 HELD_OUT, TASKS = "held_out.json", "tasks.json"
 """Under private/: figures by example that ``dpllm.comparison.tasks`` computes once and that no report shows by themselves."""
@@ -49,8 +50,8 @@ class Side:
     name: str
     run: RunDir
     config: RunConfig
-    record: Json
-    plan: Json | None
+    record: RunRecord
+    plan: PlanRecord | None
     no_guarantee: str | None
     evaluation: Json
     held_out: Json | None
@@ -87,12 +88,9 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
             f"{free[0]} and {free[1]}: both are without differential privacy, so neither is the one that the others are measured "
             "by. Name one of them, and runs with privacy.enabled: true."
         )
-    records = [read_json(run.run) for run in runs]
-    for run, record in zip(runs, records, strict=True):
-        if record["status"] == "refused":
-            raise ConfigError(f"{run.root}: the run was refused, so there is nothing to compare. Train first.")
+    records = [read_run(run) for run in runs]
     _refuse_copies(runs, records)
-    budgeted = any((record.get("ledger") or {}).get("budget") for record in records)
+    budgeted = any(record.ledger and record.ledger.budget for record in records)
     evaluation_public = all(config.data.eval_public for config in configs)
     sides = []
     for name, run, config, record in zip(_names(runs), runs, configs, records, strict=True):
@@ -100,14 +98,14 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
         sides.append(_side(name, run, config, record, public, open_data, evaluation_public))
     if len({(side.tasks["prompts"], side.tasks["num_tokens"]) for side in sides if side.tasks}) > 1:
         sides = [replace(side, tasks=None) for side in sides]  # of different prompts: nothing to compare
-    return sorted(sides, key=lambda side: (not side.private, float((side.plan or {}).get("epsilon", 0.0))))
+    return sorted(sides, key=lambda side: (not side.private, side.plan.epsilon if side.plan else 0.0))
 
 
-def _refuse_copies(runs: Sequence[RunDir], records: Sequence[Json]) -> None:
+def _refuse_copies(runs: Sequence[RunDir], records: Sequence[RunRecord]) -> None:
     """A copy of a run would count as another that agrees with it."""
     known: dict[str, RunDir] = {}
     for run, record in zip(runs, records, strict=True):
-        weights = {name: digest for name, digest in record["artifacts"].items() if name.endswith(".safetensors")}
+        weights = {name: digest for name, digest in record.artifacts.items() if name.endswith(".safetensors")}
         key = repr(sorted(weights.items()))
         if weights and key in known:
             raise ConfigError(
@@ -125,15 +123,15 @@ def _names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def _side(
-    name: str, run: RunDir, config: RunConfig, record: Json, public: bool, open_data: bool, evaluation_public: bool
+    name: str, run: RunDir, config: RunConfig, record: RunRecord, public: bool, open_data: bool, evaluation_public: bool
 ) -> Side:
-    plan = read_json(run.plan) if config.privacy.enabled else None
+    plan = read_plan(run) if config.privacy.enabled else None
     if not public:
         summary = read_json(run.private / "summary.json")
-        record = {**record, **{key: summary[key] for key in COST if key in summary}}
+        record = record.model_copy(update={key: summary[key] for key in COST if key in summary})
     elif not open_data or (config.data.eval is not None and not evaluation_public):
         # An older version wrote it down all the same.
-        record = {key: value for key, value in record.items() if key not in COST}
+        record = record.model_copy(update=dict.fromkeys(COST))
     what = "gives no guarantee" if config.privacy.enabled else "was trained without differential privacy"
     unprotected = f"{what}, on data that are not public"
     left_out: list[str] = []
@@ -157,12 +155,12 @@ def _side(
         left_out.append(f"{name}: held-out figures, because it {unprotected}.")
     elif config.data.eval is not None:
         # What run.json says it says in public.
-        evaluation = record["metrics"]["public"] if public else read_json(run.private / "summary.json")
+        evaluation = record.metrics.public if public else read_json(run.private / "summary.json")
         held_out, tasks = _cached(run, HELD_OUT, record), _cached(run, TASKS, record)
     return Side(name, run, config, record, plan, reason, evaluation, held_out, tasks, audit, tuple(left_out))
 
 
-def _audit(run: RunDir, config: RunConfig, plan: Json | None, record: Json) -> Json:
+def _audit(run: RunDir, config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> Json:
     path = run.audit_dir(config.privacy.enabled) / "audit.json"
     if not path.exists():
         raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
@@ -171,14 +169,14 @@ def _audit(run: RunDir, config: RunConfig, plan: Json | None, record: Json) -> J
     return audit
 
 
-def _cached(run: RunDir, name: str, record: Json) -> Json | None:
+def _cached(run: RunDir, name: str, record: RunRecord) -> Json | None:
     """Figures of exactly these weights; None where there are none."""
     path = run.private / name
     if not path.exists():
         return None
     found = read_json(path)
     weights = found.get("weights") or {}
-    fresh = weights and all(record["artifacts"].get(file) == digest for file, digest in weights.items())
+    fresh = weights and all(record.artifacts.get(file) == digest for file, digest in weights.items())
     return found if fresh else None
 
 
@@ -219,7 +217,7 @@ def _settings(side: Side) -> dict[str, Any]:
             "privacy.enabled": False
         }
     return flat | {
-        "model.commit": side.record["model"]["commit"],
+        "model.commit": side.record.model.commit,
         "data.eval_tokens": side.evaluation.get("eval_tokens"),
     }
 

@@ -27,6 +27,7 @@ from dpllm.privacy.renyi import Fit
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.promise import Subject, decide, read_subject
+from dpllm.statement.run_files import read_status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -321,8 +322,7 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
     from dpllm.run.loop import train
 
     run = point.run
-    status = read_json(run.run).get("status") if run.run.exists() else None
-    if status == "completed":
+    if read_status(run) == "completed":
         console.print(f"[bold]{point.name}[/]: finished before")
         return
     goes_on = bool(run.checkpoints())
@@ -336,9 +336,9 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
     except DpllmError:
         console.print("The other runs keep their places in the ledger: --resume goes on with the sweep.")
         raise
-    if record["status"] != "completed":
+    if record.status != "completed":
         raise DpllmError(
-            f"{point.name} was interrupted after {record['steps_taken']} steps, so there is nothing to compare yet. Type the "
+            f"{point.name} was interrupted after {record.steps_taken} steps, so there is nothing to compare yet. Type the "
             "same command with --resume: the runs of the sweep keep their places in the ledger."
         )
 

@@ -44,7 +44,7 @@ def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) 
     value = {
         "public": public,
         "confidence": CONFIDENCE,
-        "base": {"name": sides[0].record["model"]["name_or_path"], "utility": _base_utility(sides)},
+        "base": {"name": sides[0].record.model.name_or_path, "utility": _base_utility(sides)},
         "runs": [_run(side) for side in sides],
         "together": together(sides),
         "differences": {
@@ -58,10 +58,10 @@ def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) 
 def _run(side: Side) -> Json:
     """What is shown of a run; the seconds of a step include evaluation, checkpoints and setting up."""
     record = side.record
-    steps, seconds = record.get("steps_taken"), record.get("duration_seconds")
+    steps, seconds = record.steps_taken, record.duration_seconds
     return {
         "name": side.name,
-        "status": record["status"],
+        "status": record.status,
         "privacy": _privacy(side),
         "utility": _utility(side, "after", "tuned"),
         "leakage": _leakage(side.audit) if side.audit is not None else {},
@@ -69,26 +69,26 @@ def _run(side: Side) -> Json:
             "steps": steps,
             "seconds": seconds,
             "seconds_per_step": seconds / steps if steps and seconds is not None else None,
-            "peak_memory_bytes": record.get("peak_memory_bytes"),
-            "hardware": record.get("hardware"),
+            "peak_memory_bytes": record.peak_memory_bytes,
+            "hardware": record.hardware,
         },
     }
 
 
 def _privacy(side: Side) -> Json:
-    ledger = side.record.get("ledger")
+    ledger = side.record.ledger
     terms: Json = {"enabled": side.private, "guarantee": side.no_guarantee is None, "reason": side.no_guarantee}
     if side.plan is not None:
         # What a run without a guarantee was planned for is no epsilon of it.
         epsilon = stated_epsilon(side.plan, side.record)
-        terms |= {"epsilon" if side.no_guarantee is None else "planned_epsilon": epsilon, "delta": side.plan["delta"]}
+        terms |= {"epsilon" if side.no_guarantee is None else "planned_epsilon": epsilon, "delta": side.plan.delta}
     if ledger:
-        budget = ledger["budget"]
+        budget = ledger.budget
         terms["ledger"] = {
-            "epsilon": ledger["spent_epsilon"],
-            "delta": budget["delta"] if budget else side.record["delta"],
-            "budget": budget["epsilon"] if budget else None,
-            "group": ledger.get("group"),
+            "epsilon": ledger.spent_epsilon,
+            "delta": budget.delta if budget else side.record.delta,
+            "budget": budget.epsilon if budget else None,
+            "group": ledger.group.to_json() if ledger.group else None,
         }
     return terms
 
@@ -152,17 +152,17 @@ def together(sides: Sequence[Side]) -> Json | None:
     """
     promised = [side for side in sides if side.no_guarantee is None]
     plans = [side.plan for side in promised if side.plan is not None]
-    terms = {(plan["unit"], plan["neighbouring_relation"]) for plan in plans}
+    terms = {(plan.unit, plan.neighbouring_relation) for plan in plans}
     if len(plans) < 2 or len(terms) > 1:
         return None
-    delta = max(plan["delta"] for plan in plans)
+    delta = max(plan.delta for plan in plans)
     try:
-        whole = accounting.compose([plan["event"] for plan in plans])
-        epsilon = accounting.stated(whole, delta, plans[0]["neighbouring_relation"])[0]
+        whole = accounting.compose([plan.event for plan in plans])
+        epsilon = accounting.stated(whole, delta, plans[0].neighbouring_relation)[0]
     except DpllmError:  # no accountant knows all of them
         return None
-    groups = [(side.record.get("ledger") or {}).get("group") for side in promised]
-    fixed = len({group["name"] if group else None for group in groups}) == 1 and groups[0] is not None
+    groups = [side.record.ledger and side.record.ledger.group for side in promised]
+    fixed = len({group.name if group else None for group in groups}) == 1 and groups[0] is not None
     return {"runs": len(plans), "epsilon": epsilon, "delta": delta, "fixed_together": fixed}
 
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpllm.errors import ConfigError
-from dpllm.files import read_json
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import Event
 from dpllm.privacy.plan import Plan, auto_delta
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import read_run
 
 TOO_NOISY = 1.5  # times the least noise per unit of signal that the same compute allows
 NOT_REWARDED = 1.10  # less noise than this factor for twice the steps
@@ -59,9 +59,9 @@ def released_by(run: RunDir) -> dict[str, float]:
     Raises:
         ConfigError: No run there, or it released nothing under its guarantee.
     """
-    record = read_json(run.run)
-    released = record.get("metrics", {}).get("released", {})
-    if not record.get("guarantee", {}).get("holds") or not {"unclipped_fraction", "max_grad_norm"} <= released.keys():
+    record = read_run(run)
+    released = record.metrics.released
+    if not record.guarantee.holds or not {"unclipped_fraction", "max_grad_norm"} <= released.keys():
         raise ConfigError(
             f"{run.root}: released no clip fraction under its guarantee, and an un-noised one is private and not looked at. "
             "Name a completed run with privacy.clipping: adaptive."

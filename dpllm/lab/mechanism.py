@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.plan import Plan, Schedule, make_plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.promise import accounting_cache
+from dpllm.statement.run_files import PlanRecord
 from dpllm.text.data import count_units
 
 CANARIES = 1000
@@ -126,21 +126,13 @@ def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair,
     return replace(report, verdict=word, reason=reason)
 
 
-def read_plan(values: Mapping[str, Any]) -> Plan:
-    """The Plan that plan.json holds.
-
-    Raises:
-        ConfigError: It holds none.
-    """
-    try:
-        schedule = Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
-        own = {field.name: values[field.name] for field in fields(Plan) if field.name in values}
-        adaptive = AdaptiveClipping(**values["adaptive"]) if values.get("adaptive") else None
-        return Plan(**{**own, "schedule": schedule, "adaptive": adaptive})
-    except (KeyError, TypeError):
-        raise ConfigError(
-            "plan.json lacks fields of a Plan, so there is no promise to test. Restore the file, or audit the recipe instead."
-        ) from None
+def plan_of(record: PlanRecord) -> Plan:
+    """The Plan that plan.json holds."""
+    values = record.to_json()
+    schedule = Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
+    own = {field.name: values[field.name] for field in fields(Plan) if field.name in values}
+    adaptive = AdaptiveClipping(**values["adaptive"]) if values.get("adaptive") else None
+    return Plan(**{**own, "schedule": schedule, "adaptive": adaptive})
 
 
 def recipe_plan(config: RunConfig) -> Plan:

@@ -22,7 +22,6 @@ from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
-from dpllm.files import read_json
 from dpllm.lab.shadow_attacks import ShadowScores, summarise_shadows
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig, dump_config
@@ -30,6 +29,7 @@ from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
+from dpllm.statement.run_files import read_plan, read_run
 
 MECHANISM = ("event", "delta", "dataset_size", "expected_batch_size", "max_grad_norm", "clipping", "adaptive")
 """Of plan.json: what two runs of one recipe and one mechanism have in common."""
@@ -76,8 +76,8 @@ def may_train(run: RunDir, config: RunConfig) -> None:
         ConfigError: The run is not complete, lost steps, or the data are other ones by now.
         Refused: The data are not declared public, or have a budget.
     """
-    record = read_json(run.run)
-    if record.get("status") != "completed" or record.get("resumes"):
+    record = read_run(run)
+    if record.status != "completed" or record.resumes:
         raise ConfigError(
             f"{run.root}: the run did not complete, or lost steps in a crash, so no shadow of its recipe would be like it. "
             "Audit it without --shadows, or train it again."
@@ -98,7 +98,7 @@ def may_train(run: RunDir, config: RunConfig) -> None:
                 dataset=policy.dataset,
                 reason="no_privacy",
             )
-        trained_on = (record.get("ledger") or {}).get("dataset")
+        trained_on = record.ledger.dataset if record.ledger else None
         registered = book.records.of_account(trained_on) if book and trained_on else None
         if registered and policy.records and policy.records.digest not in registered:
             raise ConfigError(
@@ -173,8 +173,8 @@ def _recipe(run: RunDir, config: RunConfig, shadow: RunDir) -> RunConfig:
         "derived_from": None,  # that ledger knows no parent
     }
     if config.privacy.enabled:
-        promise = read_json(run.plan)
-        privacy |= {"noise_multiplier": promise["noise_multiplier"], "delta": promise["delta"]}
+        promise = read_plan(run)
+        privacy |= {"noise_multiplier": promise.noise_multiplier, "delta": promise.delta}
     return _changed(
         config,
         data={"eval": None, "eval_public": False},
@@ -193,15 +193,15 @@ def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
     """Whether this very recipe was trained to its end with these canaries, and its weights are those that it exported."""
     with contextlib.suppress(ConfigError):
-        record, trained = read_json(shadow.run), canaries.load(shadow.canaries)
+        record, trained = read_run(shadow), canaries.load(shadow.canaries)
         moved = _changed(shadow.load_config(), privacy={"ledger": recipe.privacy.ledger})
         moved = moved.model_copy(update={"output_dir": recipe.output_dir})  # however the run's path is typed today
         return bool(
-            record.get("status") == "completed"
+            record.status == "completed"
             and dump_config(moved) == dump_config(recipe)
             and _texts(trained) == _texts(plan)
             and (weights := checkpoint.weight_hashes(shadow.export))
-            and weights.items() <= record.get("artifacts", {}).items()
+            and weights.items() <= record.artifacts.items()
         )
     return False
 
@@ -213,7 +213,7 @@ def _texts(plan: CanaryPlan) -> list[tuple[str, int, str, str]]:
 def _same_mechanism(run: RunDir, shadow: RunDir) -> None:
     if not run.plan.exists():
         return
-    mine, other = read_json(run.plan), read_json(shadow.plan)
+    mine, other = read_plan(run).to_json(), read_plan(shadow).to_json()
     if changed := [key for key in MECHANISM if mine.get(key) != other.get(key)]:
         raise ConfigError(
             f"{shadow.root}: its Plan has another {changed[0]} than that of {run.root}, so they are runs of different mechanisms "

@@ -24,6 +24,7 @@ from dpllm.files import read_json
 from dpllm.model import loading
 from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import read_run
 
 ROWS_PER_BATCH = 16
 Prompt = str | list[dict[str, Any]]
@@ -178,7 +179,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConfig:
     """Which base model an adapter belongs to."""
     if config is not None:
-        commit = read_json(export.parent / "run.json").get("model", {}).get("commit")
+        commit = read_run(RunDir(export.parent)).model.commit
         changes = {"name_or_path": base or config.model.name_or_path, "revision": commit or config.model.revision}
         return config.model.model_copy(update={**changes, **({"revision": None} if base else {})})
     named = read_json(export / "adapter_config.json").get("base_model_name_or_path")
@@ -207,8 +208,8 @@ def _unprotected(run: RunDir | None, export: Path) -> str | None:
         if block.get("guarantee") is not True:
             return str(block.get("reason", "its card gives no reason"))
     if run is not None:
-        held = read_json(run.run).get("guarantee") or {}
-        return None if held.get("holds") is True else str(held.get("reason", "its record gives no reason"))
+        held = read_run(run).guarantee
+        return None if held.holds else held.reason or "its record gives no reason"
     return None if (export / "privacy.json").exists() else "no privacy statement lies beside it"
 
 

@@ -26,6 +26,7 @@ from dpllm.run.directory import RunDir
 from dpllm.statement import lineage, privacy_record, section
 from dpllm.statement.fields import Lineage, MergedFrom
 from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.run_files import read_run
 
 Json = dict[str, Any]
 
@@ -109,7 +110,7 @@ def _check_output(run: RunDir, output: Path) -> None:
 
 def _pinned(run: RunDir, config: RunConfig) -> RunConfig:
     """The recipe with the very commit of the base model that the run used."""
-    commit = read_json(run.run).get("model", {}).get("commit")
+    commit = read_run(run).model.commit
     return (
         config.model_copy(update={"model": config.model.model_copy(update={"revision": commit})}) if commit else config
     )
@@ -206,5 +207,5 @@ def _write_statement(config: RunConfig, run: RunDir, statement: PrivacyRecord, o
     keep_publishable(output)
     merged_from = MergedFrom(files={name: statement.files[name] for name in sorted(adapter)})
     merged = statement.model_copy(update={"files": card.hashes(output), "merged_from": merged_from})
-    (output / CARD).write_text(card.compose(config, read_json(run.run), merged), encoding="utf-8", newline="\n")
+    (output / CARD).write_text(card.compose(config, read_run(run), merged), encoding="utf-8", newline="\n")
     (output / BLOCK).write_text(card.dump_block(merged.to_json()), encoding="utf-8", newline="\n")

@@ -25,7 +25,7 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, encode_secret
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError, Refused, RoundsByCompany
-from dpllm.files import read_json, write_json
+from dpllm.files import write_json
 from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
 from dpllm.privacy import accounting, guards
@@ -40,6 +40,7 @@ from dpllm.run.optimizer import autocast_of, is_low, make_optimizer, precision_o
 from dpllm.run.payment import Payment, pay
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.resume import flat
+from dpllm.statement.run_files import PlanRecord, read_plan
 from dpllm.text import data, tokens
 from dpllm.text.rows import each_row
 
@@ -165,7 +166,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     planted = None
     if config.audit.canaries:
         planted = shared(_canaries(config, run, start.resume, tokenizer, device) if main else None)
-    plan_json = _plan_json(decision, planted)
+    promise = _promise(decision, planted)
 
     table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
     assert decision.subject is not None
@@ -208,7 +209,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     claims = shared(payment.claims)
     if main:
         try:
-            _begin(run, config, planted, plan_json, resume=start.resume, keep=units.path)
+            _begin(run, config, planted, promise, resume=start.resume, keep=units.path)
         except BaseException:
             payment.close()
             raise
@@ -223,7 +224,7 @@ def _begin(
     run: RunDir,
     config: RunConfig,
     planted: CanaryPlan | None,
-    plan_json: dict[str, Any] | None,
+    promise: PlanRecord | None,
     *,
     resume: bool,
     keep: Path,
@@ -235,8 +236,8 @@ def _begin(
         run.config.write_text(dump_config(config), encoding="utf-8")
         if planted:
             canaries.save(planted, run.canaries)
-    if plan_json:
-        write_json(run.plan, plan_json)
+    if promise:
+        write_json(run.plan, promise.to_json())
 
 
 def _mechanism(
@@ -282,19 +283,17 @@ def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
             write_json(run.run, {"status": "refused", "guarantee": reason, "steps_taken": 0})
 
 
-def _plan_json(decision: Decision, planted: CanaryPlan | None) -> dict[str, Any] | None:
+def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | None:
     """plan.json: the Plan, a second accountant's word, and what the audit may not choose later."""
     plan, resumed = decision.plan, decision.resumed
     if plan is None:
         return None
-    before = resumed.plan if resumed else {}
-    if resumed is None:
-        commitment = planted.commitment if planted else None
-        before = {"canary_commitment": commitment, "audit": decision.config.audit.fixed()}
-    value = {**before, **plan.to_json()}
-    if before.get("num_steps") != plan.schedule.num_steps:
-        value["cross_check"] = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
-    return value
+    before = resumed.plan if resumed else None
+    if before is not None and before.num_steps == plan.schedule.num_steps:
+        return PlanRecord.pick(before.to_json(), **plan.to_json())
+    fixed = {"canary_commitment": planted.commitment if planted else None, "audit": decision.config.audit.fixed()}
+    second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
+    return PlanRecord.pick(before.to_json() if before else fixed, **plan.to_json(), cross_check=second)
 
 
 def _units(
@@ -381,7 +380,7 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     assert settings is not None
     if resume:
         plan = canaries.load(run.canaries)
-        if run.plan.exists() and read_json(run.plan).get("canary_commitment") != plan.commitment:
+        if run.plan.exists() and read_plan(run).canary_commitment != plan.commitment:
             raise ConfigError(
                 f"{run.canaries}: these are not the canaries that the run began with, so no audit could count on them. Restore "
                 "the file, or train again."

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpllm.errors import ConfigError
-from dpllm.files import RunPaths, locked, read_json
+from dpllm.files import RunPaths, locked
 from dpllm.recipe.config import RunConfig, load_config
-
-COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
-"""What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""
+from dpllm.statement.run_files import RunRecord, read_status
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,39 @@ class RunDir(RunPaths):
         return load_config(self.config)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run that ended, or was stopped.
+
+    Attributes:
+        directory: Its paths.
+        record: What run.json says.
+    """
+
+    directory: RunDir
+    record: RunRecord
+
+    @property
+    def status(self) -> str:
+        """Completed or interrupted."""
+        return self.record.status
+
+    @property
+    def epsilon(self) -> float | None:
+        """What the run guarantees at ``delta``; None where it guarantees nothing."""
+        return self.record.epsilon_spent if self.record.guarantee.holds else None
+
+    @property
+    def delta(self) -> float | None:
+        """Of the guarantee."""
+        return self.record.delta if self.record.guarantee.holds else None
+
+    @property
+    def export_dir(self) -> Path:
+        """The only directory to publish."""
+        return self.directory.export
+
+
 def _remove(directory: Path, keep: Path | None) -> None:
     """Removes a directory and all in it, but what is kept and the way there."""
     if keep is None or not keep.is_relative_to(directory):
@@ -92,7 +123,7 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
     Raises:
         ConfigError: The directory holds a run, has nothing to resume, or would take the ledger with it.
     """
-    status = read_json(run.run).get("status") if run.run.exists() else None
+    status = read_status(run)
     book = Path(config.privacy.ledger).resolve() if config.privacy.ledger else None
     if book and any(book.is_relative_to(part.resolve()) for part in (run.private, run.export)):
         raise ConfigError(

@@ -11,13 +11,11 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from dpllm.files import read_json
 from dpllm.model import environment, evaluate, memory, processes
 from dpllm.model.processes import ahead, stop_signal
 from dpllm.privacy import guards
@@ -29,6 +27,7 @@ from dpllm.run.failures import fail_together
 from dpllm.run.optimizer import learning_rate
 from dpllm.run.promise import Start
 from dpllm.run.record import Recorder
+from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry import Telemetry
 from dpllm.text import tokens
 
@@ -43,7 +42,7 @@ def train(
     make_up_lost_steps: bool = False,
     entry: str | None = None,
     console: Console | None = None,
-) -> dict[str, Any]:
+) -> RunRecord:
     """Runs a recipe from data to export/.
 
     Args:
@@ -56,7 +55,7 @@ def train(
         console: Where progress and tables go.
 
     Returns:
-        run.json as a dictionary.
+        What run.json says.
 
     Raises:
         ConfigError: The recipe or the data cannot be used (exit code 2).
@@ -117,13 +116,14 @@ def train(
         recorder.finish()
         if step == total and state.is_local_main_process:  # a copy of private text that nobody reads again
             shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
-        record: dict[str, Any] = read_json(run.run) if main else {}
+        record = read_run(run) if main else None
         try:
-            record = processes.shared(record)
+            shared: RunRecord = processes.shared(record)
+            return shared
         except RuntimeError:  # another process died; rank 0 has written everything down
-            if not main:
+            if record is None:
                 raise
-        return record
+            return record
 
 
 def _next_batches(prepared: Prepared, state: PartialState) -> list[PhysicalBatch]:

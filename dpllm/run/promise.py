@@ -280,8 +280,9 @@ def _plan(
 
 def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start: Start | None) -> Plan:
     """The same promise once more: its noise was calibrated to what was left of the budget then."""
-    then = {key: resumed.plan[key] for key in ("noise_multiplier", "delta")}
-    again, cache = _update(config, "privacy", **then), accounting_cache()
+    before, cache = resumed.plan, accounting_cache()
+    assert before is not None
+    again = _update(config, "privacy", noise_multiplier=before.noise_multiplier, delta=before.delta)
     plan = make_plan(again, num_units, cache, extra_steps=resumed.extra_steps)
     check_promise(plan, resumed)
     if not (start and start.make_up_lost_steps and resumed.to_make_up):

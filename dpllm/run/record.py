@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dpllm import files
 from dpllm.errors import DpllmError
-from dpllm.files import digest, read_json, write_json
+from dpllm.files import write_json
 from dpllm.model import environment, loading
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy import guards
@@ -30,9 +30,9 @@ from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
-from dpllm.run.directory import COST
 from dpllm.run.failures import StepDeadline
 from dpllm.statement import lineage
+from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan
 from dpllm.telemetry import EpsilonSpent, Telemetry
 
 Status = Literal["completed", "interrupted"]
@@ -204,33 +204,33 @@ class Recorder:
                 "metrics is outside the guarantee"
             )
         permitted = p.decision.policy.deviations()
-        record = {
-            "status": status,
-            "guarantee": {"holds": reason is None and unfinished is None, "reason": reason or unfinished},
-            "deviations": notes + lineage.deviations(p.decision.lineage) + p.notes,
-            "resumes": [note for note in p.notes if note not in permitted],
-            "steps_planned": p.schedule.num_steps,
-            "training_digest": names.of_training(p.config),
-            "plan_digest": digest(read_json(p.run.plan)) if p.plan else None,
-            "steps_taken": step,
-            "physical_batch_size": p.physical_batch_size,
-            "epsilon_spent": p.plan.epsilon if p.plan else None,
-            "delta": p.plan.delta if p.plan else None,
-            "ledger": p.payment.to_json(p.plan),
-            "lineage": p.decision.lineage,
-            "versions": environment.versions(),
-            "hardware": environment.hardware(),
-            "model": _model_record(p),
-            "artifacts": files.hashes(p.run.export) if unfinished is None else {},
-            "lattice": p.engine.lattice() if p.plan else None,
-            "metrics": {
-                "public": summary.to_json() if summary.after is not None and may_tell(p) else {},
-                "released": p.engine.released(),
-            },
-            "started_at": datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
-            **(cost if may_tell_cost(p.config) else {}),
-        }
-        write_json(p.run.run, record)
+        record = RunRecord.pick(
+            cost if may_tell_cost(p.config) else {},
+            status=status,
+            guarantee=Guarantee(holds=reason is None and unfinished is None, reason=reason or unfinished),
+            deviations=notes + lineage.deviations(p.decision.lineage) + p.notes,
+            resumes=[note for note in p.notes if note not in permitted],
+            steps_planned=p.schedule.num_steps,
+            training_digest=names.of_training(p.config),
+            plan_digest=read_plan(p.run).digest if p.plan else None,
+            steps_taken=step,
+            physical_batch_size=p.physical_batch_size,
+            epsilon_spent=p.plan.epsilon if p.plan else None,
+            delta=p.plan.delta if p.plan else None,
+            ledger=p.payment.to_json(p.plan),
+            lineage=p.decision.lineage,
+            versions=environment.versions(),
+            hardware=environment.hardware(),
+            model=_model_record(p),
+            artifacts=files.hashes(p.run.export) if unfinished is None else {},
+            lattice=p.engine.lattice() if p.plan else None,
+            metrics=Metrics(
+                public=summary.to_json() if summary.after is not None and may_tell(p) else {},
+                released=p.engine.released(),
+            ),
+            started_at=datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
+        )
+        write_json(p.run.run, record.to_json())
         write_json(p.run.private / "summary.json", {**summary.to_json(), **cost})
 
 
@@ -245,12 +245,12 @@ def may_tell_cost(config: RunConfig) -> bool:
     return config.data.public and (config.data.eval is None or config.data.eval_public)
 
 
-def _model_record(p: Prepared) -> dict[str, Any]:
-    return {
-        "name_or_path": loading.public_name(p.config.model.name_or_path),
-        "commit": getattr(p.model.config, "_commit_hash", None),
-        "architecture": (p.model.config.architectures or [type(p.model).__name__])[0],
-        "trainable_parameters": sum(t.numel() for t in p.engine.parameters.values()),
-        "total_parameters": sum(t.numel() for t in p.model.parameters()),
-        "dropout_off": p.dropout_off,
-    }
+def _model_record(p: Prepared) -> ModelRecord:
+    return ModelRecord(
+        name_or_path=loading.public_name(p.config.model.name_or_path),
+        commit=getattr(p.model.config, "_commit_hash", None),
+        architecture=(p.model.config.architectures or [type(p.model).__name__])[0],
+        trainable_parameters=sum(t.numel() for t in p.engine.parameters.values()),
+        total_parameters=sum(t.numel() for t in p.model.parameters()),
+        dropout_off=p.dropout_off,
+    )

@@ -12,12 +12,12 @@ from typing import Any
 
 from dpllm import ledger
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import read_json
 from dpllm.ledger import Ledger
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 
 MAY_CHANGE = {
     *("train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "train.process_timeout"),
@@ -47,7 +47,7 @@ class ResumeState:
         units: Digest of the units on which the checkpoint was trained; None in one that does not say.
     """
 
-    plan: dict[str, Any]
+    plan: PlanRecord | None
     claims: tuple[tuple[str, int], ...]
     charged: int
     extra_steps: int
@@ -66,22 +66,22 @@ def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, polic
     from dpllm.run import checkpoint  # which imports torch
 
     saved = checkpoint.newest(run)
-    record = read_json(run.run) if run.run.exists() else {}
-    notes = tuple(record.get("resumes", ()))
+    record = read_run(run) if run.run.exists() else None
+    notes = record.resumes if record else ()
     if not config.privacy.enabled:
-        return ResumeState({}, (), int(saved["step"]), 0, 0, notes, saved.get("units"))
+        return ResumeState(None, (), int(saved["step"]), 0, 0, notes, saved.get("units"))
     if book is None:
         where = config.privacy.ledger or ledger.default_path()
         raise ConfigError(
             f"{run.root}: its ledger, {where}, is not there, so nothing knows which steps were released. "
             "Put back the ledger that the run was started with."
         )
-    if record and "lattice" not in record:
+    if record and record.lattice is None:
         raise Refused(
             f"{run.root}: the run began with an older dpllm, which added noise off the lattice, so no statement holds for all "
             "its steps. Start anew with --overwrite; what it spent stays in the ledger."
         )
-    plan = read_json(run.plan)
+    plan = read_plan(run)
     problems = book.verify(saved["head"])
     if problems:
         raise _cut(run, problems[0])
@@ -107,13 +107,13 @@ def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, polic
     if charged < saved["step"]:
         raise _cut(run, f"it has charged {charged} steps to this run, whose checkpoint has {saved['step']}.")
     for claim in claims:
-        event = {**plan["event"], "count": claim.num_steps}
+        event = {**plan.event, "count": claim.num_steps}
         if book.run(claim.entry).event != event:
             raise Refused(
                 f"{run.plan} is about another event than the run reserved, so its steps would be accounted as what they were "
                 "not. Start anew with --overwrite."
             )
-    if saved["event"] != {**plan["event"], "count": saved["step"]}:
+    if saved["event"] != {**plan.event, "count": saved["step"]}:
         raise Refused(
             f"{run.resume}: the checkpoint is of a run with another event than plan.json has, so its steps would be accounted as "
             "what they were not. Start anew with --overwrite."
@@ -131,10 +131,10 @@ def check_promise(plan: Plan, resumed: ResumeState) -> None:
     Raises:
         Refused: It promises something else.
     """
-    promised = json.loads(json.dumps(plan.to_json()))
+    promised, before = json.loads(json.dumps(plan.to_json())), resumed.plan.to_json() if resumed.plan else {}
     # Steps that were reserved to make up lost ones may not have reached plan.json yet.
     fixed = promised.keys() - (WITH_STEPS if resumed.extra_steps else set())
-    if changed := sorted(key for key in fixed if resumed.plan.get(key) != promised[key]):
+    if changed := sorted(key for key in fixed if before.get(key) != promised[key]):
         raise Refused(
             f"the recipe now promises another {changed[0]} than the run that is resumed, which would change a promise already "
             "spent. Resume with the config.yaml of the run directory."

@@ -19,10 +19,11 @@ from typing import Any, Self
 from prometheus_client import start_http_server
 
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.files import RunPaths, read_json
+from dpllm.files import RunPaths
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
+from dpllm.statement.run_files import read_plan
 from dpllm.telemetry import metrics
 from dpllm.telemetry.metrics import INTERVAL, Families, RunValues
 
@@ -210,7 +211,7 @@ def _about(config: RunConfig, run: RunPaths, values: RunValues) -> dict[str, Val
     """A run in public values, for the trackers' configuration."""
     train = ("optimizer", "learning_rate", "lr_scheduler", "warmup", "weight_decay")
     promise = ("unit", "neighbouring_relation", "clipping", "max_grad_norm", "sampling_rate")
-    plan = read_json(run.plan) if values.noise_multiplier is not None else {}
+    plan = read_plan(run).to_json() if values.noise_multiplier is not None else {}
     return {
         **{name: getattr(values, name) for name in ("model", "base_model", "dataset", "run_id")},
         "adapter": config.adapter.method,

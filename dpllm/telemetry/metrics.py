@@ -24,13 +24,14 @@ from prometheus_client import CollectorRegistry, generate_latest, write_to_textf
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import Refused
 from dpllm.files import RunPaths, read_json
 from dpllm.ledger import Ledger
 from dpllm.ledger.values import State
 from dpllm.privacy import accounting
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name, without_paths
+from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan, read_run
 
 STATES = ("running", "completed", "interrupted")
 OPEN = ("reserved", "running")
@@ -164,32 +165,22 @@ def of_record(
     Raises:
         ConfigError: A file is missing or damaged.
     """
-    try:
-        return _of_record(run, config, read_json(run.run), promised, primary_attack)
-    except (KeyError, TypeError):
-        raise ConfigError(
-            f"{run.run}: does not say what a run's record says, so there is nothing to show; the file is damaged."
-        ) from None
-
-
-def _of_record(
-    run: RunPaths, config: RunConfig, record: Json, promised: bool | None, primary_attack: str | None
-) -> RunValues:
-    plan = read_json(run.plan) if record.get("epsilon_spent") is not None else None
-    promised = plan is not None and (record["guarantee"]["holds"] if promised is None else promised)
-    ledger, public = record.get("ledger"), record["metrics"]["public"]
+    record = read_run(run)
+    plan = read_plan(run) if record.epsilon_spent is not None else None
+    promised = plan is not None and (record.guarantee.holds if promised is None else promised)
+    ledger, public = record.ledger, record.metrics.public
     before, after = public.get("eval_accuracy_before"), public.get("eval_accuracy_after")
-    measured = before is not None and after is not None and (promised or config.data.public)
+    shown = promised or config.data.public
     values = RunValues(
         model=model_label(run),
-        base_model=record["model"]["name_or_path"],
-        dataset=label(ledger["dataset"]) if ledger else public_name(config.data.train),
-        run_id=ledger["entry"] if ledger else "",
-        state=record["status"] if record["status"] in STATES else "interrupted",
-        step=record["steps_taken"] or 0,
-        steps_planned=record["steps_planned"],
-        noise_multiplier=plan["noise_multiplier"] if plan else None,
-        accuracy_delta=after - before if measured else None,
+        base_model=record.model.name_or_path,
+        dataset=label(ledger.dataset) if ledger else public_name(config.data.train),
+        run_id=str(ledger.entry) if ledger else "",
+        state=record.status,
+        step=record.steps_taken or 0,
+        steps_planned=record.steps_planned,
+        noise_multiplier=plan.noise_multiplier if plan else None,
+        accuracy_delta=after - before if shown and before is not None and after is not None else None,
         **(_audited(run, primary_attack) if primary_attack else {}),
         **(_last_step(run, clips=plan is not None) if config.telemetry.private_metrics else {}),
     )
@@ -198,9 +189,9 @@ def _of_record(
     return replace(
         values,
         epsilon_consumed=_consumed(plan, record),
-        stated_epsilon=plan["epsilon"],
-        delta=plan["delta"],
-        clip_fraction=clip_fraction(record["metrics"]["released"]),
+        stated_epsilon=plan.epsilon,
+        delta=plan.delta,
+        clip_fraction=clip_fraction(record.metrics.released),
     )
 
 
@@ -221,13 +212,13 @@ def unnoised(step: Mapping[str, Any], *, clips: bool) -> Json:
     return {"private_loss": step["loss"], "private_clip_fraction": share}
 
 
-def _consumed(plan: Json, record: Json) -> float:
+def _consumed(plan: PlanRecord, record: RunRecord) -> float:
     """The epsilon of the steps that were executed; of a run whose process was killed, all of it."""
-    steps, whole = record["steps_taken"], float(plan["epsilon"])
-    if steps is None or record["status"] == "completed" or plan["event"].get("type") != "self_composed":
+    steps, whole = record.steps_taken, plan.epsilon
+    if steps is None or record.status == "completed" or plan.event.get("type") != "self_composed":
         return whole
-    event = {**plan["event"], "count": min(steps, plan["event"]["count"])}
-    return min(whole, accounting.epsilon(event, plan["delta"], plan["neighbouring_relation"], interval=INTERVAL))
+    event = {**plan.event, "count": min(steps, plan.event["count"])}
+    return min(whole, accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=INTERVAL))
 
 
 def _audited(run: RunPaths, primary_attack: str) -> Json:

@@ -15,10 +15,10 @@ from dpllm.card import claim
 from dpllm.errors import DpllmError
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import Audit
+from dpllm.statement.run_files import RunRecord, read_plan, read_run
 from dpllm.verification.reading import read_object
 from dpllm.verification.values import (
     Check,
-    Json,
     Published,
     Wrong,
     asserted,
@@ -40,7 +40,7 @@ def check(found: Published) -> Iterator[Check]:
     if run is None:
         yield asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
         return
-    record = read_object(run.run)
+    record = read_run(run, read_object)
     yield tried("run: files", _artifacts, found, record)
     yield tried("run", _block, found, run, record)
     if found.record.audit is not None:
@@ -58,9 +58,9 @@ def _audits_made(run: RunDir) -> int:
     return len(lines.read_text(encoding="utf-8", errors="replace").splitlines()) if lines.exists() else 0
 
 
-def _artifacts(found: Published, record: Json) -> Check:
+def _artifacts(found: Published, record: RunRecord) -> Check:
     """The files that training wrote are still the same."""
-    wrote = record.get("artifacts") or {}
+    wrote = record.artifacts
     changed = sorted(name for name, digest in wrote.items() if found.hashes.get(name) != digest)
     weights = [name for name in found.hashes if name.endswith(".safetensors")]
     if changed or not all(name in wrote for name in weights):
@@ -68,9 +68,9 @@ def _artifacts(found: Published, record: Json) -> Check:
     return verified("run: files", f"{len(wrote)} files of export/ are those that the run wrote.")
 
 
-def _block(found: Published, run: RunDir, record: Json) -> Check:
+def _block(found: Published, run: RunDir, record: RunRecord) -> Check:
     config = run.load_config()
-    plan = read_object(run.plan) if config.privacy.enabled else None
+    plan = read_plan(run, read_object) if config.privacy.enabled else None
     folder = run.audit_dir(True)
     audit, mechanism = (
         read_object(path) if plan is not None and path.exists() else None
@@ -78,7 +78,7 @@ def _block(found: Published, run: RunDir, record: Json) -> Check:
     )
     fresh = claim.statement_of(config, plan, record, audit, mechanism, found.record.files)
     wrong = list(differences(found.block, fresh.to_json(), tolerance=0.0))
-    if plan is not None and (plan["neighbouring_relation"] == "add_or_remove_one") != (
+    if plan is not None and (plan.neighbouring_relation == "add_or_remove_one") != (
         config.data.public_size is not None
     ):
         wrong.append("neighbouring_relation")

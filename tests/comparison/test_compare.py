@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cards
 import pytest
 from comparing import EVENT, Json, make_run, measured_audit, without_pictures, write_held_out
 from hypothesis import given, settings
@@ -358,7 +359,9 @@ def test_other_model_data_or_canaries_are_refused(tmp_path: Path, sections: dict
 def test_other_commit_or_evaluation_tokens_are_refused(tmp_path: Path) -> None:
     baseline = make_run(tmp_path / "baseline", INF)
     with pytest.raises(ConfigError, match=r"model\.commit"):
-        compare([baseline, make_run(tmp_path / "a", 3.0, record={"model": {"name_or_path": "x", "commit": "5c"}})])
+        compare(
+            [baseline, make_run(tmp_path / "a", 3.0, record={"model": {**cards.record()["model"], "commit": "5c"}})]
+        )
     with pytest.raises(ConfigError, match="eval_tokens"):
         compare([baseline, make_run(tmp_path / "b", 3.0, summary={"eval_tokens": 3})])
 

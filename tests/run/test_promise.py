@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cards
 import pytest
 import tiny
 
@@ -174,7 +175,7 @@ def test_only_figures_inside_a_guarantee_are_read_of_an_earlier_run(tmp_path: Pa
     released = {"unclipped_fraction": 0.4, "max_grad_norm": 0.2}
 
     def record(holds: bool, values: dict[str, float]) -> None:
-        write_json(run.run, {"guarantee": {"holds": holds}, "metrics": {"released": values}})
+        write_json(run.run, cards.record(guarantee={"holds": holds, "reason": None}, metrics={"released": values}))
 
     record(True, released)
     assert released_by(run) == released

@@ -13,6 +13,7 @@ from dpllm.errors import ConfigError
 from dpllm.privacy import guards
 from dpllm.recipe.config import RunConfig
 from dpllm.statement import privacy_record, section
+from dpllm.statement.run_files import RunRecord
 
 CLAIM = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
 NONE = "> **No differential privacy guarantee: "
@@ -280,7 +281,7 @@ def test_an_exception_is_in_the_first_line_whatever_else_is() -> None:
 def test_a_merged_copy_says_so_and_is_used_as_a_whole_model() -> None:
     block = render_card(config(), plan(), record(), audit())[1]
     merged = {**block, "merged_from": {"files": {"adapter_model.safetensors": HASH}}}
-    text = compose(config(), record(), privacy_record.read(merged))
+    text = compose(config(), RunRecord.pick(record()), privacy_record.read(merged))
     assert "These files are a merged copy, which has the same guarantee" in text
     assert "The audit was of the adapter, before it was merged" in text
     assert "PeftModel" not in text

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cards
 import pytest
 from accelerate import tracking
 from ledger_stores import budget
@@ -120,16 +121,17 @@ def prepared(tmp_path: Path) -> SimpleNamespace:
     plan = make_plan(config, 500)
     run = RunDir(tmp_path / "run")
     run.make()
-    write_json(run.plan, plan.to_json())
+    write_json(run.plan, {**plan.to_json(), "canary_commitment": None})
+    finished = cards.record()
     record = {
+        **finished,
         "status": "interrupted",
         "guarantee": {"holds": False, "reason": "its process was killed"},
         "epsilon_spent": plan.epsilon,
-        "ledger": {"dataset": "notes", "entry": "0f0f"},
-        "model": {"name_or_path": "model"},
+        "ledger": {**finished["ledger"], "dataset": "notes", "entry": "0f0f"},
+        "model": {**finished["model"], "name_or_path": "model"},
         "steps_taken": None,
         "steps_planned": plan.schedule.num_steps,
-        "metrics": {"public": {}, "released": {}},
     }
     write_json(run.run, record)
     return SimpleNamespace(config=config, run=run)
