@@ -130,7 +130,7 @@ def train_shadows(
             shadow.root.mkdir(mode=0o700)
             shadow.private.mkdir(mode=0o700)
             canaries.save(canaries.redraw_coins(plan), shadow.canaries)
-            if train(recipe, console=Console(quiet=True))["status"] != "completed":
+            if train(recipe, console=Console(quiet=True)).status != "completed":
                 raise DpllmError(
                     f"shadow {number} of {num_shadows} was interrupted, so it cannot be compared with. Type the same command "
                     "again: the shadows before it are kept, and it is started over."
