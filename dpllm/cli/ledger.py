@@ -6,14 +6,17 @@ import argparse
 import getpass
 import json
 import os
+import re
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.errors import ConfigError, DpllmError, LedgerContradiction, Refused
+from dpllm.errors import ConfigError, LedgerContradiction, Refused
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
-    from dpllm.ledger.values import Budget
+    from dpllm.ledger.values import Budget, Sealed
     from dpllm.privacy.accounting import Event
 
 ACTIONS = {
@@ -45,28 +48,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("init", "seal", "except", "reconcile", "import"):
         made[name].add_argument("--by", help="who answers for it (default: this user)")
         made[name].add_argument("--reason", required=True, help="why")
+    for name, said in (("init", ""), ("import", "that of the budget, or else ")):
+        unit, relation = (None, None) if said else ("example", "zero_out")
+        relations = ["zero_out", "add_or_remove_one"]
+        made[name].add_argument("--unit", default=unit, help=f"privacy unit (default: {said}example)")
+        text = f"neighbouring relation (default: {said}zero_out)"
+        made[name].add_argument("--relation", default=relation, choices=relations, help=text)
     init = made["init"]
     init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
     init.add_argument("--delta", type=float, required=True, help="of all runs together, well below 1/N")
-    _add_terms(init)
-    init.add_argument(
-        "--gate",
-        default="planned",
-        choices=["planned", "adaptive"],
-        help="planned: a list of runs, sealed before the first; adaptive: later runs may depend on earlier results",
-    )
-    init.add_argument(
-        "--reference",
-        help="adaptive: the kind of run for which the filter's order is chosen, a recipe or q=0.02,sigma=0.8,steps=150",
-    )
+    text = "planned: a list of runs, sealed before the first; adaptive: later runs may depend on earlier results"
+    init.add_argument("--gate", default="planned", choices=["planned", "adaptive"], help=text)
+    text = "adaptive: the kind of run for which the filter's order is chosen, a recipe or q=0.02,sigma=0.8,steps=150"
+    init.add_argument("--reference", help=text)
     init.add_argument("--import-delta", type=float, default=0.0, help="adaptive: part of delta for imported runs")
     init.add_argument("--runs", nargs="+", metavar="RECIPE", help="planned: seal these recipes as the list")
     init.add_argument("--data", help="the data file, so that copies under other names are recognised from now on")
     made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help="recipes, one for each run")
-    made["verify"].add_argument(
-        "--head", help="HASH:COUNT, a head that was copied elsewhere, or the path of a run.json"
-    )
-    made["verify"].add_argument("--file", help="verify an exported chain instead")
+    verify = made["verify"]
+    verify.add_argument("--head", help="HASH:COUNT, a head that was copied elsewhere, or the path of a run.json")
+    verify.add_argument("--file", help="verify an exported chain instead")
     made["reconcile"].add_argument("entry", help="the reservation, as dpllm ledger show lists it")
     imported = made["import"]
     imported.add_argument("--run", default="elsewhere", help="name of the run")
@@ -74,53 +75,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("--delta", type=float, default=0.0, help="at which it was stated")
     imported.add_argument("--event", help="JSON file with its accounting event, where more is known")
     imported.add_argument("--from", dest="source", help="an exported ledger: all runs of the dataset there")
-    _add_terms(imported, default=False)
     made["export"].add_argument("--output", help="file (default: standard output)")
-    made["metrics"].add_argument(
-        "--textfile",
-        metavar="DIR",
-        help="directory of the node exporter's textfile collector (default: standard output)",
-    )
-
-
-def _add_terms(parser: argparse.ArgumentParser, default: bool = True) -> None:
-    relations = ["zero_out", "add_or_remove_one"]
-    unit, relation = ("example", "zero_out") if default else (None, None)
-    said = "" if default else "that of the budget, or else "
-    parser.add_argument("--unit", default=unit, help=f"privacy unit (default: {said}example)")
-    parser.add_argument(
-        "--relation", default=relation, choices=relations, help=f"neighbouring relation (default: {said}zero_out)"
-    )
+    text = "directory of the node exporter's textfile collector (default: standard output)"
+    made["metrics"].add_argument("--textfile", metavar="DIR", help=text)
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Does one action."""
-    from dpllm import ledger
+    from dpllm.ledger import default_path, open_ledger
     from dpllm.ledger.values import check_person
 
     if known.action == "verify" and known.file:
-        return _verify_file(Path(known.file), known.head)
+        return _verify(None, known)
     if "by" in known:
-        known.by = _user() if known.by is None else known.by
+        try:
+            known.by = getpass.getuser() if known.by is None else known.by
+        except (OSError, KeyError):
+            raise ConfigError("this user has no name, and an entry needs one: --by NAME") from None
         check_person("an entry is made", known.by, known.reason)
     if known.action == "init":  # nothing is made for a budget that cannot be
         known.wanted = _wanted(known)
-    book = ledger.open_ledger(known.ledger, create=known.action in ("init", "except", "import"))
-    if book is None:
-        where = known.ledger or ledger.default_path()
+    ledger = open_ledger(known.ledger, create=known.action in ("init", "except", "import"))
+    if ledger is None:
+        where = known.ledger or default_path()
         raise ConfigError(f"{where}: no ledger there yet; the first private run makes one. Name another with --ledger.")
-    with book, book.counting():
+    with ledger, ledger.counting():
         if known.action not in ("verify", "history", "export", "show", "metrics"):
-            book.refuse_if_tampered()
-        code: int = globals()[f"_{known.action}"](book, known)
+            ledger.refuse_if_tampered()
+        code: int = globals()[f"_{known.action}"](ledger, known)
         return code
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        raise ConfigError("this user has no name, and an entry needs one: --by NAME") from None
 
 
 def _wanted(known: argparse.Namespace) -> Budget:
@@ -129,13 +112,15 @@ def _wanted(known: argparse.Namespace) -> Budget:
     Raises:
         ConfigError: It bounds nothing, or something that was named is not there.
     """
-    from dpllm.ledger import budgets
+    from dpllm.ledger.budgets import check_budget
     from dpllm.ledger.values import Budget
     from dpllm.privacy import renyi
 
-    terms = (known.epsilon, known.delta, known.unit, known.relation, known.gate)
-    budgets.check_budget(known.dataset, Budget(*terms, None, False, known.import_delta, known.by, known.reason))
-    order = None
+    budget = Budget(
+        known.epsilon, known.delta, known.unit, known.relation, known.gate,
+        import_delta=known.import_delta, by=known.by, reason=known.reason,
+    )  # fmt: skip
+    check_budget(known.dataset, budget)
     if known.gate == "adaptive":
         if known.runs:
             raise ConfigError("--runs seals a list, which a planned budget has. Type --gate planned, or --reference.")
@@ -144,25 +129,24 @@ def _wanted(known: argparse.Namespace) -> Budget:
                 "an adaptive budget adds up Renyi divergences at one order, which is best for one kind of run. Declare that "
                 "kind: --reference q=0.02,sigma=0.8,steps=150, or a recipe."
             )
-        order = renyi.choose_order(
-            known.epsilon, known.delta - known.import_delta, _reference(known.reference, known.unit, known.delta)
-        )
+        reference = _reference(known.reference, known.unit, known.delta)
+        budget = replace(budget, order=renyi.choose_order(known.epsilon, known.delta - known.import_delta, reference))
     elif known.reference or known.import_delta:
         raise ConfigError("--reference and --import-delta belong to --gate adaptive.")
     for name in [known.data, *(known.runs or [])]:
         if name is not None and not os.path.exists(name) and not name.startswith("builtin:") and name.count("/") != 1:
             raise ConfigError(f"{name}: no such file. Check the spelling.")
-    return Budget(*terms, order, False, known.import_delta, known.by, known.reason)
+    return budget
 
 
-def _init(book: Ledger, known: argparse.Namespace) -> int:
+def _init(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger import admission, budgets, dataset_policy
     from dpllm.privacy.plan import auto_delta, check_delta
 
     sources = [known.data] if known.data else [*(known.runs or [])]
     if known.reference and os.path.exists(known.reference):
         sources.append(known.reference)
-    records, units = dataset_policy.records_of(sources[0], book, known.unit) if sources else (None, None)
+    records, units = dataset_policy.records_of(sources[0], ledger, known.unit) if sources else (None, None)
     if units is not None:
         check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
         if known.delta * units > 0.1 * (1 + 1e-9):
@@ -171,9 +155,9 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
                 "could be published whole."
             )
     sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
-    budget = budgets.set_budget(book, known.dataset, known.wanted, records=records)
-    print(f"{known.dataset}: {budget}, in {book.location}")
-    account = book.account(known.dataset)
+    budget = budgets.set_budget(ledger, known.dataset, known.wanted, records=records)
+    print(f"{known.dataset}: {budget}, in {ledger.location}")
+    account = ledger.account(known.dataset)
     if left := admission.filter_left(account):
         print(
             f"The filter adds up Renyi divergences at order {left.order:g} and admits runs while they come to at most "
@@ -181,7 +165,7 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
             + (f", of which {left.allowance:.4f} is left." if account.runs or account.imports else ".")
         )
     if sealed:
-        return _seal_runs(book, known, sealed)
+        return _seal(ledger, known, sealed)
     if budget.gate == "planned":
         print("No list is sealed yet: the first run will be a list of one. dpllm ledger seal fixes a longer one.")
     if records is None:
@@ -189,26 +173,22 @@ def _init(book: Ledger, known: argparse.Namespace) -> int:
     return 0
 
 
-def _seal(book: Ledger, known: argparse.Namespace) -> int:
-    budget = book.budget(known.dataset)
-    largest_delta, unit = (budget.delta, budget.unit) if budget else (1.0, None)
-    return _seal_runs(book, known, [_run_of(recipe, known.dataset, unit, largest_delta) for recipe in known.runs])
-
-
-def _seal_runs(book: Ledger, known: argparse.Namespace, runs: list[Any]) -> int:
+def _seal(ledger: Ledger, known: argparse.Namespace, runs: list[Sealed] | None = None) -> int:
     from dpllm.ledger import budgets
 
-    together = budgets.seal(book, known.dataset, runs, known.by, known.reason)
-    budget = book.budget(known.dataset)
+    budget = ledger.budget(known.dataset)
+    largest_delta, unit = (budget.delta, budget.unit) if budget else (1.0, None)
+    runs = runs or [_run_of(recipe, known.dataset, unit, largest_delta) for recipe in known.runs]
+    together = budgets.seal(ledger, known.dataset, runs, known.by, known.reason)
     limit = f"{budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
     print(f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}")
     return 0
 
 
-def _except(book: Ledger, known: argparse.Namespace) -> int:
+def _except(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger import budgets
 
-    budgets.except_from_privacy(book, known.dataset, known.by, known.reason)
+    budgets.except_from_privacy(ledger, known.dataset, known.by, known.reason)
     print(
         f"{known.dataset}: training without differential privacy is permitted by {known.by}. Every later card says so, and the "
         "ledger's total covers none of it."
@@ -216,55 +196,53 @@ def _except(book: Ledger, known: argparse.Namespace) -> int:
     return 0
 
 
-def _show(book: Ledger, known: argparse.Namespace) -> int:
+def _show(ledger: Ledger, known: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dpllm.ledger.tables import overview
 
-    Console().print(overview(book, _names(book, known.dataset)))
+    Console().print(overview(ledger, _names(ledger, known.dataset)))
     return 0
 
 
-def _names(book: Ledger, dataset: str | None) -> list[str]:
-    names = book.datasets()
+def _names(ledger: Ledger, dataset: str | None) -> list[str]:
+    names = ledger.datasets()
     if dataset is None:
         return names
-    account = book.records.account_name(dataset)
+    account = ledger.records.account_name(dataset)
     if account not in names:
-        raise ConfigError(f"{book.location}: knows no dataset {dataset!r}. It knows: {', '.join(names) or 'none'}.")
+        raise ConfigError(f"{ledger.location}: knows no dataset {dataset!r}. It knows: {', '.join(names) or 'none'}.")
     return [account]
 
 
-def _history(book: Ledger, known: argparse.Namespace) -> int:
+def _history(ledger: Ledger, known: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dpllm.ledger.tables import chain_table
 
-    entries = book.history(known.dataset)  # as stored, so that an edited chain can be looked at
+    entries = ledger.history(known.dataset)  # as stored, so that an edited chain can be looked at
     if known.dataset is not None and not entries:
-        _names(book, known.dataset)
+        _names(ledger, known.dataset)
     Console().print(chain_table(entries))
     return 0
 
 
-def _verify(book: Ledger, known: argparse.Namespace) -> int:
-    return _say(book.verify(_head(known.head)), book.head(), book.location, known.head is not None)
-
-
-def _verify_file(path: Path, head: str | None) -> int:
+def _verify(ledger: Ledger | None, known: argparse.Namespace) -> int:
+    """Checks a ledger, or where there is none the export that was named."""
     from dpllm.files import read_json
     from dpllm.ledger.chain import read_export, verify_export
 
-    value = read_json(path)
-    read_export(value, path)
-    return _say(verify_export(value, _head(head)), value["head"], str(path), head is not None)
-
-
-def _say(problems: list[str], head: dict[str, Any], where: str, compared: bool) -> int:
+    head = _head(known.head)
+    if ledger is not None:
+        where, problems, last = ledger.location, ledger.verify(head), ledger.head()
+    else:
+        value, where = read_json(Path(known.file)), known.file
+        read_export(value, Path(known.file))
+        problems, last = verify_export(value, head), value["head"]
     if problems:
         raise LedgerContradiction(f"{where}: " + " ".join(problems))
-    print(f"{where}: {head['count']} entries, chain unbroken, head {head['hash']}:{head['count']}")
-    if not compared:
+    print(f"{where}: {last['count']} entries, chain unbroken, head {last['hash']}:{last['count']}")
+    if head is None:
         print(
             "A chain that was cut or written anew shows only against a head copied elsewhere: --head HASH:COUNT or RUN/run.json"
         )
@@ -282,26 +260,25 @@ def _head(text: str | None) -> dict[str, Any] | None:
         if not isinstance(head, dict) or type(head.get("count")) is not int:
             raise ConfigError(f"{text}: names no head of a ledger. Give the run.json of a private run, or HASH:COUNT.")
         return head
-    digest, _, count = text.partition(":")
-    if len(digest) != 64 or not (count.isascii() and count.isdigit() and int(count[:19]) > 0 and len(count) < 19):
+    if not (found := re.fullmatch(r"(.{64}):([1-9][0-9]{0,17})", text)):
         raise ConfigError(
             f"--head {text!r} is neither HASH:COUNT, with a count of 1 or more, nor the path of a run.json."
         )
-    return {"hash": digest, "count": int(count)}
+    return {"hash": found[1], "count": int(found[2])}
 
 
-def _reconcile(book: Ledger, known: argparse.Namespace) -> int:
-    closed = book.reconcile(known.entry, known.by, known.reason)
+def _reconcile(ledger: Ledger, known: argparse.Namespace) -> int:
+    closed = ledger.reconcile(known.entry, known.by, known.reason)
     claim = closed.reservation
-    budget = book.budget(claim.dataset)
-    kept = "the steps that never ran are given back to the budget's filter"
-    if budget is None or budget.gate != "adaptive":
-        kept = "its whole reservation stays in the total, which is composed as if fixed in advance"
+    budget = ledger.budget(claim.dataset)
+    kept = "its whole reservation stays in the total, which is composed as if fixed in advance"
+    if budget is not None and budget.gate == "adaptive":
+        kept = "the steps that never ran are given back to the budget's filter"
     print(f"{claim.dataset}: run {claim.run} closed after {closed.steps} of {claim.num_steps} steps; {kept}.")
     return 0
 
 
-def _import(book: Ledger, known: argparse.Namespace) -> int:
+def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import read_json
     from dpllm.ledger import budgets
     from dpllm.ledger.chain import event_of, read_export
@@ -323,17 +300,14 @@ def _import(book: Ledger, known: argparse.Namespace) -> int:
         event = {key: part for key, part in read_json(Path(known.event)).items() if key != "schema_version"}
     else:
         event = {"type": "imported", "epsilon": known.epsilon, "delta": known.delta}
-    budget = book.budget(known.dataset)
-    terms = {
-        "unit": known.unit or (budget.unit if budget else "example"),
-        "relation": known.relation or (budget.relation if budget else "zero_out"),
-        "by": known.by,
-        "reason": known.reason,
-    }
-    budgets.import_run(book, known.dataset, event=event, run=known.run, **terms)
+    budget = ledger.budget(known.dataset)
+    unit = known.unit or (budget.unit if budget else "example")
+    relation = known.relation or (budget.relation if budget else "zero_out")
+    who = {"by": known.by, "reason": known.reason}
+    budgets.import_run(ledger, known.dataset, event=event, run=known.run, unit=unit, relation=relation, **who)
     try:
-        remaining = book.remaining(known.dataset)
-        print(f"{known.dataset}: entered; the total is now epsilon {book.spent(known.dataset):.4f}")
+        remaining = ledger.remaining(known.dataset)
+        print(f"{known.dataset}: entered; the total is now epsilon {ledger.spent(known.dataset):.4f}")
     except Refused as error:  # a fact is entered all the same
         print(f"{known.dataset}: entered. {error}")
         return 0
@@ -342,10 +316,10 @@ def _import(book: Ledger, known: argparse.Namespace) -> int:
     return 0
 
 
-def _export(book: Ledger, known: argparse.Namespace) -> int:
+def _export(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import write_json
 
-    value = book.chain.export()
+    value = ledger.chain.export()
     if known.output:
         try:
             write_json(Path(known.output), value)
@@ -357,18 +331,18 @@ def _export(book: Ledger, known: argparse.Namespace) -> int:
     return 0
 
 
-def _metrics(book: Ledger, known: argparse.Namespace) -> int:
+def _metrics(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.telemetry import metrics
 
-    families, names = metrics.ledger_families(book)
+    families, names = metrics.ledger_families(ledger)
     if known.textfile is None:
-        print(metrics.exposition([*families, *metrics.dataset_families(book, names)]).decode(), end="")
+        print(metrics.exposition([*families, *metrics.dataset_families(ledger, names)]).decode(), end="")
         return 0
     folder = Path(known.textfile)
     try:
         metrics.write(folder / metrics.LEDGER, families)
         for name in names:
-            metrics.write(metrics.dataset_file(folder, name), metrics.dataset_families(book, [name]))
+            metrics.write(metrics.dataset_file(folder, name), metrics.dataset_families(ledger, [name]))
     except OSError as error:
         raise ConfigError(
             f"--textfile {known.textfile}: cannot be written to ({error.strerror}), so there would be no metrics. Type the "
@@ -381,35 +355,21 @@ def _reference(text: str, unit: str, largest_delta: float) -> Event:
     from dpllm.privacy.accounting import dp_sgd_event
 
     if os.path.exists(text):
-        event: Event = _plan_of(text, None, unit, largest_delta).event
-        return event
-    if "=" not in text:
-        raise ConfigError(
-            f"--reference {text}: no such recipe. Check the spelling, or type q=0.02,sigma=0.8,steps=150."
-        )
+        return _run_of(text, None, unit, largest_delta).event
     try:
         values = dict(part.split("=", 1) for part in text.split(","))
         if values.keys() != {"q", "sigma", "steps"}:
             raise ValueError
         return dp_sgd_event(float(values["q"]), float(values["sigma"]), int(values["steps"]))
-    except DpllmError:
-        raise
     except ValueError:
         raise ConfigError(
-            f"--reference {text!r} is neither a recipe nor of the form q=0.02,sigma=0.8,steps=150."
+            f"--reference {text}: neither a recipe that is there nor of the form q=0.02,sigma=0.8,steps=150. Check the spelling."
         ) from None
 
 
-def _run_of(recipe: str, dataset: str, unit: str | None, largest_delta: float) -> Any:
+def _run_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Sealed:
+    """The run that a recipe plans."""
     from dpllm.ledger.values import Sealed
-
-    plan = _plan_of(recipe, dataset, unit, largest_delta)
-    return Sealed(plan.event, plan.schedule.num_steps)
-
-
-def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Any:
-    import tempfile
-
     from dpllm.recipe.config import load_config
     from dpllm.run.promise import Subject, decide
     from dpllm.text.data import count_units, dataset_name
@@ -428,4 +388,6 @@ def _plan_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: 
         size = config.data.public_size or count_units(config.data, Path(folder))
     # Whose records they are is asked when the run starts, of the ledger that it names.
     subject = Subject(size, "text", dataset or config.privacy.dataset or dataset_name(config.data), None)
-    return decide(config, subject=subject, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan
+    plan = decide(config, subject=subject, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan
+    assert plan is not None
+    return Sealed(plan.event, plan.schedule.num_steps)

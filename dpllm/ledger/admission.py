@@ -36,9 +36,6 @@ COARSE_INTERVAL = 1e-3  # PLD's, for the search of what fits: an upper bound lik
 MOST_NOISE = 1e3  # times the noise of what does not fit
 
 
-# --- the filter ------------------------------------------------------------------------------------------------------
-
-
 def conversion_delta(budget: Budget) -> float:
     """The delta at which the filter's divergence becomes an epsilon."""
     return (budget.delta - budget.import_delta) / (LATE_ORDERS if budget.late else 1)
@@ -57,15 +54,13 @@ def filter_spent(account: Account, order: float) -> float:
 
 
 def divergence(event: Event, order: float) -> float:
-    """The Renyi divergence of one run as the filter counts it; infinite where none is known.
-
-    The delta of imported runs does not enter it: it is set aside from the budget's.
-    """
+    """The Renyi divergence of one run as the filter counts it; infinite where none is known."""
     return _divergence(canonical(event), order)
 
 
 @lru_cache(maxsize=65_536)
 def _divergence(text: str, order: float) -> float:
+    # The delta of imported runs does not enter it: it is set aside from the budget's.
     pure = json.loads(text, object_hook=lambda part: part | {"delta": 0.0} if part.get("type") == "imported" else part)
     return renyi.rdp(pure, order) if "rdp" in events.accountants(pure) else math.inf
 
@@ -153,9 +148,6 @@ def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> st
     )
 
 
-# --- the list --------------------------------------------------------------------------------------------------------
-
-
 def pending(account: Account) -> list[Sealed]:
     """The sealed runs that were not reserved yet."""
     used = Counter((run.text, run.reservation.num_steps) for run in account.runs)
@@ -237,17 +229,8 @@ def _described(run: Sealed) -> str:
         return f"{run.num_steps} steps"
 
 
-# --- both ------------------------------------------------------------------------------------------------------------
-
-
 def refusal(account: Account, runs: Sequence[Sealed], *, extends: bool = False) -> str | None:
-    """Why not all of these runs fit together; None if they do, or if the dataset has no budget.
-
-    Args:
-        account: The dataset as the chain has it.
-        runs: One, or those of a tuning group.
-        extends: Whether they make up lost steps of another run.
-    """
+    """Why not all of these runs, one or a tuning group's, fit together; None if they do, or if there is no budget."""
     budget = account.budget
     if budget is None:
         return None
@@ -265,12 +248,9 @@ def refusal(account: Account, runs: Sequence[Sealed], *, extends: bool = False) 
 
 
 def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "") -> str:
-    """The largest number of steps, and the smallest noise multiplier, that would fit.
+    """The largest number of steps, and the smallest noise multiplier, with which an event would fit.
 
-    Args:
-        event: What does not fit.
-        fits: Whether another event would, by accounting at an interval of which a wide one is quick and never too small.
-        whose: Of which run is spoken.
+    ``fits`` tells by accounting at an interval, of which a wide one is quick and never gives too little.
     """
     if event["type"] != "self_composed" or event["event"]["type"] not in ONE_RELEASE or event["count"] < 1:
         return "Use other data."

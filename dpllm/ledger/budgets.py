@@ -19,14 +19,8 @@ from dpllm.privacy.accounting import Event, Relation, count_releases, stated
 def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerprint | None = None) -> Budget:
     """Fixes what all runs on ``dataset`` may spend; its owner may correct it as long as nothing is sealed or spent.
 
-    Args:
-        ledger: Where.
-        dataset: Name of the data in this ledger.
-        budget: As wanted; its ``order`` is kept where nothing of the dataset has been released yet.
-        records: What the name stands for, so that the budget protects copies from now on.
-
-    Returns:
-        The budget as entered; where runs or imports came first, its order follows from epsilon and delta.
+    With ``records``, what the name stands for, it protects copies from now on. Its order is as wanted where nothing of the
+    dataset has been released yet; where runs or imports came first, it follows from epsilon and delta.
 
     Raises:
         ConfigError: A value is out of range.
@@ -103,10 +97,7 @@ def _after_results(used: Account, wanted: Budget) -> Budget:
 
 
 def seal(ledger: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -> float:
-    """Fixes the list of all runs of a planned budget, before the first of them.
-
-    Returns:
-        Epsilon of all of them together, and of what was imported, at the budget's delta.
+    """Fixes the list of all runs of a planned budget, before the first of them; returns ``admission.planned_epsilon``.
 
     Raises:
         Refused: No planned budget, a list or a run is there already, or the list exceeds the budget.
@@ -119,13 +110,17 @@ def seal(ledger: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str)
         raise ConfigError("a sealed run needs steps, and an event that pays for them. Build both from one Plan.")
     ledger.refuse_if_tampered()
     while True:  # composed outside the lock, as in reserving.py
-        with ledger.chain.moment():
-            seen = ledger.chain.length()
+        with ledger.chain.moment() as seen:
             account = ledger.account(dataset)
         budget, name = account.budget, account.dataset
         if budget is None or budget.gate != "planned" or account.sealed is not None or account.runs:
+            why = "has its list already" if account.sealed is not None else "has runs already, which are its list"
+            if budget is None:
+                why = "has no budget"
+            elif budget.gate != "planned":
+                why = "has an adaptive budget, which needs no list"
             raise Refused(
-                f"dataset {name!r} {_why_unsealable(account)}, so no list can be sealed. dpllm ledger show {name} says what is.",
+                f"dataset {name!r} {why}, so no list can be sealed. dpllm ledger show {name} says what is.",
                 dataset=name,
                 reason="sealed",
             )
@@ -138,28 +133,12 @@ def seal(ledger: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str)
         return admission.planned_epsilon(account, budget, runs)
 
 
-def _why_unsealable(account: Account) -> str:
-    if account.budget is None:
-        return "has no budget"
-    if account.budget.gate != "planned":
-        return "has an adaptive budget, which needs no list"
-    return "has its list already" if account.sealed is not None else "has runs already, which are its list"
-
-
 def import_run(
     ledger: Ledger, dataset: str, *, event: Event, run: str, unit: str, relation: Relation, by: str, reason: str
 ) -> None:
     """Enters what was spent on ``dataset`` elsewhere. A fact is not refused, also where it exceeds the budget.
 
-    Args:
-        ledger: Where.
-        dataset: Name of the data in this ledger.
-        event: What was released; ``{"type": "imported", "epsilon": e, "delta": d}`` where no more is known.
-        run: Name of the run, for people.
-        unit: The privacy unit of that statement.
-        relation: The neighbouring relation of that statement.
-        by: Who says so.
-        reason: From what it is known.
+    ``event`` is ``{"type": "imported", "epsilon": e, "delta": d}`` where no more is known.
 
     Raises:
         Refused: Its unit or relation is another than this dataset's.
@@ -201,11 +180,7 @@ def except_from_privacy(ledger: Ledger, dataset: str, by: str, reason: str) -> N
 
 
 def check_budget(dataset: str, budget: Budget) -> None:
-    """Makes sure that a budget limits something.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """Refuses a budget that limits nothing."""
     check_name(dataset)
     bounded = 0 < budget.epsilon < float("inf") and 0 < budget.delta < 1 and 0 <= budget.import_delta < budget.delta
     known = budget.relation in get_args(Relation) and budget.gate in get_args(Gate)

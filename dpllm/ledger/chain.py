@@ -47,11 +47,7 @@ class Entry(NamedTuple):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the payload says; not to be changed.
-
-        Raises:
-            Refused: It is not readable.
-        """
+        """What the payload says, not to be changed; refused where it is not readable."""
         return _facts(self.payload, self.seq)
 
     def expected_hash(self) -> str:
@@ -139,23 +135,14 @@ class Chain:
         return [Entry._make(row) for row in rows]
 
     def of(self, dataset: str, *kinds: str) -> list[Entry]:
-        """Links of a dataset and of these kinds, oldest first.
-
-        Raises:
-            Refused: The chain was changed by something else.
-        """
+        """Links of a dataset, of all or of these kinds, oldest first; refused where something else changed the chain."""
         self._follow()
-        return sorted(entry for kind in kinds for entry in self._index.get((dataset, kind), ()))
+        return sorted(entry for kind in kinds or KINDS for entry in self._index.get((dataset, kind), ()))
 
     def datasets(self) -> list[str]:
         """Every name of which a link speaks."""
         self._follow()
         return sorted({dataset for dataset, _ in self._index})
-
-    def length(self) -> int:
-        """How many links there are."""
-        self._follow()
-        return len(self._links)
 
     def since(self, length: int) -> list[Entry]:
         """Links after the first ``length``."""
@@ -163,12 +150,12 @@ class Chain:
         return self._links[length:]
 
     @contextmanager
-    def moment(self) -> Iterator[None]:
-        """Inside, all links are those of one moment."""
+    def moment(self) -> Iterator[int]:
+        """Inside, all links are those of one moment; as many as it says."""
         self._follow()
         self._holds += 1
         try:
-            yield
+            yield len(self._links)
         finally:
             self._holds -= 1
 
@@ -269,9 +256,8 @@ def read_export(value: dict[str, Any], path: Path) -> list[Entry]:
         ConfigError: It is none.
     """
     try:
-        if value["kind"] != "dpllm ledger" or not isinstance(value["progress"], dict):
-            raise ValueError
-        if set(value["head"]) != {"hash", "count"}:
+        known = value["kind"] == "dpllm ledger" and isinstance(value["progress"], dict)
+        if not known or set(value["head"]) != {"hash", "count"}:
             raise ValueError
         return _links(value)
     except (KeyError, TypeError, ValueError):

@@ -7,11 +7,13 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.ledger.admission import filter_left
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.records import LEAST_SHARE, Fingerprint, fingerprint, share_in_common
 from dpllm.privacy.renyi import Fit
@@ -22,19 +24,14 @@ from dpllm.text.data import FIELDS, Table
 
 @dataclass(frozen=True)
 class DatasetPolicy:
-    """Whose data a recipe trains on.
+    """Whose data a recipe trains on."""
 
-    Attributes:
-        dataset: Their name in the ledger.
-        derived_from: The dataset that is charged instead, where the recipe declares one.
-        records: What the name stands for; None where there is no ledger yet.
-        exceptions: Who permitted training without differential privacy on them, when and why.
-    """
-
-    dataset: str
-    derived_from: str | None
-    records: Fingerprint | None
-    exceptions: tuple[dict[str, Any], ...]
+    dataset: str  # their name in the ledger
+    derived_from: str | None  # the dataset that is charged instead, where the recipe declares one
+    records: Fingerprint | None  # what the name stands for; None where there is no ledger yet
+    exceptions: tuple[
+        Mapping[str, Any], ...
+    ]  # who permitted training without differential privacy on them, when and why
 
     def deviations(self) -> list[str]:
         """What every later card must say."""
@@ -48,11 +45,6 @@ class DatasetPolicy:
 def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> DatasetPolicy:
     """Finds the account of a recipe's data, and refuses what it does not permit.
 
-    Args:
-        config: The recipe.
-        table: Its training rows.
-        ledger: The ledger that the recipe names; None where there is none yet.
-
     Raises:
         Refused: Training without differential privacy on data that are not declared public, or that have a budget, and
             no exception of its owner; records that are another dataset of the ledger; evaluation data declared public that
@@ -65,18 +57,16 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
     parent = config.privacy.derived_from
     if parent is not None and ledger is None:
         raise ConfigError(f"privacy.derived_from: there is no ledger yet that knows {parent!r}. Remove the key.")
-    budgeted, excepted, exceptions = False, False, []
+    account = None
     if ledger and records:
         if clash := ledger.records.conflict(name, records, parent):
             raise clash
-        account = ledger.records.charged_to(name, parent)
-        budgeted, excepted = ledger.budget(account) is not None, ledger.excepted(account)
-        exceptions = ledger.exceptions(account)
-    if not config.privacy.enabled and not excepted:
-        _refuse_without_privacy(config, name, budgeted)
+        account = ledger.account(ledger.records.charged_to(name, parent))
+    if not config.privacy.enabled and not (account and account.permission):
+        _refuse_without_privacy(config, name, account is not None and account.budget is not None)
     if config.data.eval is not None and config.data.eval_public:
         _check_public_evaluation(config, config.data.eval, table, ledger)
-    return DatasetPolicy(name, parent, records, tuple(exceptions))
+    return DatasetPolicy(name, parent, records, account.exceptions if account else ())
 
 
 class Terms(TypedDict):
@@ -90,28 +80,26 @@ def terms(ledger: Ledger | None, dataset: str, derived_from: str | None) -> Term
     """What is left of an adaptive budget, and the largest delta that a budget leaves to ``privacy.delta: auto``."""
     if ledger is None:
         return {"fit": None, "largest_delta": 1.0}
-    budget = ledger.budget(ledger.records.charged_to(dataset, derived_from))
-    fit = ledger.fit(dataset, derived_from)
-    return {"fit": fit, "largest_delta": budget.delta if budget else 1.0}
+    account = ledger.account(ledger.records.charged_to(dataset, derived_from))
+    return {"fit": filter_left(account), "largest_delta": account.budget.delta if account.budget else 1.0}
 
 
 def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> None:
     if budgeted:
-        raise Refused(
+        why = (
             f"privacy.enabled: false on dataset {name!r}, which has a privacy budget: whatever it holds could be read out of the "
             "adapter, and no ledger would show it. Set privacy.enabled: true, or let the budget's owner record an exception: "
-            f"dpllm ledger except {name} --by NAME --reason WHY.",
-            dataset=name,
-            reason="no_privacy",
         )
-    if not config.data.public:
-        raise Refused(
+    elif not config.data.public:
+        why = (
             "privacy.enabled: false trains without differential privacy, and data.train is not declared public: whatever it "
             "holds could be read out of the adapter. Set data.public: true if it is public, or privacy.enabled: true; or let "
-            f"whoever answers for the data record an exception: dpllm ledger except {name} --by NAME --reason WHY.",
-            dataset=name,
-            reason="no_privacy",
+            "whoever answers for the data record an exception: "
         )
+    else:
+        return
+    command = f"dpllm ledger except {name} --by NAME --reason WHY."
+    raise Refused(why + command, dataset=name, reason="no_privacy")
 
 
 def _check_public_evaluation(config: RunConfig, source: str, table: Table, ledger: Ledger | None) -> None:
@@ -141,16 +129,11 @@ def _check_public_evaluation(config: RunConfig, source: str, table: Table, ledge
 def records_of(source: str, ledger: Ledger, unit: str) -> tuple[Fingerprint, int]:
     """The records of a data file, or of the training data of a recipe, for a budget that is about to be set on them.
 
-    Args:
-        source: A data file, or a recipe.
-        ledger: The ledger that the budget will lie in.
-        unit: The privacy unit of the budget: a column of the data, or "example".
-
     Returns:
-        The records, and the number of units.
+        The records, and the number of units: distinct values of the column ``unit``, or rows where it is "example".
 
     Raises:
-        ConfigError: Neither can be read.
+        ConfigError: ``source`` can be read as neither.
         DataError: A row that names no unit.
     """
     recipe = Path(source).suffix in (".yaml", ".yml")

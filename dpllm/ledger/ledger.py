@@ -21,7 +21,6 @@ from dpllm.ledger.records import Fingerprint, Records
 from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import (
-    ACCOUNT_KINDS,
     Account,
     Budget,
     Outlook,
@@ -34,7 +33,6 @@ from dpllm.ledger.values import (
     reservation_of,
 )
 from dpllm.privacy.accounting import Relation, compose, stated
-from dpllm.privacy.renyi import Fit
 
 # What decides whether a run fits; a rival's entry of one of these kinds makes a check stale.
 DECIDING = ("budget", "seal", "gate", "reserve", "reconcile", "import", "data")
@@ -62,18 +60,10 @@ def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True)
 
 
 class Ledger:
-    """One open ledger, for one thread; close it or use it in a ``with`` statement.
-
-    Attributes:
-        records: Which data a name stands for.
-        location: Path or URL.
-    """
+    """One open ledger, for one thread; close it or use it in a ``with`` statement."""
 
     def __init__(self, store: Store | os.PathLike[str] | str) -> None:
-        """Opens a ledger.
-
-        Args:
-            store: Where it lies; a path is a file of SQLite, which is made if absent.
+        """Opens a ledger; a path is a file of SQLite, which is made if absent.
 
         Raises:
             ConfigError: It cannot be written, or holds something other than a ledger.
@@ -137,18 +127,6 @@ class Ledger:
                 )
             done = "UPDATE progress SET steps = ?, updated_at = ? WHERE entry = ?"
             self.store.rows(done, step, time.time(), entry)
-
-    def steps(self, entry: str) -> int:
-        """Steps charged so far, each of which may have been released."""
-        return self._claim(entry)[1]
-
-    def reservation(self, entry: str) -> Reservation:
-        """A claim by its entry.
-
-        Raises:
-            ConfigError: This ledger has no such reservation.
-        """
-        return self._claim(entry)[0]
 
     def run(self, entry: str) -> Run:
         """A reservation, what it pays for and what became of it.
@@ -230,7 +208,7 @@ class Ledger:
             name = self.records.account_name(dataset)
             rows = self.store.rows("SELECT entry, steps, updated_at FROM progress")
             progress = {entry: (steps, heartbeat) for entry, steps, heartbeat in rows}
-            return account_of(name, self.chain.of(name, *ACCOUNT_KINDS), progress)
+            return account_of(name, self.chain.of(name), progress)
 
     def budget(self, dataset: str) -> Budget | None:
         """The budget of ``dataset`` or of the one it derives from, as it stands; None where none was set."""
@@ -240,23 +218,10 @@ class Ledger:
         """Each reservation of ``dataset`` and what became of it, oldest first."""
         return list(self.account(dataset).runs)
 
-    def exceptions(self, dataset: str) -> list[dict[str, Any]]:
-        """Who permitted training without differential privacy on ``dataset``, when and why; also before it had a budget."""
-        with self.chain.moment():
-            return [dict(entry.facts) for entry in self.chain.of(self.records.account_name(dataset), "exception")]
-
-    def excepted(self, dataset: str) -> bool:
-        """Whether training without differential privacy is permitted: by the owner of the budget, where there is one."""
-        budget = self.budget(dataset)
-        return any(budget is None or exception["by"] == budget.by for exception in self.exceptions(dataset))
-
     def spent(self, dataset: str, delta: float | None = None, planned: RunRequest | None = None) -> float:
-        """Epsilon of everything ever reserved or imported for ``dataset``, composed by PLD as if fixed in advance.
+        """Epsilon of everything ever reserved or imported, and of ``planned``, composed by PLD as if fixed in advance.
 
-        Args:
-            dataset: Name of the dataset.
-            delta: By default the budget's, or else the largest that a run stated.
-            planned: A run that is not reserved, counted in as if it were.
+        It is that at ``delta``: by default the budget's, or else the largest that a run stated.
         """
         account = self.account(dataset)
         events = account.events() + ([planned.event] if planned else [])
@@ -301,21 +266,13 @@ class Ledger:
             reason=reason if why else "",
         )
 
-    def fit(self, dataset: str, derived_from: str | None = None) -> Fit | None:
-        """What is left of an adaptive budget, for calibration; None under another gate."""
-        return admission.filter_left(self.account(self.records.charged_to(dataset, derived_from)))
-
     def datasets(self) -> list[str]:
         """Every account: datasets with an entry of their own that are charged to themselves."""
         with self.chain.moment():
             return [name for name in self.chain.datasets() if self.records.account_name(name) == name]
 
     def same_unit(self, dataset: str, unit: str, relation: Relation) -> None:
-        """Makes sure that epsilons are about the same thing.
-
-        Raises:
-            Refused: The budget, a run or an import of ``dataset`` has another unit or relation.
-        """
+        """Refuses an epsilon that is about something else than the budget, the runs and the imports of ``dataset``."""
         # A budget that was corrected was used by nothing.
         for entry in [*self.chain.of(dataset, "budget")[-1:], *self.chain.of(dataset, "reserve", "import")]:
             past = entry.facts
@@ -370,20 +327,13 @@ class Ledger:
     def verify(self, head: dict[str, Any] | None = None) -> list[str]:
         """Recomputes the chain, and compares the steps of all runs and the records of all datasets with it.
 
-        Args:
-            head: An earlier ``head()``; a chain that was cut or rewritten no longer contains it.
-
         Returns:
-            The problems, each in a sentence; empty where everything holds.
+            The problems, each in a sentence, also where the chain no longer contains ``head``, an earlier ``head()``.
         """
         return self.chain.verify(head) or self.records.verify()
 
     def refuse_if_tampered(self) -> None:
-        """Checks the chain, and once in each process the records too.
-
-        Raises:
-            Refused: Something else than dpllm changed them.
-        """
+        """Refuses where something else than dpllm changed the chain, or the records, which are checked once."""
         self.chain.refuse(self.chain.verify())
         if not self._checked_records:
             self.chain.refuse(self.records.verify())

@@ -25,22 +25,20 @@ OWN = ("budget", "seal", "gate", "reserve", "reconcile", "import")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The records of one dataset, as the ledger with this key knows them.
+    """The records of one dataset, as the ledger with this key knows them."""
 
-    Attributes:
-        digest: Of all records, in hexadecimal; equal for two datasets with the same records in any order.
-        hashes: Sorted keyed hashes of the distinct records, ``HASH_BYTES`` bytes each, joined. Earlier versions had others
-            among them: of single columns, and one for each repetition.
-        num_records: How many records, duplicates included.
-    """
-
-    digest: str
+    digest: str  # of all records, in hexadecimal; equal for two datasets with the same records in any order
+    # Sorted keyed hashes of the distinct records, ``HASH_BYTES`` bytes each, joined. Earlier versions had others among them: of
+    # single columns, and one for each repetition.
     hashes: bytes
-    num_records: int
+    num_records: int  # duplicates included
 
-    def commitment(self, nonce: str) -> str:
-        """What may be shown: it binds the records to the chain, and tells nothing without the nonce."""
-        return hashlib.sha256(f"{nonce}:{self.digest}".encode() + self.hashes).hexdigest()
+    def commitment(self, nonce: str, key: bytes) -> str:
+        """What may be shown: it binds the records to the chain, and tells nothing without the nonce.
+
+        It binds the ledger's key too: under another one, no copy of these records would be recognised.
+        """
+        return hashlib.sha256(f"{nonce}:{key.hex()}:{self.digest}".encode() + self.hashes).hexdigest()
 
 
 def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes) -> Fingerprint:
@@ -170,29 +168,18 @@ class Records:
         other = next((name for name in self.overlaps(records) if self.account_name(name) != account), None)
         if other is None:
             return None
+        mend = f"Set privacy.derived_from: {other}."
         if derived_from is not None:
-            why = (
-                f"data.train shares records with dataset {other!r}, and one run is charged to one account. Leave out the "
-                f"records of {other!r}, or charge the run to it."
-            )
-        else:
-            why = (
-                f"data.train shares records with dataset {other!r} of the ledger: charged to {account!r} they would have a "
-                f"second budget. Set privacy.derived_from: {other}."
-            )
-        return Refused(why, dataset=other, reason="overlap")
+            mend = f"One run is charged to one account: leave out the records of {other!r}, or charge the run to it."
+        return Refused(
+            f"data.train shares records with dataset {other!r} of the ledger: charged to {account!r} they would have a "
+            f"second budget. {mend}",
+            dataset=other,
+            reason="overlap",
+        )
 
     def register(self, dataset: str, records: Fingerprint | None, derived_from: str | None) -> None:
-        """Enters what a name stands for, within ``Chain.writing``; once.
-
-        Args:
-            dataset: The name.
-            records: What it stands for; None where only its name is known.
-            derived_from: The dataset that is charged instead.
-
-        Raises:
-            Refused: See ``conflict``.
-        """
+        """Enters once what a name stands for, within ``Chain.writing``, or refuses it for the ``conflict``."""
         content: dict[str, Any] = {"records": None, "commitment": None, "derived_from": derived_from}
         if records is None:
             if derived_from is not None and self.account_name(dataset) == dataset:
@@ -203,13 +190,9 @@ class Records:
         if self.known_as(records) is not None:
             return
         nonce = secrets.token_hex(16)
-        content |= {"records": records.num_records, "commitment": self._commitment(records, nonce)}
+        content |= {"records": records.num_records, "commitment": records.commitment(nonce, self.key())}
         seq = self._chain.append("data", dataset, content)
         self._store.rows("INSERT INTO records VALUES (?, ?, ?, ?)", seq, records.digest, nonce, records.hashes)
-
-    def _commitment(self, records: Fingerprint, nonce: str) -> str:
-        """It binds the ledger's key too: under another one, no copy of these records would be recognised."""
-        return records.commitment(f"{nonce}:{self.key().hex()}")
 
     def verify(self) -> list[str]:
         """Where the records are not those that the chain commits to."""
@@ -217,7 +200,8 @@ class Records:
             entries = self._chain.stored("WHERE kind = ?", "data")
             rows = self._store.rows("SELECT seq, fingerprint, nonce, hashes FROM records")
             try:
-                held = {seq: self._commitment(Fingerprint(str(d), bytes(h), 0), str(n)) for seq, d, n, h in rows}
+                key = self.key()
+                held = {seq: Fingerprint(str(d), bytes(h), 0).commitment(str(n), key) for seq, d, n, h in rows}
             except (IndexError, TypeError, ValueError):  # of a row or a key that dpllm never writes
                 held = {}
         shown = {entry.seq: entry.facts["commitment"] for entry in entries}

@@ -72,8 +72,7 @@ def reserve_all(
     while True:
         # Composition can take seconds and the write lock stops everyone else, so it is computed for the dataset as
         # it was ``seen``, and the lock is held only to look whether that still holds.
-        with ledger.chain.moment():
-            seen = ledger.chain.length()
+        with ledger.chain.moment() as seen:
             account = ledger.account(ledger.records.charged_to(dataset, derived_from))
             ledger.same_unit(account.dataset, unit, relation)
             _check_place(ledger, account, group, extends)
@@ -113,15 +112,7 @@ def _claim(account: Account, one: RunRequest, cost: float, group: Group | None, 
 def use_reservation(
     ledger: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int, records: Fingerprint | None = None
 ) -> Reservation:
-    """The place of a run that was reserved before, as one of a group.
-
-    Args:
-        ledger: Where.
-        entry: Of the reservation.
-        dataset: The account that the run would be charged to.
-        event: All that the run will release.
-        num_steps: Logical batches to execute.
-        records: On which it trains.
+    """The place of a run that was reserved before, as one of a group, for the account ``dataset``.
 
     Raises:
         Refused: Another run has begun with it, it is closed, or it was reserved for something else or other records.
@@ -150,10 +141,7 @@ def use_reservation(
 
 
 def group_total(account: Account, name: str) -> dict[str, Any]:
-    """What all runs of a tuning group come to, in full, whatever became of them.
-
-    Returns:
-        ``name``, ``runs`` (how many), ``epsilon`` and ``delta``: the budget's delta, or else the largest that a run states.
+    """What all runs of a tuning group come to, in full, at the budget's delta or else the largest that a run states.
 
     Guarantee:
         The runs were fixed before the first of them, so that their composition by PLD holds for all of them together.
@@ -182,7 +170,7 @@ def _cost(dataset: str, one: RunRequest) -> float:
 
 
 def _check_place(ledger: Ledger, account: Account, group: Group | None, extends: str | None) -> None:
-    first = ledger.reservation(extends) if extends is not None else None
+    first = ledger.run(extends).reservation if extends is not None else None
     if first and first.dataset != account.dataset:
         raise ConfigError(
             f"reservation {extends!r} is not charged to {account.dataset!r}, so no lost steps of it can be made up."

@@ -10,7 +10,7 @@ import os
 import secrets
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,10 @@ def default_path() -> Path:
     return Path(base) / "dpllm" / "ledger.sqlite"
 
 
-def _create(tables: list[str], **types: str) -> list[str]:
-    return [f"CREATE TABLE {table} ({TABLES[table].format(**types)})" for table in tables]
-
-
-def _key() -> str:
-    return f"INSERT INTO meta VALUES ('fingerprint_key', '{secrets.token_hex(32)}')"
+def _create(tables: Iterable[str], **types: str) -> list[str]:
+    """Statements for tables of a new ledger, and for the key of its fingerprints."""
+    made = [f"CREATE TABLE {table} ({TABLES[table].format(**types)})" for table in tables]
+    return [*made, f"INSERT INTO meta VALUES ('fingerprint_key', '{secrets.token_hex(32)}')"]
 
 
 class SQLite:
@@ -106,7 +104,7 @@ class SQLite:
             version = self._version()  # of several processes that open a new file, one finds it empty
             if version == SCHEMA_VERSION:
                 return
-            tables = [table for table in TABLES if version == 0 or table not in VERSION_1]
+            tables = (table for table in TABLES if version == 0 or table not in VERSION_1)
             for statement in _create(tables, integer="INTEGER", real="REAL", blob="BLOB"):
                 self.rows(statement)
             if version == 1:
@@ -116,7 +114,6 @@ class SQLite:
                 self.rows(f"UPDATE meta SET value = '{SCHEMA_VERSION}' WHERE key = 'schema_version'")
             else:
                 self.rows(f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')")
-            self.rows(_key())
             for name in GUARDS:
                 self.rows(self._guard(name))
 
@@ -228,10 +225,9 @@ class Postgres:
             where = "WHERE table_schema = current_schema()"
             tables = {name for (name,) in self.rows(f"SELECT table_name FROM information_schema.tables {where}")}
             if tables.isdisjoint(TABLES):
-                for statement in _create(list(TABLES), integer="BIGINT", real="DOUBLE PRECISION", blob="BYTEA"):
+                for statement in _create(TABLES, integer="BIGINT", real="DOUBLE PRECISION", blob="BYTEA"):
                     self.rows(statement)
                 self.rows(f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')")
-                self.rows(_key())
                 for name, (table, moment, body, kind) in self._guards().items():
                     call = f"FOR EACH {'ROW' if kind & 1 else 'STATEMENT'} EXECUTE FUNCTION dpllm_{name}()"
                     self.rows(f"CREATE FUNCTION dpllm_{name}() RETURNS trigger LANGUAGE plpgsql AS $${body}$$")

@@ -26,26 +26,17 @@ def overview(ledger: Ledger, datasets: Sequence[str]) -> Group:
     parts: list[Any] = []
     for name in datasets:
         table = Table(title=_plain(name), title_justify="left", title_style="bold")
-        for column in ("entry", "run", "steps", "state", "epsilon", "delta"):
-            table.add_column(
-                column,
-                justify="right" if column in ("steps", "epsilon", "delta") else "left",
-                no_wrap=column == "entry",
-            )
-        runs = ledger.runs(name)
-        for one in runs:
-            claim = one.reservation
-            steps = f"{one.steps}/{claim.num_steps}"
-            table.add_row(
-                claim.entry, _plain(claim.run), steps, _state(one), f"{claim.epsilon:.3f}", f"{claim.delta:g}"
-            )
-        for entry in ledger.history(name):
-            if entry.kind == "import":
-                event = entry.facts["event"]
-                known = (
-                    (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event.get("type") == "imported" else ("", "")
-                )
-                table.add_row("", _plain(f"{entry.facts['run']} (imported)"), "", "imported", *known)
+        table.add_column("entry", no_wrap=True)
+        for column in ("run", "steps", "state", "epsilon", "delta"):
+            table.add_column(column, justify="left" if column in ("run", "state") else "right")
+        for one in ledger.runs(name):
+            claim, steps = one.reservation, f"{one.steps}/{one.reservation.num_steps}"
+            cost = f"{claim.epsilon:.3f}", f"{claim.delta:g}"
+            table.add_row(claim.entry, _plain(claim.run), steps, _state(one), *cost)
+        for entry in ledger.chain.of(name, "import"):
+            event = entry.facts["event"]
+            cost = (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event["type"] == "imported" else ("", "")
+            table.add_row("", _plain(f"{entry.facts['run']} (imported)"), "", "imported", *cost)
         parts += [table, *map(_plain, totals(ledger, name)), ""]
     refusals = [f"{dataset}: {reason} {number}" for (dataset, reason), number in ledger.refusals().items()]
     if refusals:
@@ -64,28 +55,27 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
         planned = f"{ledger.spent(dataset):.3f}"
     except Refused:  # imports may be of kinds that no accountant knows together
         planned = "unknown, as no accountant knows all of them together"
-    lines = []
+    composed, lines = f"All runs as reserved, composed by PLD: epsilon {planned}.", []
     if budget is None:
-        lines.append(
-            f"All runs as reserved, composed by PLD: epsilon {planned}. No budget is set: runs are charged without a limit."
-        )
+        lines.append(f"{composed} No budget is set: runs are charged without a limit.")
     else:
         left = admission.filter_left(account)
-        gates_now = budget.gate == "planned" and account.sealed is None
-        gate = "gates" if gates_now else "is shown for comparison: it holds for runs fixed in advance"
         lines.append(
             f"Budget: epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} ({budget.relation}), set by "
             f"{budget.by or 'an unnamed person'}: {budget.reason or 'no reason given'}."
         )
         for entry in ledger.chain.of(account.dataset, "gate")[-1:]:
             lines.append(f"Opened for what was left by {entry.facts['opened_by']}: {entry.facts['why']}.")
-        lines.append(f"All runs as reserved, composed by PLD: epsilon {planned}. This figure {gate}.")
+        gates_now = budget.gate == "planned" and account.sealed is None
+        gate = "gates" if gates_now else "is shown for comparison: it holds for runs fixed in advance"
+        lines.append(f"{composed} This figure {gate}.")
         if left is not None:
             stated = admission.filter_epsilon(account) or 0.0
             whole = admission.filter_allowance(budget)
             spent = max(0.0, whole - left.allowance)
+            share = f"{spent / whole:.1%}" if whole > 0 else "all"
             lines.append(
-                f"Renyi filter at order {left.order:g}: {_share(spent, whole)} of its allowance is spent ({spent:.4f} of "
+                f"Renyi filter at order {left.order:g}: {share} of its allowance is spent ({spent:.4f} of "
                 f"{whole:.4f}). This figure gates."
             )
             lines.append(
@@ -108,7 +98,7 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
         lines.append(
             f"The sum of their epsilons{outside} would be {total:.3f}; it is no bound at one delta, and shown to compare."
         )
-    for exception in ledger.exceptions(dataset):
+    for exception in account.exceptions:
         lines.append(
             f"Exception: training without differential privacy permitted by {exception['by']} on {exception['at'][:10]}: "
             f"{exception['reason']}. No figure here covers it."
@@ -139,10 +129,6 @@ def _state(one: Run) -> str:
     age = max(0, round(time.time() - one.heartbeat))
     unit = f"{age} s" if age < 120 else f"{age // 60} min" if age < 7200 else f"{age // 3600} h"
     return f"{one.state}, seen {unit} ago"
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole > 0 else "all"
 
 
 def _what(kind: str, content: Mapping[str, Any]) -> str:

@@ -21,36 +21,23 @@ Gate = Literal["planned", "adaptive"]
 State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
 # Of these, a step is one release. What was imported or selected ran elsewhere, and no count of steps says how much of it.
 ONE_RELEASE = ("gaussian", "adaptive_clipping", "poisson_sampled", "poisson_sampled_group")
-ACCOUNT_KINDS = ("budget", "gate", "seal", "reserve", "commit", "reconcile", "import")  # entries that make an account
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What all runs on one dataset may spend together, and how that is decided.
+    """What all runs on one dataset may spend together, and how that is decided."""
 
-    Attributes:
-        epsilon: Of everything together, > 0.
-        delta: The same for everything together; deltas of single runs do not matter here.
-        unit: The privacy unit.
-        relation: The neighbouring relation.
-        gate: planned (a list of runs sealed before the first) or adaptive (a Renyi filter).
-        order: Of the filter; None under planned.
-        late: By an earlier version: the order was chosen when results of this dataset were known already, from eight fixed
-            ones, each of which has an equal part of delta.
-        import_delta: Part of delta that is set aside for imported runs; adaptive only.
-        by: Who set it.
-        reason: Why.
-    """
-
-    epsilon: float
-    delta: float
+    epsilon: float  # of everything together, > 0
+    delta: float  # of everything together; deltas of single runs do not matter here
     unit: str
     relation: Relation
-    gate: Gate = "planned"
-    order: float | None = None
+    gate: Gate = "planned"  # planned: a list of runs sealed before the first; adaptive: a Renyi filter
+    order: float | None = None  # of the filter; None under planned
+    # By an earlier version: the order was chosen when results of this dataset were known already, from eight fixed ones, each
+    # of which has an equal part of delta.
     late: bool = False
-    import_delta: float = 0.0
-    by: str = ""
+    import_delta: float = 0.0  # part of delta that is set aside for imported runs; adaptive only
+    by: str = ""  # who set it
     reason: str = ""
 
     def __str__(self) -> str:
@@ -61,23 +48,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run that asks for its place.
+    """One run that asks for its place."""
 
-    Attributes:
-        event: All that it will release.
-        delta: At which it states its own epsilon.
-        num_steps: Logical batches to execute, no more than ``event`` pays for.
-        unit: The privacy unit.
-        relation: The neighbouring relation.
-        run: Its name, for people.
-    """
-
-    event: Event
-    delta: float
-    num_steps: int
+    event: Event  # all that it will release
+    delta: float  # at which it states its own epsilon
+    num_steps: int  # logical batches to execute, no more than ``event`` pays for
     unit: str
     relation: Relation
-    run: str = ""
+    run: str = ""  # its name, for people
 
     @classmethod
     def of(cls, plan: Plan, run: str = "", num_steps: int | None = None) -> RunRequest:
@@ -88,43 +66,31 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class Reservation:
-    """One run's claim; ``epsilon`` at ``delta`` is what this run costs alone.
-
-    Attributes:
-        dataset: The account that is charged: a dataset, or the one from which it derives.
-        extends: The reservation whose lost steps this one makes up.
-        gate: By which gate it was admitted; None without a budget.
-        group: The tuning group with whose runs it was fixed; None for a single run.
-    """
+    """One run's claim; ``epsilon`` at ``delta`` is what this run costs alone."""
 
     entry: str
-    dataset: str
+    dataset: str  # the account that is charged: a dataset, or the one from which it derives
     run: str
     num_steps: int
     epsilon: float
     delta: float
     unit: str
     relation: Relation
-    config_hash: str | None = None
-    extends: str | None = None
-    gate: Gate | None = None
-    group: str | None = None
+    config_hash: str | None = None  # of earlier versions
+    extends: str | None = None  # the reservation whose lost steps this one makes up
+    gate: Gate | None = None  # by which it was admitted; None without a budget
+    group: str | None = None  # the tuning group with whose runs it was fixed; None for a single run
 
 
 @dataclass(frozen=True)
 class Run:
-    """A reservation and what became of it.
-
-    Attributes:
-        steps: Charged so far, each of which may have been released.
-        heartbeat: Time of the last charge (or of the reservation), in seconds since the epoch.
-    """
+    """A reservation and what became of it."""
 
     reservation: Reservation
     event: Event
-    steps: int
+    steps: int  # charged so far, each of which may have been released
     state: State
-    heartbeat: float
+    heartbeat: float  # time of the last charge (or of the reservation), in seconds since the epoch
 
     @cached_property
     def text(self) -> str:
@@ -167,13 +133,21 @@ class Account:
     sealed: tuple[Sealed, ...] | None
     runs: tuple[Run, ...]
     imports: tuple[Event, ...]
+    # Who permitted training without differential privacy, when and why; also before there was a budget.
+    exceptions: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def permission(self) -> Mapping[str, Any] | None:
+        """The last exception that holds: by the owner of the budget, where there is one."""
+        valid = [entry for entry in self.exceptions if self.budget is None or entry["by"] == self.budget.by]
+        return valid[-1] if valid else None
 
     def events(self) -> list[Event]:
         """What counts where parameters are taken as fixed in advance: every reservation in full, and imports."""
         return [*self.imports, *(run.event for run in self.runs)]
 
     def groups(self) -> dict[str, list[Run]]:
-        """The runs of each tuning group, in the order in which they were fixed."""
+        """Each tuning group's runs, in the order in which they were fixed."""
         found: dict[str, list[Run]] = {}
         for run in self.runs:
             if run.reservation.group is not None:
@@ -182,14 +156,8 @@ class Account:
 
 
 def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tuple[int, float]]) -> Account:
-    """What the chain says of a dataset.
-
-    Args:
-        dataset: Its name.
-        entries: Links of the dataset, oldest first.
-        progress: Steps and time of the last one, for every reservation that has not ended.
-    """
-    budget, sealed, imports, reserved = None, None, [], []
+    """What the links of a dataset, oldest first, say of it; ``progress`` has the steps and the heartbeat of each run."""
+    budget, sealed, imports, exceptions, reserved = None, None, [], [], []
     ended: dict[str, tuple[State, int]] = {}
     for entry in entries:
         facts = entry.facts
@@ -199,6 +167,8 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
             sealed = _sealed(entry)
         elif entry.kind == "import":
             imports.append(facts["event"])
+        elif entry.kind == "exception":
+            exceptions.append(facts)
         elif entry.kind == "reserve":
             reserved.append(entry)
         elif entry.kind in ("commit", "reconcile"):
@@ -210,7 +180,7 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
         # Of a closed run the chain says how many steps it had; a row beside it could be changed.
         steps = final if state in ("completed", "reconciled") else steps
         runs.append(_run(entry, steps, state, heartbeat))
-    return Account(dataset, budget, sealed, tuple(runs), tuple(imports))
+    return Account(dataset, budget, sealed, tuple(runs), tuple(imports), tuple(exceptions))
 
 
 @lru_cache(maxsize=65_536)
@@ -236,37 +206,22 @@ def _fields(entry: Entry, kind: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the ledger holds for a dataset, and would hold after one more run.
-
-    Attributes:
-        gate: none (no budget), planned or adaptive: which of the two figures below decides.
-        delta: At which epsilons are given.
-        spent: Epsilon of all that is reserved, composed by PLD as if fixed in advance.
-        after: The same with the run.
-        filter_spent: Epsilon that the Renyi filter states for what is reserved; None unless adaptive.
-        filter_after: The same with the run.
-        refusal: With which words the run would be refused; None if it fits.
-        reason: In one word, by which refusals are counted.
-    """
+    """What the ledger holds for a dataset, and would hold after one more run; epsilons are given at ``delta``."""
 
     dataset: str
-    gate: Literal["none", "planned", "adaptive"]
+    gate: Literal["none", "planned", "adaptive"]  # which of the two figures below decides; none: no budget
     budget: Budget | None
     delta: float
-    spent: float
-    after: float
-    filter_spent: float | None
+    spent: float  # epsilon of all that is reserved, composed by PLD as if fixed in advance
+    after: float  # the same with the run
+    filter_spent: float | None  # epsilon that the Renyi filter states for what is reserved; None unless adaptive
     filter_after: float | None
-    refusal: str | None
-    reason: str
+    refusal: str | None  # with which words the run would be refused; None if it fits
+    reason: str  # in one word, by which refusals are counted
 
 
 def check_name(dataset: str) -> None:
-    """Makes sure that a dataset's name can be shown on one line, and stored anywhere.
-
-    Raises:
-        ConfigError: It is empty or holds control characters.
-    """
+    """Refuses a dataset's name that cannot be shown on one line, or not be stored everywhere."""
     if not dataset.strip() or not dataset.isprintable():
         raise ConfigError(
             f"dataset name {dataset!r} is empty or holds characters that cannot be shown. Give it another."
@@ -274,10 +229,6 @@ def check_name(dataset: str) -> None:
 
 
 def check_person(what: str, by: str, reason: str) -> None:
-    """Makes sure that somebody answers for what is entered.
-
-    Raises:
-        ConfigError: Nobody is named, or no reason is given.
-    """
+    """Refuses what is entered without somebody who answers for it, and a reason."""
     if not (by.strip() and reason.strip()):
         raise ConfigError(f"{what} by a named person with a reason: --by NAME --reason WHY")

@@ -67,7 +67,7 @@ class Payment:
         """What run.json says of the ledger."""
         if self.ledger is None or plan is None or self.entry is None:
             return None
-        book, claim = self.ledger, self.ledger.reservation(self.entry)
+        book, claim = self.ledger, self.ledger.run(self.entry).reservation
         budget, account = book.budget(claim.dataset), book.account(claim.dataset)
         return {
             "dataset": claim.dataset,

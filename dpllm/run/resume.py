@@ -85,7 +85,7 @@ def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, polic
     problems = book.verify(saved["head"])
     if problems:
         raise _cut(run, problems[0])
-    first, dataset = book.reservation(saved["entry"]), policy.dataset
+    first, dataset = book.run(saved["entry"]).reservation, policy.dataset
     if book.run(first.entry).state == "reconciled":
         raise Refused(
             f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and what never ran may have been given "
@@ -103,7 +103,7 @@ def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, polic
             "other people's data. Put the file of that time back, or start anew."
         )
     claims = [first, *(r.reservation for r in book.runs(first.dataset) if r.reservation.extends == first.entry)]
-    charged = sum(book.steps(claim.entry) for claim in claims)
+    charged = sum(book.run(claim.entry).steps for claim in claims)
     if charged < saved["step"]:
         raise _cut(run, f"it has charged {charged} steps to this run, whose checkpoint has {saved['step']}.")
     for claim in claims:

@@ -140,7 +140,7 @@ def _holds(book: Ledger | None, entry: str | None) -> bool:
     if book is None or entry is None:
         return False
     try:
-        book.reservation(entry)
+        book.run(entry)
     except ConfigError:
         return False
     return True
@@ -205,11 +205,8 @@ def _entered(outside: list[Json], book: Ledger, account: str) -> bool:
 
 
 def _exception(what: str, account: str, book: Ledger | None) -> str | None:
-    if book is None or not book.excepted(account):
-        return None
-    budget = book.budget(account)
-    by_owner = [e for e in book.exceptions(account) if budget is None or e["by"] == budget.by]
-    return f"{what} was permitted by {by_owner[-1]['by']} on {by_owner[-1]['at'][:10]} ({by_owner[-1]['reason']})"
+    found = book.account(account).permission if book else None
+    return f"{what} was permitted by {found['by']} on {found['at'][:10]} ({found['reason']})" if found else None
 
 
 def _refuse(message: str, account: str, reason: str) -> str:

@@ -32,7 +32,7 @@ def reservations(place: Place) -> dict[str, int]:
     with Ledger(place.ledger) as book:
         assert book.verify() == []
         entries = [link.facts["entry"] for link in book.history("notes") if link.kind == "reserve"]
-        return {entry: book.steps(entry) for entry in entries}
+        return {entry: book.run(entry).steps for entry in entries}
 
 
 def epsilon_of(place: Place, count: int) -> float:
@@ -109,7 +109,7 @@ def the_run_is_complete_and_its_epsilon_covers_what_was_noised(place: Place) -> 
     runs: dict[str, set[str]] = {}  # a run's reservation, and those that made up its lost steps
     with Ledger(place.ledger) as book:
         for entry in charged:
-            runs.setdefault(book.reservation(entry).extends or entry, set()).add(entry)
+            runs.setdefault(book.run(entry).reservation.extends or entry, set()).add(entry)
     last = runs[record["ledger"]["entry"]]
     assert sum(charged[entry] for entry in last) == plan["num_steps"] >= faults.STEPS
     for entries in runs.values():

@@ -155,7 +155,7 @@ def test_the_ledger_shows_the_run(finished: Place) -> None:
     with Ledger(finished.ledger) as book:
         assert book.verify(record["head"]) == []
         assert book.datasets() == ["notes"]
-        assert book.steps(record["entry"]) == STEPS
+        assert book.run(record["entry"]).steps == STEPS
         links = [(link.kind, link.facts) for link in book.history("notes")]
         assert [kind for kind, _ in links] == ["data", "reserve", "commit"]
         assert links[0][1]["records"] == NUM_ROWS

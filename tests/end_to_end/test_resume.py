@@ -79,7 +79,7 @@ def charged(place: Place) -> tuple[int, int]:
     """Reservations, and steps of the last one."""
     with Ledger(place.ledger) as book:
         entries = [link.facts["entry"] for link in book.history("notes") if link.kind == "reserve"]
-        return len(entries), book.steps(entries[-1])
+        return len(entries), book.run(entries[-1]).steps
 
 
 # --- SIGTERM ---------------------------------------------------------------------------------------------------------

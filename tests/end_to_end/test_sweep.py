@@ -355,7 +355,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
         assert [(run.state, run.steps) for run in runs] == [("completed", STEPS)] * 2
         assert book.account("notes").sealed == sealed
         assert record(place, "eps-8")["ledger"]["group"] == group_total(
-            book.account("notes"), book.reservation(reserved[1]).group
+            book.account("notes"), book.run(reserved[1]).reservation.group
         )
 
 

@@ -140,7 +140,7 @@ def test_a_budget_that_an_earlier_version_opened_keeps_its_filter_and_its_eighth
     assert (found.gate, found.by) == ("adaptive", "alice")  # whoever opened did not become the owner
     assert admission.conversion_delta(found) == DELTA / 8
     left = renyi.allowance(8.0, DELTA / 8, 3.2) - renyi.rdp(RUN, 3.2)
-    assert ledger.fit("notes") == renyi.Fit(3.2, left)
+    assert admission.filter_left(ledger.account("notes")) == renyi.Fit(3.2, left)
     admitted = 0
     while True:
         try:
@@ -207,7 +207,7 @@ def test_an_adaptive_refusal_has_the_numbers_and_what_fits(ledger: Ledger):
     said = str(refusal.value)
     for number in (epsilon(long, DELTA, "zero_out"), renyi.rdp(long, 3.2), one, max(0.0, whole - one), max(0.0, whole)):
         assert f"{number:.4f}" in said
-    left = ledger.fit("notes").allowance
+    left = admission.filter_left(ledger.account("notes")).allowance
     steps = re.search(r"at most (\d+) steps", said)
     steps = int(steps[1]) if steps else 0
     cost = [renyi.rdp(dp_sgd_event(0.02, 0.8, n), 3.2) for n in (steps, steps + 1)]
@@ -225,11 +225,11 @@ def test_what_a_closed_run_gave_back_is_the_chains_to_say(ledger: Ledger, place:
     for step in (1, 2):
         ledger.charge(claim.entry, step)
     ledger.reconcile(claim.entry, "alice", "crashed")
-    left = ledger.fit("notes").allowance
+    left = admission.filter_left(ledger.account("notes")).allowance
     place.edit("UPDATE progress SET steps = 0")
     (run,) = ledger.runs("notes")
     assert run.steps == 2
-    assert ledger.fit("notes").allowance == left
+    assert admission.filter_left(ledger.account("notes")).allowance == left
 
 
 def test_reconciling_gives_back_what_never_ran_under_adaptive_only(ledger: Ledger):
@@ -316,4 +316,4 @@ def test_a_budget_that_comes_after_runs_is_adaptive_at_an_order_of_its_own(ledge
     assert found == ledger.budget("notes")
     assert budgets.set_budget(ledger, "notes", adaptive(8.0, 5.1)) == found
     left = renyi.allowance(8.0, DELTA, found.order) - renyi.rdp(RUN, found.order)
-    assert ledger.fit("notes") == renyi.Fit(found.order, left)
+    assert admission.filter_left(ledger.account("notes")) == renyi.Fit(found.order, left)

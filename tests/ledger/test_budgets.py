@@ -168,11 +168,11 @@ def test_what_is_no_export_is_one_clear_error(tmp_path: Path, damage):
 
 def test_imported_delta_is_set_aside_from_an_adaptive_budget(ledger: Ledger):
     budgets.set_budget(ledger, "notes", adaptive(8.0, import_delta=2e-6))
-    assert ledger.fit("notes").allowance == renyi.allowance(8.0, DELTA - 2e-6, 3.2)
+    assert admission.filter_left(ledger.account("notes")).allowance == renyi.allowance(8.0, DELTA - 2e-6, 3.2)
     budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
     pure = {**ELSEWHERE, "delta": 0.0}
     left = renyi.allowance(8.0, DELTA - 2e-6, 3.2) - renyi.rdp(pure, 3.2)
-    assert ledger.fit("notes").allowance == pytest.approx(left)
+    assert admission.filter_left(ledger.account("notes")).allowance == pytest.approx(left)
     reserve(ledger)
     budgets.import_run(ledger, "notes", event={**ELSEWHERE, "delta": 1.1e-6}, run="x", **TERMS, **WHO)
     with pytest.raises(BudgetExceeded, match="set aside"):
@@ -203,25 +203,25 @@ def test_what_no_renyi_divergence_bounds_leaves_a_late_budget_nothing(ledger: Le
 
 
 def test_only_the_owner_of_a_budget_excepts_it_from_privacy(ledger: Ledger):
-    assert not ledger.excepted("notes")
+    assert not ledger.account("notes").permission
     budgets.set_budget(ledger, "notes", budget(3.0))
     with pytest.raises(Refused, match="'alice', who alone"):
         budgets.except_from_privacy(ledger, "notes", "bob", "I want to")
     for by, reason in (("", "x"), ("alice", " ")):
         with pytest.raises(ConfigError):
             budgets.except_from_privacy(ledger, "notes", by, reason)
-    assert not ledger.excepted("notes")
+    assert not ledger.account("notes").permission
     budgets.except_from_privacy(ledger, "notes", "alice", "the baseline")
-    assert ledger.excepted("notes")
-    assert [(e["by"], e["reason"]) for e in ledger.exceptions("notes")] == [("alice", "the baseline")]
+    assert ledger.account("notes").permission
+    assert [(e["by"], e["reason"]) for e in ledger.account("notes").exceptions] == [("alice", "the baseline")]
 
 
 def test_an_exception_from_before_the_budget_is_remembered_and_permits_nothing(ledger: Ledger):
     budgets.except_from_privacy(ledger, "notes", "bob", "quick, before she sets one")
-    assert ledger.excepted("notes")
+    assert ledger.account("notes").permission
     budgets.set_budget(ledger, "notes", budget(3.0))
-    assert not ledger.excepted("notes")
-    assert len(ledger.exceptions("notes")) == 1  # what was trained meanwhile is in every card
+    assert not ledger.account("notes").permission
+    assert len(ledger.account("notes").exceptions) == 1  # what was trained meanwhile is in every card
 
 
 def test_whoever_opened_a_budget_did_not_become_its_owner(ledger: Ledger):

@@ -46,8 +46,8 @@ def test_a_reservation_remembers_what_it_was_made_of(ledger: Ledger, place: Plac
     assert claim.epsilon == cost_of(1)
     ledger.charge(claim.entry, 1)
     with place.open() as again:
-        assert again.steps(claim.entry) == 1
-        assert again.reservation(claim.entry) == claim
+        assert again.run(claim.entry).steps == 1
+        assert again.run(claim.entry).reservation == claim
         assert again.run(claim.entry).event == EVENT
         assert again.head() == ledger.head()
     with pytest.raises(FrozenInstanceError):
@@ -112,7 +112,7 @@ def test_no_run_reserves_more_steps_than_its_event_pays_for(ledger: Ledger):
 
 def test_steps_are_charged_one_by_one_and_never_beyond_the_reservation(ledger: Ledger):
     entry = reserve(ledger).entry
-    assert ledger.steps(entry) == 0
+    assert ledger.run(entry).steps == 0
     for wrong in (0, 2, -1):
         with pytest.raises(Refused):
             ledger.charge(entry, wrong)
@@ -120,10 +120,10 @@ def test_steps_are_charged_one_by_one_and_never_beyond_the_reservation(ledger: L
         ledger.charge(entry, step)
         with pytest.raises(Refused, match=f"step {step} "):
             ledger.charge(entry, step)
-    assert ledger.steps(entry) == 4
+    assert ledger.run(entry).steps == 4
     with pytest.raises(Refused, match="reserved 4 steps"):
         ledger.charge(entry, 5)
-    assert ledger.steps(entry) == 4
+    assert ledger.run(entry).steps == 4
 
 
 def test_interrupted_runs_go_on_and_finished_ones_do_not(ledger: Ledger):
@@ -179,7 +179,7 @@ def test_a_reservation_of_another_ledger_is_unknown(ledger: Ledger, tmp_path):
     reserve(ledger)
     uses = (
         lambda: ledger.charge(entry, 1),
-        lambda: ledger.steps(entry),
+        lambda: ledger.run(entry).steps,
         lambda: ledger.run(entry),
         lambda: ledger.finish(entry, "refused"),
         lambda: ledger.reconcile(entry, "alice", "gone"),
@@ -282,7 +282,7 @@ def test_two_processes_resuming_one_run_share_no_step(ledger: Ledger, place: Pla
     entry = reserve(ledger, event=dp_sgd_event(1.0, 50.0, total), num_steps=total).entry
     code = """
 with open_ledger(location) as ledger:
-    for step in range(ledger.steps(arguments[0]) + 1, 101):
+    for step in range(ledger.run(arguments[0]).steps + 1, 101):
         try:
             ledger.charge(arguments[0], step)
         except Refused:
@@ -290,8 +290,8 @@ with open_ledger(location) as ledger:
         print(step)
 """
     charged = [int(line) for said in outputs([start(place, code, entry) for _ in range(2)]) for line in said.split()]
-    assert sorted(charged) == list(range(1, ledger.steps(entry) + 1))
-    assert ledger.steps(entry) == total
+    assert sorted(charged) == list(range(1, ledger.run(entry).steps + 1))
+    assert ledger.run(entry).steps == total
 
 
 def test_a_crashed_run_stays_charged_and_can_be_resumed(ledger: Ledger, place: Place):
@@ -307,7 +307,7 @@ os._exit(9)
     entry = worker.communicate()[0].strip()
     assert worker.returncode == 9
     assert ledger.spent("notes") == cost_of(1)
-    assert ledger.steps(entry) == 1
+    assert ledger.run(entry).steps == 1
     with pytest.raises(BudgetExceeded):
         reserve(ledger)
     with pytest.raises(Refused):

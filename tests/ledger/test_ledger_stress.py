@@ -108,7 +108,7 @@ def test_processes_that_do_everything_at_once_neither_deadlock_nor_overspend(led
                         entries.append(reserve(mine, draw.choice(["notes", "free"])).entry)
                     elif action == "charge" and entries:
                         entry = draw.choice(entries)
-                        mine.charge(entry, mine.steps(entry) + 1)
+                        mine.charge(entry, mine.run(entry).steps + 1)
                     elif action == "finish" and entries:
                         mine.finish(draw.choice(entries), draw.choice(["interrupted", "completed"]))
                     elif action == "reconcile" and entries:

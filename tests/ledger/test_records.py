@@ -197,7 +197,7 @@ def test_nothing_of_the_records_leaves_the_ledger(ledger: Ledger, place: Place):
     assert not [secret for secret in secrets if secret in shown]
     assert "patient 3" not in shown
     commitments = [e.facts["commitment"] for e in ledger.history() if e.kind == "data"]
-    assert commitments == [of(ledger, ROWS).commitment(f"{nonce}:{key}")]
+    assert commitments == [of(ledger, ROWS).commitment(nonce, ledger.records.key())]
 
 
 def test_two_ledgers_know_the_same_records_by_different_hashes(tmp_path):
