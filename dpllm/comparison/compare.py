@@ -63,7 +63,7 @@ def compare(
     losses: bool = False,
     console: Console | None = None,
 ) -> Comparison:
-    """Compares runs and writes the result.
+    """Compares runs and writes ``comparison.json``, ``comparison.md`` and up to three pictures.
 
     Args:
         runs: Two or more, on the same model, data, evaluation and canaries: at most one with ``privacy.enabled: false``.
@@ -75,11 +75,8 @@ def compare(
         losses: Compute the losses by example that intervals rest on, where they are not known; likewise.
         console: Where to say what is computed.
 
-    Returns:
-        The comparison; ``comparison.json``, ``comparison.md`` and up to three pictures are written.
-
     Raises:
-        ConfigError: The runs cannot be compared, see ``compared_runs.read`` and ``compared_runs.differences``; or `output`
+        ConfigError: The runs cannot be compared, see ``compared_runs.read`` and ``compared_runs.differences``; or ``output``
             lies in a directory that is published as it was verified.
     """
     if tasks or losses:

@@ -68,10 +68,6 @@ class Side:
 def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
     """Reads two or more runs that can be compared, the one without differential privacy last.
 
-    Args:
-        runs: In any order: at most one without differential privacy.
-        public: Leave out what may not be published.
-
     Raises:
         ConfigError: Fewer than two runs, one twice, two without differential privacy; or one that was refused or has canaries
             and no audit.
@@ -156,7 +152,7 @@ def _side(
     elif config.data.eval is not None:
         # What run.json says it says in public.
         evaluation = record.metrics.public if public else read_json(run.private / "summary.json")
-        held_out, tasks = _cached(run, HELD_OUT, record), _cached(run, TASKS, record)
+        held_out, tasks = cached(run, HELD_OUT, record), cached(run, TASKS, record)
     return Side(name, run, config, record, plan, reason, evaluation, held_out, tasks, audit, tuple(left_out))
 
 
@@ -169,7 +165,7 @@ def _audit(run: RunDir, config: RunConfig, plan: PlanRecord | None, record: RunR
     return audit
 
 
-def _cached(run: RunDir, name: str, record: RunRecord) -> Json | None:
+def cached(run: RunDir, name: str, record: RunRecord) -> Json | None:
     """Figures of exactly these weights; None where there are none."""
     path = run.private / name
     if not path.exists():

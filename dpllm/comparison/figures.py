@@ -39,9 +39,6 @@ UTILITY = {
 BARS = {"base": "base model", "baseline": "without DP", "dp": "with DP"}
 BAR = 0.38
 
-Figures = tuple[float, tuple[float, float] | None]
-"""A value and its interval."""
-
 
 @dataclass(frozen=True)
 class Axis:
@@ -178,34 +175,23 @@ def _scale(ax: Axes, axis: Axis) -> None:
 def _utility(measure: str) -> Panel:
     title, unit, form, factor = UTILITY[measure]
 
-    def seen(part: Json) -> Figures | None:
-        found = part["utility"].get(measure)
-        if found is None or found["value"] is None:
-            return None
-        limits = found["interval"]
-        known = limits is not None and None not in limits
-        return factor * found["value"], (factor * limits[0], factor * limits[1]) if known else None
-
     def panel(ax: Axes, values: Json, axis: Axis) -> None:
         _style(ax, title, unit)
-        _points(ax, _marks(values["runs"], axis, seen), form)
-        base = seen(values["base"])
+        found = [run["utility"].get(measure, {}) for run in values["runs"]]
+        _points(ax, _marks(values, axis, [(one.get("value"), one.get("interval")) for one in found], factor), form)
+        base = values["base"]["utility"].get(measure, {}).get("value")
         if base is not None:
-            _line(ax, base[0], f"base model\n{form.format(base[0])}")
+            _line(ax, factor * base, f"base model\n{form.format(factor * base)}")
 
     return panel
 
 
 def _auc(ax: Axes, values: Json, axis: Axis) -> None:
-    attacks = [run["leakage"]["attacks"].get(PRIMARY_ATTACK, {}) for run in values["runs"] if run["leakage"]]
+    attacks = [run["leakage"].get("attacks", {}).get(PRIMARY_ATTACK, {}) for run in values["runs"]]
     group = next((attack["group"] for attack in attacks if attack), 1)
     _style(ax, f"Membership inference, canaries planted {'once' if group == 1 else f'{group} times'}", "AUC")
-
-    def seen(run: Json) -> Figures | None:
-        attack = run["leakage"].get("attacks", {}).get(PRIMARY_ATTACK)
-        return None if attack is None or attack["auc"] is None else (attack["auc"], attack["auc_interval"])
-
-    _points(ax, _marks(values["runs"], axis, seen), "{:.2f}")
+    found = [(attack.get("auc"), attack.get("auc_interval")) for attack in attacks]
+    _points(ax, _marks(values, axis, found), "{:.2f}")
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, 0.4), min(1.04, max(high, 0.7)))
     _line(ax, 0.5, "guessing")
@@ -219,13 +205,9 @@ def _extraction(ax: Axes, values: Json, axis: Axis) -> None:
     ends: list[tuple[float, str, str]] = []
     highest = 0.25
     for index, group in enumerate(groups):
-
-        def seen(run: Json, group: str = group) -> Figures | None:
-            got = run["leakage"].get("extraction", {}).get(group)
-            return None if got is None or got["share"] is None else (got["share"], got["interval"])
-
+        got = [run["leakage"].get("extraction", {}).get(group, {}) for run in values["runs"]]
         shift = 0.025 * (max(axis.places) - min(axis.places)) * (index - (len(groups) - 1) / 2)
-        marks = _marks(values["runs"], axis, seen, shift)
+        marks = _marks(values, axis, [(one.get("share"), one.get("interval")) for one in got], shift=shift)
         colour, marker = SHADES[index % len(SHADES)], MARKERS[index % len(MARKERS)]
         _points(ax, marks, None, colour, marker)
         highest = max([highest, *(mark.interval[1] for mark in marks if mark.interval)])
@@ -233,15 +215,24 @@ def _extraction(ax: Axes, values: Json, axis: Axis) -> None:
             ends.append((max(marks, key=lambda mark: mark.place).value, copies(group), colour))
     ax.set_ylim(-0.03 * highest, 1.08 * highest)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _label_ends(ax, ends)
+    # Each series is named to the right of its last point; names that would touch are moved apart.
+    (low, high), place = ax.get_ylim(), -1.0
+    for value, name, colour in sorted(ends, key=lambda end: end[0]):
+        place = max((value - low) / (high - low), place + 0.065)
+        ax.text(1.01, place, name, transform=ax.transAxes, color=colour, fontsize=9, va="center", clip_on=False)
 
 
-def _marks(runs: Sequence[Json], axis: Axis, seen: Callable[[Json], Figures | None], shift: float = 0.0) -> list[Mark]:
-    return [
-        Mark(place + shift, tick + shift, *found, run["privacy"]["guarantee"])
-        for run, place, tick in zip(runs, axis.places, axis.above, strict=True)
-        if (found := seen(run)) is not None
-    ]
+def _marks(
+    values: Json, axis: Axis, found: Sequence[tuple[Any, Any]], factor: float = 1.0, shift: float = 0.0
+) -> list[Mark]:
+    """The points of the runs whose value is known; of each a value and its interval were found."""
+    marks = []
+    for run, place, tick, (value, limits) in zip(values["runs"], axis.places, axis.above, found, strict=True):
+        if value is not None:
+            known = limits is not None and None not in limits
+            interval = (factor * limits[0], factor * limits[1]) if known else None
+            marks.append(Mark(place + shift, tick + shift, factor * value, interval, run["privacy"]["guarantee"]))
+    return marks
 
 
 def _points(
@@ -287,15 +278,6 @@ def _line(ax: Axes, value: float, name: str) -> None:
         name, (1.01, value), xycoords=("axes fraction", "data"), fontsize=9, color="#555555", va="center",
         annotation_clip=False,
     )  # fmt: skip
-
-
-def _label_ends(ax: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names each series to the right of its last point; names that would touch are moved apart."""
-    low, high = ax.get_ylim()
-    place = -1.0
-    for value, name, colour in sorted(ends, key=lambda end: end[0]):
-        place = max((value - low) / (high - low), place + 0.065)
-        ax.text(1.01, place, name, transform=ax.transAxes, color=colour, fontsize=9, va="center", clip_on=False)
 
 
 # --- a run with and one without --------------------------------------------------------------------------------------

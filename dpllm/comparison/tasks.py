@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from dpllm.comparison.compared_runs import HELD_OUT, TASKS
+from dpllm.comparison.compared_runs import HELD_OUT, TASKS, cached
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import RunConfig
@@ -33,14 +33,10 @@ Json = dict[str, Any]
 
 
 def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, console: Console | None = None) -> None:
-    """Computes what is not known yet of runs that are about to be compared.
+    """Computes what is not known yet of runs that are about to be compared: losses by example, BLEU and ROUGE-L.
 
-    Args:
-        runs: Finished runs of one model and evaluation; the base model is asked once for all of them.
-        rows: Evaluation prompts for BLEU and ROUGE-L, from the first on; 0: none.
-        losses: Losses by example; a run for which there can be none, say because its base model is not at hand, is left as it
-            is, and ``console`` says why.
-        console: Where to say what is computed.
+    The base model is asked once for all of them. BLEU and ROUGE-L are of the first ``rows`` evaluation prompts. A run for which
+    there can be no losses, say because its base model is not at hand, is left as it is, and ``console`` says why.
 
     Raises:
         ConfigError: ``rows`` without references, or without the packages that score them; or a run that exported no weights.
@@ -52,7 +48,7 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
             f"--tasks scores what the model writes with {' and '.join(missing)}, not installed here. Type: pip install "
             "'dpllm[tasks]'"
         )
-    for name in (HELD_OUT,) * losses + (TASKS,) * (rows > 0):
+    for name in [name for name, asked in ((HELD_OUT, losses), (TASKS, rows > 0)) if asked]:
         known = [_known(run, name, rows) for run in runs]
         base = any(found and found.get("base") for found in known)
         for run, found in zip(runs, known, strict=True):
@@ -66,10 +62,8 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
 
 
 def _known(run: RunDir, name: str, rows: int) -> Json | None:
-    path = run.private / name
-    found = read_json(path) if path.exists() else {}
-    same = found and found.get("weights") == _weights(run) and (name == HELD_OUT or found.get("asked") == rows)
-    return found if same else None
+    found = cached(run, name, read_json(run.run))
+    return found if found and (name == HELD_OUT or found.get("asked") == rows) else None
 
 
 def _weights(run: RunDir) -> dict[str, str]:

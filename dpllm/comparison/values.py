@@ -34,13 +34,7 @@ EXTRACTION = ("inserted", "tuned", "base")
 
 
 def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) -> Json:
-    """The figures of a comparison.
-
-    Args:
-        sides: As ``compared_runs.read`` gives them.
-        found: Of ``compared_runs.differences``.
-        public: Whether the result may be published.
-    """
+    """The figures of a comparison, of what ``compared_runs.read`` and ``compared_runs.differences`` found."""
     value = {
         "public": public,
         "confidence": CONFIDENCE,

@@ -32,16 +32,9 @@ NEAR_BEST = 1.10
 
 
 def advise(config: RunConfig, plan: Plan, released: Mapping[str, float] | None = None) -> list[str]:
-    """What is likely to hurt, why, and what to type.
+    """What is likely to hurt, why, and what to type: sentences, the gravest first, and none for a good recipe.
 
-    Args:
-        config: The recipe.
-        plan: What it promises.
-        released: ``unclipped_fraction`` and ``max_grad_norm`` that an earlier run with adaptive clipping released with
-            noise, inside its own epsilon; None: nothing is known of the gradients.
-
-    Returns:
-        Sentences, the gravest first; none for a good recipe.
+    ``released`` is of ``released_by``; without it nothing is known of the gradients.
 
     References:
         Ponomareva et al. 2023, How to DP-fy ML: A Practical Guide to Machine Learning with Differential Privacy (tiers of

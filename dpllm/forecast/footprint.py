@@ -114,12 +114,7 @@ class Footprint:
 
 
 def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footprint:
-    """Builds the model from its configuration and counts.
-
-    Args:
-        config: The recipe.
-        schedule: B and T.
-        plan: The promise; None without differential privacy.
+    """Builds the model from its configuration and counts; without a Plan there is no noise.
 
     Raises:
         ConfigError: The base model's configuration cannot be found, or the adapter fits no layer of it.
@@ -285,14 +280,7 @@ def _stored_bytes(config: RunConfig, net: Any) -> int:
 
 
 def measure(device: torch.device, dtype: torch.dtype, tokens: int, net: Any) -> Speed:
-    """Times a matrix product of the model's width and an addition of long vectors, in a fraction of a second.
-
-    Args:
-        device: Where the run would train.
-        dtype: Of the products.
-        tokens: In a physical batch.
-        net: For its width.
-    """
+    """Times a matrix product of so many tokens by the model's width, and an addition of long vectors."""
     tokens = min(tokens, 4096)
     width = max((min(p.shape) for p in net.parameters() if p.dim() == 2 and not p.requires_grad), default=256)
     left = torch.ones((tokens, width), device=device, dtype=dtype)

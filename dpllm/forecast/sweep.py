@@ -72,15 +72,7 @@ def parse_sweeps(arguments: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def sweep(recipe: str | Path, overrides: Mapping[str, Any], sweeps: Mapping[str, Sequence[Any]]) -> list[Point]:
-    """Plans every combination, as ``dpllm plan`` with these overrides would.
-
-    Args:
-        recipe: YAML file.
-        overrides: Dotted key -> value, the same for all.
-        sweeps: Dotted key -> values.
-
-    Returns:
-        One point for each combination, the last key changing fastest.
+    """Plans every combination as ``dpllm plan`` with these overrides would, the last key changing fastest.
 
     Raises:
         ConfigError: A key is unknown, or one of its values is impossible.
