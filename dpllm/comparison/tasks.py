@@ -18,6 +18,7 @@ from dpllm.files import read_json, write_json
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import read_run
 from dpllm.text import data
 from dpllm.text.rows import each_row
 
@@ -62,7 +63,7 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
 
 
 def _known(run: RunDir, name: str, rows: int) -> Json | None:
-    found = cached(run, name, read_json(run.run))
+    found = cached(run, name, read_run(run))
     return found if found and (name == HELD_OUT or found.get("asked") == rows) else None
 
 

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from dpllm.comparison import tasks
 from dpllm.errors import ConfigError
-from dpllm.files import read_json
 
 INF = float("inf")
 
@@ -81,7 +80,6 @@ def test_references_are_needed(tmp_path: Path) -> None:
 
 def test_what_is_known_of_these_weights_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [make_run(tmp_path / name, epsilon, held_out=True) for name, epsilon in (("a", 3.0), ("b", INF), ("c", 8.0))]
-    monkeypatch.setattr(tasks, "_weights", lambda run: read_json(run.run)["artifacts"])
     asked = []
 
     def compute(run: Any, config: Any, base: bool) -> dict[str, Any]:
