@@ -19,7 +19,7 @@ from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpllm.model import loading
+from dpllm.model import adapters
 from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
@@ -104,9 +104,7 @@ def build(
         for name, p in net.named_parameters():
             p.requires_grad_(re.search(adapter, name) is not None)
     else:
-        config = recipe(adapter=adapter)
-        made: Any = config.adapter
-        net = loading._add_lora(net, made, config) if made.method == "lora" else loading._unfreeze(net, made)
+        net = adapters.attach(net, recipe(adapter=adapter))
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for p in trainable(net).values():

@@ -24,7 +24,7 @@ import transformers
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.forecast.batches import batches_of
 from dpllm.forecast.meta_tensor_counter import tally
-from dpllm.model import loading
+from dpllm.model import adapters, loading
 from dpllm.model import memory as device_memory
 from dpllm.privacy import guards
 from dpllm.privacy.fused_loss import TokenLosses
@@ -136,7 +136,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footp
         flops = round(counted.flops * share)
         seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * trainable) / speed.bandwidth
     return Footprint(
-        kinds=tuple(loading.trainable_table(net)),
+        kinds=tuple(adapters.trainable_table(net)),
         trainable=trainable,
         total=sum(size for size, _ in sizes),
         noise_per_coordinate=noise,
@@ -172,14 +172,8 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
             f"({type(error).__name__}), so nothing can be counted. Check the spelling and the network, or name a local directory."
         ) from None
     net.requires_grad_(False)
-    adapter = config.adapter
     with torch.device("meta"):
-        net = (
-            loading._add_lora(net, adapter, config)
-            if isinstance(adapter, LoraConfig)
-            else loading._unfreeze(net, adapter)
-        )
-    loading._checkpoint(net, config)
+        net = adapters.attach(net, config)
     if config.privacy.enabled:
         loading.without_dropout(net)
     return net.train()

@@ -27,6 +27,7 @@ from dpllm.files import write_json
 from dpllm.lab.manifest import read_manifest, summarise_manifest
 from dpllm.model import loading
 from dpllm.model.loading import ScoringModels
+from dpllm.recipe import names
 from dpllm.recipe.config import AuditConfig, DataConfig, ModelConfig
 from dpllm.run import checkpoint
 from dpllm.text import data
@@ -208,7 +209,7 @@ def load_outside(path: Path, base: str | None) -> tuple[ScoringModels, dict[str,
     return models, {
         "kind": kind,
         "name": path.resolve().name,
-        "base": loading.public_name(base),
+        "base": names.public_name(base),
         "base_matches_name": matches,
         "weights": checkpoint.weight_hashes(path),
     }

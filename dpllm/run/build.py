@@ -26,7 +26,7 @@ from dpllm.canaries.canaries import CanaryPlan, encode_secret
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError, Refused, RoundsByCompany
 from dpllm.files import write_json
-from dpllm.model import environment, loading, memory, processes, sharding
+from dpllm.model import adapters, environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
@@ -326,10 +326,14 @@ def _build(
         console.print(
             f"The base model's dropout is off, as its masks would tie what one unit adds to the others: {rates}"
         )
-    if config.adapter.method == "lora" and config.adapter.target_modules == "auto" and (apart := loading.left_out(net)):
+    if (
+        config.adapter.method == "lora"
+        and config.adapter.target_modules == "auto"
+        and (apart := adapters.left_out(net))
+    ):
         what = "routers, experts and others whose gradients of single rows or adapters cannot be had"
         console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
-    if loading.untied(net):
+    if adapters.untied(net):
         console.print("The base model ties its head to its input embedding; what trains is a copy, so they are untied.")
     return net, dropout_off
 
@@ -421,7 +425,7 @@ def _vocabulary(
 
 def _show_trainable(net: torch.nn.Module, console: Console) -> None:
     table = Table("what trains", "tensors", "parameters", title=None)
-    rows = loading.trainable_table(net)
+    rows = adapters.trainable_table(net)
     for kind, tensors, size in rows:
         table.add_row(kind, str(tensors), f"{size:,}")
     total = sum(parameter.numel() for parameter in net.parameters())

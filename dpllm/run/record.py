@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dpllm import files
 from dpllm.errors import DpllmError
 from dpllm.files import write_json
-from dpllm.model import environment, loading
+from dpllm.model import environment
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy import guards
 from dpllm.recipe import names
@@ -247,7 +247,7 @@ def may_tell_cost(config: RunConfig) -> bool:
 
 def _model_record(p: Prepared) -> ModelRecord:
     return ModelRecord(
-        name_or_path=loading.public_name(p.config.model.name_or_path),
+        name_or_path=names.public_name(p.config.model.name_or_path),
         commit=getattr(p.model.config, "_commit_hash", None),
         architecture=(p.model.config.architectures or [type(p.model).__name__])[0],
         trainable_parameters=sum(t.numel() for t in p.engine.parameters.values()),

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import evaluate, loading, sharding
+from dpllm.model import adapters, evaluate, loading, sharding
 from dpllm.privacy.engine import Engine, recover
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.run import checkpoint
@@ -128,7 +128,7 @@ def after_a_failure(net: Any, batches: list[PhysicalBatch]) -> torch.Tensor:
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    layer = loading.blocks(net)[1][1].mlp
+    layer = adapters.blocks(net)[1][1].mlp
     for register in (layer.register_forward_hook, layer.register_full_backward_hook):
         hook = register(fail)
         with contextlib.suppress(MemoryError):
@@ -154,7 +154,7 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
     head, embedding = net.get_output_embeddings(), net.get_input_embeddings()
     head.forward = lambda hidden_RTd: functional.linear(hidden_RTd, embedding.weight)
     try:
-        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
+        sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
     except Refused as error:
         told["outside"] = str(error)
     return told
@@ -162,7 +162,7 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
 
 def facts(net: Any) -> dict[str, Any]:
     """How much of the model lies here, and what of it is cut."""
-    blocks, layers = loading.blocks(net)
+    blocks, layers = adapters.blocks(net)
     cut = {name: p for name, p in net.named_parameters() if isinstance(p, DTensor)}
     assert not any(p.requires_grad for p in cut.values())
     return {
@@ -203,7 +203,7 @@ def compare(family: str, adapter: dict[str, Any], checkpointing: str | None, ran
     whole = tm.build(family, adapter, checkpointing=checkpointing)
     expected_P = tm.make_engine(whole, tm.plan(C)).clipped_sum(batches)[0]
     net = tm.build(family, adapter, checkpointing=checkpointing)
-    sharding.shard(net, loading.blocks(net)[0], tm.CPU)
+    sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
     engine = tm.make_engine(net, tm.plan(C))
     experts = "num_local_experts" in tiny.FAMILIES[family]  # computed row by row
     error = engine.self_check(tm.VOCABULARY, 32, physical_batch_size=1 if experts else 8)

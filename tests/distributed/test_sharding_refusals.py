@@ -14,7 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import loading, processes, sharding
+from dpllm.model import adapters, loading, processes, sharding
 from dpllm.recipe.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -104,23 +104,23 @@ def test_another_layer_class_is_refused(launched: pytest.MonkeyPatch) -> None:
     net = tm.build("llama")
     launched.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "GPT2Block")
     with pytest.raises(Refused, match="LlamaDecoderLayer"):
-        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
+        sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
 
 
 def test_blocks_that_share_weights_are_refused(launched: pytest.MonkeyPatch) -> None:
     net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
-    layers = loading.blocks(net)[1]
+    layers = adapters.blocks(net)[1]
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     with pytest.raises(Refused, match="share weights"):
-        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
+        sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
 
 
 def test_quantised_files_are_refused(launched: pytest.MonkeyPatch) -> None:
     net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
     packed = torch.zeros((24, 16), dtype=torch.uint8)
-    loading.blocks(net)[1][1].mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
+    adapters.blocks(net)[1][1].mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
     with pytest.raises(Refused, match="quantised"):
-        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
+        sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
 
 
 @pytest.mark.parametrize("before", [None, "true", "false"])
@@ -153,18 +153,18 @@ def test_a_part_that_does_not_fit_is_an_error_that_says_so(alone: pytest.MonkeyP
     alone.setattr(sharding, where, full)
     net = tm.build("llama")
     with pytest.raises(ConfigError, match="do not fit"):
-        sharding.shard(net, loading.blocks(net)[0], tm.CPU)
+        sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
 
 
 def test_one_unit_after_the_other_is_moved_and_cut(alone: pytest.MonkeyPatch) -> None:
     """A device never holds more than one whole unit beside its shards."""
     net = tm.build("llama")
-    layers = list(loading.blocks(net)[1])
+    layers = list(adapters.blocks(net)[1])
     done: list[tuple[str, Any]] = []
     alone.setattr(sharding, "_place", lambda module, device: done.append(("placed", module)) or 0)
     alone.setattr(sharding, "_shard", lambda module, mesh, whole: done.append(("cut", module)))
     alone.setattr(sharding, "_try", lambda *_: None)
-    sharding.shard(net, loading.blocks(net)[0], tm.CPU)
+    sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
     units = [*layers, net.get_input_embeddings(), net.get_output_embeddings(), net]
     assert done == [event for unit in units for event in (("placed", unit), ("cut", unit))]
 

@@ -26,11 +26,11 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> dict[s
     import torch
     import transformers
 
-    from dpllm.model import loading
+    from dpllm.model import adapters
     from dpllm.privacy.engine import Engine
     from dpllm.privacy.plan import make_plan
     from dpllm.privacy.sampling import collate
-    from dpllm.recipe.config import FrozenConfig, RunConfig
+    from dpllm.recipe.config import RunConfig
     from dpllm.text.data import TokenSequence, Unit
 
     torch.manual_seed(0)
@@ -49,10 +49,7 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> dict[s
     base = transformers.AutoConfig.from_pretrained(folder)
     net: Any = transformers.AutoModelForCausalLM.from_config(base, dtype=torch.float32)
     net.requires_grad_(False)
-    net = loading._unfreeze(net, config.adapter) if isinstance(config.adapter, FrozenConfig) else loading._add_lora(
-        net, config.adapter, config
-    )  # fmt: skip
-    net.train()
+    net = adapters.attach(net, config).train()
     plan = make_plan(config, 100 * rows * count)
     trains = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trains, lr=1e-6)

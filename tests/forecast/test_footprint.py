@@ -19,7 +19,7 @@ import dpllm
 from dpllm.errors import ConfigError, Refused
 from dpllm.forecast.footprint import footprint, skeleton
 from dpllm.forecast.meta_tensor_counter import tally
-from dpllm.model import loading
+from dpllm.model import adapters, loading
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.recipe.config import RunConfig
 
@@ -64,7 +64,7 @@ def only_config(path: Path, family: str = "llama", **changes: Any) -> Path:
 def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
     found = needs(recipe(only_config(tmp_path / "config", family), adapter))
     real = loading.build(recipe(tiny.save_model(tmp_path / "whole", family), adapter), torch.device("cpu"))
-    assert list(found.kinds) == loading.trainable_table(real)
+    assert list(found.kinds) == adapters.trainable_table(real)
     assert found.total == sum(parameter.numel() for parameter in real.parameters())
     assert found.trainable == sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad)
     assert found.memory is not None
@@ -76,8 +76,8 @@ def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], t
 def test_auto_would_train_what_it_trains(family: str, tmp_path: Path) -> None:
     planned = skeleton(recipe(only_config(tmp_path / "config", family)), torch.float32)
     real = loading.build(recipe(tiny.save_model(tmp_path / "whole", family)), torch.device("cpu"))
-    assert loading.trainable_table(planned) == loading.trainable_table(real)
-    assert loading.left_out(planned) == loading.left_out(real)
+    assert adapters.trainable_table(planned) == adapters.trainable_table(real)
+    assert adapters.left_out(planned) == adapters.left_out(real)
 
 
 def test_a_large_model_takes_no_memory(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dpllm.errors import ConfigError
 from dpllm.lab import leakage
 from dpllm.lab.leakage import LeakageReport, gradient_leakage, reconstruction_bound
 from dpllm.lab.replay import plain_gradient
-from dpllm.model import loading
+from dpllm.model import adapters
 from dpllm.privacy.clipping import FUNCTIONS
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, make_plan
@@ -45,7 +45,7 @@ def net(family: str = "llama", r: int = 16, **adapter: Any) -> Any:
         family, **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "head_dim": WIDTH // 2}, **tm.NO_DROPOUT.get(family, {})
     )  # fmt: skip
     recipe = tm.recipe(adapter={"method": "lora", "r": r, "alpha": 2 * r, **adapter})
-    return loading._add_lora(made.requires_grad_(False), recipe.adapter, recipe).train()
+    return adapters.attach(made.requires_grad_(False), recipe).train()
 
 
 def sequences(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[TokenSequence]:

@@ -14,8 +14,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import loading
+from dpllm.model import adapters, loading
 from dpllm.privacy import guards
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
@@ -117,16 +118,16 @@ def test_auto_leaves_out_what_clipping_cannot_hold_and_says_so(bases: dict[str, 
     adapted = {name.rsplit(".lora_", 1)[0] for name in trainable(net)}
     expected, apart = AUTO[family]
     assert {name.rsplit(".", 1)[-1] for name in adapted} == expected
-    assert all(name.startswith(f"{loading.blocks(net)[0]}.") for name in adapted)
-    assert apart <= set(loading.left_out(net))
-    assert not {name.removeprefix("base_model.model.") for name in adapted} & set(loading.left_out(net))
-    assert bool(apart) == bool(loading.left_out(net))
+    assert all(name.startswith(f"{adapters.blocks(net)[0]}.") for name in adapted)
+    assert apart <= set(adapters.left_out(net))
+    assert not {name.removeprefix("base_model.model.") for name in adapted} & set(adapters.left_out(net))
+    assert bool(apart) == bool(adapters.left_out(net))
     guards.check_model(net)
     assert len(str(net.peft_config["default"].target_modules)) < 300
 
 
 def test_nothing_is_left_out_of_an_ordinary_model(bases: dict[str, Path]) -> None:
-    assert loading.left_out(loading.build(recipe(bases["llama"]), CPU)) == []
+    assert adapters.left_out(loading.build(recipe(bases["llama"]), CPU)) == []
 
 
 def test_names_that_match_more_than_the_blocks_become_an_expression(bases: dict[str, Path]) -> None:
@@ -150,7 +151,7 @@ BLOCKS = {
 @pytest.mark.parametrize("family", BLOCKS)
 def test_the_decoder_blocks_are_found(bases: dict[str, Path], family: str) -> None:
     """More norms of heads than blocks; blocks of two classes; a head that is called decoder; an encoder with more blocks."""
-    name, layers = loading.blocks(loading.load_base(recipe(bases[family]).model, CPU))
+    name, layers = adapters.blocks(loading.load_base(recipe(bases[family]).model, CPU))
     assert (name, len(layers)) == (BLOCKS[family], 2)
 
 
@@ -158,7 +159,7 @@ def test_a_smaller_list_before_the_blocks_is_not_taken_for_them(bases: dict[str,
     net = loading.load_base(recipe(bases["llama"]).model, CPU)
     small = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
     net.model._modules = {"projections": small, **net.model._modules}
-    assert loading.blocks(net)[0] == "model.layers"
+    assert adapters.blocks(net)[0] == "model.layers"
 
 
 def test_no_router_and_no_expert_trains(bases: dict[str, Path]) -> None:
@@ -227,7 +228,7 @@ def test_a_new_adapter_changes_nothing_yet(bases: dict[str, Path]) -> None:
 
 def test_the_table_counts_what_trains(bases: dict[str, Path]) -> None:
     net = loading.build(recipe(bases["llama"]), CPU)
-    rows = loading.trainable_table(net)
+    rows = adapters.trainable_table(net)
     assert sum(tensors for _, tensors, _ in rows) == len(trainable(net))
     assert sum(size for *_, size in rows) == sum(p.numel() for p in net.parameters() if p.requires_grad)
 
@@ -293,10 +294,10 @@ def test_a_model_without_a_head_says_so(bases: dict[str, Path], monkeypatch: pyt
 def test_only_a_tied_head_that_trains_as_a_copy_is_untied(tmp_path: Path, bases: dict[str, Path]) -> None:
     tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
     head = {"method": "lora", "modules_to_save": ["lm_head"]}
-    assert loading.untied(loading.build(recipe(tied, head), CPU))
-    assert not loading.untied(loading.build(recipe(bases["llama"], head), CPU))
-    assert not loading.untied(loading.build(recipe(tied, {"method": "lora"}), CPU))
-    assert not loading.untied(loading.build(recipe(tied, {"method": "frozen", "lm_head": True}), CPU))
+    assert adapters.untied(loading.build(recipe(tied, head), CPU))
+    assert not adapters.untied(loading.build(recipe(bases["llama"], head), CPU))
+    assert not adapters.untied(loading.build(recipe(tied, {"method": "lora"}), CPU))
+    assert not adapters.untied(loading.build(recipe(tied, {"method": "frozen", "lm_head": True}), CPU))
 
 
 def test_checkpointing_is_not_reentrant(bases: dict[str, Path]) -> None:
@@ -329,9 +330,9 @@ def test_quantization_without_its_library_says_what_to_install(
 
 
 def test_a_published_name_is_no_path(tmp_path: Path) -> None:
-    assert loading.public_name(str(tmp_path)) == tmp_path.name
-    assert loading.public_name("org/name") == "org/name"
-    assert loading.public_name("builtin:tiny") == "builtin:tiny"
+    assert names.public_name(str(tmp_path)) == tmp_path.name
+    assert names.public_name("org/name") == "org/name"
+    assert names.public_name("builtin:tiny") == "builtin:tiny"
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
@@ -462,7 +463,7 @@ def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
     assert small.training
-    assert len(loading.blocks(small)[1]) == 2
+    assert len(adapters.blocks(small)[1]) == 2
     assert {p.dtype for p in small.parameters()} == {torch.float32}
     vocabulary = small.get_input_embeddings().weight.shape[0]
     assert vocabulary == loading.SHRUNKEN_VOCABULARY

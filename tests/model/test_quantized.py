@@ -14,7 +14,7 @@ import tiny_models as tm
 import torch
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import loading
+from dpllm.model import adapters, loading
 from dpllm.privacy import guards
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.sampling import collate
@@ -196,9 +196,8 @@ def test_packed_weights_cannot_train_whole(folder: Path) -> None:
         loading.build(recipe(folder, adapter={"target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}), CPU)
     net = loading.build(recipe(folder, adapter={"modules_to_save": ["lm_head"]}), CPU)  # never packed
     assert any("lm_head" in name for name, p in net.named_parameters() if p.requires_grad)
-    frozen: Any = tm.recipe(adapter=tm.FROZEN).adapter
     with pytest.raises(ConfigError, match=r"adapter\.method: frozen trains whole weights"):
-        loading._unfreeze(loading.load_base(recipe(folder).model, CPU), frozen)
+        adapters.attach(loading.load_base(recipe(folder).model, CPU), tm.recipe(adapter=tm.FROZEN))
 
 
 def test_a_recipe_that_would_train_packed_weights_is_wrong() -> None:

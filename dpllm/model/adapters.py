@@ -1,0 +1,215 @@
+"""What of a base model trains: LoRA adapters or the last blocks.
+
+Comes in: a base model with nothing trainable, and the recipe. Goes out: the model with its trainable parameters, and their
+names. This module must not see data.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.guards import ROUTED
+from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig
+from dpllm.recipe.names import public_name
+
+# No adapters: what sees other rows' tokens, what no gradient reaches (sparse attention's choice of tokens), and what is read
+# outside its layer (Gemma 3n).
+APART = ROUTED | {"indexer", "compressor", "altup", "gate_up_proj_adapter_list"}
+_WRAPPERS = {"default", "base_model", "model"}
+
+
+def attach(model: Any, config: RunConfig) -> Any:
+    """Makes trainable what the recipe asks for: a PeftModel, or the model itself with some layers unfrozen.
+
+    Raises:
+        ConfigError: The adapter matches nothing, or would train weights that are packed in few bits.
+    """
+    if isinstance(config.adapter, LoraConfig):
+        model = _add_lora(model, config.adapter, config.model.name_or_path)
+    else:
+        _unfreeze(model, config.adapter)
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """The decoder blocks, with their name: of all lists of modules in the text decoder, the one with the most parameters.
+
+    Neither length nor class tells them: norms of single heads are often more than the blocks (StableLM), an encoder of images
+    may have as many, and blocks may be of two classes in turn (Jamba).
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    within = {id(module) for module in model.get_decoder().modules()}
+    lists = [item for item in lists if id(item[1]) in within] or lists  # ModernBERT calls its head a decoder
+    if not lists:
+        raise ConfigError(
+            "the base model has no list of decoder blocks, so that neither its last ones nor their linear layers can be told. "
+            "Use another base model."
+        )
+    return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+
+
+def left_out(model: Any) -> list[str]:
+    """Which weights of the decoder blocks, norms and biases aside, LoRA gave no adapter, by their layers' names in a block."""
+    layers = blocks(model)[1]
+    frozen = [
+        name
+        for name, parameter in layers.named_parameters()
+        if parameter.dim() > 1 and not parameter.requires_grad and ".base_layer." not in name
+    ]
+    return sorted({".".join(part for part in name.split(".")[:-1] if not part.isdigit()) for name in frozen})
+
+
+def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
+    """What trains: (kind of layer, number of tensors, number of parameters), e.g. ("q_proj.lora_A", 5, 5120)."""
+    kinds: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts = [part for part in name.split(".") if not part.isdigit() and part not in _WRAPPERS]
+            kind = ".".join(parts[-3:])
+            tensors, size = kinds.get(kind, (0, 0))
+            kinds[kind] = (tensors + 1, size + parameter.numel())
+    return [(kind, tensors, size) for kind, (tensors, size) in kinds.items()]
+
+
+def untied(model: Any) -> bool:
+    """A head that is tied in the base model and trains as a copy of its own (adapter.modules_to_save)."""
+    if not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
+        return False
+    copies = {id(p) for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." in name}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return any(id(parameter) in copies for end in ends if end is not None for parameter in end.parameters())
+
+
+def _add_lora(model: Any, adapter: LoraConfig, name: str) -> Any:
+    adaptable = _adaptable(model)
+    linear = {path.rpartition(".")[2] for path in adaptable}
+    targets: Any = adapter.target_modules
+    if isinstance(targets, str) and targets in linear:
+        targets = [targets]  # peft would read a single name as an expression for whole paths
+    _check_modules_to_save(model, adapter, linear if targets == "auto" else targets)
+    if targets == "auto":
+        targets = _targets(model, adaptable)
+    conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    try:
+        peft_config = PeftLoraConfig(
+            task_type="CAUSAL_LM",
+            r=adapter.r,
+            lora_alpha=adapter.alpha,
+            lora_dropout=adapter.dropout,
+            target_modules=targets,
+            use_rslora=adapter.use_rslora,
+            modules_to_save=adapter.modules_to_save or None,
+            fan_in_fan_out=conv1d,
+        )
+        peft_model = get_peft_model(model, peft_config)
+    except (ValueError, re.error):
+        raise ConfigError(
+            f"adapter.target_modules {adapter.target_modules!r} matches no layer that LoRA knows in {name}. "
+            f"Its linear layers are {', '.join(sorted(linear))}; or set adapter.target_modules: auto."
+        ) from None
+    # The user's path means nothing to a stranger, and may tell him more than it should.
+    peft_model.peft_config["default"].base_model_name_or_path = public_name(name)
+    return peft_model
+
+
+def _check_modules_to_save(model: Any, adapter: LoraConfig, targets: Any) -> None:
+    names = dict(model.named_modules())
+    for wanted in adapter.modules_to_save:
+        found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+        whole = [name for name in found if next(names[name].children(), None) is not None]
+        if not found or whole:
+            reason = "matches no layer" if not found else f"is {whole[0]}, which holds other layers"
+            raise ConfigError(
+                f"adapter.modules_to_save: {wanted!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
+            )
+        for name in found:
+            _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
+        if not isinstance(targets, str) and wanted in targets:
+            raise ConfigError(
+                f"adapter.modules_to_save: {wanted!r} also gets an adapter. Take it out of this list or of target_modules."
+            )
+
+
+def _targets(model: Any, chosen: list[str]) -> list[str] | str:
+    """Full names as adapter_config.json says them: by last parts where those match nothing else, or an expression."""
+    prefix = blocks(model)[0]
+    names = {name.rpartition(".")[2] for name in chosen}
+    if chosen == [name for name, _ in model.named_modules() if name.rpartition(".")[2] in names]:
+        return sorted(names)
+    inside = {re.escape(name.removeprefix(f"{prefix}.").partition(".")[2]) for name in chosen}
+    return rf"{re.escape(prefix)}\.\d+\.({'|'.join(sorted(inside))})"
+
+
+def _adaptable(model: Any) -> list[str]:
+    """Full names of the linear layers in the decoder blocks that read every row's tokens, in calls of their own.
+
+    Named and not tried out, because the model may be sharded, or have shapes and no content (``dpllm plan``).
+    """
+    prefix, layers = blocks(model)
+    found = []
+    for name, module in layers.named_modules(prefix=prefix):
+        if not isinstance(module, (nn.Linear, Conv1D)) or APART & set(name.split(".")):
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        # Fused kernels of state-space mixers (Mamba) read every other weight beside its layer.
+        mixer = {"A_log", "D"} <= {own for own, _ in parent.named_parameters(recurse=False)}
+        if mixer and not name.rpartition(".")[2].startswith("in_proj"):
+            continue
+        if type(module).__name__.endswith("GroupedLinear"):  # its output has another shape than LoRA's (DeepSeek V4)
+            continue
+        found.append(name)
+    # peft 0.21 takes the names of linear layers, also of dense and shared ones, for the fused experts that replaced them.
+    asked = PeftLoraConfig(target_modules=found)
+    convert_peft_config_for_transformers(asked, model, None)
+    return [name for name in found if name in (asked.target_modules or ())]
+
+
+def _unfreeze(model: Any, adapter: FrozenConfig) -> None:
+    name, layers = blocks(model)
+    if adapter.last_blocks > len(layers):
+        raise ConfigError(f"adapter.last_blocks is {adapter.last_blocks}, but the base model has {len(layers)} blocks.")
+    chosen: list[nn.Module] = list(layers)[len(layers) - adapter.last_blocks :]
+    if adapter.final_norm:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        siblings = list(parent.named_children())
+        position = [child for child, _ in siblings].index(name.rpartition(".")[2])
+        chosen += [
+            module
+            for index, (child, module) in enumerate(siblings)
+            # OPT names its final norm before its blocks; other norms there belong to the embedding.
+            if "norm" in type(module).__name__.lower() and (index > position or child.startswith("final"))
+        ]
+    if adapter.lm_head:
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ConfigError(
+                f"adapter.lm_head: true, but {type(model).__name__} names no output head that could train. "
+                "Set adapter.lm_head: false."
+            )
+        chosen.append(head)
+    for module in chosen:
+        _refuse_packed(module, "adapter.method: frozen")
+        module.requires_grad_(True)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("nothing trains: set adapter.last_blocks to 1 or more, or adapter.final_norm: true.")
+
+
+def _refuse_packed(module: nn.Module, who: str) -> None:
+    if any(not parameter.is_floating_point() for parameter in module.parameters()):
+        raise ConfigError(
+            f"{who} trains whole weights, and these are packed in few bits, which no gradient can move. Give them adapters "
+            "(adapter.method: lora, adapter.target_modules), or use the unquantised checkpoint and model.quantization: null."
+        )
