@@ -46,14 +46,7 @@ def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.de
 
     With a number in the recipe: that number. On a GPU it is tried once, at ``data.max_length`` tokens, so that a batch that
     does not fit is an error here and not after steps that were charged. With auto: the largest that fits in 90% of what is
-    free, at most ``most_rows``.
-
-    Args:
-        engine: As it will train, before or after its self-check.
-        config: The recipe.
-        vocab_size: Tokens are drawn below this.
-        device: Where the model is.
-        world: Number of processes.
+    free, at most ``most_rows``. The engine is as it will train, before or after its self-check.
 
     Raises:
         ConfigError: The number does not fit, or not even one sequence does.
@@ -65,34 +58,33 @@ def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.de
     many = (config.data.max_examples_per_unit or 1) > 1 or config.data.long_examples == "chunk"
     meter = _Meter(device)
     trial = _Trial(engine, meter, config.data.max_length, vocab_size, several=config.data.sampling == "unit" and many)
-    if named == "auto":
-        found = largest(trial.bytes_of, budget(meter.free), most_rows(config, device, world))
-        if not found:
-            raise _nothing_fits(config, meter.free, trial)
-        return found
-    if trial.bytes_of(named) == UNKNOWN:
-        found = largest(trial.bytes_of, budget(meter.free), named - 1)
-        if not found:
-            raise _nothing_fits(config, meter.free, trial)
-        need = line(sorted(one for one in trial.seen.items() if one[1] != UNKNOWN), named)
+    if named != "auto" and trial.bytes_of(named) != UNKNOWN:
+        return named
+    most = most_rows(config, device, world) if named == "auto" else named - 1
+    found = largest(trial.bytes_of, budget(meter.free), most)
+    if not found:
+        used = trial.seen.get(1, UNKNOWN)
+        need = "more" if used == UNKNOWN else f"about {_gigabytes(used)}"
         raise ConfigError(
-            f"train.physical_batch_size {named}: {named} sequences of {config.data.max_length} tokens need about "
-            f"{_gigabytes(need)} beside the model, and {_gigabytes(meter.free)} are free, so the run would end with its steps "
-            f"charged. Set train.physical_batch_size: auto, or {found} or less."
+            f"one sequence of {config.data.max_length} tokens does not fit: {_gigabytes(meter.free)} are free beside the model, "
+            f"of which {round(100 * SHARE)}% may be used, and its forward and backward pass needs {need}. Set "
+            f"{_other_knobs(config)}."
         )
-    return named
+    if named == "auto":
+        return found
+    need = _gigabytes(line(sorted(one for one in trial.seen.items() if one[1] != UNKNOWN), named))
+    raise ConfigError(
+        f"train.physical_batch_size {named}: {named} sequences of {config.data.max_length} tokens need about {need} beside the "
+        f"model, and {_gigabytes(meter.free)} are free, so the run would end with its steps charged. Set "
+        f"train.physical_batch_size: auto, or {found} or less."
+    )
 
 
 def largest(bytes_of: Callable[[int], int], limit: int, most: int) -> int:
     """The largest number of rows found to stay within a limit: doubled while the next is expected to, then in quarters.
 
     Nothing is tried that the line through the two last measurements puts beyond the limit, since on a CPU the system may
-    end a process that tries.
-
-    Args:
-        bytes_of: Measures a number of rows, 0 among them; not smaller for more rows.
-        limit: Bytes.
-        most: The answer is at most this.
+    end a process that tries. ``bytes_of`` measures a number of rows, 0 among them; not smaller for more rows.
 
     Returns:
         A power of two, or 1.25, 1.5 or 1.75 times one, or ``most``; 0 if not even one row fits.
@@ -119,13 +111,7 @@ def line(points: Sequence[tuple[int, int]], rows: int) -> int:
 
 
 def most_rows(config: RunConfig, device: torch.device, world: int = 1) -> int:
-    """Beyond so many sequences a physical batch gains nothing: the device is busy, or a process's share is over.
-
-    Args:
-        config: For the logical batch and the length of its sequences; public numbers alone.
-        device: Where the model is.
-        world: Number of processes, which share a logical batch.
-    """
+    """Beyond so many sequences a physical batch gains nothing: the device is busy, or a process's share is over."""
     busy = TOKENS.get(device.type, MANY_TOKENS) // config.data.max_length
     together = config.data.max_examples_per_unit if config.data.sampling == "unit" else 1
     batch = config.train.batch_size / world
@@ -156,49 +142,19 @@ def free_memory(device: torch.device) -> int:
 
 
 def synthetic(rows: int, tokens: int, vocab_size: int, *, one_unit: bool = False) -> PhysicalBatch:
-    """Random tokens, every one but the first learned: one unit each row, or all rows one unit's.
-
-    Args:
-        rows: R.
-        tokens: T, >= 2.
-        vocab_size: Tokens are drawn below this.
-        one_unit: All rows are of one unit.
-    """
+    """Random tokens, every one but the first learned: one unit each row, or all rows one unit's."""
     ids_RT = torch.randint(0, vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
     learned_RT = torch.ones((rows, tokens), dtype=torch.bool)
     learned_RT[:, 0] = False
     unit_R = torch.zeros(rows, dtype=torch.long) if one_unit else torch.arange(rows)
-    return PhysicalBatch(
-        ids_RT,
-        learned_RT,
-        torch.full((rows,), float(tokens - 1)),
-        unit_R,
-        1 if one_unit else rows,
-    )
+    denominator_R = torch.full((rows,), float(tokens - 1))
+    return PhysicalBatch(ids_RT, learned_RT, denominator_R, unit_R, 1 if one_unit else rows)
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that there was no memory; libraries under torch raise their own kinds."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and bool(re.search("out of memory|allocate memory", str(error), re.IGNORECASE))
-    )
-
-
-def explain_oom(error: BaseException, config: RunConfig, size: int) -> ConfigError | None:
-    """What a user can do about an exception of the loop; None if it was not about memory.
-
-    Args:
-        error: As it was raised.
-        config: The recipe.
-        size: Sequences in one forward pass, as ``resolve`` returned them.
-    """
-    if not out_of_memory(error):
-        return None
-    smaller = f"{size // 2} or less" if size > 1 else f"what needs less memory: {_other_knobs(config)}"
-    number = f"train.physical_batch_size: {smaller}" if size > 1 else smaller
-    return ConfigError(
-        f"out of memory with {size} sequences in one forward pass, so the run ended early; its steps so far stay charged. Close "
-        f"what else uses this memory, or set {number}; and add --resume where checkpoints were kept."
     )
 
 
@@ -215,7 +171,7 @@ def base_does_not_fit(model: ModelConfig) -> ConfigError:
 
 @contextlib.contextmanager
 def explained(config: RunConfig, size: int) -> Iterator[None]:
-    """Turns an exception about memory into ``explain_oom``'s error.
+    """Says what a user can do about an exception of the loop that is about memory; ``size`` is what ``resolve`` returned.
 
     Raises:
         ConfigError: There was no memory.
@@ -223,10 +179,15 @@ def explained(config: RunConfig, size: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        found = explain_oom(error, config, size)
-        if found is None:
+        if not out_of_memory(error):
             raise
-        raise found from None
+        less = f"what needs less memory: {_other_knobs(config)}"
+        if size > 1:
+            less = f"train.physical_batch_size: {size // 2} or less"
+        raise ConfigError(
+            f"out of memory with {size} sequences in one forward pass, so the run ended early; its steps so far stay charged. "
+            f"Close what else uses this memory, or set {less}; and add --resume where checkpoints were kept."
+        ) from None
 
 
 @dataclass
@@ -295,15 +256,6 @@ def _kib(path: Path, key: str) -> int:
     """Bytes of an entry that Linux gives in KiB."""
     found = re.search(rf"^{key}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
     return 1024 * int(found[1]) if found else UNKNOWN
-
-
-def _nothing_fits(config: RunConfig, free: int, trial: _Trial) -> ConfigError:
-    used = trial.seen.get(1, UNKNOWN)
-    need = "more" if used == UNKNOWN else f"about {_gigabytes(used)}"
-    return ConfigError(
-        f"one sequence of {config.data.max_length} tokens does not fit: {_gigabytes(free)} are free beside the model, of which "
-        f"{round(100 * SHARE)}% may be used, and its forward and backward pass needs {need}. Set {_other_knobs(config)}."
-    )
 
 
 def _other_knobs(config: RunConfig) -> str:

@@ -110,11 +110,8 @@ def least(value: int) -> int:
 def check_equal(facts: Mapping[str, Any]) -> None:
     """Makes sure that all ranks are about to do the same.
 
-    Args:
-        facts: What to compare -> its value here.
-
     Raises:
-        ConfigError: One has another value, or lacks it, on some rank; names the fact, the rank and both values.
+        ConfigError: A fact has another value, or is missing, on some rank; names the fact, the rank and both values.
     """
     if not several():
         return
@@ -184,31 +181,25 @@ def replicate(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) ->
     """Rank 0's values of the parameters, and its optimizer's state of them, on every rank."""
     if not several():
         return
-    kept = optimizer.state_dict()
-    names = shared(
-        {key: {name: _described(value) for name, value in entry.items()} for key, entry in kept["state"].items()}
-    )
     for parameter in parameters:
         distributed.broadcast(parameter.data, src=0)
+    kept = optimizer.state_dict()
+    # Shapes and what is no tensor travel pickled, tensors as they are.
+    whole = {key: {name: _described(value) for name, value in entry.items()} for key, entry in kept["state"].items()}
     state: dict[Any, dict[str, Any]] = {}
-    for key, entry in names.items():
+    for key, entry in shared(whole).items():
         state[key] = {}
         for name, (value, shape, dtype) in entry.items():
-            if shape is None:
-                state[key][name] = value
-                continue
-            mine = kept["state"].get(key, {}).get(name)
-            here = mine if mine is not None else torch.empty(shape, dtype=dtype, device=_device())
-            distributed.broadcast(here, src=0)
-            state[key][name] = here
+            if shape is not None:
+                value = kept["state"].get(key, {}).get(name)
+                value = torch.empty(shape, dtype=dtype, device=_device()) if value is None else value
+                distributed.broadcast(value, src=0)
+            state[key][name] = value
     optimizer.load_state_dict({**kept, "state": state})
 
 
 def _described(value: Any) -> tuple[Any, torch.Size | None, torch.dtype | None]:
-    """A value that travels as it is, or shape and dtype of a tensor that is broadcast."""
-    if isinstance(value, Tensor) and value.dim():
-        return None, value.shape, value.dtype
-    return value, None, None
+    return (None, value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else (value, None, None)
 
 
 def _device() -> torch.device:

@@ -21,27 +21,20 @@ from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import parse_flag_from_env, patch_environment
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import memory, processes
 from dpllm.recipe.config import LoraConfig, RunConfig
 
-_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads it too
-
 
 def requested() -> bool:
     """Whether the launcher asks for a sharded base (`distributed_type: FSDP`)."""
     return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``shard`` was here, so that all ranks must make the same forward and backward passes."""
-    return isinstance(model, FSDPModule)
 
 
 def check(config: RunConfig) -> None:
@@ -73,9 +66,7 @@ def check(config: RunConfig) -> None:
 
 def _plugin() -> FullyShardedDataParallelPlugin:
     """What accelerate reads in the environment."""
-    version = os.environ.get(
-        "FSDP_VERSION", "1"
-    )  # accelerate's default; its first version has other words for the rest
+    version = os.environ.get("FSDP_VERSION", "1")  # accelerate's default, whose plugin has other words for the rest
     if version != "2":
         raise Refused(
             f"fsdp_version is {version}: it flattens a layer's weights into one, trained and frozen together, so that no "
@@ -131,15 +122,9 @@ def loading() -> Iterator[None]:
     expects accelerate to fill them. Weights in safetensors are mapped from the file, so that the ranks of one machine hold one
     copy in memory anyway, as long as model.dtype is that of the file.
     """
-    before = os.environ.get(_LOADING)
-    os.environ[_LOADING] = "false"
-    try:
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads it too
+    with patch_environment(**{name: "false"}):
         yield
-    finally:
-        if before is None:
-            del os.environ[_LOADING]
-        else:
-            os.environ[_LOADING] = before
 
 
 def shard(model: Any, blocks: str, device: torch.device) -> None:
@@ -174,10 +159,12 @@ def shard(model: Any, blocks: str, device: torch.device) -> None:
     try:
         for unit in units:
             fingerprint += _place(unit, device)
-            _shard(unit, mesh, whole)
+            # Resharding after every forward pass keeps the ranks alike whatever one of them does with its state_dict alone.
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         fingerprint += _place(model, device)  # what is left
         processes.check_equal({"the fingerprint of the loaded weights": f"{fingerprint:x}"})
-        _shard(model, mesh, whole)  # nothing of its own; the root, through which the others know each other
+        # Nothing of its own; the root, through which the others know each other.
+        fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         _try(model, device)
     except (RuntimeError, MemoryError) as error:
         if not memory.out_of_memory(error):
@@ -225,11 +212,6 @@ def _place(module: nn.Module, device: torch.device) -> int:
     for tensor in (*parameters, *module.buffers()):
         tensor.data = tensor.data.to(device)
     return processes.fingerprint(parameters)
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh, whole: set[nn.Parameter]) -> None:
-    # Resharding after every forward pass keeps the ranks alike whatever one of them does with its state_dict alone.
-    fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
 
 
 def _try(model: Any, device: torch.device) -> None:
