@@ -54,17 +54,10 @@ def unknown(names: Iterable[str]) -> list[str]:
 
 
 def publishable(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """A settings file without what could make a library load code, or files, from elsewhere.
+    """What a settings file of that name holds, without what could make a library load code, or files, from elsewhere.
 
     config.json and generation_config.json have other keys for each architecture, so that no list of them is complete: there it
     is the values that tell. Code and kernels are named as "repository--module.Class", "owner/repository" or by a path.
-
-    Args:
-        name: Of the file.
-        settings: What it holds.
-
-    Returns:
-        The same object where all of it may be published.
     """
     if name in ("config.json", "generation_config.json"):
         return dict(_without_code(settings))
@@ -104,11 +97,9 @@ def _plain(value: Any) -> bool:
 
 
 def hashes(directory: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """SHA-256 of every file below a directory.
+    """SHA-256 of every file below a directory, to any depth, but for the paths in ``without``.
 
-    Args:
-        directory: Read to any depth; symbolic links to files are read, those to directories are not followed.
-        without: Paths that are left out.
+    Symbolic links to files are read, those to directories are not followed.
 
     Returns:
         Path below the directory, with forward slashes -> SHA-256 in hexadecimal; sorted by path.
@@ -212,56 +203,41 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+class _Below:
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, run: RunPaths, owner: type[RunPaths]) -> Path:
+        return run.root / self._path
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """The paths of one run."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        """The resolved recipe."""
-        return self.root / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The promise."""
-        return self.root / "plan.json"
-
-    @property
-    def run(self) -> Path:
-        """What happened."""
-        return self.root / "run.json"
-
-    @property
-    def export(self) -> Path:
-        """The only directory that is ever uploaded."""
-        return self.root / "export"
-
-    @property
-    def private(self) -> Path:
-        """Mode 0700; never leaves."""
-        return self.root / "private"
-
-    @property
-    def canaries(self) -> Path:
-        """Canary texts, coins and references: secret."""
-        return self.private / "canaries.json"
-
-    @property
-    def resume(self) -> Path:
-        """The checkpoints that a resumed run starts from: secret."""
-        return self.private / "resume"
+    config = _Below("config.yaml")
+    """The resolved recipe."""
+    plan = _Below("plan.json")
+    """The promise."""
+    run = _Below("run.json")
+    """What happened."""
+    export = _Below("export")
+    """The only directory that is ever uploaded."""
+    private = _Below("private")
+    """Mode 0700; never leaves."""
+    canaries = _Below("private/canaries.json")
+    """Canary texts, coins and references: secret."""
+    resume = _Below("private/resume")
+    """The checkpoints that a resumed run starts from: secret."""
+    metrics = _Below("private/metrics.jsonl")
+    """Un-noised diagnostics, one JSON value a line: private."""
 
     def checkpoints(self) -> list[Path]:
         """Their directories, such as step-00000040, of the highest step first; none that is still being written."""
         found = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
         return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
-
-    @property
-    def metrics(self) -> Path:
-        """Un-noised diagnostics, one JSON value a line: private."""
-        return self.private / "metrics.jsonl"
 
     def audit_dir(self, private_enabled: bool) -> Path:
         """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""

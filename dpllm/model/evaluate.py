@@ -22,17 +22,14 @@ from dpllm.text.data import TokenSequence, Unit
 
 
 class HeldOut(NamedTuple):
-    """What one pass over held-out text shows.
-
-    Attributes:
-        loss: Mean negative log-likelihood, in nats per target token.
-        accuracy: Share of target tokens to which the model gives the highest logit, in [0, 1].
-        tokens: Number of target tokens.
-    """
+    """What one pass over held-out text shows."""
 
     loss: float
+    """Mean negative log-likelihood, in nats per target token."""
     accuracy: float
+    """Share of target tokens to which the model gives the highest logit, in [0, 1]."""
     tokens: int
+    """Number of target tokens."""
 
 
 def held_out_loss(
@@ -44,21 +41,10 @@ def held_out_loss(
     rank: int = 0,
     world: int = 1,
 ) -> HeldOut:
-    """Mean negative log-likelihood per target token, and next-token accuracy, in one pass.
+    """Loss and accuracy over the target tokens of all sequences, ``batch_size`` of them in one forward pass.
 
-    All ranks make the same number of forward passes, because a sharded model is gathered by all of them in each.
-
-    Args:
-        model: Any causal LM; put into eval mode and back.
-        sequences: Tokenised examples.
-        batch_size: Sequences in one forward pass.
-        device: The model's.
-        autocast: Makes the context of the forward pass.
-        rank: This process; each scores its share.
-        world: Number of processes.
-
-    Returns:
-        Both over the target tokens of all sequences, and their number.
+    Of ``world`` processes each scores its share. All make the same number of forward passes, because a sharded model is
+    gathered by all of them in each. The model is put into eval mode and back.
     """
     mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
     training = model.training

@@ -6,13 +6,14 @@ order. It must not know what a row means, nor why rows belong together.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
 import tempfile
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -50,13 +51,6 @@ class OpenFile:
             start, size = start + len(part), size - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def write(self, content: bytes | bytearray) -> None:
-        """Adds at the end of what was written."""
-        with memoryview(content) as view:
-            done = 0
-            while done < len(view):
-                done += os.write(self._descriptor, view[done:])
-
     def size(self) -> int:
         """Bytes."""
         return os.fstat(self._descriptor).st_size
@@ -93,10 +87,8 @@ class StoredRows(ReadWhenAsked[Row]):
     def __init__(self, folder: Path, buffer: int | None = None) -> None:
         """``folder`` is made where ``buffer`` bytes (None: ``BUFFER``) do not suffice, and holds the file without a name."""
         self._folder, self._buffer = folder, BUFFER if buffer is None else buffer
+        self._file = tempfile.SpooledTemporaryFile(max_size=max(1, self._buffer), dir=str(folder))  # noqa: SIM115
         self._starts = array("q", [0])
-        self._pending = bytearray()
-        self._on_disk = 0
-        self._file: OpenFile | None = None
 
     def append(self, row: Row) -> None:
         """Adds a row at the end.
@@ -104,38 +96,35 @@ class StoredRows(ReadWhenAsked[Row]):
         Raises:
             DataError: The disk is full, or the folder cannot be written to.
         """
-        self._pending += pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
-        self._starts.append(self._on_disk + len(self._pending))
-        if len(self._pending) > self._buffer:
-            self._spill()
+        packed = pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
+        end = self._starts[-1] + len(packed)
+        with self._disk_errors():
+            if self._starts[-1] <= self._buffer < end:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._file.tell() != self._starts[-1]:  # a row was read meanwhile
+                self._file.seek(self._starts[-1])
+            self._file.write(packed)
+        self._starts.append(end)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def _read(self, number: int) -> Row:
-        start, end = self._starts[number], self._starts[number + 1]
-        if start >= self._on_disk:
-            piece = bytes(self._pending[start - self._on_disk : end - self._on_disk])
-        else:
-            assert self._file is not None
-            piece = self._file.read(start, end - start)
-        row: Row = pickle.loads(piece)  # our own bytes, from a file that nobody else can open
+        with self._disk_errors():
+            self._file.seek(self._starts[number])
+            packed = self._file.read(self._starts[number + 1] - self._starts[number])
+        row: Row = pickle.loads(packed)  # our own bytes, from a file that nobody else can open
         return row
 
-    def _spill(self) -> None:
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
         try:
-            if self._file is None:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self._folder) as file:
-                    self._file = OpenFile(os.dup(file.fileno()))
-            self._file.write(self._pending)
+            yield
         except OSError as error:
             raise DataError(
                 f"{self._folder}: cannot hold the rows of a corpus larger than memory ({error.strerror}). Free some space, or "
                 "type an --output_dir on another disk."
             ) from None
-        self._on_disk += len(self._pending)
-        self._pending = bytearray()
 
 
 class Groups(ReadWhenAsked[list[Row]]):

@@ -29,7 +29,7 @@ from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text import data, rows, tokens
 from dpllm.text.data import Table, TokenSequence, Unit, encode_units, load_table, sampled_rows
-from dpllm.text.rows import OpenFile, StoredRows, each_row
+from dpllm.text.rows import StoredRows, each_row
 from dpllm.text.tokens import Units, make_units
 
 Json = dict[str, Any]
@@ -138,7 +138,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     table, wanted = table_of(tmp_path, TEXTS)
     with monkeypatch.context() as patch:
         patch.setattr(rows, "BUFFER", 0)
-        patch.setattr(OpenFile, "write", full_disk)
+        patch.setattr(tempfile.SpooledTemporaryFile, "write", full_disk)
         with pytest.raises(DataError, match=r"No space left.*--output_dir"):
             table_of(tmp_path, TEXTS)
     monkeypatch.setattr(np, "save", full_disk)
