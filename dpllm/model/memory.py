@@ -1,4 +1,4 @@
-"""How many sequences fit in one forward and backward pass, measured before anything is reserved.
+"""Memory: how much there is, and how many sequences fit in one forward and backward pass, before anything is reserved.
 
 Comes in: the engine as it will train, and public numbers of the recipe. Goes out: a physical batch size, or one error that
 says what to change. Sequences are synthetic and as long as the recipe allows; this module must not see data, the sampler or
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dpllm.errors import ConfigError
-from dpllm.model import environment, processes
+from dpllm.model import processes
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import ModelConfig, RunConfig
 
@@ -141,6 +141,31 @@ def free_memory(device: torch.device) -> int:
     return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def reset_peak_memory() -> None:
+    """Begins a new count for ``peak_memory``, where the system allows it: a process may run several recipes in turn."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # see proc(5); only the high-water mark changes
+
+
+def peak_memory() -> int | None:
+    """Bytes that this process held at most: on its GPU where it has one, else of main memory; None where nobody counts.
+
+    Rounded up to 1 MiB. Since ``reset_peak_memory``; of main memory, where that is not possible, since the process began.
+    """
+    found = UNKNOWN
+    if torch.cuda.is_available():
+        found = torch.cuda.max_memory_allocated()
+    elif _STATUS.exists():
+        found = _kib(_STATUS, "VmHWM")
+    elif sys.platform == "darwin":
+        import resource
+
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None if found == UNKNOWN else -(-found // 2**20) * 2**20
+
+
 def synthetic(rows: int, tokens: int, vocab_size: int, *, one_unit: bool = False) -> PhysicalBatch:
     """Random tokens, every one but the first learned: one unit each row, or all rows one unit's."""
     ids_RT = torch.randint(0, vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
@@ -228,7 +253,7 @@ class _Meter:
 
     def peak_of(self, call: Callable[[], None]) -> int:
         """Bytes held at the peak of the call, beside those held when the meter was made; UNKNOWN if there was no memory."""
-        environment.reset_peak_memory()
+        reset_peak_memory()
         try:
             call()
             fits = True
@@ -238,7 +263,7 @@ class _Meter:
             fits = False
         peak = self._now(peak=True) if fits else UNKNOWN
         self._collect()  # behind the exception, whose frames hold tensors
-        environment.reset_peak_memory()
+        reset_peak_memory()
         return peak if peak == UNKNOWN else max(0, peak - self._held)
 
     def _collect(self) -> None:

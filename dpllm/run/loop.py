@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from dpllm.model import environment, evaluate, memory, processes
+from dpllm.model import evaluate, memory, processes
 from dpllm.model.processes import ahead, stop_signal
 from dpllm.privacy import guards
 from dpllm.privacy.sampling import PhysicalBatch, physical_batches
@@ -67,7 +67,7 @@ def train(
     main = state.is_main_process
     console = console or Console(quiet=not main)
     torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
-    environment.reset_peak_memory()
+    memory.reset_peak_memory()
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(fail_together(config.train.process_timeout))  # where one process fails, all end
         check_processes(config, state)

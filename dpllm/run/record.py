@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dpllm import files
 from dpllm.errors import DpllmError
 from dpllm.files import write_json
-from dpllm.model import environment
+from dpllm.model import environment, memory
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy import guards
 from dpllm.recipe import names
@@ -195,7 +195,7 @@ class Recorder:
         """Writes run.json and private/summary.json; ``unfinished`` says why the run did not reach its end."""
         p, summary = self._p, self._summary
         ended = datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None
-        cost = dict(zip(COST, (ended, round(time.time() - self._started, 1), environment.peak_memory()), strict=True))
+        cost = dict(zip(COST, (ended, round(time.time() - self._started, 1), memory.peak_memory()), strict=True))
         reason, notes = guards.deviations(p.config)
         reason = reason or lineage.why_not(p.decision.lineage)
         if status == "interrupted" and p.plan and unfinished is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -464,3 +465,24 @@ def test_a_rehearsal_does_not_hide_a_buffer_that_moves_from_the_self_check(size:
     found = memory.resolve(engine, config, tm.VOCABULARY, tm.CPU)
     with pytest.raises(Refused, match="inv_freq"):
         engine.self_check(tm.VOCABULARY, 100, physical_batch_size=found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory of the GPU is counted where there is one")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux begins a new count within a process")
+def test_the_peak_is_that_of_this_run() -> None:
+    memory.reset_peak_memory()
+    before = memory.peak_memory()
+    block = np.ones(160 * 2**20, dtype=np.uint8)
+    large = memory.peak_memory()
+    del block
+    held = memory.peak_memory()  # not compared exactly: Linux adds up each thread's pages in batches
+    memory.reset_peak_memory()
+    after = memory.peak_memory()
+    assert before is not None
+    assert large is not None
+    assert after is not None
+    assert before % 2**20 == large % 2**20 == 0
+    assert held is not None
+    assert abs(held - large) <= 4 * 2**20
+    assert large - before > 140 * 2**20
+    assert large - after > 140 * 2**20
