@@ -138,7 +138,7 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, befo
 def alone(launched: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing that needs other ranks."""
     launched.setattr(sharding, "_place", lambda module, device: 0)
-    launched.setattr(sharding, "_shard", lambda module, mesh, whole: None)
+    launched.setattr(sharding, "fully_shard", lambda module, **_: None)
     launched.setattr(sharding, "init_device_mesh", lambda *_: None)
     launched.setattr(sharding.distributed, "get_world_size", lambda: 2)
     launched.setattr(processes, "check_equal", lambda facts: None)
@@ -162,7 +162,7 @@ def test_one_unit_after_the_other_is_moved_and_cut(alone: pytest.MonkeyPatch) ->
     layers = list(adapters.blocks(net)[1])
     done: list[tuple[str, Any]] = []
     alone.setattr(sharding, "_place", lambda module, device: done.append(("placed", module)) or 0)
-    alone.setattr(sharding, "_shard", lambda module, mesh, whole: done.append(("cut", module)))
+    alone.setattr(sharding, "fully_shard", lambda module, **_: done.append(("cut", module)))
     alone.setattr(sharding, "_try", lambda *_: None)
     sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
     units = [*layers, net.get_input_embeddings(), net.get_output_embeddings(), net]
