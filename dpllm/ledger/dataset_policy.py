@@ -29,9 +29,8 @@ class DatasetPolicy:
     dataset: str  # their name in the ledger
     derived_from: str | None  # the dataset that is charged instead, where the recipe declares one
     records: Fingerprint | None  # what the name stands for; None where there is no ledger yet
-    exceptions: tuple[
-        Mapping[str, Any], ...
-    ]  # who permitted training without differential privacy on them, when and why
+    # Who permitted training without differential privacy on them, when and why.
+    exceptions: tuple[Mapping[str, Any], ...]
 
     def deviations(self) -> list[str]:
         """What every later card must say."""

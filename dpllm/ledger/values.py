@@ -172,7 +172,7 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
         elif entry.kind == "reserve":
             reserved.append(entry)
         elif entry.kind in ("commit", "reconcile"):
-            ended[facts["entry"]] = (facts.get("status", "reconciled"), facts["steps"])
+            ended[facts["entry"]] = ("reconciled" if entry.kind == "reconcile" else facts["status"], facts["steps"])
     runs = []
     for entry in reserved:
         steps, heartbeat = progress.get(entry.facts["entry"], (0, 0.0))

@@ -168,8 +168,9 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
 
 def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
     """The total as it was at the stated head."""
-    then = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
-    account = account_of(composed.dataset, then, {})  # steps matter of reconciled runs only, and those are in the chain
+    mine = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
+    # No figure depends on lists and on runs that ended, and steps matter of reconciled runs only: the chain has those.
+    account = account_of(composed.dataset, [entry for entry in mine if entry.kind not in ("seal", "commit")], {})
     budget, relation = account.budget, terms.neighbouring_relation
     delta = composed.budget.delta if composed.budget else terms.delta
     spent = costs.together(costs.text(account.events()), delta, relation)
