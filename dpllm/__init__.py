@@ -120,8 +120,9 @@ def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, m
 
     from dpllm.run import loop
     from dpllm.run.directory import Run, RunDir
+    from dpllm.run.promise import Start
 
-    record = loop.train(recipe, resume=resume, overwrite=overwrite, make_up_lost_steps=make_up_lost_steps)
+    record = loop.train(recipe, Start(resume, make_up_lost_steps, overwrite))
     return Run(RunDir(Path(recipe.output_dir)), record)
 
 

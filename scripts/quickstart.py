@@ -31,6 +31,7 @@ def main(output: Path) -> None:
     from dpllm.recipe.config import load_config
     from dpllm.run.directory import RunDir
     from dpllm.run.loop import train
+    from dpllm.run.promise import Start
 
     console = Console()
     ledger = {"privacy.ledger": str(output / "ledger.sqlite")}
@@ -43,7 +44,7 @@ def main(output: Path) -> None:
             f"--{key} {str(value).lower() if value is False else value}" for key, value in overrides.items()
         )
         typing(console, f"dpllm train {RECIPE} --overwrite {typed}")
-        train(load_config(RECIPE, overrides), overwrite=True, console=console)
+        train(load_config(RECIPE, overrides), Start(overwrite=True), console=console)
         twin = RunDir(output / "baseline") if name == "dp" else None
         typing(console, f"dpllm audit {output / name}" + (f" --twin {twin.root}" if twin else ""))
         console.print(terminal.table(audit(RunDir(output / name), twin=twin)))

@@ -103,8 +103,9 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("--make-up-lost-steps belongs to --resume. Type both.")
     config = load_recipe(known, rest)
     from dpllm.run.loop import train as run
+    from dpllm.run.promise import Start
 
-    record = run(config, resume=known.resume, overwrite=known.overwrite, make_up_lost_steps=known.make_up_lost_steps)
+    record = run(config, Start(known.resume, known.make_up_lost_steps, known.overwrite))
     return 0 if record.status == "completed" else 1
 
 

@@ -26,7 +26,7 @@ from dpllm.privacy.plan import Plan
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.run.directory import RunDir, check_directory
-from dpllm.run.promise import Subject, decide, read_subject
+from dpllm.run.promise import Start, Subject, decide, read_subject
 from dpllm.statement.run_files import read_status
 
 if TYPE_CHECKING:
@@ -332,7 +332,8 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
         _refuse_lost(point, entry)
     console.print(f"[bold]{point.name}[/]")
     try:
-        record = train(point.config, resume=goes_on, overwrite=not goes_on, entry=entry, console=console)
+        start = Start(resume=goes_on, overwrite=not goes_on, entry=entry)
+        record = train(point.config, start, console=console)
     except DpllmError:
         console.print("The other runs keep their places in the ledger: --resume goes on with the sweep.")
         raise

@@ -74,12 +74,7 @@ class RunDir(RunPaths):
 
 @dataclass(frozen=True)
 class Run:
-    """A run that ended, or was stopped.
-
-    Attributes:
-        directory: Its paths.
-        record: What run.json says.
-    """
+    """A run that ended, or was stopped."""
 
     directory: RunDir
     record: RunRecord
@@ -124,8 +119,11 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
         ConfigError: The directory holds a run, has nothing to resume, or would take the ledger with it.
     """
     status = read_status(run)
-    book = Path(config.privacy.ledger).resolve() if config.privacy.ledger else None
-    if book and any(book.is_relative_to(part.resolve()) for part in (run.private, run.export)):
+    # What a run that was refused and ``dpllm canaries plan`` leave behind may go.
+    known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.canaries else set())
+    found = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
+    ledger = Path(config.privacy.ledger).resolve() if config.privacy.ledger else None
+    if ledger and any(ledger.is_relative_to(part.resolve()) for part in (run.private, run.export)):
         raise ConfigError(
             f"privacy.ledger {config.privacy.ledger} lies in the part of the run directory that a new run replaces, and the "
             "budget would go with it. Keep it elsewhere; the run directory itself will do."
@@ -144,20 +142,8 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
             f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
             "or another --output_dir."
         )
-    elif not overwrite and status is None and _strangers(config, run):
+    elif not overwrite and status is None and found - known:
         raise ConfigError(
             f"{run.root}: holds no run, but {run.export.name}/ or {run.private.name}/ of something else, which a run replaces. "
             "Type another --output_dir, or --overwrite if they may go."
         )
-
-
-def _strangers(config: RunConfig, run: RunDir) -> list[Path]:
-    """What neither a run that was refused nor ``dpllm canaries plan`` leaves behind."""
-    known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.canaries else set())
-    return [
-        part
-        for folder in (run.export, run.private)
-        if folder.is_dir()
-        for part in folder.iterdir()
-        if part not in known
-    ]

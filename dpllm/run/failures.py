@@ -3,6 +3,9 @@
 Comes in: the process group. Goes out: a message on rank 0's standard error and the same exit code everywhere. A rank that
 fails writes why into the group's store; a thread in every rank looks there, so that also those end that wait in a collective
 operation which will never come to its end. Must not know what is trained, and must not read the run directory.
+
+torchrun's error files name the first failure too, but only on its own machine; it ends the others by SIGTERM, which here asks
+for an orderly stop. The group's time-out ends no rank that hangs outside a collective operation.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import distributed
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dpllm.errors import DpllmError, EndedElsewhere
+from dpllm.model import processes
 
 CHARGED = (
     "Steps taken so far stay charged. Resume with --resume, on any number of processes, where a checkpoint was kept."
@@ -33,24 +37,20 @@ TO_SAY, TO_LEAVE = (
 )  # seconds that rank 0 has to say why, and waits for the others before it takes the store away
 TO_END = 10.0  # seconds that rank 0 has to write down how the run ended, once another rank has failed
 BROKEN = re.compile(r"gloo|nccl|process group|connection (closed|reset|refused)|peer|broken pipe|socket", re.IGNORECASE)
+Cause = dict[str, Any]
 _runs = 0  # of this process, so that a second run reads no message of the first
 
 
 class StepDeadline:
-    """What the loop tells: that it goes on.
-
-    Attributes:
-        seconds: After which a step that has not ended ends the run.
-        writes: Rank 0 is writing down what stands.
-    """
+    """What the loop tells: that it goes on. ``writing`` is held while rank 0 writes files, which nothing cuts off."""
 
     def __init__(self, seconds: float) -> None:
-        """Begins without a deadline."""
-        self.seconds, self.writes = seconds, False
+        """A step that has not ended after ``seconds`` ends the run; no step has begun."""
+        self.seconds, self.writing = seconds, threading.RLock()
         self._doing, self._until = "", float("inf")
 
     def step(self, step: int) -> None:
-        """Step ``step`` begins, and has ``seconds``."""
+        """Step ``step`` begins."""
         self._doing, self._until = f"step {step}", time.monotonic() + self.seconds
 
     def rest(self) -> None:
@@ -61,181 +61,136 @@ class StepDeadline:
         """What has not ended in time, nor ``grace`` seconds later."""
         return self._doing if time.monotonic() > self._until + grace else None
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """What happens inside is not cut off because another rank failed: files are written."""
-        before, self.writes = self.writes, True
-        try:
-            yield
-        finally:
-            self.writes = before
-
 
 @contextlib.contextmanager
 def fail_together(seconds: float) -> Iterator[StepDeadline]:
-    """Inside, the failure of one rank is that of all; nothing happens in a run of one process.
-
-    Args:
-        seconds: That a step may take; see ``StepDeadline.step``.
+    """Inside, the failure of one rank is that of all; a step may take ``seconds``. A run of one process has no deadline.
 
     Raises:
         EndedElsewhere: Another rank failed, and rank 0 has said why.
         DpllmError: A rank ended without a word (killed), said on rank 0.
     """
-    watch = StepDeadline(seconds)
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        yield watch
+    deadline = StepDeadline(seconds)
+    if not processes.several():
+        yield deadline
         return
-    board = _FailureStore()
-    thread = threading.Thread(target=board.look, args=(watch,), name="dpllm-failures", daemon=True)
-    thread.start()
-    threading.Thread(target=board.end_alone, args=(watch,), name="dpllm-alone", daemon=True).start()
+    failures = _Failures(deadline)
+    watch = threading.Thread(target=failures.watch, daemon=True)
+    watch.start()
+    threading.Thread(target=failures.end_alone, daemon=True).start()
     try:
-        yield watch
+        yield deadline
     except BaseException as error:
-        board.failed(error)
-        raise
+        ended = failures.end(error)
+        if ended is error:
+            raise
+        raise ended from error
     finally:
-        board.over.set()
-        thread.join()
-        board.leave()
+        failures.over.set()
+        watch.join()
+        failures.leave()
 
 
-class _FailureStore:
-    """The place in the group's store where the first failure is written."""
+class _Failures:
+    """The first failure of a run, in the group's store: its rank, its exit code, its message."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: StepDeadline) -> None:
         global _runs
         _runs += 1
-        store = _get_default_store()
-        self._store = store.clone() if hasattr(store, "clone") else store
-        self._cause, self._said, self._left = (f"dpllm/{_runs}/{word}" for word in ("cause", "said", "left"))
-        self._rank = distributed.get_rank()
-        self._mouth = threading.Lock()
-        self._spoken = False
-        self.over = threading.Event()
+        store: Any = _get_default_store()
+        self._store = PrefixStore(f"dpllm/{_runs}", store.clone())
+        self._rank, self._deadline, self.over = distributed.get_rank(), deadline, threading.Event()
 
-    def failed(self, error: BaseException) -> None:
-        """The main thread's own failure, or the consequence of another's.
-
-        Raises:
-            EndedElsewhere: Another's; it was said.
-            DpllmError: Another's, which could not be said by itself.
-        """
-        consequence = isinstance(error, distributed.DistError) or (
-            isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None
+    def end(self, error: BaseException) -> BaseException:
+        """What the main thread ends with: its own failure, or the consequence of another's, which rank 0 says."""
+        broken = isinstance(error, RuntimeError) and (
+            isinstance(error, distributed.DistError) or BROKEN.search(str(error))
         )
         # What every rank refuses rank 0 says by itself, if it is given the time.
-        cause = self._wait(self._cause, TO_END if consequence else float(self._rank > 0))
-        if cause is None and consequence:
-            silent = DpllmError(
-                "another process of the run ended without a word (killed, for want of memory perhaps, or its machine lost), so "
-                f"this one ends too ({type(error).__name__}). {CHARGED}"
-            )
-            if self._rank == 0 or not self._wait(self._said, TO_SAY):
-                self._claim()
-                raise silent from error
-            raise EndedElsewhere(silent.exit_code) from error
+        cause = self._cause(TO_END if broken else float(self._rank > 0))
+        own = error
         if cause is None:
-            code = error.exit_code if isinstance(error, DpllmError) else 1
-            if not isinstance(error, DpllmError) and self._rank:
-                traceback.print_exception(error)  # on its own machine; another's message names only its kind
-            message = str(error) if isinstance(error, DpllmError) else f"{type(error).__name__}; see what it wrote"
-            if self._post(message, code, self._rank) == self._rank:
-                if self._rank == 0:
-                    self._claim()
-                    return
-                if not self._wait(self._said, TO_SAY):  # rank 0 is gone, or cannot be reached
-                    self._say({"rank": self._rank, "message": message})
-                raise EndedElsewhere(code) from error
-            cause = self._wait(self._cause, TO_SAY)
-        found = json.loads(cause or '{"code": 1}')
-        if self._rank == 0 and self._claim():
-            self._say(found)
-        else:
-            self._wait(self._said, TO_SAY)
-        raise EndedElsewhere(found["code"]) from error
-
-    def look(self, watch: StepDeadline) -> None:
-        """The thread: ends this process when another has failed, or a step takes too long."""
-        posted = False
-        while not self.over.wait(LOOK_EVERY):
-            if not posted and (overdue := watch.overdue()):
-                posted = True
-                self._post(
-                    f"{overdue} did not end within {watch.seconds:g} s: a process hangs, or the network between them is cut. "
-                    f"{CHARGED} If a step takes that long, raise train.process_timeout.",
-                    1,
-                    None,
+            if broken:
+                own = DpllmError(
+                    "another process of the run ended without a word (killed, for want of memory perhaps, or its machine lost), "
+                    f"so this one ends too ({type(error).__name__}). {CHARGED}"
                 )
-            cause = self._wait(self._cause, 0.0)
-            if cause is None:
-                continue
-            found = json.loads(cause)
-            if self._rank:  # has nothing to write down
-                self._wait(self._said, TO_SAY)
-                if not self.over.wait(2 * LOOK_EVERY):
-                    self.leave()
-                    os._exit(found["code"])
-            elif found["rank"] != 0 and self._claim():  # its own failure the main thread says
-                self._say(found)
-            while watch.writes and not self.over.wait(LOOK_EVERY):
-                pass
-            if not self.over.wait(TO_END):  # the main thread waits in a collective operation that will never end
-                os._exit(found["code"])
+            elif self._rank and not isinstance(error, DpllmError):
+                traceback.print_exception(error)  # on its own machine; another's message names only its kind
+            words = str(own) if isinstance(own, DpllmError) else f"{type(own).__name__}; see what it wrote"
+            cause = self._post(words, getattr(own, "exit_code", 1), self._rank)
+        if self._rank == 0 == cause["rank"]:
+            self._set("said")
+            return own
+        if not self._wait(TO_SAY, "said"):  # rank 0 is gone, or cannot be reached
+            self._say(cause)
+        return EndedElsewhere(cause["code"])
 
-    def end_alone(self, watch: StepDeadline) -> None:
+    def watch(self) -> None:
+        """A thread: ends this process when another has failed, or a step takes too long."""
+        while not self.over.wait(LOOK_EVERY):
+            if overdue := self._deadline.overdue():
+                self._post(
+                    f"{overdue} did not end within {self._deadline.seconds:g} s: a process hangs, or the network between them is "
+                    f"cut. {CHARGED} If a step takes that long, raise train.process_timeout."
+                )
+            if (cause := self._cause()) is None:
+                continue
+            if self._rank:
+                self._wait(TO_SAY, "said")
+            elif cause["rank"] != 0:  # its own failure the main thread says
+                self._say(cause)
+            if not self.over.wait(2 * LOOK_EVERY if self._rank else TO_END):  # in an operation that will never end
+                with self._deadline.writing:
+                    if self._rank:
+                        self.leave()
+                    os._exit(cause["code"])
+
+    def end_alone(self) -> None:
         """A second thread: the first waits for ever where the store does not answer (its machine lost, its process stopped)."""
         while not self.over.wait(LOOK_EVERY):
-            if overdue := watch.overdue(TO_SAY + 2 * TO_END):
-                self._say(
-                    {
-                        "rank": self._rank,
-                        "message": f"{overdue} did not end, and the first process does not answer. {CHARGED}",
-                    }
-                )
+            if overdue := self._deadline.overdue(TO_SAY + 2 * TO_END):
+                _print(f"{overdue} did not end, and the first process does not answer. {CHARGED}", self._rank)
                 os._exit(1)
 
     def leave(self) -> None:
         """Says goodbye; rank 0, in whose process the store may live, goes last."""
-        until = time.monotonic() + TO_LEAVE
-        with contextlib.suppress(RuntimeError, distributed.DistError):
-            if self._rank:
-                self._store.add(self._left, 1)
-                return
-            while self._store.add(self._left, 0) < distributed.get_world_size() - 1 and time.monotonic() < until:
-                time.sleep(LOOK_EVERY / 5)
+        if self._rank:
+            self._set(f"left {self._rank}")
+        else:
+            self._wait(TO_LEAVE, *(f"left {rank}" for rank in range(1, distributed.get_world_size())))
 
-    def _claim(self) -> bool:
-        """True for the one of rank 0's threads that speaks."""
-        with self._mouth:
-            first, self._spoken = not self._spoken, True
-        if first:
-            with contextlib.suppress(RuntimeError, distributed.DistError):
-                self._store.set(self._said, "1")
-        return first
+    def _say(self, cause: Cause) -> None:
+        _print(cause["message"], cause["rank"])
+        self._set("said")
 
-    def _say(self, found: dict[str, Any]) -> None:
-        where = f"process {found['rank']}: " if found.get("rank") else ""
-        print(f"dpllm train: {where}{found.get('message', 'another process failed')}", file=sys.stderr, flush=True)
+    def _set(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, "1")
 
-    def _post(self, message: str, code: int, rank: int | None) -> int | None:
-        """Writes why, unless another was first; the rank whose word stands, None for nobody's."""
-        word = json.dumps({"rank": rank, "code": code, "message": message})
-        with contextlib.suppress(RuntimeError, distributed.DistError, ValueError):
-            found: int | None = json.loads(self._store.compare_set(self._cause, "", word))["rank"]
-            return found
-        return rank  # nobody can be told
+    def _post(self, message: str, code: int = 1, rank: int | None = None) -> Cause:
+        """Writes why, unless another was first; the cause that stands."""
+        cause: Cause = {"rank": rank, "code": code, "message": message}
+        with contextlib.suppress(RuntimeError):  # nobody can be told
+            cause = json.loads(self._store.compare_set("cause", "", json.dumps(cause)))
+        return cause
 
-    def _wait(self, key: str, seconds: float) -> str | None:
-        """The word under a key; None if it does not come. A store that is gone has none."""
+    def _cause(self, seconds: float = 0.0) -> Cause | None:
+        word = self._wait(seconds, "cause")
+        return json.loads(word) if word else None
+
+    def _wait(self, seconds: float, *keys: str) -> str | None:
+        """The word under the last key, once all are there; None if they do not come. A store that is gone has none."""
         until = time.monotonic() + seconds
-        while True:
-            try:
-                if self._store.check([key]):
-                    return bytes(self._store.get(key)).decode()
-            except (RuntimeError, distributed.DistError):
-                return None
-            if time.monotonic() >= until:
-                return None
-            time.sleep(LOOK_EVERY / 5)
+        with contextlib.suppress(RuntimeError):
+            while not self._store.check(list(keys)):
+                if time.monotonic() >= until:
+                    return None
+                time.sleep(LOOK_EVERY / 5)
+            return bytes(self._store.get(keys[-1])).decode()
+        return None
+
+
+def _print(message: str, rank: int | None) -> None:
+    where = f"process {rank}: " if rank else ""
+    print(f"dpllm train: {where}{message}", file=sys.stderr, flush=True)

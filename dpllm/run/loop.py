@@ -23,8 +23,8 @@ from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.recipe.config import RunConfig
 from dpllm.run.build import Prepared, check_processes, prepare
 from dpllm.run.directory import RunDir, check_directory
-from dpllm.run.failures import fail_together
-from dpllm.run.optimizer import learning_rate
+from dpllm.run.failures import StepDeadline, fail_together
+from dpllm.run.mechanism import learning_rate
 from dpllm.run.promise import Start
 from dpllm.run.record import Recorder
 from dpllm.statement.run_files import RunRecord, read_run
@@ -34,24 +34,12 @@ from dpllm.text import tokens
 COMPARE_EVERY = 50  # steps after which the ranks compare their weights; also at every stop and at the end
 
 
-def train(
-    config: RunConfig,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    make_up_lost_steps: bool = False,
-    entry: str | None = None,
-    console: Console | None = None,
-) -> RunRecord:
+def train(config: RunConfig, start: Start | None = None, *, console: Console | None = None) -> RunRecord:
     """Runs a recipe from data to export/.
 
     Args:
         config: The recipe.
-        resume: Go on with the interrupted run in ``output_dir``: same reservation, fresh noise.
-        overwrite: Replace a run that lies in ``output_dir``. What it spent stays in the ledger.
-        make_up_lost_steps: With ``resume``: steps that were charged and lost in a crash are reserved once more and repeated;
-            the stated epsilon then covers them too.
-        entry: A reservation that was made for this run before, as one of a tuning group; None: it makes its own.
+        start: How the run begins; None: anew, where no run lies yet.
         console: Where progress and tables go.
 
     Returns:
@@ -62,55 +50,27 @@ def train(
         Refused: A guard or the ledger's budget refuses (exit code 3).
     """
     guards.check_modes(config)  # before anything is made
-    started, start = time.time(), Start(resume, make_up_lost_steps, overwrite, entry)
+    started, start = time.time(), start or Start()
     state, run = processes.join(), RunDir(Path(config.output_dir))
     main = state.is_main_process
     console = console or Console(quiet=not main)
     torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
     memory.reset_peak_memory()
     with contextlib.ExitStack() as stack:
-        watch = stack.enter_context(fail_together(config.train.process_timeout))  # where one process fails, all end
+        deadline = stack.enter_context(fail_together(config.train.process_timeout))  # where one process fails, all end
         check_processes(config, state)
         if main:  # rank 0 alone reads and writes the run directory
-            check_directory(config, run, resume=resume, overwrite=overwrite)  # before anything is made
+            check_directory(config, run, resume=start.resume, overwrite=start.overwrite)  # before anything is made
             stack.enter_context(run.locked())
         telemetry = stack.enter_context(Telemetry(config, run, main=main))
         prepared = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
         stack.enter_context(contextlib.closing(prepared.payment))
-        recorder = stack.enter_context(Recorder(prepared, started, telemetry, watch, console, main=main))
-        settings, total, step = prepared.config.train, prepared.schedule.num_steps, prepared.first_step
-
+        recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, main=main))
         recorder.evaluated(_evaluate(prepared, state), "before")
-        with (
-            stop_signal() as stopping,
-            contextlib.closing(ahead(partial(_next_batches, prepared, state), total - step)) as logical_batches,
-        ):
-            (stop,) = processes.totals(len(stopping))
-            while step < total and not stop:
-                watch.step(step + 1)
-                rate = learning_rate(settings, step, total)
-                for group in prepared.optimizer.param_groups:
-                    group["lr"] = rate
-                batches = next(logical_batches)
-                prepared.payment.charge(step + 1)  # written before the update exists
-                with memory.explained(prepared.config, prepared.physical_batch_size):
-                    mine = prepared.engine.step(batches)
-                step += 1
-                stop, loss_sum, units, clipped = processes.totals(
-                    len(stopping), mine.loss_sum, mine.units, mine.clipped
-                )
-                if step % COMPARE_EVERY == 0 or stop or step == total:
-                    processes.check_same_weights(prepared.engine.parameters.values(), step)
-                recorder.step(step, rate, loss_sum, units, clipped)
-                watch.rest()  # what comes now may take as long as it wants
-                # once in a while:
-                if settings.eval_every and step % settings.eval_every == 0 and step < total:
-                    recorder.evaluated(_evaluate(prepared, state), "during")
-                if settings.checkpoint_every and step % settings.checkpoint_every == 0:
-                    recorder.save()
-
+        step = _take_steps(prepared, recorder, deadline, state)
+        total = prepared.schedule.num_steps
         prepared.engine.close()
-        if step < total or (settings.checkpoint_every and step > prepared.first_step):
+        if step < total or (prepared.config.train.checkpoint_every and step > prepared.first_step):
             recorder.save()  # a crash from here on must not lose paid steps
         recorder.evaluated(_evaluate(prepared, state), "after")
         recorder.finish()
@@ -126,13 +86,42 @@ def train(
             return record
 
 
+def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, state: PartialState) -> int:
+    """Charge, step, log, until all steps are taken or somebody stops the run; the steps taken."""
+    settings, total, step = prepared.config.train, prepared.schedule.num_steps, prepared.first_step
+    with (
+        stop_signal() as stopping,
+        contextlib.closing(ahead(partial(_next_batches, prepared, state), total - step)) as logical_batches,
+    ):
+        (stop,) = processes.totals(len(stopping))
+        while step < total and not stop:
+            deadline.step(step + 1)
+            rate = learning_rate(settings, step, total)
+            for group in prepared.optimizer.param_groups:
+                group["lr"] = rate
+            batches = next(logical_batches)
+            prepared.payment.charge(step + 1)  # written before the update exists
+            with memory.explained(prepared.config, prepared.physical_batch_size):
+                mine = prepared.engine.step(batches)
+            step += 1
+            stop, loss_sum, units, clipped = processes.totals(len(stopping), mine.loss_sum, mine.units, mine.clipped)
+            if step % COMPARE_EVERY == 0 or stop or step == total:
+                processes.check_same_weights(prepared.engine.parameters.values(), step)
+            recorder.step(step, rate, loss_sum, units, clipped)
+            deadline.rest()  # what comes now may take as long as it wants
+            # once in a while:
+            if settings.eval_every and step % settings.eval_every == 0 and step < total:
+                recorder.evaluated(_evaluate(prepared, state), "during")
+            if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+                recorder.save()
+    return step
+
+
 def _next_batches(prepared: Prepared, state: PartialState) -> list[PhysicalBatch]:
     """This rank's part of the next logical batch, in physical batches."""
-    pad_id = prepared.tokenizer.pad_token_id if prepared.tokenizer.pad_token_id is not None else 0
-    rank, world, longest = state.process_index, state.num_processes, prepared.config.data.max_length
-    found = physical_batches(
-        prepared.sampler.draw(), prepared.units, prepared.physical_batch_size, pad_id, longest, rank, world
-    )
+    pad_id, longest = prepared.tokenizer.pad_token_id or 0, prepared.config.data.max_length
+    rank, world, rows = state.process_index, state.num_processes, prepared.physical_batch_size
+    found = physical_batches(prepared.sampler.draw(), prepared.units, rows, pad_id, longest, rank, world)
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found
 
 
@@ -140,9 +129,7 @@ def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | Non
     """Held-out loss and accuracy; None where there are no held-out rows."""
     if not prepared.held_out:
         return None
-    size = prepared.physical_batch_size * (4 if state.device.type == "cpu" else 1)
-    rank, world = state.process_index, state.num_processes
+    rank, world, device = state.process_index, state.num_processes, state.device
+    size = prepared.physical_batch_size * (4 if device.type == "cpu" else 1)
     with memory.explained(prepared.config, prepared.physical_batch_size):
-        return evaluate.held_out_loss(
-            prepared.model, prepared.held_out, size, state.device, prepared.autocast, rank, world
-        )
+        return evaluate.held_out_loss(prepared.model, prepared.held_out, size, device, prepared.autocast, rank, world)

@@ -9,13 +9,13 @@ import os
 import secrets
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from pydantic import ValidationError
 from torch import nn
 
-from dpllm.errors import ConfigError, Refused, RoundsByCompany
+from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, processes
 from dpllm.privacy import guards
@@ -25,6 +25,7 @@ from dpllm.privacy.noise import key_bits, os_entropy
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
 from dpllm.recipe.config import RunConfig
+from dpllm.run.mechanism import check_rows
 from dpllm.text.data import Unit
 
 
@@ -106,8 +107,9 @@ class Engine:
             Refused: Another Plan than ``promise`` makes; several processes; a model or an optimizer for which the guarantee does
                 not hold; low precision; a self-check that fails; a budget without room. Nothing is spent.
         """
-        schedule = plan.schedule
-        if not _as_promised(plan):
+        schedule, size = plan.schedule, plan.schedule.dataset_size
+        batch, steps, norm = schedule.expected_batch_size, schedule.num_steps, plan.max_grad_norm
+        if plan != promise(size, epsilon=plan.target_epsilon, batch_size=batch, steps=steps, max_grad_norm=norm):
             raise Refused(
                 "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
                 "Pass what dpllm.promise(len(units), ...) returns."
@@ -116,23 +118,26 @@ class Engine:
         self._units = tuple(units)  # the caller's list may change
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        _check_units(self._units, schedule.dataset_size, max_length, vocabulary)
+        _check_units(self._units, size, max_length, vocabulary)
+        if physical_batch_size < 1:
+            raise ConfigError(f"physical_batch_size {physical_batch_size} is no number of rows. Give 1 or more.")
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
+        key, device = os_entropy(key_bits(False)), next(model.parameters()).device
         self._engine = StepEngine(
             model,
             optimizer,
             schedule,
             plan,
             grad_sample_mode="auto",
-            noise_entropy=os_entropy(key_bits(False)),
-            device=next(model.parameters()).device,
+            noise_entropy=key,
+            device=device,
             max_length=max_length,
         )
         try:
-            self._rows = self._checked(vocabulary, physical_batch_size)
-            self._sampler = PoissonSampler(schedule, len(self._units), os_entropy(key_bits(False)))
+            self._rows = check_rows(self._engine, vocabulary, max_length, physical_batch_size, pad_id=self._pad_id)
+            self._sampler = PoissonSampler(schedule, size, os_entropy(key_bits(False)))
             self._ledger, self.entry = ledger, _reserve(plan, ledger, dataset)
         except BaseException:
             self._engine.close()  # the model is the caller's again
@@ -151,18 +156,6 @@ class Engine:
                 "the model is not float32 throughout, and a self-check of low precision needs a recipe. Load it with "
                 "dtype=torch.float32, without autocast."
             )
-
-    def _checked(self, vocabulary: int, rows: int) -> int:
-        """The physical batch size after the self-check: 1 where a kernel rounds rows by company."""
-        if rows < 1:
-            raise ConfigError(f"physical_batch_size {rows} is no number of rows. Give 1 or more.")
-        check: Any = self._engine.self_check
-        try:
-            check(vocabulary, self._max_length, physical_batch_size=rows, pad_id=self._pad_id)
-        except RoundsByCompany:
-            rows = 1
-            check(vocabulary, self._max_length, physical_batch_size=rows, pad_id=self._pad_id)
-        return rows
 
     def step(self) -> Diagnostics:
         """Charges one step, draws a logical batch, and updates the model.
@@ -232,12 +225,3 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
 def _reserve(plan: Plan, ledger: Ledger, dataset: str) -> str:
     with ledger.counting():
         return ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry
-
-
-def _as_promised(plan: Plan) -> bool:
-    """Whether a Plan is what ``promise`` makes of its own numbers."""
-    schedule = plan.schedule
-    batch, steps, norm = schedule.expected_batch_size, schedule.num_steps, plan.max_grad_norm
-    return plan == promise(
-        schedule.dataset_size, epsilon=plan.target_epsilon, batch_size=batch, steps=steps, max_grad_norm=norm
-    )

@@ -5,13 +5,13 @@ Comes in: the decision, the ledger. Goes out: a ``Payment``, or a refusal that w
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dpllm import ledger
 from dpllm.errors import Refused
-from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy
+from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
 from dpllm.ledger.reserving import group_total, use_reservation
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
@@ -24,13 +24,10 @@ from dpllm.text import data
 class Payment:
     """The reservations of one run: its own, then those that make up lost steps.
 
-    Attributes:
-        claims: Their entries and steps, in the order in which they are charged; none without differential privacy.
-        ledger: Where they lie; None without differential privacy, and in other processes than the first, whose calls do
-            nothing.
+    Without differential privacy, and in other processes than the first, there is no ledger, and calls do nothing.
     """
 
-    claims: tuple[tuple[str, int], ...] = ()
+    claims: tuple[tuple[str, int], ...] = ()  # their entries and steps, in the order in which they are charged
     ledger: Ledger | None = None
 
     @property
@@ -67,17 +64,17 @@ class Payment:
         """What run.json says of the ledger."""
         if self.ledger is None or plan is None or self.entry is None:
             return None
-        book, claim = self.ledger, self.ledger.run(self.entry).reservation
-        budget, account = book.budget(claim.dataset), book.account(claim.dataset)
+        ledger, claim = self.ledger, self.ledger.run(self.entry).reservation
+        budget, account = ledger.budget(claim.dataset), ledger.account(claim.dataset)
         return {
             "dataset": claim.dataset,
             "entry": claim.entry,
             "made_up_by": [entry for entry, _ in self.claims[1:]],
-            "head": book.head(),
+            "head": ledger.head(),
             "budget": {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")}
             if budget
             else None,
-            "spent_epsilon": book.spent(claim.dataset, None if budget else plan.delta),
+            "spent_epsilon": ledger.spent(claim.dataset, None if budget else plan.delta),
             "filter_epsilon": admission.filter_epsilon(account),
             "imported": len(account.imports),
             "group": group_total(account, claim.group) if claim.group is not None else None,
@@ -86,13 +83,6 @@ class Payment:
 
 def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table: data.Table) -> Payment:
     """Reserves what a run will spend, or goes on with what was reserved for it.
-
-    Args:
-        config: The recipe.
-        decision: That nothing refused.
-        start: How the run begins.
-        run: Its directory.
-        table: Its training rows, for a ledger that does not exist yet.
 
     Raises:
         BudgetExceeded: The budget has no room for the run, or for the steps to be made up.
@@ -105,22 +95,23 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
     if plan is None:
         return Payment()
     policy, steps = decision.policy, plan.schedule.num_steps
-    book = ledger.open_ledger(config.privacy.ledger)  # the first reservation makes the file; a refusal makes none
-    assert book is not None
-    try:
+    with contextlib.ExitStack() as stack:
+        ledger = open_ledger(config.privacy.ledger)  # the first reservation makes the file; a refusal makes none
+        assert ledger is not None
+        stack.enter_context(ledger)
         if policy.records is None:  # there was no ledger to tell the data by
-            policy = dataset_policy.find_policy(config, table, book)
-        if resumed is None and start.entry is not None:
-            account = book.records.charged_to(policy.dataset, policy.derived_from)
-            claim = use_reservation(
-                book, start.entry, dataset=account, event=plan.event, num_steps=steps, records=policy.records
-            )
-            return Payment(((claim.entry, claim.num_steps),), book)
+            policy = dataset_policy.find_policy(config, table, ledger)
+        claims = resumed.claims if resumed else ()
         if resumed is not None:
             steps = resumed.to_make_up if start.make_up_lost_steps else 0
-        claims = resumed.claims if resumed else ()
-        if steps:
-            claim = book.reserve(
+        if resumed is None and start.entry is not None:
+            account = ledger.records.charged_to(policy.dataset, policy.derived_from)
+            claim = use_reservation(
+                ledger, start.entry, dataset=account, event=plan.event, num_steps=steps, records=policy.records
+            )
+            claims = ((claim.entry, claim.num_steps),)
+        elif steps:
+            claim = ledger.reserve(
                 policy.dataset,
                 RunRequest.of(plan, f"{run.root.name}-{secrets.token_hex(4)}", steps),
                 extends=claims[0][0] if claims else None,
@@ -128,7 +119,5 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
                 derived_from=policy.derived_from,
             )
             claims += ((claim.entry, claim.num_steps),)
-        return Payment(claims, book)
-    except BaseException:
-        book.close()
-        raise
+        stack.pop_all()  # stays open
+        return Payment(claims, ledger)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dpllm import ledger
 from dpllm.errors import BudgetExceeded, DpllmError, Refused
-from dpllm.ledger import dataset_policy
+from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
 from dpllm.recipe.config import RunConfig
@@ -31,38 +30,27 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins.
+    """How a run begins."""
 
-    Attributes:
-        resume: Go on with the interrupted run in ``output_dir``: same reservation, fresh noise.
-        make_up_lost_steps: With ``resume``: reserve and repeat the steps that were charged and lost in a crash.
-        overwrite: Replace a run that lies in ``output_dir``.
-        entry: A reservation that was made for this run before, as one of a tuning group.
-    """
-
-    resume: bool = False
-    make_up_lost_steps: bool = False
-    overwrite: bool = False
-    entry: str | None = None
+    resume: bool = False  # go on with the interrupted run in ``output_dir``: same reservation, fresh noise
+    make_up_lost_steps: bool = (
+        False  # with ``resume``: reserve and repeat the steps that were charged and lost in a crash
+    )
+    overwrite: bool = False  # replace a run that lies in ``output_dir``
+    entry: str | None = None  # a reservation that was made for this run before, as one of a tuning group
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is known of the training data, none of which is kept.
+    """What is known of the training data, none of which is kept."""
 
-    Attributes:
-        num_units: Public number of things that are sampled, without canaries: declared or counted.
-        format: Of the rows, as they were found.
-        dataset: Their name in the ledger.
-        policy: Whose they are and what may be done with them; None where that is refused.
-        digest: Of the rows that were read, which are those that must be trained on; None where they were only counted.
-    """
-
-    num_units: int
+    num_units: int  # public number of things that are sampled, without canaries: declared or counted
     format: data.Format
-    dataset: str
-    policy: dataset_policy.DatasetPolicy | None
-    digest: str | None = None
+    dataset: str  # the name in the ledger
+    policy: (
+        dataset_policy.DatasetPolicy | None
+    )  # whose they are and what may be done with them; None where that is refused
+    digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
 
 
 @dataclass(frozen=True)
@@ -86,7 +74,7 @@ class Decision:
     subject: Subject | None = None
     schedule: Schedule | None = None
     plan: Plan | None = None
-    ledger: ledger.Outlook | None = None
+    ledger: Outlook | None = None
     lineage: dict[str, Any] | None = None
     resumed: ResumeState | None = None
     refusals: tuple[DpllmError, ...] = ()
@@ -165,49 +153,50 @@ def decide(
             about this one alone; None: what the ledger says.
         fetch: Whether the base model's statement may be downloaded.
         cache: Where the rows that are read may be kept; None: nowhere.
-
-    Returns:
-        The decision, with all refusals.
     """
     found = _Refusals()
     found.attempt(guards.check_modes, config)
+    run = RunDir(Path(config.output_dir))
     if start is not None:
-        run = RunDir(Path(config.output_dir))
         found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
         if start.resume:
             found.attempt(same_recipe, config, run)
-    book = found.attempt(ledger.open_ledger, config.privacy.ledger, create=False)
-    with book or contextlib.nullcontext():
-        subject = subject or _read_subject(config, book, found, cache)
+    ledger = found.attempt(open_ledger, config.privacy.ledger, create=False)
+    with ledger or contextlib.nullcontext():
+        subject = subject or _read_subject(config, ledger, found, cache)
         if subject is None:
             return Decision(config, refusals=tuple(found.errors))
-        config = config.model_copy(update={"data": config.data.model_copy(update={"format": subject.format})})
-        resumed = None
-        if start and start.resume and subject.policy:
-            resumed = found.attempt(read_resume_state, config, run, book, subject.policy)
-        if start and start.resume and found.errors:
-            return Decision(config, subject, resumed=resumed, refusals=tuple(found.errors))
-        schedule = found.attempt(make_schedule, config, subject.num_units)
-        plan, over = None, None
-        if resumed is not None and schedule and config.privacy.enabled:
+        config, resumed = _update(config, "data", format=subject.format), None
+        parent = config.privacy.derived_from if subject.policy else None
+        if start and start.resume:
+            if subject.policy:
+                resumed = found.attempt(read_resume_state, config, run, ledger, subject.policy)
+            if found.errors:
+                return Decision(config, subject, resumed=resumed, refusals=tuple(found.errors))
+        schedule, plan, seen = found.attempt(make_schedule, config, subject.num_units), None, None
+        if start and resumed and schedule and config.privacy.enabled:
             plan = found.attempt(_resumed_plan, config, subject.num_units, resumed, start)
             schedule = plan.schedule if plan else schedule
         elif config.privacy.enabled:
-            asked = (
-                terms
-                or found.attempt(_terms, config, subject, book)
-                or dataset_policy.terms(None, subject.dataset, None)
-            )
-            plan, over = _plan(config, subject.num_units, schedule, asked, found)
-        seen = None
-        if book and plan and resumed is None and terms is None and not (start and start.entry):
-            seen = found.attempt(_ask, book, config, subject, plan)
-        if seen and seen.refusal:
-            kind = BudgetExceeded if seen.reason == "over_budget" else Refused
-            found.add(kind(seen.refusal, dataset=seen.dataset, reason=seen.reason))
-        elif over:
-            found.add(over)
-        ancestry = found.attempt(_ancestry, config, subject, book, plan, fetch)
+            left = terms or found.attempt(dataset_policy.terms, ledger, subject.dataset, parent)
+            plan, over = _plan(config, subject.num_units, schedule, left or dataset_policy.terms(None, "", None), found)
+            if ledger and plan and terms is None and not (start and start.entry):
+                seen = found.attempt(ledger.outlook, subject.dataset, RunRequest.of(plan), parent)
+            if seen and seen.refusal:
+                kind = BudgetExceeded if seen.reason == "over_budget" else Refused
+                found.add(kind(seen.refusal, dataset=seen.dataset, reason=seen.reason))
+            elif over:
+                found.add(over)
+        base = found.attempt(lineage.of_base, config, fetch=fetch)
+        ancestry = found.attempt(
+            lineage.compose_with_base,
+            base,
+            config,
+            dataset=subject.dataset,
+            derived_from=parent,
+            book=ledger,
+            plan=plan,
+        )
         return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors))
 
 
@@ -219,8 +208,8 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
         Refused: The ledger does not permit them to be trained on in this way.
     """
     found = _Refusals()
-    with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
-        subject = _read_subject(config, book, found, cache)
+    with open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as ledger:
+        subject = _read_subject(config, ledger, found, cache)
     if found.errors:
         raise found.errors[0]
     assert subject is not None
@@ -229,18 +218,16 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
 
 def accounting_cache() -> Path:
     """Where calibrations are remembered; they depend on public numbers only."""
-    return ledger.default_path().parent / "calibration"
+    return default_path().parent / "calibration"
 
 
-def _read_subject(
-    config: RunConfig, book: ledger.Ledger | None, found: _Refusals, cache: Path | None
-) -> Subject | None:
+def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, cache: Path | None) -> Subject | None:
     with tempfile.TemporaryDirectory() if cache is None else contextlib.nullcontext(cache) as folder:
         where = Path(folder)
         table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None
-        policy = found.attempt(dataset_policy.find_policy, config, table, book)
+        policy = found.attempt(dataset_policy.find_policy, config, table, ledger)
         rows = found.attempt(data.sampled_rows, table, config.data)
         if config.data.eval is not None:
             found.attempt(data.load_table, config.data.eval, config.data, config.data.eval_split, where)
@@ -249,10 +236,6 @@ def _read_subject(
     # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
     dataset = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
     return Subject(config.data.public_size or len(rows), table.format, dataset, policy, table.digest)
-
-
-def _terms(config: RunConfig, subject: Subject, book: ledger.Ledger | None) -> dataset_policy.Terms:
-    return dataset_policy.terms(book, subject.dataset, config.privacy.derived_from if subject.policy else None)
 
 
 def _plan(
@@ -278,29 +261,16 @@ def _plan(
     return replace(plan, target_epsilon=config.privacy.epsilon), over
 
 
-def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start: Start | None) -> Plan:
+def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start: Start) -> Plan:
     """The same promise once more: its noise was calibrated to what was left of the budget then."""
     before, cache = resumed.plan, accounting_cache()
     assert before is not None
     again = _update(config, "privacy", noise_multiplier=before.noise_multiplier, delta=before.delta)
     plan = make_plan(again, num_units, cache, extra_steps=resumed.extra_steps)
     check_promise(plan, resumed)
-    if not (start and start.make_up_lost_steps and resumed.to_make_up):
+    if not (start.make_up_lost_steps and resumed.to_make_up):
         return plan
     return make_plan(again, num_units, cache, extra_steps=resumed.extra_steps + resumed.to_make_up)
-
-
-def _ancestry(
-    config: RunConfig, subject: Subject, book: ledger.Ledger | None, plan: Plan | None, fetch: bool
-) -> dict[str, Any] | None:
-    parent = config.privacy.derived_from if subject.policy else None
-    base = lineage.of_base(config, fetch=fetch)
-    return lineage.compose_with_base(base, config, dataset=subject.dataset, derived_from=parent, book=book, plan=plan)
-
-
-def _ask(book: ledger.Ledger, config: RunConfig, subject: Subject, plan: Plan) -> ledger.Outlook:
-    parent = config.privacy.derived_from if subject.policy else None
-    return book.outlook(subject.dataset, ledger.RunRequest.of(plan), parent)
 
 
 def _with_nothing_but_delta(config: RunConfig) -> RunConfig:

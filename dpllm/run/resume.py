@@ -10,18 +10,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dpllm import ledger
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import Ledger
+from dpllm.ledger import Ledger, Reservation, default_path
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 
-MAY_CHANGE = {
-    *("train.physical_batch_size", "train.eval_every", "train.checkpoint_every", "train.process_timeout"),
-    *("card", "telemetry"),
+MAY_CHANGE = {"card", "telemetry"} | {
+    f"train.{key}" for key in ("physical_batch_size", "eval_every", "checkpoint_every", "process_timeout")
 }
 WITH_STEPS = {
     "num_steps",
@@ -35,28 +33,18 @@ WITH_STEPS = {
 
 @dataclass(frozen=True)
 class ResumeState:
-    """A stopped run.
+    """A stopped run."""
 
-    Attributes:
-        plan: plan.json; empty for a run without differential privacy.
-        claims: Its reservations and their steps, in the order in which they are charged.
-        charged: Steps that may have been released, by the ledger.
-        extra_steps: Steps beyond the recipe's, reserved by earlier resumes to make up lost ones.
-        to_make_up: Of the charged steps that the checkpoint does not have, how many none of these stand for.
-        notes: What earlier resumes noted for run.json.
-        units: Digest of the units on which the checkpoint was trained; None in one that does not say.
-    """
-
-    plan: PlanRecord | None
-    claims: tuple[tuple[str, int], ...]
-    charged: int
-    extra_steps: int
-    to_make_up: int
-    notes: tuple[str, ...]
-    units: str | None = None
+    plan: PlanRecord | None  # None without differential privacy
+    claims: tuple[tuple[str, int], ...]  # its reservations and their steps, in the order in which they are charged
+    charged: int  # steps that may have been released, by the ledger
+    extra_steps: int  # beyond the recipe's, reserved by earlier resumes to make up lost ones
+    to_make_up: int  # of the charged steps that the checkpoint does not have, how many none of these stand for
+    notes: tuple[str, ...]  # what earlier resumes noted for run.json
+    units: str | None  # digest of the units on which the checkpoint was trained; None in one that does not say
 
 
-def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, policy: DatasetPolicy) -> ResumeState:
+def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, policy: DatasetPolicy) -> ResumeState:
     """Reads checkpoint and ledger, and refuses where one cannot belong to the other.
 
     Raises:
@@ -65,13 +53,13 @@ def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, polic
     """
     from dpllm.run import checkpoint  # which imports torch
 
-    saved = checkpoint.newest(run)
+    _, saved = checkpoint.newest(run)
     record = read_run(run) if run.run.exists() else None
     notes = record.resumes if record else ()
     if not config.privacy.enabled:
-        return ResumeState(None, (), int(saved["step"]), 0, 0, notes, saved.get("units"))
-    if book is None:
-        where = config.privacy.ledger or ledger.default_path()
+        return ResumeState(None, (), saved.step, 0, 0, notes, saved.units)
+    if ledger is None:
+        where = config.privacy.ledger or default_path()
         raise ConfigError(
             f"{run.root}: its ledger, {where}, is not there, so nothing knows which steps were released. "
             "Put back the ledger that the run was started with."
@@ -82,47 +70,52 @@ def read_resume_state(config: RunConfig, run: RunDir, book: Ledger | None, polic
             "its steps. Start anew with --overwrite; what it spent stays in the ledger."
         )
     plan = read_plan(run)
-    problems = book.verify(saved["head"])
-    if problems:
+    if problems := ledger.verify(saved.head):
         raise _cut(run, problems[0])
-    first, dataset = book.run(saved["entry"]).reservation, policy.dataset
-    if book.run(first.entry).state == "reconciled":
+    assert saved.entry is not None
+    claims = _reservations(run, saved.entry, ledger, policy)
+    charged = sum(ledger.run(claim.entry).steps for claim in claims)
+    if charged < saved.step:
+        raise _cut(run, f"it has charged {charged} steps to this run, whose checkpoint has {saved.step}.")
+    for claim in claims:
+        if ledger.run(claim.entry).event != {**plan.event, "count": claim.num_steps}:
+            raise Refused(
+                f"{run.plan} is about another event than the run reserved, so its steps would be accounted as what they were "
+                "not. Start anew with --overwrite."
+            )
+    if saved.event != {**plan.event, "count": saved.step}:
+        raise Refused(
+            f"{run.resume}: the checkpoint is of a run with another event than plan.json has, so its steps would be accounted as "
+            "what they were not. Start anew with --overwrite."
+        )
+    sizes = [claim.num_steps for claim in claims]
+    since = sum(sizes) - saved.reserved  # the checkpoint stands on steps made up before it
+    left = max(0, charged - saved.step - since)
+    entries = tuple((claim.entry, claim.num_steps) for claim in claims)
+    return ResumeState(plan, entries, charged, sum(sizes[1:]), left, notes, saved.units)
+
+
+def _reservations(run: RunDir, entry: str, ledger: Ledger, policy: DatasetPolicy) -> list[Reservation]:
+    """The run's own reservation, which is for these data, and those that made up lost steps."""
+    own, dataset = ledger.run(entry), policy.dataset
+    first = own.reservation
+    if own.state == "reconciled":
         raise Refused(
             f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and what never ran may have been given "
             "to other runs. Start anew with --overwrite."
         )
-    if first.dataset != book.records.charged_to(dataset, policy.derived_from):
+    if first.dataset != ledger.records.charged_to(dataset, policy.derived_from):
         raise Refused(
             f"{run.root}: the run reserved for dataset {first.dataset!r}, and data.train is dataset {dataset!r}. Resume with "
             f"{run.config} and the data of that time."
         )
-    registered = book.records.of_account(first.dataset)
+    registered = ledger.records.of_account(first.dataset)
     if policy.records and registered and policy.records.digest not in registered:
         raise Refused(
             f"{run.root}: data.train no longer holds the records that the run reserved for, so its steps would be charged to "
             "other people's data. Put the file of that time back, or start anew."
         )
-    claims = [first, *(r.reservation for r in book.runs(first.dataset) if r.reservation.extends == first.entry)]
-    charged = sum(book.run(claim.entry).steps for claim in claims)
-    if charged < saved["step"]:
-        raise _cut(run, f"it has charged {charged} steps to this run, whose checkpoint has {saved['step']}.")
-    for claim in claims:
-        event = {**plan.event, "count": claim.num_steps}
-        if book.run(claim.entry).event != event:
-            raise Refused(
-                f"{run.plan} is about another event than the run reserved, so its steps would be accounted as what they were "
-                "not. Start anew with --overwrite."
-            )
-    if saved["event"] != {**plan.event, "count": saved["step"]}:
-        raise Refused(
-            f"{run.resume}: the checkpoint is of a run with another event than plan.json has, so its steps would be accounted as "
-            "what they were not. Start anew with --overwrite."
-        )
-    sizes = tuple((claim.entry, claim.num_steps) for claim in claims)
-    extra = sum(claim.num_steps for claim in claims[1:])
-    lost = charged - int(saved["step"])
-    since = sum(size for _, size in sizes) - int(saved["reserved"])  # the checkpoint stands on steps made up before it
-    return ResumeState(plan, sizes, charged, extra, max(0, lost - since), notes, saved.get("units"))
+    return [first, *(r.reservation for r in ledger.runs(first.dataset) if r.reservation.extends == first.entry)]
 
 
 def check_promise(plan: Plan, resumed: ResumeState) -> None:

@@ -6,14 +6,14 @@ loopback interface, calls of trackers. Only the main process of a run shows anyt
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client import start_http_server
@@ -43,12 +43,7 @@ class Telemetry:
     """
 
     def __init__(self, config: RunConfig, run: RunPaths, *, main: bool = True) -> None:
-        """Checks everything that the recipe asks for, and starts to listen.
-
-        Args:
-            config: The recipe.
-            run: The run directory.
-            main: Whether this is the main process; no other shows anything.
+        """Checks everything that the recipe asks for, and starts to listen; only the ``main`` process shows anything.
 
         Raises:
             ConfigError: A port that is taken, a directory that is not there, a tracker that is not installed.
@@ -56,12 +51,10 @@ class Telemetry:
         settings = config.telemetry
         self._config, self._run = config, run
         self._directory: Path | None = None
-        self._server: Any = None
         self._trackers: Trackers | None = None
         self._values: RunValues | None = None
-        self._promised = False
-        self._shown = Families()
-        self._due, self._told = 0.0, False
+        self._promised, self._told, self._due = False, False, 0.0
+        self._shown, self._open = Families(), contextlib.ExitStack()
         self._on = main and bool(settings.textfile or settings.port or settings.trackers)
         if not self._on:
             return
@@ -71,35 +64,29 @@ class Telemetry:
                     f"telemetry.trackers: the package {name} is not installed, so the run would leave no trace there. Type: "
                     f"pip install {name}; or take {name} off the list."
                 )
-        self._directory = _checked(settings.textfile, run) if settings.textfile else None
+        if settings.textfile:
+            self._directory = _checked(settings.textfile, run)
         if settings.port:
             try:
-                self._server, _ = start_http_server(settings.port, addr=LOOPBACK, registry=self._shown.registry())
+                server, _ = start_http_server(settings.port, addr=LOOPBACK, registry=self._shown.registry())
             except OSError as error:
                 raise ConfigError(
                     f"telemetry.port {settings.port}: cannot be listened on ({error.strerror}), so Prometheus would scrape "
                     "something else or nothing. Set another port, or null."
                 ) from None
+            self._open.callback(server.server_close)
+            self._open.callback(server.shutdown)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._trackers:
-            self._trackers.finish()
-        if self._server:
-            self._server.shutdown()
-            self._server.server_close()
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def begin(self, step: int, epsilon: float | None, *, base_holds: bool) -> None:
-        """Shows a run whose record stands, and which is about to take its first step.
+        """Shows a run whose record stands, after ``step`` logical batches that spent at most ``epsilon``.
 
-        Args:
-            step: Logical batches executed before.
-            epsilon: Upper bound on what they spent.
-            base_holds: Whether the models before this one leave it a guarantee.
+        ``base_holds`` says whether the models before this one leave it a guarantee.
         """
         if not self._on:
             return
@@ -112,6 +99,7 @@ class Telemetry:
             if self._config.telemetry.trackers:
                 names, where = self._config.telemetry.trackers, self._run.private / "trackers"
                 self._trackers = Trackers(names, values.model, where, _about(self._config, self._run, values))
+                self._open.callback(self._trackers.finish)
         except DpllmError as error:
             self._tell(error)
         self._show()
@@ -119,30 +107,21 @@ class Telemetry:
     def step(
         self, step: int, epsilon: float | None, rate: float, released: Mapping[str, float], private: Mapping[str, Any]
     ) -> None:
-        """Shows one step.
+        """Shows a step: ``released`` values carry noise and are accounted.
 
-        Args:
-            step: Logical batches executed.
-            epsilon: Upper bound on what they spent.
-            rate: The learning rate.
-            released: Values of this step that carry noise and are accounted.
-            private: Un-noised figures of it, with the keys units, clipped and loss; read with private metrics only.
+        ``private`` ones (units, clipped, loss) do not, and are read with private metrics only.
         """
         if self._values is None:
             return
         if not self._promised:  # nothing was released with noise that protects anybody
             epsilon, released = None, {}
-        values = replace(
-            self._values, step=step, epsilon_consumed=epsilon, clip_fraction=metrics.clip_fraction(released)
-        )
-        shown: dict[str, float | None] = {"epsilon_consumed": epsilon, "learning_rate": rate, **released}
+        seen: dict[str, float | None] = {}
         if self._config.telemetry.private_metrics:
-            seen = metrics.unnoised(private, clips=values.noise_multiplier is not None)
-            values = replace(values, **seen)
-            shown |= seen
-        self._values = values
+            seen = metrics.unnoised(private, clips=self._values.noise_multiplier is not None)
+        fraction = metrics.clip_fraction(released)
+        self._values = replace(self._values, step=step, epsilon_consumed=epsilon, clip_fraction=fraction, **seen)  # type: ignore[arg-type]
         if self._trackers:
-            self._trackers.log(shown, step)
+            self._trackers.log({"epsilon_consumed": epsilon, "learning_rate": rate, **released, **seen}, step)
         if time.monotonic() >= self._due:
             self._show()
 
@@ -157,10 +136,9 @@ class Telemetry:
         if self._values is None:
             return
         try:
-            last = self._values
-            self._values = metrics.of_record(self._run, self._config, promised=self._promised)
+            values = metrics.of_record(self._run, self._config, promised=self._promised)
             # Not computed again, which would round it in another way.
-            self._values = replace(self._values, epsilon_consumed=last.epsilon_consumed)
+            self._values = replace(values, epsilon_consumed=self._values.epsilon_consumed)
         except DpllmError as error:
             self._tell(error)
         self._show()
@@ -183,26 +161,20 @@ class Telemetry:
 
 
 def _checked(directory: str, run: RunPaths) -> Path:
-    """Where metrics can be written, as the recipe says.
-
-    Raises:
-        ConfigError: No directory, not writable, or a part of the run directory that a new run replaces.
-    """
+    """Where metrics can be written, as the recipe says."""
     path = Path(directory)
     if any(path.resolve().is_relative_to(part.resolve()) for part in (run.private, run.export)):
         raise ConfigError(
             f"telemetry.textfile {directory} lies in a part of the run directory that a new run replaces, or that is published. "
             "Set it to the directory that the node exporter reads."
         )
-    if not path.is_dir():
-        raise ConfigError(
-            f"telemetry.textfile {directory}: no such directory, so nobody would read the metrics. Make it, or set it to "
-            "the directory that the node exporter reads."
+    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        what, mend = (
+            ("cannot be written to", "Ask for write access") if path.is_dir() else ("no such directory", "Make it")
         )
-    if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"telemetry.textfile {directory}: cannot be written to, so there would be no metrics. Ask for write access, or set "
-            "another directory."
+            f"telemetry.textfile {directory}: {what}, so nobody would read any metrics. {mend}, or set it to the directory that "
+            "the node exporter reads."
         )
     return path
 
@@ -227,13 +199,7 @@ def _about(config: RunConfig, run: RunPaths, values: RunValues) -> dict[str, Val
 
 
 def publish_audit(run: RunPaths, config: RunConfig, primary_attack: str) -> None:
-    """After an audit: the run's file, with what the audit published. A failure is told, and ends nothing.
-
-    Args:
-        run: An audited run. An audit that stayed in private/ is left out.
-        config: Its recipe; without a directory nothing is written.
-        primary_attack: The attack that is shown.
-    """
+    """Writes a run's file, if its recipe has one, with what the audit published; a failure is told, and ends nothing."""
     if not config.telemetry.textfile:
         return
     try:
@@ -256,14 +222,7 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], model: str, directory: Path, about: Mapping[str, Value | None]) -> None:
-        """Starts them.
-
-        Args:
-            names: As ``telemetry.trackers`` has them.
-            model: Name of the run.
-            directory: Where a tracker that keeps files keeps them; private, because it may hold what is not released.
-            about: Public values that describe the run, without paths.
-        """
+        """Starts those of ``telemetry.trackers``; ``about`` has public values without paths, ``directory`` is private."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         # wandb would send the command line, paths, the state of git, standard output and the load; mlflow the program's path.
@@ -274,39 +233,39 @@ class Trackers:
             "trackio": {"name": model},
         }
         self._started: dict[str, Any] = {}
-        described = {key: value for key, value in about.items() if value is not None}
         for name in names:
-            try:
+            with self._dropped_if_it_fails(name):
                 kind = LOGGER_TYPE_TO_CLASS[name]
                 where = (str(directory),) if kind.requires_logging_directory else ()
                 tracker = kind(PROJECT, *where, **options.get(name, {}))
                 tracker.start()
                 self._started[name] = tracker
-                tracker.store_init_configuration(described)
-            except (Exception, SystemExit) as error:  # a tracker raises what it likes
-                self._drop(name, error)
+                tracker.store_init_configuration(_known(about))
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         """Hands over what is known of a step; None is left out."""
-        known = {name: value for name, value in values.items() if value is not None}
-        if known:
-            self._each("log", known, step=step)
+        for name, tracker in tuple(self._started.items()) if _known(values) else ():
+            with self._dropped_if_it_fails(name):
+                tracker.log(_known(values), step=step)
 
     def finish(self) -> None:
         """Ends them."""
-        self._each("finish")
+        for name, tracker in tuple(self._started.items()):
+            with self._dropped_if_it_fails(name):
+                tracker.finish()
         self._started.clear()
 
-    def _each(self, method: str, *arguments: Any, **options: Any) -> None:
-        for name, tracker in tuple(self._started.items()):
-            try:
-                getattr(tracker, method)(*arguments, **options)
-            except (Exception, SystemExit) as error:
-                self._drop(name, error)
+    @contextlib.contextmanager
+    def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # a tracker raises what it likes
+            self._started.pop(name, None)
+            print(f"dpllm: the tracker {name} failed ({type(error).__name__}) and gets nothing more.", file=sys.stderr)
 
-    def _drop(self, name: str, error: BaseException) -> None:
-        self._started.pop(name, None)
-        print(f"dpllm: the tracker {name} failed ({type(error).__name__}) and gets nothing more.", file=sys.stderr)
+
+def _known(values: Mapping[str, Value | None]) -> dict[str, Value]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class EpsilonSpent:

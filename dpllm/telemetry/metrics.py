@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,80 +42,65 @@ INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated eps
 Json = dict[str, Any]
 
 
+def _gauge(name: str, meaning: str, default: float | None = None) -> Any:
+    return field(default=default, metadata={"gauge": (name, meaning)})
+
+
 @dataclass(frozen=True)
 class RunValues:
-    """What metrics know of a run: public and released values only, but for the last two. ``GAUGES`` says what they mean.
+    """What metrics know of a run: public and released values only, but for the last two."""
 
-    Attributes:
-        model: Name of what is being trained: the run directory's last part.
-        base_model: Public name of the base model.
-        dataset: The account in the ledger that is charged, or the public name of the training data.
-        run_id: The reservation in the ledger; empty for a run without differential privacy.
-        state: One of ``STATES``.
-        clip_fraction: The noised, accounted share of clipped gradients in the last step, in [0, 1]; None unless clipping
-            adapts.
-        private_loss: Un-noised, outside any guarantee: None, unless the recipe sets ``telemetry.private_metrics``.
-        private_clip_fraction: The same.
-    """
-
-    model: str
-    base_model: str
-    dataset: str
-    run_id: str
-    state: str
-    step: int
-    steps_planned: int
-    epsilon_consumed: float | None = None
-    stated_epsilon: float | None = None
-    delta: float | None = None
-    noise_multiplier: float | None = None
-    clip_fraction: float | None = None
-    accuracy_delta: float | None = None
-    auc: float | None = None
-    auc_lower: float | None = None
-    auc_upper: float | None = None
-    auc_allowed: float | None = None
-    epsilon_lower_bound: float | None = None
-    private_loss: float | None = None
-    private_clip_fraction: float | None = None
-
-
-# Field of RunValues -> name and meaning of its metric: the list of what leaves.
-GAUGES = {
-    "epsilon_consumed": ("dp_training_epsilon_consumed", "Upper bound on the epsilon of the steps executed so far."),
-    "stated_epsilon": ("dp_stated_epsilon", "Epsilon of the whole Plan, which the card states."),
-    "delta": ("dp_stated_delta", "Delta at which that epsilon is stated."),
-    "noise_multiplier": ("dp_noise_multiplier", "Standard deviation of the noise over the clipping norm."),
-    "clip_fraction": (
+    model: str  # what is being trained: the run directory's last part
+    base_model: str  # public name of the base model
+    dataset: str  # the account in the ledger that is charged, or the public name of the training data
+    run_id: str  # the reservation in the ledger; empty for a run without differential privacy
+    state: str  # one of STATES
+    epsilon_consumed: float | None = _gauge(
+        "dp_training_epsilon_consumed", "Upper bound on the epsilon of the steps executed so far."
+    )
+    stated_epsilon: float | None = _gauge("dp_stated_epsilon", "Epsilon of the whole Plan, which the card states.")
+    delta: float | None = _gauge("dp_stated_delta", "Delta at which that epsilon is stated.")
+    noise_multiplier: float | None = _gauge(
+        "dp_noise_multiplier", "Standard deviation of the noise over the clipping norm."
+    )
+    clip_fraction: float | None = _gauge(
         "dp_gradient_clip_fraction",
         "Share of gradients longer than the clipping norm in the last step: noised and accounted, with adaptive clipping; "
         "without noise only where the recipe allows private metrics.",
-    ),
-    "step": ("dp_training_step", "Logical batches executed."),
-    "steps_planned": ("dp_training_steps_planned", "Logical batches planned."),
-    "accuracy_delta": (
+    )
+    step: int = _gauge("dp_training_step", "Logical batches executed.", 0)
+    steps_planned: int = _gauge("dp_training_steps_planned", "Logical batches planned.", 0)
+    accuracy_delta: float | None = _gauge(
         "dp_training_accuracy_delta",
         "Next-token accuracy after training less before, on an evaluation set declared public.",
-    ),
-    "auc": (
+    )
+    auc: float | None = _gauge(
         "dp_membership_inference_auc",
         "Area under the ROC curve of the audit's primary attack on planted canaries.",
-    ),
-    "auc_lower": ("dp_membership_inference_auc_lower", "Lower end of that area's 95 % confidence interval."),
-    "auc_upper": ("dp_membership_inference_auc_upper", "Upper end of that area's 95 % confidence interval."),
-    "auc_allowed": (
-        "dp_membership_inference_auc_allowed",
-        "The largest area that the stated guarantee allows any attack.",
-    ),
-    "epsilon_lower_bound": (
+    )
+    auc_lower: float | None = _gauge(
+        "dp_membership_inference_auc_lower", "Lower end of that area's 95 % confidence interval."
+    )
+    auc_upper: float | None = _gauge(
+        "dp_membership_inference_auc_upper", "Upper end of that area's 95 % confidence interval."
+    )
+    auc_allowed: float | None = _gauge(
+        "dp_membership_inference_auc_allowed", "The largest area that the stated guarantee allows any attack."
+    )
+    epsilon_lower_bound: float | None = _gauge(
         "dp_audit_epsilon_lower_bound",
         "Epsilon that the audit shows to be exceeded or met, with the confidence that the recipe fixed.",
-    ),
-    "private_loss": (
+    )
+    # Un-noised, outside any guarantee: None, unless the recipe sets telemetry.private_metrics.
+    private_loss: float | None = _gauge(
         "dp_training_private_loss",
         "Training loss of the last step without noise, in nats per token; outside the guarantee.",
-    ),
-}
+    )
+    private_clip_fraction: float | None = None
+
+
+GAUGES = {part.name: part.metadata["gauge"] for part in fields(RunValues) if part.metadata}
+"""Field of RunValues -> name and meaning of its metric: the list of what leaves."""
 
 
 def run_families(run: RunValues) -> list[Metric]:
@@ -133,10 +118,10 @@ def run_families(run: RunValues) -> list[Metric]:
     for name in STATES:
         state.add_metric((run.model, name), float(name == run.state))
     families: list[Metric] = [info, state]
-    for field, (metric, meaning) in GAUGES.items():
-        value = getattr(run, field)
+    for key, (metric, meaning) in GAUGES.items():
+        value = getattr(run, key)
         if value is not None and math.isfinite(value):
-            labels = tuple(names) if field == "epsilon_consumed" else ("model",)
+            labels = tuple(names) if key == "epsilon_consumed" else ("model",)
             family = GaugeMetricFamily(metric, meaning, labels=labels)
             family.add_metric([names[label] for label in labels], value)
             families.append(family)
@@ -146,21 +131,12 @@ def run_families(run: RunValues) -> list[Metric]:
 # --- from the record of a run ----------------------------------------------------------------------------------------
 
 
-def model_label(run: RunPaths) -> str:
-    """The name of what is trained: the last part of the run directory."""
-    return run.root.resolve().name
-
-
 def of_record(
     run: RunPaths, config: RunConfig, *, promised: bool | None = None, primary_attack: str | None = None
 ) -> RunValues:
-    """The metrics of a run by its record.
+    """The metrics of a run by its record, with one attack of the published audit if it is named.
 
-    Args:
-        run: Holds run.json, and plan.json if it was private.
-        config: Its recipe.
-        promised: Whether it states an epsilon at all; None: what run.json says, once it has ended.
-        primary_attack: The attack of the published audit that is shown; None: no audit is.
+    ``promised`` says whether the run states an epsilon at all; None: what run.json says, once it has ended.
 
     Raises:
         ConfigError: A file is missing or damaged.
@@ -172,7 +148,7 @@ def of_record(
     before, after = public.get("eval_accuracy_before"), public.get("eval_accuracy_after")
     shown = promised or config.data.public
     values = RunValues(
-        model=model_label(run),
+        model=run.root.resolve().name,
         base_model=record.model.name_or_path,
         dataset=label(ledger.dataset) if ledger else public_name(config.data.train),
         run_id=str(ledger.entry) if ledger else "",
@@ -202,23 +178,17 @@ def clip_fraction(released: Mapping[str, Any]) -> float | None:
 
 
 def unnoised(step: Mapping[str, Any], *, clips: bool) -> Json:
-    """Loss and share of clipped gradients of one line of metrics.jsonl: private.
-
-    Args:
-        step: Such a line.
-        clips: Whether the run clips gradients at all.
-    """
+    """Loss and share of clipped gradients, if the run clips any, of one line of metrics.jsonl: private."""
     share = step["clipped"] / step["units"] if clips and step["units"] else None
     return {"private_loss": step["loss"], "private_clip_fraction": share}
 
 
 def _consumed(plan: PlanRecord, record: RunRecord) -> float:
     """The epsilon of the steps that were executed; of a run whose process was killed, all of it."""
-    steps, whole = record.steps_taken, plan.epsilon
-    if steps is None or record.status == "completed" or plan.event.get("type") != "self_composed":
-        return whole
-    event = {**plan.event, "count": min(steps, plan.event["count"])}
-    return min(whole, accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=INTERVAL))
+    if record.steps_taken is None or record.status == "completed":
+        return plan.epsilon
+    event = {**plan.event, "count": record.steps_taken}
+    return min(plan.epsilon, accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=INTERVAL))
 
 
 def _audited(run: RunPaths, primary_attack: str) -> Json:
@@ -263,20 +233,18 @@ def ledger_families(book: Ledger) -> tuple[list[Metric], list[str]]:
     Raises:
         ConfigError: The ledger cannot be read.
     """
+    sound = not book.verify()
+    entries = GaugeMetricFamily("dp_ledger_entries", "Links of the ledger's hash chain.", value=book.head()["count"])
+    valid = GaugeMetricFamily(
+        "dp_ledger_chain_valid", "1 while the chain holds, 0 once it contradicts itself.", value=sound
+    )
     refused: Counter[str] = Counter()
     for (_, reason), number in book.refusals().items():
         refused[reason] += number
     counter = CounterMetricFamily("dp_ledger_refused", "Runs that were refused, by reason.", labels=("reason",))
     for reason, number in sorted(refused.items()):
         counter.add_metric((reason,), number)
-    sound, entries = not book.verify(), book.head()["count"]
-    families: list[Metric] = [
-        GaugeMetricFamily("dp_ledger_entries", "Links of the ledger's hash chain.", value=entries),
-        GaugeMetricFamily(
-            "dp_ledger_chain_valid", "1 while the chain holds, 0 once it contradicts itself.", value=sound
-        ),
-    ]
-    return families + ([counter] if refused else []), book.datasets() if sound else []
+    return [entries, valid, *([counter] if refused else [])], book.datasets() if sound else []
 
 
 def dataset_families(book: Ledger, names: Iterable[str]) -> list[Metric]:
@@ -306,7 +274,11 @@ def dataset_families(book: Ledger, names: Iterable[str]) -> list[Metric]:
         known, shown, runs = book.budget(name), label(name), book.runs(name)
         if known is not None:
             budget.add_metric((shown,), known.epsilon)
-            remaining.add_metric((shown,), _remaining(book, name))
+            try:
+                left = book.remaining(name) or 0.0
+            except Refused:  # no accountant knows everything that was entered, and the gate admits nothing more
+                left = 0.0
+            remaining.add_metric((shown,), left)
         states = Counter(run.state for run in runs)
         for state in get_args(State):
             reservations.add_metric((shown, state), states[state])
@@ -314,13 +286,6 @@ def dataset_families(book: Ledger, names: Iterable[str]) -> list[Metric]:
             if run.state in OPEN:
                 heartbeat.add_metric((shown, run.reservation.entry, run.state), run.heartbeat)
     return [family for family in (budget, remaining, reservations, heartbeat) if family.samples]
-
-
-def _remaining(book: Ledger, dataset: str) -> float:
-    try:
-        return book.remaining(dataset) or 0.0
-    except Refused:  # no accountant knows everything that was entered, and the gate admits nothing more
-        return 0.0
 
 
 # --- text and files --------------------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def test_a_run_that_fails_leaves_the_others_their_places(
 ) -> None:
     place = make(tmp_path / "place", base)
 
-    def fails(config, **_):
+    def fails(*_, **__):
         raise DpllmError("the machine went away")
 
     monkeypatch.setattr("dpllm.run.loop.train", fails)
@@ -394,9 +394,9 @@ def test_a_run_that_lost_its_steps_is_not_trained_for_nothing(
     """Steps that were charged may have been released, and no checkpoint has them: to repeat them would spend once more."""
     place = make(tmp_path / "place", base)
 
-    def dies_after_a_step(config, *, entry, **_):
+    def dies_after_a_step(config, start, **_):
         with Ledger(place.ledger) as book:
-            book.charge(entry, 1)
+            book.charge(start.entry, 1)
         raise DpllmError("killed")
 
     monkeypatch.setattr("dpllm.run.loop.train", dies_after_a_step)

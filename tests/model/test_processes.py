@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from dpllm.model import processes
 from dpllm.model.processes import ahead
-from dpllm.run.failures import StepDeadline
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 
@@ -77,14 +76,3 @@ def test_what_goes_wrong_ahead_is_said_when_its_turn_comes() -> None:
 
     with pytest.raises(ValueError, match="here"):
         next(ahead(make, 2))
-
-
-def test_a_step_has_its_time_and_what_lies_between_has_as_much_as_it_wants() -> None:
-    watch = StepDeadline(0.02)
-    assert watch.overdue() is None
-    watch.step(3)
-    assert watch.overdue() is None
-    time.sleep(0.05)
-    assert watch.overdue() == "step 3"
-    watch.rest()
-    assert watch.overdue() is None

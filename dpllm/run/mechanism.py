@@ -1,0 +1,170 @@
+"""What trains, and the mechanism that trains it: model, optimizer, precision, sampler, and the engine, checked.
+
+Comes in: a decision, a device. Goes out: a model in training mode, a sampler, an engine that passed its self-check. Must not see
+data: a schedule that followed the loss would be outside the guarantee.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dpllm.errors import RoundsByCompany
+from dpllm.model import adapters, loading, processes
+from dpllm.model.processes import shared
+from dpllm.privacy import guards
+from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
+from dpllm.privacy.noise import key_bits, os_entropy
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.sampling import PoissonSampler
+from dpllm.recipe.config import RunConfig, TrainConfig
+from dpllm.run.promise import Decision
+
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def make_optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer, over what trains."""
+    trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(trainable, lr=train.learning_rate, weight_decay=train.weight_decay)
+    return torch.optim.AdamW(trainable, lr=train.learning_rate, weight_decay=train.weight_decay)
+
+
+def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
+    """Learning rate of step 0..num_steps-1; never zero, because every step spends privacy.
+
+    Rises linearly over the warm-up, then falls to 0 as the schedule says; depends on the step alone.
+    """
+    warm = math.ceil(train.warmup * num_steps)
+    if step < warm:
+        return train.learning_rate * (step + 1) / (warm + 1)
+    left = (num_steps - step) / max(1, num_steps - warm)
+    shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
+    return train.learning_rate * shape[train.lr_scheduler]
+
+
+def is_low(config: RunConfig, net: Any, device: torch.device) -> bool:
+    """Whether anything is computed or held in less than float32."""
+    if precision_of(config.train, device) is not None or getattr(net.config, "quantization_config", None) is not None:
+        return True
+    return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
+
+
+def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None:
+    """The autocast type; None for float32."""
+    if train.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[train.precision]
+
+
+def build_model(
+    config: RunConfig, plan: Plan | None, device: torch.device, console: Console
+) -> tuple[Any, dict[str, float] | None]:
+    """The model with what trains, and the rates of dropout that were set to zero; says both."""
+    net = loading.build(config, device)
+    guards.check_model(net)
+    loading.check_length(config, net)
+    table, rows = Table("what trains", "tensors", "parameters"), adapters.trainable_table(net)
+    for kind, tensors, size in rows:
+        table.add_row(kind, str(tensors), f"{size:,}")
+    total = sum(parameter.numel() for parameter in net.parameters())
+    sums = str(sum(tensors for _, tensors, _ in rows)), f"{sum(size for _, _, size in rows):,} of {total:,}"
+    table.add_row("all", *sums, style="bold")
+    console.print(table)
+    dropout_off = loading.without_dropout(net) if plan else None
+    if dropout_off:
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
+        console.print(
+            f"The base model's dropout is off, as its masks would tie what one unit adds to the others: {rates}"
+        )
+    if (
+        config.adapter.method == "lora"
+        and config.adapter.target_modules == "auto"
+        and (apart := adapters.left_out(net))
+    ):
+        what = "routers, experts and others whose gradients of single rows or adapters cannot be had"
+        console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
+    if adapters.untied(net):
+        console.print("The base model ties its head to its input embedding; what trains is a copy, so they are untied.")
+    return net, dropout_off
+
+
+def make_engine(
+    decision: Decision, net: Any, optimizer: torch.optim.Optimizer, size: int, device: torch.device
+) -> tuple[PoissonSampler, Engine, Autocast]:
+    """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N."""
+    privacy, schedule = decision.config.privacy, decision.schedule
+    assert schedule is not None
+    secure, seed = privacy.secure_noise, privacy.insecure_seed
+    bits = key_bits(secure)
+    noise_key, sampling_key = shared((os_entropy(bits), os_entropy(bits)) if seed is None else (2 * seed, 2 * seed + 1))
+    precision = precision_of(decision.config.train, device)
+    autocast: Autocast = partial(torch.autocast, device.type, dtype=precision) if precision else contextlib.nullcontext
+    engine = Engine(
+        net,
+        optimizer,
+        schedule,
+        decision.plan,
+        grad_sample_mode=privacy.grad_sample_mode,
+        max_length=decision.config.data.max_length,
+        noise_entropy=noise_key,
+        secure_noise=secure,
+        device=device,
+        autocast=autocast,
+        loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
+    )
+    return PoissonSampler(schedule, size, sampling_key, secure=secure), engine, autocast
+
+
+def check_rows(
+    engine: Engine,
+    vocabulary: int,
+    max_length: int,
+    rows: int,
+    *,
+    pad_id: int,
+    low: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Checks the engine against brute-force autograd; the physical batch size, 1 where a kernel rounds rows by company.
+
+    Raises:
+        Refused: The engine computes something else, in more than rounding.
+    """
+    console = console or Console(quiet=True)
+    check = partial(engine.self_check, vocabulary, max_length, low_precision=low, pad_id=pad_id)
+    alone, error = "", 0.0
+    try:
+        error = check(physical_batch_size=rows)
+    except RoundsByCompany as refusal:
+        alone = str(refusal).partition(", so that")[0]
+    if processes.totals(len(alone))[0]:
+        console.print(f"train.physical_batch_size is 1 in this run, which is slower: {alone}.")
+        rows, error = 1, check(physical_batch_size=1)
+    console.print(f"Self-check against brute-force autograd: largest relative error {error:.1e}")
+    return rows
+
+
+def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, rows: int) -> None:
+    """The self-check once more, on a small float32 model of the same architecture: low precision hides small errors."""
+    small = loading.shrunken(config, net, device)
+    engine = Engine(
+        small,
+        make_optimizer(config.train, small),
+        plan.schedule,
+        plan,
+        grad_sample_mode=config.privacy.grad_sample_mode,
+        max_length=config.data.max_length,
+        noise_entropy=0,  # it draws none
+        device=device,
+    )
+    with contextlib.closing(engine):
+        engine.self_check(loading.SHRUNKEN_VOCABULARY, config.data.max_length, physical_batch_size=min(8, rows))
