@@ -66,18 +66,14 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
 
     path, overrides = parse_recipe(known, rest)
     _check_tasks(known)
+    try:
+        by = known.by or getpass.getuser()
+    except (OSError, KeyError):
+        raise ConfigError("this user has no name, and the list of runs needs one who answers: --by NAME") from None
     console = Console()
-    settings = {"by": known.by or _user(), "resume": known.resume, "tasks": known.tasks}
-    comparison = train_all(path, overrides, **settings, console=console)
+    comparison = train_all(path, overrides, by=by, resume=known.resume, tasks=known.tasks, console=console)
     root = comparison.output.parent
     console.print(public_table([RunDir(root / run["name"]) for run in comparison.values["runs"]]))
     said = f"With what is private: written to {comparison.output}"
     console.print(said, markup=False, highlight=False, soft_wrap=True)
     return 0
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        raise ConfigError("this user has no name, and the list of runs needs one who answers: --by NAME") from None

@@ -134,32 +134,27 @@ def _utility(values: Json) -> list[Row]:
 
 def _leakage(audits: list[Json]) -> list[Row]:
     """The rows of the audits, one for each run and empty where there is none."""
+    attacks, exposure, extraction = (
+        [audit.get(part, {}) for audit in audits] for part in ("attacks", "exposure", "extraction")
+    )
     alpha = next((audit["epsilon_lower_bound"]["alpha"] for audit in audits if audit), 0.0)
-    found = [
-        _row(
-            "leakage",
-            f"Epsilon lower bound ({percent(1 - alpha)} sure)",
-            [audit.get("epsilon_lower_bound") for audit in audits],
-            lambda one: Cell(measured(one["value"]), f"ceiling {measured(one['ceiling'])}"),
-        )
-    ]
-    for name in dict.fromkeys(name for audit in audits for name in audit.get("attacks", {})):
-        seen = [audit.get("attacks", {}).get(name) for audit in audits]
+    bounds = [audit.get("epsilon_lower_bound") for audit in audits]
+    found = [_row("leakage", f"Epsilon lower bound ({percent(1 - alpha)} sure)", bounds, _bound)]
+    for name in dict.fromkeys(name for one in attacks for name in one):
+        seen = [one.get(name) for one in attacks]
         group = next(one["group"] for one in seen if one)
         found.append(_row("leakage", f"AUC, {name} attack, {copies(str(group))}", seen, _auc))
-    found.append(
-        _row(
-            "leakage",
-            f"TPR at 1% FPR (%), {PRIMARY_ATTACK} attack",
-            [audit.get("attacks", {}).get(PRIMARY_ATTACK) for audit in audits],
-            _tpr,
-        )
-    )
-    groups = sorted({group for audit in audits for group in audit.get("exposure", {})}, key=int, reverse=True)
-    found += [_exposure(group, [audit.get("exposure", {}).get(group) for audit in audits]) for group in groups]
-    found += [_extraction(group, [audit.get("extraction", {}).get(group) for audit in audits]) for group in groups]
+    primary = [one.get(PRIMARY_ATTACK) for one in attacks]
+    found.append(_row("leakage", f"TPR at 1% FPR (%), {PRIMARY_ATTACK} attack", primary, _tpr))
+    groups = sorted({group for one in exposure for group in one}, key=int, reverse=True)
+    found += [_exposure(group, [one.get(group) for one in exposure]) for group in groups]
+    found += [_extraction(group, [one.get(group) for one in extraction]) for group in groups]
     verdicts = [audit.get("verdict") for audit in audits]
     return [*found, _row("leakage", "The audit's verdict", verdicts, lambda verdict: Cell(verdict.replace("_", " ")))]
+
+
+def _bound(one: Json) -> Cell:
+    return Cell(measured(one["value"]), f"ceiling {measured(one['ceiling'])}")
 
 
 def _auc(one: Json) -> Cell:
