@@ -31,7 +31,7 @@ from dpllm.privacy.fused_loss import TokenLosses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.run.optimizer import precision_of
+from dpllm.run.mechanism import precision_of
 
 SECONDS = 0.15  # for each of the two measurements of the device
 
