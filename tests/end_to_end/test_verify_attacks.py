@@ -19,7 +19,7 @@ from dpllm.errors import Refused
 from dpllm.publish import push
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
-from dpllm.statement import base_block
+from dpllm.statement import lineage
 from dpllm.verification import check_leaks
 
 
@@ -121,13 +121,13 @@ def test_a_lineage_cannot_deny_the_common_dataset_or_add_other_units(run: Path) 
         "reason": None, "excepted": None,
     }  # fmt: skip
     denied = {**honest, "same_dataset": False, "dataset": None, "composed": None, "reason": "other data"}
-    for lineage, wrong in (
+    for stated, wrong in (
         (honest, False),
         (denied, True),
         ({**honest, "base": _parent(block, unit="author")}, True),
         ({**honest, "ancestors": [_parent(block, dataset="other")] * 20}, True),
     ):
-        carry(export, {**block, "lineage": lineage})
+        carry(export, {**block, "lineage": stated})
         assert ("lineage" in failing(export)) is wrong
 
 
@@ -178,8 +178,8 @@ def test_a_statement_beside_other_weights_on_the_hub_is_refused(
     write(export, {**read(export), "files": {"config.json": "0" * 64, listed: "1" * 64}})
     (export / "model.safetensors").write_bytes(b"other weights")
     there = {path.name: path for path in export.iterdir()}
-    monkeypatch.setattr(base_block, "_hub_file", lambda _, file, *__: there.get(file))
+    monkeypatch.setattr(lineage, "_hub_file", lambda _, file, *__: there.get(file))
     recipe = yaml.safe_load(finished.recipe.read_text("utf-8"))
     recipe["model"]["name_or_path"] = "alice/private-model"
     with pytest.raises(Refused, match="is not the file"):
-        base_block.of_base(RunConfig.model_validate(recipe))
+        lineage.of_base(RunConfig.model_validate(recipe))
