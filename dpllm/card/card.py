@@ -16,10 +16,9 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from dpllm import files as exported_files
 from dpllm.card.claim import Json, statement_of
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, read_json, write_json, write_whole
+from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, hashes, read_json, unknown, write_whole
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
@@ -48,21 +47,16 @@ def write_card(run: RunDir) -> Path:
             belongs to other weights.
     """
     config, record, statement = _read(run)
-    drawing = tradeoff_figure.figure(statement.terms) if statement.guarantee else None
-    figure = run.export / tradeoff_figure.FILE
-    if drawing is None:
-        figure.unlink(missing_ok=True)
-    else:
-        write_whole(figure, drawing)
-    files = hashes(run.export)
-    _check_artifacts(run, record, files)
-    statement = statement.model_copy(update={"files": files})
-    text, block = compose(config, record, statement), statement.to_json()
+    found = hashes(run.export, UNHASHED | {tradeoff_figure.FILE})
+    _check_artifacts(run, record, found)
+    made = pages(config, record, statement, found)
     before = run.export / BLOCK
-    if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != dump_block(block):
+    if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != made[BLOCK]:
         (run.export / SIGNATURE).unlink(missing_ok=True)
-    write_json(before, block)
-    write_whole(run.export / CARD, text)
+    if tradeoff_figure.FILE not in made:
+        (run.export / tradeoff_figure.FILE).unlink(missing_ok=True)
+    for name, text in made.items():
+        write_whole(run.export / name, text)
     return run.export / CARD
 
 
@@ -84,12 +78,27 @@ def rerender(directory: Path) -> dict[str, str]:
     run = RunDir(directory)
     config, record, statement = _read(run)
     audits = {name: digest for name, digest in hashes(run.export).items() if name.startswith("audit/")}
-    files, made = {**record.artifacts, **audits}, {}
+    return pages(config, record, statement, {**record.artifacts, **audits})
+
+
+def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside: Mapping[str, str]) -> dict[str, str]:
+    """README.md, privacy.json and, with a guarantee, privacy.svg of a statement, by name.
+
+    Args:
+        config: The resolved recipe.
+        record: ``run.json``.
+        statement: With ``merged_from`` the card is that of a whole model.
+        beside: SHA-256 of the other files, by path; the statement is made to name them and the figure.
+
+    Raises:
+        ConfigError: A text of the recipe holds one of the card's markers.
+    """
+    made, listed = {}, dict(beside)
     if statement.guarantee:
         made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.terms)
-        files[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
-    statement = statement.model_copy(update={"files": dict(sorted(files.items()))})
-    return {CARD: compose(config, record, statement), BLOCK: dump_block(statement.to_json()), **made}
+        listed[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
+    statement = statement.model_copy(update={"files": dict(sorted(listed.items()))})
+    return {**made, CARD: compose(config, record, statement), BLOCK: dump_block(statement.to_json())}
 
 
 def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> str:
@@ -124,11 +133,6 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
     return text
 
 
-def hashes(export: Path) -> dict[str, str]:
-    """SHA-256 of every file in export/ but the card, privacy.json and its signature, by path with forward slashes."""
-    return exported_files.hashes(export, UNHASHED)
-
-
 def dump_block(block: Json) -> str:
     """A privacy block as privacy.json holds it."""
     return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -152,7 +156,7 @@ def _read(run: RunDir) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
 
 
 def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -> None:
-    if strange := exported_files.unknown(files):
+    if strange := unknown(files):
         raise ConfigError(
             f"{run.export}: {strange[0]} is no file of an export, and what stands beside the card is published with it. Move it "
             "elsewhere, then type the command again."

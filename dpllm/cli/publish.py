@@ -91,7 +91,6 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
 
 def verify(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints every check, and how many there are of each kind; exit code 4 where one failed."""
-    from dpllm.verification.verify import as_json
     from dpllm.verification.verify import verify as check_all
 
     with ExitStack() as stack:
@@ -103,7 +102,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             raise ConfigError(f"--revision {known.revision}: {known.path} is no Hub id. Leave it out.")
         found = check_all(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
     if known.json:
-        print(as_json(found))
+        print(json.dumps(found.to_json(), indent=2, sort_keys=True))
     else:
         for check in found.checks:
             print(f"{check.status:<8}  {check.name}: {check.detail}")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 from huggingface_hub import constants
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from dpllm.errors import ConfigError, DpllmError
 
@@ -39,31 +39,23 @@ def asking(repository: str) -> Iterator[None]:
     """
     try:
         yield
-    except DpllmError:
-        raise
     except HFValidationError:
         raise ConfigError(
             f"{repository}: is no name that the Hub allows, so nothing was asked. Type OWNER/NAME, such as alice/notes-dp."
         ) from None
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        raise _unreachable(repository, error) from None
-    except HfHubHTTPError as error:
-        answer: Any = getattr(error.response, "status_code", None) or type(error).__name__
+    except (_ON_THE_WAY, OSError) as error:
+        answer = getattr(getattr(error, "response", None), "status_code", None)
+        if answer is None:
+            raise DpllmError(
+                f"{repository}: {endpoint()} cannot be reached ({type(error).__name__}), so nothing was read or changed there. "
+                "Check the network and HF_HUB_OFFLINE, and type the command again."
+            ) from None
         raise (ConfigError if answer in _UNKNOWN else DpllmError)(
             f"{repository}: {endpoint()} answered {answer}, so it is not there for you. Check the name and the revision, log in "
             "with hf auth login if it is private, and type the command again."
         ) from None
-    except (_ON_THE_WAY, OSError) as error:
-        raise _unreachable(repository, error) from None
     except ValueError as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise DpllmError(
             f"{repository}: {endpoint()} refused ({first}), so nothing was changed there. Mend that, and type the command again."
         ) from None
-
-
-def _unreachable(repository: str, error: Exception) -> DpllmError:
-    return DpllmError(
-        f"{repository}: {endpoint()} cannot be reached ({type(error).__name__}), so nothing was read or changed there. Check the "
-        "network and HF_HUB_OFFLINE, and type the command again."
-    )

@@ -19,7 +19,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from dpllm.card import card
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import BLOCK, CARD, keep_publishable, read_json, whole_directory
+from dpllm.files import BLOCK, CARD, UNHASHED, hashes, keep_publishable, read_json, whole_directory
 from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.directory import RunDir
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # of logits, of their spread
 
 
-def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto", max_shard_size: str = "5GB") -> Path:
+def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto") -> Path:
     """Writes a run's base model with its adapter merged in.
 
     Args:
@@ -41,7 +41,6 @@ def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto", max_s
         output: Where; None: ``merged`` in the run directory. A merged model that lies there is replaced.
         dtype: Of the written weights: float32, bfloat16, float16, or auto (that in which the recipe loads the base, or else the
             base checkpoint's). The sum is rounded to it once.
-        max_shard_size: Larger models are written in several files.
 
     Returns:
         The directory.
@@ -59,10 +58,12 @@ def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto", max_s
     config, statement = _subject(run)
     output = output or run.root / "merged"
     _check_output(run, output)
-    base_config = _pinned(run, config)
-    _check_base(base_config, statement.lineage)
+    # With the very commit of the base model that the run used.
+    commit = read_run(run).model.commit or config.model.revision
+    pinned = config.model_copy(update={"model": config.model.model_copy(update={"revision": commit})})
+    _check_base(pinned, statement.lineage)
     with whole_directory(output) as part:
-        merge_weights(base_config, run.export, part, dtype, max_shard_size)
+        merge_weights(pinned, run.export, part, dtype)
         _write_statement(config, run, statement, part)
     return output
 
@@ -86,7 +87,7 @@ def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
         )
     block = read_json(run.export / BLOCK)
     shown = section.front_matter((run.export / CARD).read_text(encoding="utf-8")).get("privacy")
-    if shown != block or block.get("files") != card.hashes(run.export):
+    if shown != block or block.get("files") != hashes(run.export, UNHASHED):
         raise ConfigError(
             f"{run.export}: its card speaks of other files than lie here, so it would be about another model. "
             f"Type dpllm card {run.root} again."
@@ -108,14 +109,6 @@ def _check_output(run: RunDir, output: Path) -> None:
         )
 
 
-def _pinned(run: RunDir, config: RunConfig) -> RunConfig:
-    """The recipe with the very commit of the base model that the run used."""
-    commit = read_run(run).model.commit
-    return (
-        config.model_copy(update={"model": config.model.model_copy(update={"revision": commit})}) if commit else config
-    )
-
-
 def _check_base(config: RunConfig, stated: Lineage | None) -> None:
     base = lineage.of_base(config) if stated else None
     if stated and (base is None or base.statement["files_digest"] != stated.base.files_digest):
@@ -127,13 +120,6 @@ def _check_base(config: RunConfig, stated: Lineage | None) -> None:
 
 def merge_weights(config: RunConfig, adapter: Path, output: Path, dtype: str, max_shard_size: str = "5GB") -> None:
     """Writes a base model with an adapter added to its weights, and compares what was written with the two.
-
-    Args:
-        config: Names the base model.
-        adapter: Directory of the adapter.
-        output: Where.
-        dtype: See ``merge``.
-        max_shard_size: See ``merge``.
 
     Raises:
         Refused: The base is quantised, or what was written computes other logits than base and adapter.
@@ -206,6 +192,6 @@ def _write_statement(config: RunConfig, run: RunDir, statement: PrivacyRecord, o
         shutil.copyfile(run.export / name, output / name)
     keep_publishable(output)
     merged_from = MergedFrom(files={name: statement.files[name] for name in sorted(adapter)})
-    merged = statement.model_copy(update={"files": card.hashes(output), "merged_from": merged_from})
-    (output / CARD).write_text(card.compose(config, read_run(run), merged), encoding="utf-8", newline="\n")
-    (output / BLOCK).write_text(card.dump_block(merged.to_json()), encoding="utf-8", newline="\n")
+    merged = statement.model_copy(update={"merged_from": merged_from})
+    for name, text in card.pages(config, read_run(run), merged, hashes(output, UNHASHED)).items():
+        (output / name).write_text(text, encoding="utf-8", newline="\n")

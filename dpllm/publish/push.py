@@ -7,7 +7,6 @@ upload anything outside export/, nor contact anybody before every refusal is beh
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 import warnings
 from dataclasses import asdict, dataclass
@@ -15,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
+from dpllm.publish import leaks
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
-from dpllm.statement.fields import Composed
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.verification import check_leaks
-from dpllm.verification.check_files import regular_files
+from dpllm.verification.check_export import regular_files
 from dpllm.verification.values import Wrong
 from dpllm.verification.verify import verify
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _AT_ONCE = 16 * 2**20
-OF_THE_HUB = frozenset({".gitattributes"})
+_OF_THE_HUB = frozenset({".gitattributes"})
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,7 @@ class Push:
 
     def to_json(self) -> dict[str, Any]:
         """As ``dpllm push --json`` prints it."""
-        return {
-            **asdict(self),
-            "files": [asdict(file) for file in self.files],
-            "stale": list(self.stale),
-            "unsearched": list(self.unsearched),
-        }
+        return asdict(self)
 
 
 def push(
@@ -99,11 +92,13 @@ def push(
     if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ConfigError(f"{repository}: is no name that the Hub allows. Type OWNER/NAME, such as alice/notes-dp.")
     statement = _statement(run, ledger, without_guarantee)
-    files = _files(run, statement.files)
-    unsearched = _search(run, files)
-    if dry_run:
-        return Push(repository, files, unsearched=unsearched)
-    return dataclasses.replace(_upload(run, repository, files, private=private, replace=replace), unsearched=unsearched)
+    try:
+        files = _files(run, statement.files)
+        unsearched = leaks.search(run, [file.path for file in files])
+    except Wrong as error:
+        raise Refused(f"{run.export}: {error}") from None
+    found = Push(repository, files, unsearched=tuple(unsearched))
+    return found if dry_run else _upload(run, found, private=private, replace=replace)
 
 
 def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
@@ -124,8 +119,17 @@ def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> Priv
             f"{wrong[0].detail}"
         )
     statement = privacy_record.read(read_json(run.export / BLOCK))
-    if statement.terms is not None:
-        _registered(run, statement.composed, {check.name for check in found.checks if check.status == "verified"})
+    if statement.terms is not None and statement.composed is None:
+        raise Refused(
+            f"{run.root}: is in no ledger, so nobody could add it to other runs on the same data. Train it with a ledger, "
+            "privacy.ledger."
+        )
+    verified = {check.name for check in found.checks if check.status == "verified"}
+    if statement.terms is not None and statement.composed and not {"ledger", "ledger: entry"} <= verified:
+        raise Refused(
+            f"{run.root}: says that it is entry {statement.composed.entry} of a ledger that is not at hand, so the total on its "
+            "card cannot be checked. Type --ledger FILE, or an export of it."
+        )
     if not statement.guarantee and not config.data.public and not without_guarantee:
         raise Refused(
             f"{run.root}: gives no differential privacy guarantee ({statement.reason}), so that the model may reveal its "
@@ -135,75 +139,43 @@ def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> Priv
     return statement
 
 
-def _registered(run: RunDir, composed: Composed | None, verified: set[str]) -> None:
-    if composed is None:
-        raise Refused(
-            f"{run.root}: is in no ledger, so nobody could add it to other runs on the same data. Train it with a ledger, "
-            "privacy.ledger."
-        )
-    if not {"ledger", "ledger: entry"} <= verified:
-        raise Refused(
-            f"{run.root}: says that it is entry {composed.entry} of a ledger that is not at hand, so the total on its card "
-            "cannot be checked. Type --ledger FILE, or an export of it."
-        )
-
-
 def _files(run: RunDir, listed: dict[str, str]) -> tuple[Upload, ...]:
     """Everything in export/, with the hashes that were verified."""
-    try:
-        names, strange = regular_files(run.export, strict=True)
-    except Wrong as error:
-        raise Refused(f"{run.export}: {error}") from None
+    names, strange = regular_files(run.export, strict=True)
     hashes = {name: sha256(run.export / name, follow=False) for name in names}
     changed = [name for name, digest in hashes.items() if name not in UNHASHED and listed.get(name) != digest]
     if strange or changed:
-        raise Refused(
-            f"{run.export}: {[*strange, *changed][0]} changed while it was looked at. Type the command again."
-        )
+        raise _changed(run, [*strange, *changed][0])
     return tuple(Upload(name, (run.export / name).stat().st_size, hashes[name]) for name in names)
 
 
-def _search(run: RunDir, files: tuple[Upload, ...]) -> tuple[str, ...]:
-    """What could not be searched for private text.
-
-    Raises:
-        Refused: Text of a canary or of the training data stands in a file.
-    """
-    try:
-        checks = list(check_leaks.search(run, [file.path for file in files]))
-    except Wrong as error:
-        raise Refused(f"{run.export}: {error}") from None
-    for check in checks:
-        if check.status == "failed":
-            raise Refused(f"{run.export}: {check.name}: {check.detail}")
-    return tuple(f"{check.name}: {check.detail}" for check in checks if check.status == "asserted")
+def _changed(run: RunDir, name: str) -> Refused:
+    return Refused(f"{run.export}: {name} changed while it was looked at. Type the command again.")
 
 
-def _upload(run: RunDir, repository: str, files: tuple[Upload, ...], *, private: bool, replace: bool) -> Push:
+def _upload(run: RunDir, found: Push, *, private: bool, replace: bool) -> Push:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     from dpllm.publish import hub
 
     api = HfApi(endpoint=hub.endpoint())
-    with hub.asking(repository):
-        name = str(api.create_repo(repository, private=private or None, exist_ok=True).repo_id)
-        stale = _stale(api, name, files, private=private, replace=replace)
-        added = [CommitOperationAdd(file.path, str(run.export / file.path)) for file in files]
-        # Large files are sent as the content that was hashed here, or refused there; small ones as they are now.
-        for file, operation in zip(files, added, strict=True):
-            if operation.upload_info.sha256.hex() != file.sha256:
-                raise Refused(f"{run.export}: {file.path} changed while it was looked at. Type the command again.")
-            if file.size <= _AT_ONCE:
-                operation.path_or_fileobj = (run.export / file.path).read_bytes()
-                if hashlib.sha256(operation.path_or_fileobj).hexdigest() != file.sha256:
-                    raise Refused(f"{run.export}: {file.path} changed while it was looked at. Type the command again.")
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [*added]
+    with hub.asking(found.repository):
+        name = str(api.create_repo(found.repository, private=private or None, exist_ok=True).repo_id)
+        stale = _stale(api, name, found.files, private=private, replace=replace)
+        operations: list[CommitOperationAdd | CommitOperationDelete] = []
+        for file in found.files:
+            path = run.export / file.path
+            # Small files are sent as they are read here; of a large one the Hub takes the content of this hash alone.
+            added = CommitOperationAdd(file.path, path.read_bytes() if file.size <= _AT_ONCE else str(path))
+            if added.upload_info.sha256.hex() != file.sha256:
+                raise _changed(run, file.path)
+            operations.append(added)
         operations += [CommitOperationDelete(path) for path in stale]
         with warnings.catch_warnings():
             # It takes the token table of the audit for a dataset.
             warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
             done = api.create_commit(name, operations, commit_message="Upload with dpllm push")
-    return Push(name, files, stale, str(done.commit_url))
+    return dataclasses.replace(found, repository=name, stale=stale, url=str(done.commit_url))
 
 
 def _stale(api: HfApi, name: str, files: tuple[Upload, ...], *, private: bool, replace: bool) -> tuple[str, ...]:
@@ -218,7 +190,7 @@ def _stale(api: HfApi, name: str, files: tuple[Upload, ...], *, private: bool, r
             f"{name}: exists and is public, so --private would publish all the same. Name another repository, or make that one "
             "private in its settings first."
         )
-    known = {file.path for file in files} | OF_THE_HUB
+    known = {file.path for file in files} | _OF_THE_HUB
     stale = tuple(sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known))
     if stale and not replace:
         raise Refused(

@@ -1,7 +1,7 @@
 """Lineage: what a base model says about its own privacy, and what it and a run on it promise together.
 
-Comes in: the recipe, its account in the ledger, its Plan. Goes out: the base model's statement, once it was found to speak of these
-weights; the value that run.json and the card carry under ``lineage``; or a refusal. Must not import torch or read training text.
+Comes in: the recipe, its account in the ledger, its Plan. Goes out: the base model's statement, once it was found to be about
+these weights; the value that run.json and the card have under ``lineage``; or a refusal. Must not import torch or read any row.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
 
 def _statistics(terms: Terms, report: Json, table: tuple[CanaryScores, ...], tokens: TokenTable) -> Check:
     """Everything that the summary of an audit says, computed again from the tables."""
-    costs.bounded(costs.text(terms.event))
+    costs.bounded(terms.event)
     stated_terms = terms.to_json()
     promise = {key: stated_terms[key] for key in ("event", "neighbouring_relation", "limits") if key in stated_terms}
     canaries, controls, version = report["canaries"], report["controls"], report.get("schema_version")
@@ -237,7 +237,7 @@ def _statistics(terms: Terms, report: Json, table: tuple[CanaryScores, ...], tok
         # The version is compared too: one that is not known is not the newest.
         "version": version if version in EARLIER else SCHEMA_VERSION,
     }
-    fresh = _summary(table, _Hashed(tokens), costs.text(fixed))
+    fresh = _summary(table, _Hashed(tokens), json.dumps(fixed, sort_keys=True))
     stated = {name: report.get(name) for name in fresh}
     beside = BESIDE | (RETIRED if version in EARLIER else set())
     wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - beside)
@@ -298,7 +298,7 @@ def check_mechanism(found: Published) -> Iterator[Check]:
     canaries, promised = report["canaries"], min(report["steps"], steps)
     # Of one thing that is sampled, as the audit has it.
     event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, promised)
-    epsilon, _ = costs.pld(costs.text(event), float(bound["delta"]), terms.neighbouring_relation)
+    epsilon, _ = costs.pld(event, float(bound["delta"]), terms.neighbouring_relation)
     ways = len(bound["guesses"]) + len(bound["guesses_in"])
     least = epsilon_from_guesses(
         canaries, bound["best_guesses"], bound["correct"], delta=bound["delta"], alpha=bound["alpha"] / ways

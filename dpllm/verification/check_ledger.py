@@ -11,26 +11,27 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dpllm.errors import DpllmError
 from dpllm.ledger import admission
 from dpllm.ledger.chain import Entry, read_export, verify_export
-from dpllm.ledger.ledger import Ledger, open_ledger
+from dpllm.ledger.ledger import open_ledger
 from dpllm.ledger.store import default_path
-from dpllm.ledger.values import Account, Budget, account_of
+from dpllm.ledger.values import Account, account_of
 from dpllm.privacy import events
-from dpllm.statement import fields
-from dpllm.statement.fields import Composed, Terms
+from dpllm.statement.fields import Composed, Group, Terms
 from dpllm.verification import costs
-from dpllm.verification.check_promise import rounding
-from dpllm.verification.reading import MOST_BYTES, read_bytes, read_object
+from dpllm.verification.costs import rounding
+from dpllm.verification.reading import read_object
 from dpllm.verification.values import Check, Json, Published, Wrong, asserted, close, listed, verified
 
 _NAME = "ledger"
 _SQLITE = b"SQLite format 3\x00"
 _URL = ("postgresql://", "postgres://")
+_TERMS = attrgetter("epsilon", "delta", "gate", "order")
 
 
 @dataclass(frozen=True)
@@ -101,41 +102,37 @@ def _of_run(found: Published) -> str | None:
 
 def _open(where: str, head: Json) -> _Chain:
     if where.startswith(_URL):
-        with closing(_opened(where)) as book:
-            return _follow(book, where, head)
-    path = Path(where)
+        return _of_store(where, where, head)
+    path = Path(where).resolve()
     with open(path, "rb") as file:
-        start = file.read(len(_SQLITE))
-    if start == _SQLITE:
-        with TemporaryDirectory() as folder:
-            copy = Path(folder) / "ledger.sqlite"
-            with (
-                closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
-                closing(sqlite3.connect(copy)) as target,
-            ):
-                source.backup(target)
-            with closing(_opened(str(copy))) as book:
-                return _follow(book, path.name, head)
-    read_bytes(path.resolve(), MOST_BYTES)
-    value = read_object(path.resolve())
-    entries = read_export(value, Path(path.name))
-    if problems := verify_export(value, head):
-        raise Wrong(f"{path.name}: {problems[0]} Do not trust what it says of this run.")
-    return _Chain(entries, value["progress"], path.name)
+        stored = file.read(len(_SQLITE)) == _SQLITE
+    if not stored:
+        value = read_object(path)
+        read_export(value, Path(path.name))
+        return _trusted(value, path.name, verify_export(value, head))
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / "ledger.sqlite"
+        with (
+            closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as source,
+            closing(sqlite3.connect(copy)) as target,
+        ):
+            source.backup(target)
+        return _of_store(str(copy), path.name, head)
 
 
-def _opened(where: str) -> Ledger:
-    book = open_ledger(where, create=False)
+def _of_store(location: str, where: str, head: Json) -> _Chain:
+    book = open_ledger(location, create=False)
     if book is None:
         raise Wrong(f"{where}: no such ledger. Name its file with --ledger FILE.")
-    return book
+    with book:
+        problems = book.verify(head)
+        return _trusted({} if problems else book.chain.export(), where, problems)
 
 
-def _follow(book: Ledger, where: str, head: Json) -> _Chain:
-    if problems := book.verify(head):
+def _trusted(export: Json, where: str, problems: list[str]) -> _Chain:
+    if problems:
         raise Wrong(f"{where}: {problems[0]} Do not trust what it says of this run.")
-    steps = dict(book.store.rows("SELECT entry, steps FROM progress"))
-    return _Chain(book.history(), steps, where)
+    return _Chain(read_export(export, Path(where)), export["progress"], where)
 
 
 def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check:
@@ -149,8 +146,8 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
             "is not in it. Name the ledger that it was charged to."
         )
     own = [found[name].facts for name in names]
-    paid = events.normal_form({"type": "composed", "events": [facts["event"] for facts in own]})
-    if paid != events.normal_form(terms.event):
+    paid = {"type": "composed", "events": [facts["event"] for facts in own]}
+    if events.normal_form(paid) != events.normal_form(terms.event):
         raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for another event than the card states.")
     for facts in own:
         if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
@@ -173,22 +170,21 @@ def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
     account = account_of(composed.dataset, [entry for entry in mine if entry.kind not in ("seal", "commit")], {})
     budget, relation = account.budget, terms.neighbouring_relation
     delta = composed.budget.delta if composed.budget else terms.delta
-    spent = costs.together(costs.text(account.events()), delta, relation)
+    spent = costs.together(account.events(), delta, relation)
     filtered = admission.filter_epsilon(account)
+    filtered = None if filtered == math.inf else filtered
     problems = []
     if not close(composed.spent_epsilon, spent, rounding(terms)):
         problems.append(f"the total is {spent:.6g}, and {composed.spent_epsilon} is stated")
-    if not close(
-        composed.filter_epsilon, filtered if filtered is None or math.isfinite(filtered) else None, rounding(terms)
-    ):
+    if not close(composed.filter_epsilon, filtered, rounding(terms)):
         problems.append("filter_epsilon is not the filter's")
-    stated = composed.budget
-    if (stated and _terms_of(stated)) != (budget and _terms_of(budget)):
+    if (composed.budget and _TERMS(composed.budget)) != (budget and _TERMS(budget)):
         problems.append("the budget is another")
     if composed.imported != len(account.imports):
         problems.append("the number of imported runs is another")
     own = next(r for r in account.runs if r.reservation.entry == composed.entry)
-    problems += _group(composed.group, own.reservation.group, account, terms)
+    if not _same_group(composed.group, own.reservation.group, account, terms):
+        problems.append("the tuning group is another")
     if problems:
         raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. Write the card again: dpllm card RUN.")
     later = len(chain.entries) - composed.entries
@@ -199,14 +195,9 @@ def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
     )
 
 
-def _terms_of(budget: fields.Budget | Budget) -> tuple[object, ...]:
-    return budget.epsilon, budget.delta, budget.gate, budget.order
-
-
-def _group(stated: fields.Group | None, name: str | None, account: Account, terms: Terms) -> list[str]:
+def _same_group(stated: Group | None, name: str | None, account: Account, terms: Terms) -> bool:
     if stated is None or name is None:
-        return [] if stated is None and name is None else ["the tuning group is another"]
+        return stated is None and name is None
     runs = [run for run in account.runs if run.reservation.group == name]
-    total = costs.together(costs.text([run.event for run in runs]), stated.delta, terms.neighbouring_relation)
-    same = (stated.name, stated.runs) == (name, len(runs)) and close(stated.epsilon, total, rounding(terms))
-    return [] if same else ["the tuning group is another"]
+    total = costs.together([run.event for run in runs], stated.delta, terms.neighbouring_relation)
+    return (stated.name, stated.runs) == (name, len(runs)) and close(stated.epsilon, total, rounding(terms))

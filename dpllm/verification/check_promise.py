@@ -7,8 +7,8 @@ that the base model said what lineage has of it: its own card is verified by its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import cast, get_args
+from collections.abc import Iterator
+from typing import Any, cast, get_args
 
 from dpllm.card import claim
 from dpllm.privacy import accounting, events
@@ -17,9 +17,9 @@ from dpllm.privacy.privacy_loss import Relation
 from dpllm.statement.fields import DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.verification import costs
+from dpllm.verification.costs import by, rounding
 from dpllm.verification.values import (
     MAGNIFIED,
-    TOLERANCE,
     Check,
     Json,
     Published,
@@ -33,12 +33,8 @@ from dpllm.verification.values import (
 )
 
 ACCOUNTANT = "dp-accounting PLD"
-OTHER_VERSION = 1e-3
-"""Relative; how far PLD of another version may lie from this one."""
 OTHER_RDP = 1e-2
-"""The same of RDP, whose orders differ between versions."""
-COARSE = 2e-2
-"""How far PLD on a coarser grid may lie above."""
+"""Relative; how far RDP of another version, which has other orders, may lie from this one."""
 OF_THE_EVENT = ("accountants", "limits", "curve", "trade_off")
 MOST_PARENTS = 10
 _WRITE_AGAIN = "Write the card again: dpllm card RUN."
@@ -53,34 +49,30 @@ def check(found: Published) -> Iterator[Check]:
         yield verified("promise", f"none is made: {record.reason}.{attempted}")
     if terms is None:
         return
-    steps: tuple[tuple[str, Callable[[PrivacyRecord, Terms], Check]], ...] = (
-        ("epsilon", _epsilon),
-        ("sizes", _sizes),
-        ("other accountants", _accountants),
-        ("cross-check", _cross_check),
-        ("limits of attackers", _attackers),
-        ("without amplification", _shuffled),
-        ("terms", _generator),
-    )
-    for name, step in steps:
-        yield tried(name, step, record, terms)
+    yield tried("epsilon", _epsilon, terms)
+    yield tried("sizes", _sizes, record, terms)
+    yield tried("other accountants", _accountants, terms)
+    yield tried("cross-check", _cross_check, terms)
+    yield tried("limits of attackers", _attackers, terms)
+    yield tried("without amplification", _shuffled, record, terms)
+    yield tried("terms", _generator, terms)
 
 
-def _epsilon(record: PrivacyRecord, terms: Terms) -> Check:
+def _epsilon(terms: Terms) -> Check:
     accountant = terms.accountant
     if accountant.name != ACCOUNTANT or accountant.interval != accounting.FINE_INTERVAL:
         raise Wrong(f"accountant is not {ACCOUNTANT} at interval {accounting.FINE_INTERVAL:g}. {_AGAIN}")
     delta, stated = terms.delta, terms.epsilon
-    least, coarse = costs.pld(costs.text(terms.event), delta, terms.neighbouring_relation)
-    slack = COARSE if coarse else rounding(terms)
+    least, coarse = costs.of(terms)
+    slack = costs.COARSE if coarse else rounding(terms)
     if not math.isfinite(least) or stated < least * (1 - slack):
         raise Wrong(
-            f"the event costs epsilon {least:.12g} at delta {delta:g}, and {stated:.12g} is stated{_by(terms)}. {_AGAIN}"
+            f"the event costs epsilon {least:.12g} at delta {delta:g}, and {stated:.12g} is stated{by(terms)}. {_AGAIN}"
         )
     # What was spent beyond the plan is stated without the plan's other figures.
     if any(getattr(terms, name) is not None for name in OF_THE_EVENT) and stated > least * (1 + slack):
         raise Wrong(
-            f"epsilon {stated:.12g} is stated, and the event costs {least:.12g}: parts of two statements{_by(terms)}. {_AGAIN}"
+            f"epsilon {stated:.12g} is stated, and the event costs {least:.12g}: parts of two statements{by(terms)}. {_AGAIN}"
         )
     return verified(
         "epsilon", f"PLD gives {least:.6g} at delta {delta:g} for the stored event; {stated:.6g} is stated."
@@ -137,31 +129,29 @@ def _lattice(terms: Terms) -> bool:
     return close(stated.noise_over_max_grad_norm, noise_scale(sigma, 1.0, stated.coordinates), 1e-12)
 
 
-def _accountants(record: PrivacyRecord, terms: Terms) -> Check:
+def _accountants(terms: Terms) -> Check:
     name = "other accountants"
     if terms.accountants is None:
         return asserted(name, "none are stated: more was spent than planned.")
-    fresh = costs.beside(costs.text(terms.event), terms.delta, terms.neighbouring_relation)
-    _, coarse = costs.pld(costs.text(terms.event), terms.delta, terms.neighbouring_relation)
-    slack = max(rounding(terms, OTHER_RDP), COARSE if coarse else 0.0)
+    fresh = costs.beside(terms)
+    slack = max(rounding(terms, OTHER_RDP), costs.COARSE if costs.of(terms)[1] else 0.0)
     wrong = list(differences(terms.accountants, fresh, tolerance=slack))
     if wrong:
-        raise Wrong(f"accountants.{listed(wrong)} is not what the event costs{_by(terms)}. {_AGAIN}")
+        raise Wrong(f"accountants.{listed(wrong)} is not what the event costs{by(terms)}. {_AGAIN}")
     return verified(name, ", ".join(f"{key} {value:.6g}" for key, value in fresh.items() if value is not None) + ".")
 
 
-def _cross_check(record: PrivacyRecord, terms: Terms) -> Check:
+def _cross_check(terms: Terms) -> Check:
     name, stated = "cross-check", terms.cross_check
-    event, delta, relation = costs.text(terms.event), terms.delta, terms.neighbouring_relation
     if stated is None:
         if {"pld", "rdp"} <= accounting.accountants(terms.event):
             raise Wrong(f"cross_check is missing, and RDP knows this event. {_AGAIN}")
         return verified(name, "no second accountant knows this event.")
     value = stated.epsilon
     if stated.name == "opacus-prv":
-        pld, _ = costs.pld(event, delta, relation)
+        pld, _ = costs.of(terms)
         room = max(accounting.PRV_GAP, 1e-3 * pld)
-        if delta >= accounting.LEAST_COMPARED and not pld - 1e-3 <= value <= pld + room:
+        if terms.delta >= accounting.LEAST_COMPARED and not pld - 1e-3 <= value <= pld + room:
             raise Wrong(f"cross_check states {value}, which PRV cannot find where PLD gives {pld:.6g}. {_AGAIN}")
         return asserted(
             name,
@@ -169,13 +159,13 @@ def _cross_check(record: PrivacyRecord, terms: Terms) -> Check:
         )
     if not stated.name.startswith("dp-accounting-rdp"):
         raise Wrong(f"cross_check names an accountant that dpllm never asks. {_AGAIN}")
-    fresh = costs.beside(event, delta, relation)["rdp"]
+    fresh = costs.beside(terms)["rdp"]
     if not close(value, fresh, rounding(terms, OTHER_RDP)):
-        raise Wrong(f"cross_check states {value}, and RDP gives {fresh}{_by(terms)}. {_AGAIN}")
+        raise Wrong(f"cross_check states {value}, and RDP gives {fresh}{by(terms)}. {_AGAIN}")
     return verified(name, f"RDP gives {fresh:.6g}.")
 
 
-def _attackers(record: PrivacyRecord, terms: Terms) -> Check:
+def _attackers(terms: Terms) -> Check:
     """Limits and curves: the same event in other words."""
     name, stated = "limits of attackers", terms.to_json()
     present = [key for key in OF_THE_EVENT if stated.get(key) is not None]
@@ -183,22 +173,16 @@ def _attackers(record: PrivacyRecord, terms: Terms) -> Check:
         return asserted(name, "none are stated beside those that follow from epsilon and delta.")
     if len(present) != len(OF_THE_EVENT):
         raise Wrong(f"only {', '.join(present)} stand beside epsilon. {_AGAIN}")
-    _, coarse = costs.pld(costs.text(terms.event), terms.delta, terms.neighbouring_relation)
-    if coarse:
+    if costs.of(terms)[1]:
         return asserted(name, "not computed again: an epsilon of hundreds limits nobody.")
-    fresh = costs.attackers(costs.text(terms.event), terms.neighbouring_relation)
-    wrong = list(differences(_points(stated), _points(fresh), tolerance=0.0))
-    # The rates themselves are rounded up to four digits, so that one version gives one text.
+    fresh = costs.attackers(terms.event, terms.neighbouring_relation)
+    # Where curves are stated is the same in every version; the rates are rounded up to four digits, so that one gives one text.
+    wrong = [key for key in ("curve", "trade_off") if [at for at, _ in stated[key]] != [at for at, _ in fresh[key]]]
     for key, same in (("limits", MAGNIFIED), ("curve", MAGNIFIED), ("trade_off", 0.0)):
         wrong += differences(stated[key], fresh[key], key, rounding(terms, OTHER_RDP, same))
     if wrong:
-        raise Wrong(f"{listed(wrong)} does not follow from the event{_by(terms)}. {_AGAIN}")
+        raise Wrong(f"{listed(wrong)} does not follow from the event{by(terms)}. {_AGAIN}")
     return verified(name, "limits and curve, to six digits, and trade_off follow from the event.")
-
-
-def _points(stated: Json) -> Json:
-    """Where curves are stated: the same in every version."""
-    return {key: [point[0] for point in stated[key]] for key in ("curve", "trade_off")}
 
 
 def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
@@ -211,22 +195,11 @@ def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
     return verified(name, f"epsilon {stated}, if batches had come from shuffling.")
 
 
-def _generator(record: PrivacyRecord, terms: Terms) -> Check:
+def _generator(terms: Terms) -> Check:
     """What the schema, which fixes the other words, does not say."""
     if terms.randomness.secure_noise != (terms.randomness.generator == "chacha20"):
         raise Wrong(f"randomness.secure_noise is not true of {terms.randomness.generator}. {_AGAIN}")
     return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples; the base model is not covered.")
-
-
-def rounding(terms: Terms, other: float = OTHER_VERSION, same: float = TOLERANCE) -> float:
-    """How far a figure may lie from what is computed here: hardly, where the accountant's version is the same."""
-    return other if _by(terms) else same
-
-
-def _by(terms: Terms) -> str:
-    """Which other version of the accountant computed the statement; empty where it is this one."""
-    stated, here = terms.accountant.version, accounting.versions()["version"]
-    return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"
 
 
 def check_lineage(found: Published) -> Iterator[Check]:
@@ -263,11 +236,7 @@ def check_lineage(found: Published) -> Iterator[Check]:
 
 
 def _check_parent(parent: Ancestor) -> None:
-    """Its epsilon against its event.
-
-    Raises:
-        Wrong: It states less than the event costs, or numbers without a guarantee.
-    """
+    """Its epsilon against its event."""
     if not parent.guarantee:
         if parent.event is not None or parent.epsilon is not None:
             raise Wrong(f"{parent.name} has numbers and no guarantee. {_WRITE_AGAIN}")
@@ -275,8 +244,8 @@ def _check_parent(parent: Ancestor) -> None:
     relation = parent.neighbouring_relation
     if parent.epsilon is None or parent.delta is None or parent.event is None or relation not in get_args(Relation):
         raise Wrong(f"{parent.name} has a guarantee and no numbers. {_WRITE_AGAIN}")
-    least, coarse = costs.pld(costs.text(parent.event), parent.delta, cast(Relation, relation))
-    if not math.isfinite(least) or parent.epsilon < least * (1 - (2e-2 if coarse else 1e-3)):
+    least, coarse = costs.pld(parent.event, parent.delta, cast(Relation, relation))
+    if not math.isfinite(least) or parent.epsilon < least * (1 - (costs.COARSE if coarse else costs.OTHER_VERSION)):
         raise Wrong(
             f"{parent.name} is said to have epsilon {parent.epsilon:g}, and its event costs {least:.6g}. {_WRITE_AGAIN}"
         )
@@ -285,12 +254,11 @@ def _check_parent(parent: Ancestor) -> None:
 def _total(terms: Terms | None, composed: ComposedLineage, mine: list[Ancestor]) -> Check:
     if terms is None or not mine:
         raise Wrong(f"a total is stated, and nothing is there to add. {_WRITE_AGAIN}")
-    events.normal_form(terms.event)
     own = (terms.unit, terms.neighbouring_relation)
     if any((parent.unit, parent.neighbouring_relation) != own for parent in mine):
         raise Wrong(f"a total is stated over runs that protect other units, or by another relation. {_WRITE_AGAIN}")
-    all_of = [terms.event, *(parent.event for parent in mine)]
-    total = costs.together(costs.text(all_of), composed.delta, terms.neighbouring_relation)
+    all_of: list[Any] = [terms.event, *(parent.event for parent in mine)]
+    total = costs.together(all_of, composed.delta, terms.neighbouring_relation)
     if composed.delta != terms.delta or not close(composed.epsilon, total, rounding(terms)):
         raise Wrong(f"all of them together cost {total:.6g}, and {composed.epsilon:g} is stated. {_WRITE_AGAIN}")
     return verified("lineage", f"with {len(mine)} models before it on the same dataset, epsilon is {total:.6g}.")

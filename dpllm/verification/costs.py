@@ -1,7 +1,6 @@
-"""What accountants say today about a stored event, each asked once.
+"""What accountants say today about a stored event, and how far a statement may lie from it.
 
-Comes in: an event as JSON text, because dicts cannot be keys. Goes out: numbers as JSON has them. Knows no card. Opacus is
-not asked: it would import torch.
+Comes in: events and terms of a stranger. Goes out: numbers as JSON has them. Opacus is not asked: it would import torch.
 """
 
 from __future__ import annotations
@@ -13,87 +12,101 @@ from typing import Any
 
 from dpllm.privacy import accounting, events, limits, plan
 from dpllm.privacy.accounting import Relation
+from dpllm.privacy.events import Event
 from dpllm.statement import tradeoff_figure
-from dpllm.verification.values import Wrong
+from dpllm.statement.fields import Terms
+from dpllm.verification.values import TOLERANCE, Wrong
 
 LARGE = 500.0
 """Epsilon by RDP beyond which PLD has a coarser grid: such an epsilon promises nothing, and would take gigabytes."""
+COARSE = 2e-2
+"""How far PLD on a coarser grid may lie above."""
 MOST_PARTS, MOST_STEPS, LEAST_NOISE = 4, 1_000_000, 0.01
-_KEPT = 256
+OTHER_VERSION = 1e-3
+"""Relative; how far PLD of another version may lie from this one."""
 
 
-def text(event: Any) -> str:
-    """An event as the other functions take it; equal for equal events."""
-    return json.dumps(event, sort_keys=True, allow_nan=False)
-
-
-@lru_cache(maxsize=_KEPT)
-def pld(event: str, delta: float, relation: Relation) -> tuple[float, bool]:
-    """Epsilon by PLD, and whether on a coarser grid, which raises it.
+def bounded(event: Event) -> frozenset[str]:
+    """Who knows an event, which can be computed in seconds.
 
     Raises:
-        Wrong: The event has more different parts than a run can have.
-        ConfigError: It is malformed, or PLD does not know it.
-    """
-    value, known = bounded(event)
-    if "rdp" in known:
-        most = accounting.epsilon(value, delta, relation, "rdp")
-        if most > LARGE:
-            interval = accounting.FINE_INTERVAL * most / LARGE
-            return accounting.epsilon(value, delta, relation, interval=interval), True
-    found = accounting.epsilon(value, delta, relation)
-    return found, found > LARGE
-
-
-@lru_cache(maxsize=_KEPT)
-def beside(event: str, delta: float, relation: Relation) -> dict[str, float | None]:
-    """By each accountant that knows the event."""
-    value, known = bounded(event)
-    found = {"pld": pld(event, delta, relation)[0]} if "pld" in known else {}
-    if "rdp" in known:
-        found["rdp"] = accounting.epsilon(value, delta, relation, "rdp")
-    return {name: _finite(epsilon) for name, epsilon in found.items()}
-
-
-@lru_cache(maxsize=_KEPT)
-def attackers(event: str, relation: Relation) -> dict[str, Any]:
-    """``limits``, ``curve`` and ``trade_off`` of a block."""
-    value, _ = bounded(event)
-    return {
-        "limits": dict(limits.attacker_limits_of(value, relation)),
-        "curve": [[delta, _finite(found)] for delta, found in accounting.curve(value, relation, plan.CURVE_DELTAS)],
-        "trade_off": tradeoff_figure.trade_off(value, relation),
-    }
-
-
-def _most_steps(part: Any) -> int:
-    """Fewer for groups, whose steps are mixtures of many Gaussians."""
-    group: int = getattr(part, "group_size", 1)
-    return MOST_STEPS if group == 1 else 10 * MOST_STEPS // group
-
-
-def bounded(event: str) -> tuple[Any, frozenset[str]]:
-    """An event that can be computed in seconds, and who knows it.
-
-    Raises:
-        Wrong: It is another.
+        Wrong: It has more different parts than a run can have, more steps, or less noise.
         ConfigError: It is malformed.
     """
-    value = json.loads(event)
-    parts = [part for kind in events.normal_form(value) for part in kind]
-    many = len(parts) > MOST_PARTS or any(part.times > _most_steps(part) for part in parts)
-    if many or any(getattr(part, "noise_multiplier", LEAST_NOISE) < LEAST_NOISE for part in parts):
+    parts: list[Any] = [part for kind in events.normal_form(event) for part in kind]
+    many = len(parts) > MOST_PARTS
+    for part in parts:
+        group = getattr(part, "group_size", 1)  # whose steps are mixtures of many Gaussians
+        many |= part.times > (MOST_STEPS if group == 1 else 10 * MOST_STEPS // group)
+        many |= getattr(part, "noise_multiplier", LEAST_NOISE) < LEAST_NOISE
+    if many:
         raise Wrong(
             f"the event has more than {MOST_PARTS} different parts or {MOST_STEPS:,} steps, or noise below {LEAST_NOISE}, which "
             "none of dpllm has. Restore privacy.json from where the model was published."
         )
-    return value, events.accountants(value)
+    return events.accountants(event)
 
 
-@lru_cache(maxsize=_KEPT)
-def together(composed: str, delta: float, relation: Relation) -> float:
-    """The stated epsilon of several events, a JSON list of them."""
-    return accounting.stated(accounting.compose(json.loads(composed)), delta, relation)[0]
+def pld(event: Event, delta: float, relation: Relation) -> tuple[float, bool]:
+    """Epsilon by PLD, and whether on a coarser grid, which raises it.
+
+    Raises:
+        Wrong: See ``bounded``.
+        ConfigError: The event is malformed, or PLD does not know it.
+    """
+    if "rdp" in bounded(event):
+        most = accounting.epsilon(event, delta, relation, "rdp")
+        if most > LARGE:
+            interval = accounting.FINE_INTERVAL * most / LARGE
+            return accounting.epsilon(event, delta, relation, interval=interval), True
+    found = accounting.epsilon(event, delta, relation)
+    return found, found > LARGE
+
+
+def of(terms: Terms) -> tuple[float, bool]:
+    """See ``pld``."""
+    return pld(terms.event, terms.delta, terms.neighbouring_relation)
+
+
+def beside(terms: Terms) -> dict[str, float | None]:
+    """By each accountant that knows the event."""
+    event, known = terms.event, bounded(terms.event)
+    found = {"pld": of(terms)[0]} if "pld" in known else {}
+    if "rdp" in known:
+        found["rdp"] = accounting.epsilon(event, terms.delta, terms.neighbouring_relation, "rdp")
+    return {name: _finite(epsilon) for name, epsilon in found.items()}
+
+
+def attackers(event: Event, relation: Relation) -> dict[str, Any]:
+    """``limits``, ``curve`` and ``trade_off`` of a block."""
+    bounded(event)
+    return _attackers(json.dumps(event, sort_keys=True), relation)
+
+
+@lru_cache(maxsize=256)
+def _attackers(text: str, relation: Relation) -> dict[str, Any]:
+    event = json.loads(text)
+    return {
+        "limits": dict(limits.attacker_limits_of(event, relation)),
+        "curve": [[delta, _finite(found)] for delta, found in accounting.curve(event, relation, plan.CURVE_DELTAS)],
+        "trade_off": tradeoff_figure.trade_off(event, relation),
+    }
+
+
+def together(composed: list[Event], delta: float, relation: Relation) -> float:
+    """The stated epsilon of several events."""
+    return accounting.stated(accounting.compose(composed), delta, relation)[0]
+
+
+def rounding(terms: Terms, other: float = OTHER_VERSION, same: float = TOLERANCE) -> float:
+    """How far a figure may lie from what is computed here: hardly, where the accountant's version is the same."""
+    return other if by(terms) else same
+
+
+def by(terms: Terms) -> str:
+    """Which other version of the accountant computed the statement; empty where it is this one."""
+    stated, here = terms.accountant.version, accounting.versions()["version"]
+    return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"
 
 
 def _finite(value: float) -> float | None:

@@ -6,6 +6,7 @@ Comes in: a path. Goes out: a value, or one sentence about what is wrong. Execut
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -59,32 +60,23 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     Raises:
         Wrong: It is none.
     """
-    return parse_object(read_text(path, most), path.name)
-
-
-def parse_object(text: str, name: str) -> dict[str, Any]:
-    """See ``read_object``; ``name`` is what errors call it."""
+    text = read_text(path, most)
     try:
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_key_twice)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_no_key_twice)
         if not isinstance(value, dict):
             raise ValueError("no object")
         _limit_depth(value)
     except RecursionError:
-        raise Wrong(f"{name} is nested without end. {_RESTORE}") from None
+        raise Wrong(f"{path.name} is nested without end. {_RESTORE}") from None
     except ValueError as error:
         reason = error.args[0] if error.args and not isinstance(error, json.JSONDecodeError) else "not valid"
-        raise Wrong(f"{name} is not a JSON object that dpllm writes ({reason}). {_RESTORE}") from None
+        raise Wrong(f"{path.name} is not a JSON object that dpllm writes ({reason}). {_RESTORE}") from None
     return value
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}")
-
-
 def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError("a number is too large")
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"it holds {text[:20]}")
     return value
 
 
@@ -96,14 +88,10 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _limit_depth(value: Any) -> None:
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MOST_LEVELS:
-            raise ValueError("nested without end")
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [each for each in inner if isinstance(each, dict | list)]
+        if not level:
+            return
+    raise ValueError("nested without end")

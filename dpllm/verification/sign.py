@@ -14,7 +14,7 @@ from pathlib import Path
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, SIGNATURE, write_whole
 from dpllm.verification.reading import read_bytes
-from dpllm.verification.values import Check, Wrong, asserted, failed, plain, verified
+from dpllm.verification.values import Check, Wrong, asserted, failed, plain, tried, verified
 
 NAMESPACE = "dpllm-card"
 """A signature made for another purpose with the same key does not count here."""
@@ -41,12 +41,11 @@ def sign(directory: Path, key: Path) -> Path:
         raise ConfigError(f"{directory}: holds no privacy.json to sign. Type dpllm card RUN first.")
     if not key.is_file():
         raise ConfigError(f"--sign {key}: no such key. Make one with ssh-keygen -t ed25519, or type its path.")
-    tool = _tool()
-    if tool is None:
+    if shutil.which("ssh-keygen") is None:
         raise ConfigError("ssh-keygen is not installed, and a card is signed with it. Install OpenSSH 8.2 or newer.")
-    answer = _run([tool, "-Y", "sign", "-f", str(key), "-n", NAMESPACE], signed.read_bytes())
-    if answer is None or answer.returncode != 0 or b"BEGIN SSH SIGNATURE" not in answer.stdout:
-        said = plain(answer.stderr.decode(errors="replace")) if answer else "it did not answer"
+    answer = _keygen("-Y", "sign", "-f", key, "-n", NAMESPACE, read=signed.read_bytes())
+    if answer.returncode != 0 or b"BEGIN SSH SIGNATURE" not in answer.stdout:
+        said = plain(answer.stderr.decode(errors="replace"))
         raise ConfigError(
             f"--sign {key}: ssh-keygen could not sign ({said}). A key with a passphrase is used through ssh-agent: type "
             "ssh-add KEY first. A public key alone does not sign."
@@ -65,19 +64,14 @@ def check(directory: Path, signers: Path | None = None) -> Check:
     Guarantee:
         ``verified`` is said only if a key that `signers` allows signed these very bytes of privacy.json for this purpose.
     """
-    try:
-        return _check(directory, signers)
-    except Wrong as error:
-        return failed(_NAME, str(error))
+    return tried(_NAME, _check, directory, signers)
 
 
 def _check(directory: Path, signers: Path | None) -> Check:
     path = directory / SIGNATURE
     if not os.path.lexists(path):
         if signers is not None:
-            return failed(
-                _NAME, "--signers was given and the card is unsigned. Ask its author: dpllm card RUN --sign KEY."
-            )
+            raise Wrong("--signers was given and the card is unsigned. Ask its author: dpllm card RUN --sign KEY.")
         return asserted(
             _NAME, "unsigned: integrity, not authenticity. Whoever made all these files could have made others."
         )
@@ -85,57 +79,38 @@ def _check(directory: Path, signers: Path | None) -> Check:
     signed = read_bytes(directory / BLOCK)
     if signers is not None and not signers.is_file():
         raise Wrong(f"--signers {signers}: no such file. Name a file of allowed signers.")
-    tool = _tool()
-    if tool is None:
+    if shutil.which("ssh-keygen") is None:
         said = (
             "the card is signed, and ssh-keygen, which would check it, is not installed. Install OpenSSH 8.2 or newer."
         )
         return failed(_NAME, said) if signers is not None else asserted(_NAME, said)
-    common = ["-n", NAMESPACE, "-s", str(path)]
-    answer = _run([tool, "-Y", "check-novalidate", *common], signed)
-    if answer is None or answer.returncode != 0:
-        return failed(
-            _NAME,
+    of_this = ("-n", NAMESPACE, "-s", path)
+    answer = _keygen("-Y", "check-novalidate", *of_this, read=signed)
+    if answer.returncode != 0:
+        raise Wrong(
             "privacy.json.sig is no valid signature of this privacy.json. Take both files from where the model was published, "
-            "or sign again: dpllm card RUN --sign KEY.",
+            "or sign again: dpllm card RUN --sign KEY."
         )
     key = plain(answer.stdout.decode(errors="replace")).partition(" with ")[2] or "a key"
     if signers is None:
-        return asserted(
-            _NAME,
-            f"signed with {key}; whose key that is, is asserted. Name those whom you trust with --signers FILE.",
-        )
-    for identity in _identities(tool, path, signers):
-        answer = _run([tool, "-Y", "verify", "-f", str(signers), "-I", identity, *common], signed)
-        if answer is not None and answer.returncode == 0:
-            return verified(_NAME, f"{identity} signed it with {key}; text outside the marked parts is not signed.")
-    return failed(_NAME, f"signed with {key}, which {signers.name} does not allow. Do not trust it, or add the key.")
+        said = f"signed with {key}; whose key that is, is asserted. Name those whom you trust with --signers FILE."
+        return asserted(_NAME, said)
+    known = _keygen("-Y", "find-principals", "-s", path, "-f", signers)
+    for identity in known.stdout.decode(errors="replace").replace(",", "\n").splitlines():
+        if identity and not identity.startswith("!"):
+            answer = _keygen("-Y", "verify", "-f", signers, "-I", identity, *of_this, read=signed)
+            if answer.returncode == 0:
+                return verified(_NAME, f"{identity} signed it with {key}; text outside the marked parts is not signed.")
+    raise Wrong(f"signed with {key}, which {signers.name} does not allow. Do not trust it, or add the key.")
 
 
-def _identities(tool: str, signature: Path, signers: Path) -> list[str]:
-    answer = _run([tool, "-Y", "find-principals", "-s", str(signature), "-f", str(signers)], b"")
-    if answer is None or answer.returncode != 0:
-        return []
-    lines = answer.stdout.decode(errors="replace").splitlines()
-    return [name for line in lines for name in line.split(",") if name and not name.startswith("!")]
-
-
-def _tool() -> str | None:
-    return shutil.which("ssh-keygen")
-
-
-def _run(command: list[str], standard_input: bytes) -> subprocess.CompletedProcess[bytes] | None:
-    """Without a terminal, in which a passphrase could be asked for; None where it took too long."""
+def _keygen(*arguments: str | Path, read: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """ssh-keygen without a terminal, in which a passphrase could be asked for."""
+    command = ["ssh-keygen", *map(str, arguments)]
     env = {**os.environ, "SSH_ASKPASS_REQUIRE": "never", "LC_ALL": "C"}
     try:
         return subprocess.run(
-            command,
-            input=standard_input,
-            capture_output=True,
-            timeout=_SECONDS,
-            env=env,
-            start_new_session=True,
-            check=False,
+            command, input=read, capture_output=True, timeout=_SECONDS, env=env, start_new_session=True, check=False
         )
     except (subprocess.TimeoutExpired, OSError):
-        return None
+        return subprocess.CompletedProcess(command, 1, b"", b"it did not answer")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +55,7 @@ class Verification:
 
     def to_json(self) -> Json:
         """As ``dpllm verify --json`` prints it."""
-        checks = [{"name": check.name, "status": check.status, "detail": check.detail} for check in self.checks]
+        checks = [asdict(check) for check in self.checks]
         counts = {status: sum(c.status == status for c in self.checks) for status in ("verified", "asserted", "failed")}
         return {"path": self.path, "failed": self.failed, "counts": counts, "checks": checks}
 
@@ -97,9 +97,7 @@ def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
     """One check, failed where it finds something wrong or the files are not as dpllm writes them."""
     try:
         return step(*arguments)
-    except Wrong as error:
-        return failed(name, str(error))
-    except (DpllmError, OSError) as error:
+    except (Wrong, DpllmError, OSError) as error:
         return failed(name, str(error))
     except Exception as error:  # whatever a stranger's file makes a computation do
         return failed(

@@ -11,7 +11,6 @@ Guarantee:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,20 +18,18 @@ from pathlib import Path
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD
 from dpllm.run.directory import RunDir
-from dpllm.verification import check_audits, check_files, check_ledger, check_page, check_promise, check_run, sign
+from dpllm.verification import check_audits, check_export, check_ledger, check_promise, check_run, sign
 from dpllm.verification.reading import read_object, read_text
 from dpllm.verification.values import Check, Published, Verification, Wrong, failed, tried, verified
 
-__all__ = ["Check", "Verification", "verify"]
-
 CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
-    ("schema", check_page.schema),
-    ("front matter", check_page.front_matter),
-    ("marked parts", check_page.marked),
-    ("files", check_files.check),
-    ("figure", check_page.figure),
+    ("schema", check_export.schema),
+    ("front matter", check_export.front_matter),
+    ("marked parts", check_export.marked),
+    ("files", check_export.files),
+    ("figure", check_export.figure),
     ("promise", check_promise.check),
-    ("author's word", check_page.said),
+    ("author's word", check_export.said),
     ("audit", check_audits.check),
     ("audit of the engine", check_audits.check_mechanism),
     ("lineage", check_promise.check_lineage),
@@ -81,17 +78,17 @@ def _subject(path: Path) -> tuple[Path, RunDir | None]:
         )
     run = RunDir(path)
     # A card at the top is the one that a reader sees, whatever lies below it.
-    if run.config.exists() and run.export.is_dir() and not _has_card(path):
-        if not _has_card(run.export):
-            raise ConfigError(
-                f"{path}: the run has no card yet, so there is nothing to verify. Type dpllm card {path} first."
-            )
-        return run.export, run
-    if not _has_card(path):
+    if _has_card(path):
+        return path, None
+    if not (run.config.exists() and run.export.is_dir()):
         raise ConfigError(
             f"{path}: holds neither {BLOCK} nor {CARD}, so there is nothing to verify. Type a run directory or its export/."
         )
-    return path, None
+    if not _has_card(run.export):
+        raise ConfigError(
+            f"{path}: the run has no card yet, so there is nothing to verify. Type dpllm card {path} first."
+        )
+    return run.export, run
 
 
 def _has_card(directory: Path) -> bool:
@@ -109,8 +106,3 @@ def _guarded(name: str, check: Callable[[Published], Iterator[Check]], found: Pu
 
     end = tried(name, all_of)
     return [*lines, end] if end.status == "failed" else lines
-
-
-def as_json(verification: Verification) -> str:
-    """As ``dpllm verify --json`` prints it."""
-    return json.dumps(verification.to_json(), indent=2, sort_keys=True)

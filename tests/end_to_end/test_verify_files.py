@@ -22,10 +22,10 @@ from published import carry, changed, failing, read, rehash, write
 from running import Place, dpllm_, python
 from safetensors.numpy import load_file, save_file
 
+from dpllm.errors import Refused
 from dpllm.ledger import open_ledger
-from dpllm.publish import push
+from dpllm.publish import leaks, push
 from dpllm.run.directory import RunDir
-from dpllm.verification import check_leaks
 from dpllm.verification.verify import verify
 
 # Files.
@@ -182,8 +182,8 @@ def test_text_of_a_row_in_a_tokenizer_is_found(run: Path, finished: Place) -> No
     row = json.loads(finished.train.read_text("utf-8").splitlines()[3])["text"]
     path = run / "export" / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "note": row}), encoding="utf-8")
-    found = {check.name: check.status for check in check_leaks.search(RunDir(run), ["tokenizer_config.json"])}
-    assert found == {"canary texts": "verified", "training text": "failed"}
+    with pytest.raises(Refused, match=r"training text: .* tokenizer_config.json \(row 4\)"):
+        leaks.search(RunDir(run), ["tokenizer_config.json"])
 
 
 def test_text_of_a_canary_in_the_card_is_not_pushed_and_not_quoted(run: Path) -> None:
@@ -201,9 +201,9 @@ def test_what_cannot_be_searched_is_said(run: Path, finished: Place) -> None:
     config.write_text(
         config.read_text("utf-8").replace(str(finished.train), f"/nowhere/{finished.train.name}"), encoding="utf-8"
     )
-    found = {check.name: check.status for check in check_leaks.search(RunDir(run), ["README.md"])}
-    assert found == {"canary texts": "verified", "training text": "asserted"}
-    assert push.push(RunDir(run), "alice/notes", dry_run=True).unsearched[-1].startswith("training text: ")
+    (missed,) = leaks.search(RunDir(run), ["README.md"])
+    assert missed.startswith("training text: ")
+    assert push.push(RunDir(run), "alice/notes", dry_run=True).unsearched[-1] == missed
 
 
 # The run directory and the ledger.

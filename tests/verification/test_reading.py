@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError
 from dpllm.statement import section
-from dpllm.verification import check_leaks, reading
+from dpllm.verification import reading
 from dpllm.verification.values import Wrong, close, differences, plain
 
 VALUES = st.recursive(
@@ -29,8 +29,10 @@ VALUES = st.recursive(
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=5))
-def test_what_json_writes_is_read_back(value: dict[str, object]) -> None:
-    assert reading.parse_object(json.dumps(value), "x") == value
+def test_what_json_writes_is_read_back(tmp_path_factory: pytest.TempPathFactory, value: dict[str, object]) -> None:
+    path = tmp_path_factory.getbasetemp() / "value.json"
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert reading.read_object(path) == value
     assert not list(differences(value, json.loads(json.dumps(value)), tolerance=0.0))
 
 
@@ -40,9 +42,10 @@ def test_what_json_writes_is_read_back(value: dict[str, object]) -> None:
      '{"a": ' * 5000 + "1" + "}" * 5000, '{"a": ' + "9" * 5000 + "}", '{"a": ' + "[" * 70 + "]" * 70 + "}"],
     ids=lambda text: text[:20],
 )  # fmt: skip
-def test_json_with_tricks_is_refused_in_one_line(text: str) -> None:
+def test_json_with_tricks_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "privacy.json").write_text(text, encoding="utf-8")
     with pytest.raises(Wrong) as error:
-        reading.parse_object(text, "privacy.json")
+        reading.read_object(tmp_path / "privacy.json")
     assert "\n" not in str(error.value)
 
 
@@ -95,19 +98,3 @@ def test_rounding_has_a_limit() -> None:
 def test_what_is_shown_holds_no_escape_sequence() -> None:
     assert plain("a\x1b[2J\nb\u202ec" + "d" * 1000).isprintable()
     assert len(plain("d" * 1000)) == 400
-
-
-TEMPLATE = "You are a helpful assistant who answers every question of the customer with care."
-ROWS = [(number, f"{TEMPLATE} {name} owes {number} crowns to the bakery near the old harbour since May")
-        for number, name in enumerate(("Aino", "Bertil", "Cilla", "Doris", "Erik"), start=1)]  # fmt: skip
-
-
-def test_words_of_one_row_are_found_and_those_of_a_template_are_not() -> None:
-    texts = {"README.md": f"# Card\n\n{TEMPLATE}\n", "chat.jinja": "owes 3 crowns to the bakery near the OLD harbour!"}
-    assert check_leaks._matches(ROWS, texts, most=3) == {"chat.jinja": 3}
-
-
-def test_a_short_row_is_found_as_a_whole() -> None:
-    texts = {"README.md": "It says: the alarm code reads 516667672066, they say."}
-    assert check_leaks._matches([(9, "The alarm code reads 516667672066")], texts, most=3) == {"README.md": 9}
-    assert not check_leaks._matches([(9, "the alarm they"), (10, "they say it")], texts, most=3)

@@ -1,0 +1,171 @@
+"""Nothing private in export/ before it is published: no canary's text, no text of a row.
+
+Comes in: a run directory, and the names of the files in its export/. Goes out: what could not be searched, or a refusal, which
+names files and row numbers and quotes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpllm.canaries import canaries
+from dpllm.errors import DpllmError, Refused
+from dpllm.recipe import names
+from dpllm.run.directory import RunDir
+from dpllm.verification.reading import read_bytes
+from dpllm.verification.values import listed
+
+MOST_ROWS = 20_000
+"""Of the training data that are searched for; more take seconds."""
+WORDS = 8
+"""A run of so many words of a row is its text; a shorter row counts if it has half as many and 20 letters."""
+COMMON = 0.01
+"""Words that more than three rows and a larger share of them have in common are a template's."""
+_FEW = 3
+_TENSORS = ".safetensors"
+_WORD = re.compile(r"\w+")
+_ALONE = r"(?<!\w)(?<!\d\.){}(?!\w|\.\d)"  # six digits stand in some longer number of a table, or in a hash, by chance
+_SHORT = 20
+_SURE = 10  # letters or digits of a secret that nothing holds by chance, alone or within a longer word
+_SMALL, _LARGE = 2**20, 2**22
+
+Words = tuple[str, ...]
+
+
+def search(run: RunDir, names: Sequence[str]) -> list[str]:
+    """Looks for texts of canaries and of the training data, as far as they are at hand.
+
+    Args:
+        run: Whose export/ is searched, for texts from its private/ and its training data.
+        names: Files in export/, regular ones.
+
+    Returns:
+        What could not be searched, or not be searched for, in sentences.
+
+    Raises:
+        Refused: A file holds such text.
+        Wrong: A file cannot be read.
+    """
+    # A name says nothing of what a file holds; of safetensors the header is text, and its tensors are hashed elsewhere.
+    large = [name for name in names if (run.export / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS]
+    texts = {name: _text(run.export / name) for name in names if name not in large}
+    missed = [f"large files: {listed(large)}: too large to be searched for text, and most likely the tokenizer's."]
+    return [*(missed if large else []), *_canaries(run, texts), *_rows(run, texts)]
+
+
+def _text(path: Path) -> str:
+    """Whatever text a file holds: its strings, where it is JSON, and its bytes, with or without a zero beside each."""
+    if path.suffix == _TENSORS:  # names and description, without the tensors
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            raw = file.read(min(int.from_bytes(file.read(8), "little"), _LARGE))
+    else:
+        raw = read_bytes(path)
+    text = raw.replace(b"\0", b"").decode("utf-8", errors="replace")
+    try:
+        return "\n".join([*_strings(json.loads(text)), text]) if path.suffix in (".json", _TENSORS) else text
+    except (ValueError, RecursionError):
+        return text
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
+    if not run.canaries.exists():
+        yield "canary texts: none were planted, or private/ is not here."
+        return
+    plan = canaries.load(run.canaries)
+    planted = [*plan.canaries, *plan.references]
+    secrets = {secret for canary in planted if len(secret := canary.secret.strip()) >= 6}
+    hits = set(_matches([(None, f"{canary.carrier} {canary.secret}") for canary in planted], texts))
+    for file, text in texts.items():
+        if len(text) > _SMALL:  # the tokenizer's vocabulary: thousands of secrets in megabytes take too long
+            found = bool(secrets & set(_WORD.findall(text)))
+        else:
+            near = [secret for secret in secrets if secret in text]
+            found = any(len(secret) >= _SURE or re.search(_ALONE.format(re.escape(secret)), text) for secret in near)
+        hits |= {file} if found else set()
+    if hits:
+        raise Refused(
+            f"{run.export}: canary texts: {listed(sorted(hits))} holds text of a canary. Delete it, and find out how it came "
+            "there."
+        )
+
+
+def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
+    from dpllm.text.data import FIELDS, load_table
+
+    config = run.load_config()
+    source = config.data.train
+    if config.data.public:
+        yield "training text: the recipe declares the data public, so they were not searched for."
+        return
+    if not (names.is_builtin(source) or Path(source).is_file()):
+        yield "training text: the training data are not here, so they could not be searched for."
+        return
+    try:
+        table = load_table(source, config.data, config.data.train_split, run.private / "cache")
+    except DpllmError:
+        yield "training text: the training data could not be read, so they were not searched for."
+        return
+    rows = [
+        (number, "\n".join(_strings([row[field] for field in FIELDS[table.format]])))
+        for number, row in enumerate(table.rows[:MOST_ROWS], start=1)
+    ]
+    hits = _matches(rows, texts, most=max(_FEW, int(COMMON * len(rows))))
+    if hits:
+        where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
+        raise Refused(
+            f"{run.export}: training text: text of the training data stands in {listed(where)}. Take it out, and write the card "
+            "again."
+        )
+
+
+def _matches(
+    rows: Iterable[tuple[int | None, str]], texts: dict[str, str], most: float = math.inf
+) -> dict[str, int | None]:
+    """File -> a row of which it holds words in their order; words of more than ``most`` rows are nobody's."""
+    told = [
+        (number, own)
+        for number, row in rows
+        if len(own := _words(row)) >= WORDS or (len(own) >= WORDS // 2 and sum(map(len, own)) >= _SHORT)
+    ]
+    words = {file: _words(text) for file, text in texts.items()}
+    index: dict[Words, str] = {}
+    for length in {min(len(own), WORDS) for _, own in told}:
+        for file, own in words.items():
+            if length == WORDS or len(texts[file]) <= _SMALL:  # of shorter runs a vocabulary holds many by chance
+                index |= dict.fromkeys(_grams(own, length), file)
+    seen: dict[Words, set[int | None]] = defaultdict(set)
+    for number, own in told:
+        for gram in _grams(own, min(len(own), WORDS)) & index.keys():
+            seen[gram].add(number)
+    found: dict[str, int | None] = {}
+    for gram, numbers in seen.items():
+        if len(numbers) <= most:
+            found.setdefault(index[gram], min((n for n in numbers if n is not None), default=None))
+    return found
+
+
+def _words(text: str) -> Words:
+    return tuple(_WORD.findall(text.lower()))
+
+
+def _grams(words: Words, length: int) -> set[Words]:
+    return {words[start : start + length] for start in range(len(words) - length + 1)}

@@ -1,0 +1,243 @@
+"""What lies in export/: the page that follows from the block, and the very files that the block lists.
+
+Comes in: an export directory. Goes out: checks. What an author writes outside the markers is not looked at; nothing of it may
+stand before the banner. Opens regular files only, follows no link and loads no tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import dpllm
+from dpllm.errors import ConfigError
+from dpllm.files import UNHASHED, publishable, sha256, unknown
+from dpllm.statement import privacy_record, section, tradeoff_figure
+from dpllm.statement.fields import NotAStatement
+from dpllm.verification.reading import read_object, read_text
+from dpllm.verification.values import Check, Published, Wrong, asserted, failed, listed, verified
+
+MOST_FILES = 10_000
+MOST_HEADER = 100 * 2**20
+OF_THE_HUB = (".gitattributes", ".git", ".cache")
+"""What the Hub, git and a download add at the top of a repository; dpllm never writes them and never uploads them."""
+_TRAINING_STATE = re.compile(
+    r"exp_avg|momentum_buffer|optimizer|rng|grad_sample|summed_grad|\bmoments?\b", re.IGNORECASE
+)
+_AGAIN = "Write the card again: dpllm card RUN."
+ASSERTED = {
+    "training": (
+        "optimizer clipping max_grad_norm adaptive neighbouring_relation randomness status steps.taken",
+        "the author's word that these steps ran with this sampler, this clipping and noise from the operating system",
+    ),
+    "data": (
+        "unit dataset data_public sampling.expected_batch_size sampling.dataset_size max_examples_per_unit",
+        "the author's word on what was trained on and who is a unit; of N and batch only the ratio enters epsilon",
+    ),
+    "circumstances": (
+        "base_model software hardware date recipe_digest accountant.version cross_check.version deviations",
+        "the author's word on where, when, from what and with which versions it ran",
+    ),
+    "words": ("not_covered tuning contact", "text that nobody can compute"),
+}
+"""Name of a line -> fields of a block that nobody can compute from what is published, and what they say."""
+
+
+def schema(found: Published) -> Iterator[Check]:
+    """privacy.json against the schema that the package ships."""
+    try:
+        record = privacy_record.read(found.block)
+    except NotAStatement as error:
+        raise Wrong(f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
+    yield verified("schema", f"privacy.json follows schema version {record.schema_version}.")
+
+
+def said(found: Published) -> Iterator[Check]:
+    """The fields that are the author's word."""
+    stated = found.record.to_json()
+    stated |= stated.get("attempted") or {}
+    for name, (listed_fields, what) in ASSERTED.items():
+        there = [field for field in listed_fields.split() if _stated(stated, field)]
+        if there:
+            yield asserted(name, f"{', '.join(there)}: {what}.")
+
+
+def _stated(block: Any, field: str) -> bool:
+    name, _, inner = field.partition(".")
+    return isinstance(block, dict) and name in block and (not inner or _stated(block[name], inner))
+
+
+def front_matter(found: Published) -> Iterator[Check]:
+    """The ``privacy`` entry of the front matter against privacy.json."""
+    stated = section.front_matter(found.card)
+    # As text, in which 1 and 1.0 differ; YAML has words, such as dates, that JSON has not.
+    if json.dumps(stated.get("privacy"), sort_keys=True, default=repr) != json.dumps(found.block, sort_keys=True):
+        raise Wrong(f"the front matter of README.md and privacy.json state different things. {_AGAIN}")
+    yield verified("front matter", "the privacy entry of README.md is privacy.json.")
+    tags = stated.get("tags") or []
+    claims = isinstance(tags, list) and any(tag in ("differential-privacy", "dp-sgd") for tag in tags)
+    if claims and not found.record.guarantee:
+        yield failed(
+            "tags",
+            "the tags say differential privacy, and the block says that there is no guarantee: who searches the Hub would find "
+            f"it. {_AGAIN}",
+        )
+
+
+def marked(found: Published) -> Iterator[Check]:
+    """The banner and the privacy part against what the block renders to, byte for byte."""
+    try:
+        parts, expected = section.parts(found.card), section.render(found.record)
+    except ConfigError as error:
+        raise Wrong(str(error)) from None
+    if not section.body(found.card).startswith("<!-- dpllm:banner -->"):
+        yield failed("what is seen first", f"something stands before the banner, and could hide it. {_AGAIN}")
+    for name in expected:
+        label = f"{name} in README.md"
+        if parts[name] == expected[name]:
+            yield verified(label, "is what privacy.json renders to, byte for byte.")
+            continue
+        lines = zip_longest(parts[name].split("\n"), expected[name].split("\n"))
+        line = next(number for number, (one, other) in enumerate(lines, start=1) if one != other)
+        yield failed(label, f"is not what privacy.json renders to, from line {line} of the part on. {_version(found)}")
+    yield asserted(
+        "text of the author",
+        "title, description, use, training and citation stand outside the marked parts, and nobody checks them.",
+    )
+
+
+def figure(found: Published) -> Iterator[Check]:
+    """The picture of what a tester can do against what the block draws."""
+    there = tradeoff_figure.FILE in found.hashes
+    if not found.record.guarantee:
+        if there:
+            raise Wrong(f"{tradeoff_figure.FILE} shows a guarantee, and there is none. {_AGAIN}")
+        return
+    if not there or read_text(found.directory / tradeoff_figure.FILE) != tradeoff_figure.figure(found.record.terms):
+        raise Wrong(f"{tradeoff_figure.FILE} is not the figure that privacy.json draws. {_version(found)}")
+    yield verified("figure", f"{tradeoff_figure.FILE} is what privacy.json draws, byte for byte.")
+
+
+def _version(found: Published) -> str:
+    """What to do about a page that is not as this version writes it."""
+    wrote = found.record.software.get("dpllm")
+    if wrote == dpllm.__version__:
+        return _AGAIN
+    return f"The card names dpllm {wrote}, and this is {dpllm.__version__}, which words it anew: verify it with that version."
+
+
+def files(found: Published) -> Iterator[Check]:
+    """Names, hashes and contents of all files: the very ones that the block lists, each of a known name with known settings."""
+    names, problems = regular_files(found.directory, strict=found.run is not None)
+    strange = set(unknown(names))
+    yield _hashes(found, names)
+    for name in names:
+        why = "is no file of an export" if name in strange else _content(found.directory / name)
+        problems += [f"{name} {why}"] if why else []
+    if problems:
+        detail = (
+            f"{listed(problems)}. What is not known may hold private data or run code: delete it from export/ and write the "
+            "card again."
+        )
+        yield failed("kinds of files", detail)
+    else:
+        yield verified(
+            "kinds of files",
+            f"{len(names)} files, each of a name that dpllm writes; no setting is unknown or names code elsewhere, and no tensor "
+            "is the optimizer's.",
+        )
+
+
+def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str]]:
+    """Relative names of all regular files, sorted, and what else lies there, each in a few words.
+
+    Args:
+        directory: An export directory.
+        strict: Hidden files that the Hub or git adds are strange as well.
+
+    Raises:
+        Wrong: There are too many files to look at.
+    """
+    names: list[str] = []
+    strange: list[str] = []
+    pending = [directory]
+    while pending:
+        folder = pending.pop()
+        for path in folder.iterdir():
+            name, mode = path.relative_to(directory).as_posix(), path.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                strange.append(f"{name} is a link, which could lead anywhere")
+            elif path.name.startswith("."):
+                if strict or name not in OF_THE_HUB:
+                    strange.append(f"{name} is hidden")
+            elif stat.S_ISDIR(mode):
+                pending.append(path)
+            elif stat.S_ISREG(mode):
+                names.append(name)
+            else:
+                strange.append(f"{name} is no regular file")
+        if len(names) + len(strange) + len(pending) > MOST_FILES:
+            raise Wrong(
+                f"more than {MOST_FILES:,} files, which no export holds. Verify the export directory of one run."
+            )
+    return sorted(names), sorted(strange)
+
+
+def _hashes(found: Published, names: list[str]) -> Check:
+    found.hashes.update({name: sha256(found.directory / name, follow=False) for name in names if name not in UNHASHED})
+    stated = found.record.files
+    differing = {
+        "changed": {name for name in stated.keys() & found.hashes.keys() if stated[name] != found.hashes[name]},
+        "missing": stated.keys() - found.hashes.keys(),
+        "not listed": found.hashes.keys() - stated.keys(),
+    }
+    problems = [f"{what}: {listed(sorted(which))}" for what, which in differing.items() if which]
+    weights = sorted(name for name in found.hashes if name.endswith(".safetensors"))
+    released = "adapter weights" if "adapter_model.safetensors" in found.hashes else "model weights"
+    if not weights:
+        problems.append("there are no weights")
+    elif not found.record.merged_from and found.record.released != released:
+        problems.append(f"what is released are {released}")
+    if problems:
+        return failed(
+            "files",
+            f"not those that the card was written for; {'; '.join(problems)}. Restore them, or write the card again with "
+            "dpllm card RUN.",
+        )
+    return verified(
+        "files", f"SHA-256 of {len(stated)} files, weights included ({listed(weights)}); none missing, none extra."
+    )
+
+
+def _content(path: Path) -> str:
+    """What is wrong with a file of a known name; empty where nothing."""
+    try:
+        if path.suffix == ".safetensors":
+            return _tensors(path)
+        if path.suffix == ".json":
+            settings = read_object(path)
+            kept = publishable(path.name, settings)
+            if more := sorted(key for key in settings if key not in kept or kept[key] != settings[key]):
+                return f"has a setting that is not known ({listed(more)})"
+        elif path.suffix not in (".png", ".parquet"):
+            read_text(path)
+    except Wrong as error:
+        return str(error).removeprefix(f"{path.name} ").partition(". ")[0]
+    return ""
+
+
+def _tensors(path: Path) -> str:
+    """The same of a safetensors file, by the names in its header."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        header = file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER))
+    try:
+        names = list(dict(json.loads(header)))
+    except (ValueError, TypeError, RecursionError):
+        return "is no safetensors file"
+    return "holds tensors of the optimizer or of the generator" if any(map(_TRAINING_STATE.search, names)) else ""
