@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCardData
 
@@ -117,9 +116,20 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
     """
     parts, block = section.render(statement), statement.to_json()
     record = RunRecord.pick(names.without_paths(record.to_json()))
-    front = ModelCardData(**_front_matter(config, record, statement), privacy=block).to_yaml()
-    marked = {name: section.marked(name, part) for name, part in parts.items()}
-    body = formatting.template("card.md.j2").render(**marked, **_context(config, record, statement))
+    base = config.model.name_or_path
+    hub_base = base if record.model.commit and names.is_hub_id(base) else None
+    front = _front_matter(config, statement, hub_base).to_yaml()
+    body = formatting.template("card.md.j2").render(
+        **{name: section.marked(name, part) for name, part in parts.items()},
+        w=formatting,
+        b=statement,
+        config=config,
+        record=record,
+        title=" ".join((config.card.title or names.last_part(config.output_dir)).split()),
+        base_model=hub_base,
+        base_name=base if is_builtin(base) else names.last_part(base),
+        physical=physical_batch(config, record.physical_batch_size),
+    )
     text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
         whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == block
@@ -169,88 +179,28 @@ def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -
         )
 
 
-def _front_matter(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> dict[str, Any]:
-    holds, whole = statement.guarantee, statement.merged_from is not None
-    lora = isinstance(config.adapter, LoraConfig)
+def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str | None) -> ModelCardData:
+    holds, lora = statement.guarantee, isinstance(config.adapter, LoraConfig)
     # A search for models with differential privacy must not find those that have none.
     own = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
     tags = [*(DP_TAGS if holds else ()), "dpllm", *(["lora"] if lora else []), *own]
-    return {
-        "base_model": _base_model(config, record),
-        "library_name": "peft" if lora and not whole else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": list(dict.fromkeys(tags)),
-        "license": config.card.license,
-        "language": config.card.language,
-        "datasets": [config.data.train] if _hub_dataset(config) else None,
-    }
+    data = config.data
+    of_hub = data.public and "/" in data.train and names.is_hub_id(data.train)
+    return ModelCardData(
+        base_model=base_model,
+        library_name="peft" if lora and statement.merged_from is None else "transformers",
+        pipeline_tag="text-generation",
+        tags=list(dict.fromkeys(tags)),
+        license=config.card.license,
+        language=config.card.language,
+        datasets=[data.train] if of_hub else None,
+        privacy=statement.to_json(),
+    )
 
 
-def _base_model(config: RunConfig, record: RunRecord) -> str | None:
-    """The base model's Hub id; None for one that is embedded or local."""
-    name = config.model.name_or_path
-    return name if record.model.commit and names.is_hub_id(name) else None
-
-
-def _hub_dataset(config: RunConfig) -> bool:
-    return config.data.public and "/" in config.data.train and names.is_hub_id(config.data.train)
-
-
-def _context(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> dict[str, Any]:
-    """What stands outside the marked parts: title, use, and the recipe as a table."""
-    metrics = record.metrics
-    name = config.model.name_or_path
-    lora = isinstance(config.adapter, LoraConfig)
-    return {
-        "w": formatting,
-        "config": config,
-        "record": record,
-        "title": " ".join((config.card.title or names.last_part(config.output_dir)).split()),
-        "description": config.card.description or "",
-        "lora": lora,
-        "adapter": lora and statement.merged_from is None,
-        "base_model": _base_model(config, record),
-        "base_name": name if is_builtin(name) else names.last_part(name),
-        "evaluation": metrics.public if config.data.eval_public else {},
-        "released": metrics.released if statement.guarantee else {},
-        "settings": _settings(config, record),
-    }
-
-
-def _settings(config: RunConfig, record: RunRecord) -> list[tuple[str, object]]:
-    """The recipe as a table, without a path, and without anything that depends on the data."""
-    model, data, train = config.model, config.data, config.train
-    sizes = record.model
-    adapter = [f"{key} {value}" for key, value in config.adapter.model_dump().items() if key != "method"]
-    quantized = f", {model.quantization} quantisation" if model.quantization else ""
-    return [
-        ("Method", ", ".join([{"lora": "LoRA", "frozen": "frozen layers"}[config.adapter.method], *adapter])),
-        ("Architecture", sizes.architecture),
-        (
-            "Trained parameters",
-            f"{formatting.count(sizes.trainable_parameters)} of {formatting.count(sizes.total_parameters)}",
-        ),
-        ("Precision", f"base {model.dtype}{quantized}; autocast {train.precision}; trained parameters float32"),
-        (
-            "Text",
-            f"format {data.format}; at most {data.max_length} tokens in a sequence, longer ones: {data.long_examples}",
-        ),
-        ("Optimizer", f"{train.optimizer}, learning rate {train.learning_rate:g}, weight decay {train.weight_decay:g}"),
-        ("Learning rate", f"{train.lr_scheduler}, warm-up over {100 * train.warmup:g}% of the steps"),
-        ("Batch", f"{train.batch_size} expected; {_physical(config, record)} in one forward pass"),
-        ("Seed of initialisation and dropout", train.seed),
-        *((f"Hardware: {key}", value) for key, value in sorted(record.hardware.items()) if _plain(value)),
-        *((f"Version of {name}", version) for name, version in sorted(record.versions.items())),
-    ]
-
-
-def _physical(config: RunConfig, record: RunRecord) -> str:
-    """The recipe's number, or the one that the run found where the recipe says auto."""
-    named, found = config.train.physical_batch_size, record.physical_batch_size
+def physical_batch(config: RunConfig, found: int | None) -> str:
+    """The recipe's number of sequences, or the one that the run found where the recipe says auto."""
+    named = config.train.physical_batch_size
     if named != "auto":
         return f"{named} sequences" if found in (None, named) else f"{found} sequence, for the sake of equal rounding,"
     return f"{found} sequences, found automatically," if found else "an automatic number of sequences"
-
-
-def _plain(value: object) -> bool:
-    return isinstance(value, str | int | float)

@@ -27,6 +27,7 @@ from dpllm.statement.run_files import PlanRecord, RunRecord
 Json = dict[str, Any]
 
 _PROFILE = ("accountants", "limits", "curve")
+_EVERYTHING = "everything: this run gives no guarantee"
 
 
 def statement_of(
@@ -52,26 +53,21 @@ def statement_of(
         ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
 
     Raises:
-        ConfigError: See ``check_recipe``, ``check_plan`` and ``check_audit``; the Plan and the record speak of different deltas;
-            or one of them holds what no statement may say.
+        ConfigError: These are parts of two runs, or one of them holds what no statement may say.
     """
-    check_recipe(config, record)
-    if plan is not None:
-        check_plan(plan, record)
+    _check_one_run(config, plan, record)
     if audit is not None:
         check_audit(plan, record, audit)
     reason = why_not(config, plan, record, audit, mechanism)
     terms = None if plan is None else _terms(config, plan, record)
-    block: Json = {"schema_version": privacy_record.SCHEMA_VERSION, "guarantee": reason is None}
-    if reason is not None:
-        block |= {"reason": reason, **({} if terms is None else {"attempted": terms.to_json()})}
-    elif terms is not None:
-        block |= terms.to_json()
+    numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     model, ledger = record.model, record.ledger
-    base = model.name_or_path
-    if not model.commit and not is_builtin(base):
-        base = names.last_part(base)
-    block |= {
+    base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
+    block = {
+        "schema_version": privacy_record.SCHEMA_VERSION,
+        "guarantee": reason is None,
+        **({} if reason is None else {"reason": reason}),
+        **numbers,
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
         "dataset": ledger.dataset if ledger else names.public_name(config.data.train),
         "data_public": config.data.public,
@@ -80,9 +76,7 @@ def statement_of(
         "composed": _composed(record),
         "lineage": record.lineage.to_json() if record.lineage else None,
         "base_model": {"name": base, "revision": model.commit, "covered": False},
-        "not_covered": _not_covered(config, plan, record)
-        if reason is None
-        else ["everything: this run gives no guarantee"],
+        "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
         "deviations": list(record.deviations),
         "tuning": config.card.tuning,
         "contact": config.card.contact,
@@ -147,26 +141,16 @@ def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
     return max(plan.epsilon, spent or 0.0)
 
 
-def check_recipe(config: RunConfig, record: RunRecord) -> None:
-    """Makes sure that the recipe is the one that trained; a record of an earlier version does not say.
-
-    Raises:
-        ConfigError: A key was changed since, other than the card's own words.
-    """
+def _check_one_run(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> None:
+    """Recipe and Plan are those of the record; a record of an earlier version does not say which they were."""
     trained = names.of_training(config)
     if record.training_digest not in (None, trained):
         raise ConfigError(
             "config.yaml was changed after the run, so the card would describe another one. Restore it; of a finished run only "
             "the section card may change."
         )
-
-
-def check_plan(plan: PlanRecord, record: RunRecord) -> None:
-    """Makes sure that the promise and the record are those of one run.
-
-    Raises:
-        ConfigError: The record names another Plan, or another number of steps.
-    """
+    if plan is None:
+        return
     if record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps:
         raise ConfigError(
             "plan.json is not the Plan of the run in run.json, so its figures say nothing about these weights. The run "
@@ -189,18 +173,19 @@ def check_audit(plan: PlanRecord | None, record: RunRecord, audit: Json) -> None
             f"audit.json belongs to other weights ({which}), so its figures say nothing about these. "
             "Run dpllm audit again."
         )
-    if plan is not None and plan.canary_commitment != audit["canaries"]["commitment"]:
+    if plan is None:
+        return
+    if plan.canary_commitment != audit["canaries"]["commitment"]:
         raise ConfigError(
             "audit.json is about other canaries than those fixed before training (the commitments differ), so it could "
             "have been chosen to look well. Run dpllm audit again with the canaries of this run."
         )
-    if plan is not None and audit.get("settings") != (plan.audit.to_json() if plan.audit else None):
+    if audit.get("settings") != (plan.audit.to_json() if plan.audit else None):
         raise ConfigError(
             "audit.json was made with another alpha or other numbers of guesses than plan.json fixed before training, so they "
             "could have been chosen to look well. Run dpllm audit again."
         )
-    claim = audit["claim"]
-    if plan is not None and any(claim.get(name) != getattr(plan, name) for name in ("epsilon", "delta", "unit")):
+    if any(audit["claim"].get(name) != getattr(plan, name) for name in ("epsilon", "delta", "unit")):
         raise ConfigError(
             "audit.json tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. "
             "Run dpllm audit again."
@@ -282,38 +267,15 @@ def _composed(record: RunRecord) -> Json | None:
 
 
 def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> list[str]:
-    """Every use of data that the guarantee is not about, each named."""
-    data, tuning = config.data, config.card.tuning
-    evaluation = "evaluation data: this run had none"
-    if data.eval is not None:
-        declared = "declared public" if data.eval_public else "not declared public; no figure from them is published"
-        evaluation = f"evaluation data ({declared}) and every figure computed from them"
-    logs = "un-noised figures of the training, such as logs and telemetry, kept by whoever trained the model"
-    if config.telemetry.private_metrics and not data.public:
-        logs += "; here they also went to metrics and trackers"
-    lines = [
-        "the data on which the base model was trained, and any text that they share with the data of this run",
-        "the tokenizer, which came with the base model and was not made from the data of this run",
-        "the format of prompts, the chat template, and the filters and clean-up of the data before this run, where somebody "
-        "chose them by looking at the data",
-        "facts that many units share; k units together have k times the epsilon and a larger delta",
-        "what can be learnt about a person from other sources, or from what all people of the data have in common",
-        evaluation,
-        "the choice of hyper-parameters and of this run among others, where un-noised figures guided it"
-        + ("; what is stated about it stands in the table above" if tuning else ""),
-        logs,
-        "text given to the model when it is used",
-        "who could read the data, the logs and the checkpoints on the machines that trained the model",
-        "side channels such as time and memory, and that a generator has finitely many states"
-        if record.lattice  # runs of before noise was added on a lattice
-        else "the difference between floating-point arithmetic and real numbers (in bf16 or fp16 one unit can move the "
-        "rounding of the others' gradients), and side channels such as time and memory",
-    ]
-    if plan is not None and plan.neighbouring_relation == "zero_out":
-        lines.append("the number of units, which is published")
-    if record.status == "interrupted":
-        lines.append("the decision when to stop the run, which may rest on un-noised figures")
-    return lines
+    lines = formatting.template("not_covered.txt.j2").render(
+        data=config.data,
+        tuning=config.card.tuning,
+        private_metrics=config.telemetry.private_metrics,
+        lattice=record.lattice,
+        zero_out=plan is not None and plan.neighbouring_relation == "zero_out",
+        interrupted=record.status == "interrupted",
+    )
+    return lines.strip().splitlines()
 
 
 def audit_part(audit: Json, terms: Terms | None) -> Audit:

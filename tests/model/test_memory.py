@@ -430,11 +430,11 @@ def test_anything_else_is_one_line(value: Any, tmp_path: Path) -> None:
 
 
 def test_the_card_says_the_number_and_how_it_came_about() -> None:
-    from dpllm.card.card import _physical
+    from dpllm.card.card import physical_batch
 
-    assert _physical(recipe(8), {}) == "8 sequences"
-    assert _physical(recipe(), {"physical_batch_size": 24}) == "24 sequences, found automatically,"
-    assert _physical(recipe(), {}) == "an automatic number of sequences"
+    assert physical_batch(recipe(8), None) == "8 sequences"
+    assert physical_batch(recipe(), 24) == "24 sequences, found automatically,"
+    assert physical_batch(recipe(), None) == "an automatic number of sequences"
 
 
 def test_the_probe_of_the_mechanism_reads_auto() -> None:
