@@ -124,14 +124,14 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
     try:
         from huggingface_hub import snapshot_download
 
-        from dpllm.publish import hub
+        from dpllm.publish.push import asking, endpoint
     except ImportError:
         raise ConfigError(
             f"{repository}: no such path here, and huggingface_hub, which would download it, is not installed. Type pip install "
             "huggingface_hub, or a local path."
         ) from None
-    with hub.asking(repository):
-        snapshot_download(repository, revision=revision, local_dir=directory, endpoint=hub.endpoint())
+    with asking(repository):
+        snapshot_download(repository, revision=revision, local_dir=directory, endpoint=endpoint())
     if not any((directory / name).is_file() for name in ("README.md", "privacy.json")):
         raise ConfigError(
             f"{repository}: has no card at its top, where weights are loaded from, so nothing can be verified. Ask its author "

@@ -20,7 +20,7 @@ from peft import PeftModel
 from transformers import GenerationConfig
 
 from dpllm.errors import ConfigError, DataError
-from dpllm.files import read_json
+from dpllm.files import BLOCK, read_json
 from dpllm.model import loading
 from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.run.directory import RunDir
@@ -180,37 +180,36 @@ def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConf
     """Which base model an adapter belongs to."""
     if config is not None:
         commit = read_run(RunDir(export.parent)).model.commit
-        changes = {"name_or_path": base or config.model.name_or_path, "revision": commit or config.model.revision}
-        return config.model.model_copy(update={**changes, **({"revision": None} if base else {})})
-    named = read_json(export / "adapter_config.json").get("base_model_name_or_path")
-    if base is None and not isinstance(named, str):
+        name, revision = base or config.model.name_or_path, None if base else commit or config.model.revision
+        return config.model.model_copy(update={"name_or_path": name, "revision": revision})
+    named = base or read_json(export / "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(named, str):
         raise ConfigError(
             f"{export}: the adapter does not name its base model. Type --base with its name or directory."
         )
     revision = None
-    if base is None and (export / "privacy.json").exists():
-        stated = read_json(export / "privacy.json").get("base_model")
+    if base is None and (export / BLOCK).exists():
+        stated = read_json(export / BLOCK).get("base_model")
         revision = stated.get("revision") if isinstance(stated, dict) and stated.get("name") == named else None
     try:
-        wanted = ModelConfig(name_or_path=str(base or named), revision=revision)
+        wanted = ModelConfig(name_or_path=named, revision=revision)
         loading.load_tokenizer(wanted)
     except ConfigError:
         raise ConfigError(
-            f"{export}: its base model {base or named!r} was not found; an adapter names a local base by its last part only. "
-            "Type --base with its Hub id or directory."
+            f"{export}: its base model {named!r} was not found; an adapter names a local base by its last part only. Type --base "
+            "with its Hub id or directory."
         ) from None
     return wanted
 
 
 def _unprotected(run: RunDir | None, export: Path) -> str | None:
-    if (export / "privacy.json").exists():
-        block = read_json(export / "privacy.json")
-        if block.get("guarantee") is not True:
-            return str(block.get("reason", "its card gives no reason"))
+    block = read_json(export / BLOCK) if (export / BLOCK).exists() else None
+    if block is not None and block.get("guarantee") is not True:
+        return str(block.get("reason", "its card gives no reason"))
     if run is not None:
         held = read_run(run).guarantee
         return None if held.holds else held.reason or "its record gives no reason"
-    return None if (export / "privacy.json").exists() else "no privacy statement lies beside it"
+    return "no privacy statement lies beside it" if block is None else None
 
 
 def _encode(generator: Generator, prompt: Prompt | None, number: int) -> list[int]:
@@ -250,7 +249,7 @@ def _settings(generator: Generator, max_new_tokens: int, temperature: float, top
     ends = {*(own if isinstance(own, list) else [own]), generator.tokenizer.eos_token_id} - {None}
     inner.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
     padding = generator.tokenizer.pad_token_id
-    chance = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    chance = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(ends) or None,
@@ -258,5 +257,5 @@ def _settings(generator: Generator, max_new_tokens: int, temperature: float, top
         num_beams=1,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
-        **(chance or {"do_sample": False}),
+        **(chance if temperature > 0 else {"do_sample": False}),
     )

@@ -19,8 +19,7 @@ from dpllm.canaries import canaries
 from dpllm.errors import DpllmError, Refused
 from dpllm.recipe import names
 from dpllm.run.directory import RunDir
-from dpllm.verification.reading import read_bytes
-from dpllm.verification.values import listed
+from dpllm.verification.values import listed, read_bytes
 
 MOST_ROWS = 20_000
 """Of the training data that are searched for; more take seconds."""

@@ -7,12 +7,18 @@ upload anything outside export/, nor contact anybody before every refusal is beh
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from dpllm.errors import ConfigError, Refused
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
 from dpllm.publish import leaks
 from dpllm.run.directory import RunDir
@@ -22,9 +28,9 @@ from dpllm.verification.check_export import regular_files
 from dpllm.verification.values import Wrong
 from dpllm.verification.verify import verify
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-
+# httpx in huggingface_hub 1, httpx2 in 2: the class of everything that goes wrong on the way.
+_ON_THE_WAY = cast(type[Exception], HfHubHTTPError.__bases__[0])
+_UNKNOWN = (401, 403, 404)
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _AT_ONCE = 16 * 2**20
 _OF_THE_HUB = frozenset({".gitattributes"})
@@ -154,12 +160,8 @@ def _changed(run: RunDir, name: str) -> Refused:
 
 
 def _upload(run: RunDir, found: Push, *, private: bool, replace: bool) -> Push:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
-    from dpllm.publish import hub
-
-    api = HfApi(endpoint=hub.endpoint())
-    with hub.asking(found.repository):
+    api = HfApi(endpoint=endpoint())
+    with asking(found.repository):
         name = str(api.create_repo(found.repository, private=private or None, exist_ok=True).repo_id)
         stale = _stale(api, name, found.files, private=private, replace=replace)
         operations: list[CommitOperationAdd | CommitOperationDelete] = []
@@ -198,3 +200,43 @@ def _stale(api: HfApi, name: str, files: tuple[Upload, ...], *, private: bool, r
             "so that it would not verify there. Name another repository, or type --replace to remove them."
         )
     return stale
+
+
+def endpoint() -> str:
+    """Where the Hub is: HF_ENDPOINT, or the public one."""
+    return os.environ.get("HF_ENDPOINT") or str(constants.ENDPOINT)
+
+
+@contextmanager
+def asking(repository: str) -> Iterator[None]:
+    """Whatever goes wrong inside is said in one line.
+
+    Args:
+        repository: What is asked for.
+
+    Raises:
+        ConfigError: The Hub allows no such name, or does not know or give the repository.
+        DpllmError: The Hub cannot be reached, or refuses.
+    """
+    try:
+        yield
+    except HFValidationError:
+        raise ConfigError(
+            f"{repository}: is no name that the Hub allows, so nothing was asked. Type OWNER/NAME, such as alice/notes-dp."
+        ) from None
+    except (_ON_THE_WAY, OSError) as error:
+        answer = getattr(getattr(error, "response", None), "status_code", None)
+        if answer is None:
+            raise DpllmError(
+                f"{repository}: {endpoint()} cannot be reached ({type(error).__name__}), so nothing was read or changed there. "
+                "Check the network and HF_HUB_OFFLINE, and type the command again."
+            ) from None
+        raise (ConfigError if answer in _UNKNOWN else DpllmError)(
+            f"{repository}: {endpoint()} answered {answer}, so it is not there for you. Check the name and the revision, log in "
+            "with hf auth login if it is private, and type the command again."
+        ) from None
+    except ValueError as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DpllmError(
+            f"{repository}: {endpoint()} refused ({first}), so nothing was changed there. Mend that, and type the command again."
+        ) from None

@@ -220,21 +220,15 @@ class Terms(Record):
     noise_multiplier: Positive
     """Standard deviation of the noise over C; with adaptive clipping, of the one Gaussian release that a step amounts to."""
     adaptive: Adaptive | None = None
-
     sampling: Sampling
-
     without_amplification: NotNegative | None
     """Epsilon at the same delta if batches had come from shuffling, rounded up to four digits; null where none can be stated."""
     randomness: Randomness
-
     accountant: Accountant
-
     cross_check: CrossCheck | None
-
     accountants: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], NotNegative | None] | None = None
     """Epsilon by each accountant that knows the event; absent where more was spent than planned."""
     limits: MechanismLimits | None = None
-
     curve: tuple[tuple[Number, Number | None], ...] | None = None
     """Pairs of delta and the epsilon certified at it, null where none is; absent likewise."""
     trade_off: tuple[tuple[Share, Share], ...] | None = None
@@ -297,7 +291,6 @@ class Composed(Record):
     dataset: str
     """Name of the dataset in the ledger."""
     budget: Budget | None
-
     gate: str | None
     """Gate of the budget."""
     order: Number | None
@@ -372,7 +365,6 @@ class Lineage(Record):
     dataset: str | None
     """Name of the common dataset in the ledger; null where there is none."""
     composed: ComposedLineage | None
-
     reason: str | None
     """Why no composed guarantee is stated; null where one is."""
     excepted: str | None

@@ -136,7 +136,6 @@ class Controls(Record):
     base_separates: bool
     """The base model, which saw no canary, tells planted ones from the others."""
     words: WordsControl | None
-
     positive: str | None
     """Where the attack was seen to work; null: nowhere."""
 
@@ -171,7 +170,6 @@ class Audit(Record):
     verdict_reason: str
     """Why."""
     epsilon_lower_bound: Bound
-
     attacks: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.+-]+$")], Attack]
     """Attacks on the least repeated canaries, by name."""
     exposure: ByCopies[Exposure]
@@ -179,9 +177,7 @@ class Audit(Record):
     extraction: ByCopies[Extraction]
     """How many secrets the model completes word for word, by how often they were planted."""
     controls: Controls
-
     canaries: Canaries
-
     audits_run: AtLeast1
     """How often this run was audited."""
     commitment: str | None
@@ -215,15 +211,11 @@ class _Statement(Record):
     data_public: bool
     """Whether the recipe declares the training data public."""
     steps: Steps
-
     status: Literal["completed", "interrupted"]
     """How the run ended."""
     composed: Composed | None
-
     lineage: Lineage | None
-
     base_model: BaseModelName
-
     not_covered: Annotated[tuple[str, ...], Field(min_length=1)]
     """Every access to data, and every property, that the guarantee is not about."""
     deviations: tuple[str, ...]
@@ -233,9 +225,7 @@ class _Statement(Record):
     contact: str | None
     """Whom to ask; null: nobody is named."""
     audit: Audit | None
-
     mechanism_audit: MechanismAudit | None
-
     software: dict[Text, str]
     """Versions of dpllm, Python and the packages that the result depends on."""
     hardware: dict[Text, str | bool | int | float | tuple[str, ...]]

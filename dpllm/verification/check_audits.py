@@ -28,7 +28,6 @@ from dpllm.privacy import events
 from dpllm.statement.fields import Terms
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
 from dpllm.verification import costs
-from dpllm.verification.reading import read_bytes, read_object
 from dpllm.verification.values import (
     MAGNIFIED,
     Check,
@@ -40,6 +39,8 @@ from dpllm.verification.values import (
     differences,
     failed,
     listed,
+    read_bytes,
+    read_object,
     verified,
 )
 

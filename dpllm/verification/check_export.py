@@ -20,8 +20,17 @@ from dpllm.errors import ConfigError
 from dpllm.files import UNHASHED, publishable, sha256, unknown
 from dpllm.statement import privacy_record, section, tradeoff_figure
 from dpllm.statement.fields import NotAStatement
-from dpllm.verification.reading import read_object, read_text
-from dpllm.verification.values import Check, Published, Wrong, asserted, failed, listed, verified
+from dpllm.verification.values import (
+    Check,
+    Published,
+    Wrong,
+    asserted,
+    failed,
+    listed,
+    read_object,
+    read_text,
+    verified,
+)
 
 MOST_FILES = 10_000
 MOST_HEADER = 100 * 2**20

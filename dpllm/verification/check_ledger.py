@@ -25,8 +25,7 @@ from dpllm.privacy import events
 from dpllm.statement.fields import Composed, Group, Terms
 from dpllm.verification import costs
 from dpllm.verification.costs import rounding
-from dpllm.verification.reading import read_object
-from dpllm.verification.values import Check, Json, Published, Wrong, asserted, close, listed, verified
+from dpllm.verification.values import Check, Json, Published, Wrong, asserted, close, listed, read_object, verified
 
 _NAME = "ledger"
 _SQLITE = b"SQLite format 3\x00"

@@ -16,7 +16,6 @@ from dpllm.errors import DpllmError
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import Audit
 from dpllm.statement.run_files import RunRecord, read_plan, read_run
-from dpllm.verification.reading import read_object
 from dpllm.verification.values import (
     Check,
     Published,
@@ -25,6 +24,7 @@ from dpllm.verification.values import (
     differences,
     failed,
     listed,
+    read_object,
     tried,
     verified,
 )

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, SIGNATURE, write_whole
-from dpllm.verification.reading import read_bytes
-from dpllm.verification.values import Check, Wrong, asserted, failed, plain, tried, verified
+from dpllm.verification.values import Check, Wrong, asserted, failed, plain, read_bytes, tried, verified
 
 NAMESPACE = "dpllm-card"
 """A signature made for another purpose with the same key does not count here."""

@@ -19,8 +19,17 @@ from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD
 from dpllm.run.directory import RunDir
 from dpllm.verification import check_audits, check_export, check_ledger, check_promise, check_run, sign
-from dpllm.verification.reading import read_object, read_text
-from dpllm.verification.values import Check, Published, Verification, Wrong, failed, tried, verified
+from dpllm.verification.values import (
+    Check,
+    Published,
+    Verification,
+    Wrong,
+    failed,
+    read_object,
+    read_text,
+    tried,
+    verified,
+)
 
 CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("schema", check_export.schema),

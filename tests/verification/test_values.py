@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError
 from dpllm.statement import section
-from dpllm.verification import reading
-from dpllm.verification.values import Wrong, close, differences, plain
+from dpllm.verification.values import Wrong, close, differences, plain, read_bytes, read_object
 
 VALUES = st.recursive(
     st.none()
@@ -32,7 +31,7 @@ VALUES = st.recursive(
 def test_what_json_writes_is_read_back(tmp_path_factory: pytest.TempPathFactory, value: dict[str, object]) -> None:
     path = tmp_path_factory.getbasetemp() / "value.json"
     path.write_text(json.dumps(value), encoding="utf-8")
-    assert reading.read_object(path) == value
+    assert read_object(path) == value
     assert not list(differences(value, json.loads(json.dumps(value)), tolerance=0.0))
 
 
@@ -45,7 +44,7 @@ def test_what_json_writes_is_read_back(tmp_path_factory: pytest.TempPathFactory,
 def test_json_with_tricks_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "privacy.json").write_text(text, encoding="utf-8")
     with pytest.raises(Wrong) as error:
-        reading.read_object(tmp_path / "privacy.json")
+        read_object(tmp_path / "privacy.json")
     assert "\n" not in str(error.value)
 
 
@@ -74,9 +73,9 @@ def test_no_link_no_pipe_and_no_giant_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe", "missing", "."):
         with pytest.raises(Wrong):
-            reading.read_bytes(tmp_path / name)
+            read_bytes(tmp_path / name)
     with pytest.raises(Wrong, match="more than"):
-        reading.read_bytes(tmp_path / "real", 0)
+        read_bytes(tmp_path / "real", 0)
 
 
 @pytest.mark.parametrize(
