@@ -10,16 +10,16 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from dpllm.auditing import mechanism_report
-from dpllm.auditing.bounds import epsilon_from_guesses, one_run_ceiling
+from dpllm.auditing.bounds import OneRunBound, epsilon_from_guesses, one_run_ceiling
+from dpllm.auditing.mechanism_report import MechanismReport, Pair, ReleaseTest
 from dpllm.auditing.summary import SCHEMA_VERSION, Claim, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
 from dpllm.card import claim
@@ -30,6 +30,7 @@ from dpllm.statement.privacy_record import Audit, PrivacyRecord
 from dpllm.verification import costs
 from dpllm.verification.values import (
     MAGNIFIED,
+    TOLERANCE,
     Check,
     Json,
     Published,
@@ -37,7 +38,6 @@ from dpllm.verification.values import (
     asserted,
     close,
     differences,
-    failed,
     listed,
     read_bytes,
     read_object,
@@ -52,7 +52,6 @@ EARLIER, RETIRED = (1, 2), {"estimates", "exposure_tail"}
 _ID = re.compile(r"[cr]\d{5,9}")
 _AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the whole
-_SLACK = 1e-6
 
 
 def check(found: Published) -> Iterator[Check]:
@@ -288,60 +287,57 @@ def check_mechanism(found: Published) -> Iterator[Check]:
     again = "Audit the engine again: dpllm audit RUN --mechanism, then dpllm card RUN."
     if terms is None or {key: report.get(key) for key in ("verdict", "reason", "steps")} != part.to_json():
         raise Wrong(f"mechanism_audit of privacy.json is not what mechanism.json says. {again}")
-    sampling, steps = terms.sampling, found.record.steps.planned
-    claimed = {
-        key: getattr(terms, key) for key in ("epsilon", "delta", "noise_multiplier", "clipping", "max_grad_norm")
-    }
-    claimed |= {"num_steps": steps, **{key: getattr(sampling, key) for key in ("sampling_rate", "expected_batch_size")}}
-    if wrong := list(differences(report.get("claimed"), claimed)):
-        raise Wrong(f"mechanism.json tested another {listed(wrong)} than the card states. {again}")
-    bound = report["bound"]
-    canaries, promised = report["canaries"], min(report["steps"], steps)
-    # Of one thing that is sampled, as the audit has it.
-    event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, promised)
-    epsilon, _ = costs.pld(event, float(bound["delta"]), terms.neighbouring_relation)
-    ways = len(bound["guesses"]) + len(bound["guesses_in"])
-    least = epsilon_from_guesses(
-        canaries, bound["best_guesses"], bound["correct"], delta=bound["delta"], alpha=bound["alpha"] / ways
-    )
-    ceiling = one_run_ceiling(
-        canaries, delta=bound["delta"], alpha=bound["alpha"], guesses=bound["guesses"], guesses_in=bound["guesses_in"]
-    )
-    shown = {
-        "bound": {**bound, "value": max(least, 0.0), "ceiling": ceiling, "num_canaries": canaries},
-        "bound.alpha": mechanism_report.ALPHA / 2,
-        "bound.delta": min(terms.delta, mechanism_report.ALPHA / 1000 / canaries),
-        "level": mechanism_report.ALPHA / 2 / len(report["tests"]),
-        "promised_steps": promised,
-        "epsilon": epsilon,
-        "scope": mechanism_report.SCOPE,
-    }
-    stated = {**report, "bound.alpha": bound["alpha"], "bound.delta": bound["delta"]}
-    if wrong := list(differences({key: stated.get(key) for key in shown}, shown, tolerance=1e-3)):
-        raise Wrong(f"{listed(wrong)} of mechanism.json does not follow from its own counts. {again}")
-    pairs = [SimpleNamespace(**{**pair, "excess": _excess(pair)}) for pair in report["pairs"]]
-    if any(not close(pair.excess, stated["excess"]) for pair, stated in zip(pairs, report["pairs"], strict=True)):
-        raise Wrong(f"pairs of mechanism.json: an excess is not that of its differences. {again}")
-    seen: Any = SimpleNamespace(
-        **{
-            **report,
-            "bound": SimpleNamespace(**bound),
-            "tests": [SimpleNamespace(**test) for test in report["tests"]],
-            "pairs": pairs,
-            "resolution": math.inf if report["resolution"] is None else report["resolution"],
-        }
-    )
-    if list(mechanism_report.verdict(seen)) != [report["verdict"], report["reason"]]:
-        raise Wrong(f"the verdict of mechanism.json is not that of its own figures. {again}")
+    fresh = _mechanism(report, terms, found.record.steps.planned).to_json()
+    wrong = [
+        path
+        for key, one in fresh.items()
+        for path in differences(report.get(key), one, key, 1e-3 if key in ("bound", "epsilon") else TOLERANCE)
+    ]
+    if wrong:
+        raise Wrong(f"{listed(wrong)} of mechanism.json does not follow from the card and its own figures. {again}")
     if found.record.guarantee and report["verdict"] == "falsified":
-        yield failed(
-            name, "it falsified the mechanism, and the card states a guarantee. There is none: do not rely on it."
-        )
-        return
+        raise Wrong("it falsified the mechanism, and the card states a guarantee. There is none: do not rely on it.")
     yield verified(name, f"{report['verdict']}, by its own figures; that they were measured is asserted.")
 
 
-def _excess(pair: Json) -> float:
-    of_count = 2 * (pair["count_difference"] or 0.0)
-    differences_of = (pair["sum_difference"], pair["released_difference"], of_count)
-    return max(float(difference) for difference in differences_of) / (1 + _SLACK)
+def _mechanism(found: Json, terms: Terms, planned: int) -> MechanismReport:
+    """The same report with all that follows from its counts, from the card's terms and from its other figures."""
+    pairs = tuple(Pair(**{key: one for key, one in pair.items() if key != "excess"}) for pair in found["pairs"])
+    report = MechanismReport(
+        **{field.name: found[field.name] for field in fields(MechanismReport)}
+        | {key: math.inf for key in ("epsilon", "resolution") if found[key] is None}
+        | {"bound": OneRunBound(**found["bound"]), "tests": tuple(ReleaseTest(**test) for test in found["tests"])}
+        | {"pairs": pairs}
+    )
+    verdict, reason = mechanism_report.verdict(report)
+    sampling, bound, canaries = terms.sampling, report.bound, report.canaries
+    steps = min(report.steps, planned)
+    # Of one thing that is sampled, as the audit has it.
+    event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, steps)
+    epsilon, _ = costs.pld(event, bound.delta, terms.neighbouring_relation)
+    level = bound.alpha / (len(bound.guesses) + len(bound.guesses_in))
+    least = epsilon_from_guesses(canaries, bound.best_guesses or 0, bound.correct or 0, delta=bound.delta, alpha=level)
+    ceiling = one_run_ceiling(
+        canaries, delta=bound.delta, alpha=bound.alpha, guesses=bound.guesses, guesses_in=bound.guesses_in
+    )
+    of_terms = {
+        key: getattr(terms, key) for key in ("epsilon", "delta", "noise_multiplier", "clipping", "max_grad_norm")
+    }
+    of_sampling = {key: getattr(sampling, key) for key in ("sampling_rate", "expected_batch_size")}
+    return replace(
+        report,
+        verdict=verdict,
+        reason=reason,
+        promised_steps=steps,
+        claimed={**of_terms, **of_sampling, "num_steps": planned},
+        epsilon=epsilon,
+        bound=replace(
+            bound,
+            value=max(least, 0.0),
+            ceiling=ceiling,
+            num_canaries=canaries,
+            alpha=mechanism_report.ALPHA / 2,
+            delta=min(terms.delta, mechanism_report.ALPHA / 1000 / canaries),
+        ),
+        level=mechanism_report.ALPHA / 2 / len(report.tests),
+    )

@@ -16,6 +16,7 @@ from running import SENTINEL, Answer, Place, contents, done, dpllm_, make_place,
 from dpllm.auditing.run import ATTACKS
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
+from dpllm.files import write_json
 from dpllm.lab import mechanism, shadows
 from dpllm.run import build
 from dpllm.run.directory import RunDir
@@ -61,6 +62,11 @@ def test_the_mechanism_of_a_run_is_written_beside_its_audit(copy: Place, monkeyp
     assert written["verdict"] == "consistent"
     done("audit", copy.run, "--mechanism")
     assert copy.json("export/audit/mechanism.json")["audits"] == 2
+    done("card", copy.run)
+    assert "verified  audit of the engine" in done("verify", copy.run).out
+    for forged in ({"level": 1e-9}, {"epsilon": 1.0}, {"pairs": []}, {"claimed": {}}, {"reason": "It is well."}):
+        write_json(copy.run / "export" / "audit" / "mechanism.json", {**written, **forged})
+        assert "failed    audit of the engine" in dpllm_("verify", copy.run / "export").out, forged
     path = copy.run / "export" / "audit" / "mechanism.json"
     path.write_text(json.dumps({**written, "verdict": "falsified"}))
     assert "holds an audit that falsified" in done("audit", copy.run, "--mechanism").out
