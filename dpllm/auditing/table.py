@@ -25,7 +25,7 @@ TOP_K = 40
 """How many of the likeliest tokens the usual sampling keeps."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the same object is the same table: arrays have no one answer to ==
 class TokenTable:
     """Scored tokens of S sequences; every sequence has at least one.
 

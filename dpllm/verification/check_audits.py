@@ -15,13 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dpllm.auditing import mechanism_report
 from dpllm.auditing.bounds import OneRunBound, epsilon_from_guesses, one_run_ceiling
 from dpllm.auditing.mechanism_report import MechanismReport, Pair, ReleaseTest
 from dpllm.auditing.summary import SCHEMA_VERSION, Claim, summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores, sum_up
 from dpllm.card import claim
 from dpllm.errors import DpllmError
 from dpllm.privacy import events
@@ -121,16 +119,24 @@ def _in_block(record: PrivacyRecord, part: Audit, report: Json) -> Check:
 
 
 def _tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    files = [folder / "tokens.parquet"]
-    read_bytes(files[0])
-    if (old := folder / "scores.csv").exists():  # of an audit before version 3
+    tokens, old = folder / "tokens.parquet", folder / "scores.csv"
+    read_bytes(tokens)
+    if old.exists():  # of an audit before version 3
         read_bytes(old, MOST_TABLE)
-        files.append(old)
     try:
-        _only_numbers(files[0], coins=len(files) == 1)
-        return _read_tables(str(folder), *map(_seen, files))
+        _only_numbers(tokens, coins=not old.exists())
+        seen = [(path.stat().st_size, path.stat().st_mtime_ns) for path in (tokens, old) if path.exists()]
+        return _read_tables(folder, *seen)
     except DpllmError as error:
         raise Wrong(str(error).replace(f"{folder}/", "")) from None
+
+
+@lru_cache(maxsize=8)
+def _read_tables(folder: Path, *seen: tuple[int, int]) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    table, tokens = read_scores(folder)
+    if len(table) > MOST_ROWS:
+        raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {_AUDIT_AGAIN}")
+    return table, tokens
 
 
 def _only_numbers(path: Path, *, coins: bool) -> None:
@@ -150,26 +156,12 @@ def _only_numbers(path: Path, *, coins: bool) -> None:
     fields_of = described.schema.to_arrow_schema()
     if fields_of.metadata or any(one.metadata for one in fields_of):
         raise Wrong(f"{path.name} describes its columns in text of its own. {_AUDIT_AGAIN}")
-    if described.num_rows <= MOST_TOKENS:
-        # As a dictionary: a few bytes can stand for any number of long names.
-        names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"])["canary_id"]
-        if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
-            raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
     if described.num_rows > MOST_TOKENS:
         raise Wrong(f"{path.name} has {described.num_rows:,} rows, more than any audit of dpllm. {_AUDIT_AGAIN}")
-
-
-def _seen(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-@lru_cache(maxsize=8)
-def _read_tables(folder: str, *seen: tuple[int, int]) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    table, tokens = read_scores(Path(folder))
-    if len(table) > MOST_ROWS:
-        raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {_AUDIT_AGAIN}")
-    return table, tokens
+    # As a dictionary: a few bytes can stand for any number of long names.
+    names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"])["canary_id"]
+    if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
+        raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
 
 
 def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: Json) -> Check:
@@ -202,18 +194,11 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     if set(tokens.canary_ids) != rows.keys():
         raise Wrong(f"tokens.parquet is about other canaries than scores.csv. {_AUDIT_AGAIN}")
     # Of an audit before version 3, whose scores stand in a file of their own.
-    starts = tokens.starts()
-    sums = {
-        "num_tokens": tokens.lengths(),
-        "tuned_log_prob": np.add.reduceat(tokens.tuned_log_prob_N, starts),
-        "base_log_prob": np.add.reduceat(tokens.base_log_prob_N, starts),
-        "tuned_greedy": np.logical_and.reduceat(tokens.tuned_argmax_N, starts),
-        "base_greedy": np.logical_and.reduceat(tokens.base_argmax_N, starts),
-    }
-    for name, added in sums.items():
-        stated = np.array([getattr(rows[canary], name) for canary in tokens.canary_ids], dtype=np.float64)
-        gap = np.abs(stated - added.astype(np.float64))
-        if not (gap <= _SUM_GAP * np.maximum(1.0, np.abs(stated))).all():
+    size = len(tokens.canary_ids)
+    summed = sum_up(replace(tokens, groups=(0,) * size, coins=(None,) * size))
+    for name in ("num_tokens", "tuned_log_prob", "base_log_prob", "tuned_greedy", "base_greedy"):
+        pairs = ((getattr(rows[one.canary_id], name), getattr(one, name)) for one in summed)
+        if not all(math.isclose(*pair, rel_tol=_SUM_GAP, abs_tol=_SUM_GAP) for pair in pairs):
             raise Wrong(f"column {name} of scores.csv is not what tokens.parquet adds up to. {_AUDIT_AGAIN}")
     return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
 
@@ -237,7 +222,7 @@ def _statistics(terms: Terms, report: Json, table: tuple[CanaryScores, ...], tok
         # The version is compared too: one that is not known is not the newest.
         "version": version if version in EARLIER else SCHEMA_VERSION,
     }
-    fresh = _summary(table, _Hashed(tokens), json.dumps(fixed, sort_keys=True))
+    fresh = _summary(table, tokens, json.dumps(fixed, sort_keys=True))
     stated = {name: report.get(name) for name in fresh}
     beside = BESIDE | (RETIRED if version in EARLIER else set())
     wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - beside)
@@ -251,24 +236,11 @@ def _statistics(terms: Terms, report: Json, table: tuple[CanaryScores, ...], tok
     )
 
 
-class _Hashed:
-    """A token table that can be a key: it is the same object as long as its file is the same."""
-
-    def __init__(self, tokens: TokenTable) -> None:
-        self.tokens = tokens
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and other.tokens is self.tokens
-
-    def __hash__(self) -> int:
-        return id(self.tokens)
-
-
 @lru_cache(maxsize=8)
-def _summary(table: tuple[CanaryScores, ...], tokens: _Hashed, fixed: str) -> Json:
+def _summary(table: tuple[CanaryScores, ...], tokens: TokenTable, fixed: str) -> Json:
     given: dict[str, Any] = json.loads(fixed)
     tested, settings = Claim(**given.pop("claim")), given.pop("settings")
-    fresh = summarise(table, tested, tokens=tokens.tokens, **given, **settings)
+    fresh = summarise(table, tested, tokens=tokens, **given, **settings)
     return dict(json.loads(json.dumps(fresh)))
 
 
