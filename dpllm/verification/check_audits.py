@@ -27,7 +27,6 @@ from dpllm.statement.fields import Terms
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
 from dpllm.verification import costs
 from dpllm.verification.values import (
-    MAGNIFIED,
     TOLERANCE,
     Check,
     Json,
@@ -225,7 +224,7 @@ def _statistics(terms: Terms, report: Json, table: tuple[CanaryScores, ...], tok
     fresh = _summary(table, tokens, json.dumps(fixed, sort_keys=True))
     stated = {name: report.get(name) for name in fresh}
     beside = BESIDE | (RETIRED if version in EARLIER else set())
-    wrong = list(differences(stated, fresh, tolerance=MAGNIFIED)) + sorted(report.keys() - fresh.keys() - beside)
+    wrong = list(differences(stated, fresh, tolerance=costs.MAGNIFIED)) + sorted(report.keys() - fresh.keys() - beside)
     if wrong:
         raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
     bound = fresh["epsilon_lower_bound"]

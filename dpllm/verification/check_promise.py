@@ -19,7 +19,6 @@ from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
 from dpllm.verification.values import (
-    MAGNIFIED,
     Check,
     Json,
     Published,
@@ -178,7 +177,7 @@ def _attackers(terms: Terms) -> Check:
     fresh = costs.attackers(terms.event, terms.neighbouring_relation)
     # Where curves are stated is the same in every version; the rates are rounded up to four digits, so that one gives one text.
     wrong = [key for key in ("curve", "trade_off") if [at for at, _ in stated[key]] != [at for at, _ in fresh[key]]]
-    for key, same in (("limits", MAGNIFIED), ("curve", MAGNIFIED), ("trade_off", 0.0)):
+    for key, same in (("limits", costs.MAGNIFIED), ("curve", costs.MAGNIFIED), ("trade_off", 0.0)):
         wrong += differences(stated[key], fresh[key], key, rounding(terms, OTHER_RDP, same))
     if wrong:
         raise Wrong(f"{listed(wrong)} does not follow from the event{by(terms)}. {_AGAIN}")

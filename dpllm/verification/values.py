@@ -26,9 +26,6 @@ Status = Literal["verified", "asserted", "failed"]
 
 TOLERANCE = 1e-9
 """Relative; between the same computation on two machines."""
-MAGNIFIED = 1e-6
-"""The same where the last bits are magnified: curves fitted to scores, and limits that read deltas down to 1e-10. Noise of 1e-16
-in the accountant's Fourier transform moves gdp_mu by 6e-7, epsilon at delta 1e-8 by 1e-8, and at delta 2e-5 by 2e-11."""
 LONGEST = 400
 MOST_BYTES = 64 * 2**20
 """Of a file that is read as a whole: the largest tokenizer.json has about 35 MB."""
