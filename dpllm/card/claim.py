@@ -62,7 +62,8 @@ def statement_of(
     terms = None if plan is None else _terms(config, plan, record)
     numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     model, ledger = record.model, record.ledger
-    base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
+    base = model.name_or_path
+    base = base if model.commit or is_builtin(base) else names.last_part(base)
     block = {
         "schema_version": privacy_record.SCHEMA_VERSION,
         "guarantee": reason is None,
