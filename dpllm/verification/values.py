@@ -102,14 +102,19 @@ def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
     """One check, failed where it finds something wrong or the files are not as dpllm writes them."""
     try:
         return step(*arguments)
-    except (Wrong, DpllmError, OSError) as error:
-        return failed(name, str(error))
     except Exception as error:  # whatever a stranger's file makes a computation do
-        return failed(
-            name,
-            f"the files are not as dpllm writes them ({type(error).__name__}), so this could not be checked. Take them from "
-            "where the model was published, or write the card again: dpllm card RUN.",
-        )
+        return gone_wrong(name, error)
+
+
+def gone_wrong(name: str, error: Exception) -> Check:
+    """What a check found wrong, or that it could not be made of such files."""
+    if isinstance(error, Wrong | DpllmError | OSError):
+        return failed(name, str(error))
+    return failed(
+        name,
+        f"the files are not as dpllm writes them ({type(error).__name__}), so this could not be checked. Take them from "
+        "where the model was published, or write the card again: dpllm card RUN.",
+    )
 
 
 def verified(name: str, detail: str) -> Check:

@@ -25,9 +25,9 @@ from dpllm.verification.values import (
     Verification,
     Wrong,
     failed,
+    gone_wrong,
     read_object,
     read_text,
-    tried,
     verified,
 )
 
@@ -104,14 +104,9 @@ def _has_card(directory: Path) -> bool:
     return any(os.path.lexists(directory / name) for name in (BLOCK, CARD))
 
 
-def _guarded(name: str, check: Callable[[Published], Iterator[Check]], found: Published) -> list[Check]:
+def _guarded(name: str, check: Callable[[Published], Iterator[Check]], found: Published) -> Iterator[Check]:
     """The lines of one check; whatever a hostile file makes it do is one more line."""
-    lines: list[Check] = []
-
-    def all_of() -> Check:
-        for line in check(found):
-            lines.append(line)
-        return verified(name, "")
-
-    end = tried(name, all_of)
-    return [*lines, end] if end.status == "failed" else lines
+    try:
+        yield from check(found)
+    except Exception as error:
+        yield gone_wrong(name, error)
