@@ -23,17 +23,12 @@ class DataError(DpllmError):
 
 
 class Refused(DpllmError):
-    """Running would break the promise of the Plan.
-
-    Attributes:
-        dataset: Whose budget it is about, if any.
-        reason: One word, by which the ledger counts refusals; empty where it has no part in them.
-    """
+    """Running would break the promise of the Plan."""
 
     exit_code = 3
 
     def __init__(self, message: str, *, dataset: str = "", reason: str = "") -> None:
-        """``message`` is shown as it is."""
+        """``dataset``: whose budget it is about; ``reason``: one word, by which the ledger counts refusals."""
         super().__init__(message)
         self.dataset, self.reason = dataset, reason
 

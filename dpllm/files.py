@@ -121,10 +121,7 @@ SCHEMA_VERSION = 1
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Writes a file whole or not at all: to the disk, under another name, and then renamed. Its directory is made.
 
-    Args:
-        path: A file there is replaced.
-        content: Text becomes UTF-8.
-        mode: Who may read it, from its first byte on; the process's mask is taken off.
+    ``mode``, off which the process's mask is taken, holds from the first byte on; text becomes UTF-8.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -110,14 +110,10 @@ def plan_canaries(
 
 
 def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
-    """The same texts for another run: fresh coins, a fresh salt, and so another commitment.
+    """The same texts for another run: fresh coins, a fresh salt, and so another commitment; ``generator`` is for tests only.
 
     Guarantee:
         The coins are independent and fair, and independent of the texts and of the plan's own coins.
-
-    Args:
-        plan: Of which texts, ids, groups and settings are kept.
-        generator: For tests only; the default is the operating system's entropy.
     """
     return _toss(plan, plan.canaries, generator or secrets.SystemRandom())
 

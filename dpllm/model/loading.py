@@ -127,15 +127,10 @@ def check_length(config: RunConfig, net: Any) -> None:
 
 
 def build(config: RunConfig, device: torch.device) -> Any:
-    """The model as it trains.
+    """The model as it trains: a PeftModel or a transformers model, in training mode; what trains is float32.
 
-    Args:
-        config: Names the base and the adapter; ``train.seed`` seeds the adapter's initialisation.
-        device: Where it lives.
-
-    Returns:
-        A PeftModel or a transformers model, in training mode; what trains is float32. Where the launcher asks for it, its
-        frozen weights are sharded over the ranks, which must all be here.
+    ``train.seed`` seeds the adapter's initialisation. Where the launcher asks for it, its frozen weights are sharded over the
+    ranks, which must all be here.
 
     Raises:
         ConfigError: The adapter matches nothing, or would train weights that are packed in few bits.

@@ -153,12 +153,9 @@ def _sections(annotation: Any) -> list[type[Section]]:
 
 
 def explain(error: ValidationError, recipe: type[Section], retired: Mapping[str, str]) -> list[str]:
-    """One line for each problem: key, what is wrong, the nearest right spelling.
+    """One line for each problem of a recipe: key, what is wrong, the nearest right spelling.
 
-    Args:
-        error: From reading a recipe.
-        recipe: Its sections.
-        retired: "key", or "key: value", that earlier versions read -> what to write instead.
+    ``retired`` holds a "key", or a "key: value", that earlier versions read -> what to write instead.
     """
     lines = []
     for problem in error.errors(include_url=False):

@@ -35,17 +35,14 @@ AT_ONCE = 2**18
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One sequence as the model reads it.
-
-    Attributes:
-        input_ids: Token ids, at most ``max_length``.
-        loss_mask: True where the token is a target (it is predicted from the tokens before it). Never at position 0.
-        denominator: Number of target tokens of the whole example, of which this may be one chunk.
-    """
+    """One sequence as the model reads it."""
 
     input_ids: tuple[int, ...]
+    """Token ids, at most ``max_length``."""
     loss_mask: tuple[bool, ...]
+    """True where the token is a target (it is predicted from the tokens before it). Never at position 0."""
     denominator: int
+    """Number of target tokens of the whole example, of which this may be one chunk."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +54,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Table:
-    """Raw rows with the canonical column names, and where they came from.
-
-    Attributes:
-        name: The source.
-        rows: As often as asked for, in any order; those of ``load_table`` may be more than memory holds.
-        format: How they read.
-        digest: Of the columns that the format reads, of all rows in their order, in hexadecimal; None of a table that
-            ``load_table`` did not make. Private: a hash of a short text tells whoever guesses it.
-    """
+    """Raw rows with the canonical column names, and where they came from."""
 
     name: str
+    """The source."""
     rows: Sequence[Row]
+    """As often as asked for, in any order; those of ``load_table`` may be more than memory holds."""
     format: Format
+    """How they read."""
     digest: str | None = None
+    """Of the columns that the format reads, of all rows in their order, in hexadecimal; None of a table that ``load_table`` did
+    not make. Private: a hash of a short text tells whoever guesses it."""
 
 
 def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Table:
@@ -105,6 +99,35 @@ def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ta
     return Table(name=source, rows=rows, format=fmt, digest=content.hexdigest())
 
 
+def _format_of(source: str, number: int, row: Row, wanted: str, before: Format | None) -> Format:
+    """The format of a row: the one asked for, or with auto the only one that it fits, which is that of the rows before it."""
+    if wanted != "auto":
+        return cast("Format", wanted)
+    # In a table, a column that only another row fills is null here.
+    fitting = [fmt for fmt, fields in FIELDS.items() if all(row.get(field) is not None for field in fields)]
+    mend = "Set data.format, and mend or drop the rows that lack what it reads."
+    if len(fitting) > 1:
+        raise DataError(
+            f"{source}: row {number} reads as {' and as '.join(fitting)}, and data.format: auto does not choose: one row could "
+            f"then decide what is learned of all others. {mend}"
+        )
+    if fitting and before not in (None, *fitting):
+        raise DataError(
+            f"{source}: row {number} reads as {fitting[0]}, and the rows before it as {before}; with data.format: auto all rows "
+            f"read alike, so that none decides for the others. {mend}"
+        )
+    if before or fitting:
+        return before or fitting[0]
+    # A csv file without a header has text where the names of its columns should be.
+    headed = Path(source).suffix.lower() not in {".csv", ".tsv"}
+    filled = ", ".join(sorted(str(name) for name, value in row.items() if value is not None))
+    columns = f"fills the columns {filled or 'none'}" if headed else "lacks them, or the file its header line"
+    raise DataError(
+        f"{source}: a row needs text, or prompt and completion, or messages; row {number} {columns}. "
+        "Name other columns with data.columns, as in --data.columns '{text: body}'."
+    )
+
+
 def _checked(source: str, number: int, row: Row, field: str, fmt: Format) -> bytes:
     """A field of a row as bytes, where it is what the format reads."""
     value, listed = row.get(field), field == "messages"
@@ -121,6 +144,15 @@ def _checked(source: str, number: int, row: Row, field: str, fmt: Format) -> byt
             f"{source}: row {number} holds half a character (an unpaired surrogate) in column {field!r}, which no "
             "tokenizer reads. Mend or drop the row."
         ) from None
+
+
+def _filled(value: Any) -> Any:
+    """Without keys that hold nothing: a table gives every message the keys of any other. The content may be nothing."""
+    if isinstance(value, list):
+        return [_filled(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None or key == "content"}
+    return value
 
 
 def group_rows(table: Table, data: DataConfig) -> Groups:
@@ -178,6 +210,12 @@ def unit_name(value: Any) -> str | None:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text) or None
 
 
+def _row_hash(row: Mapping[str, Any], fields: Sequence[str]) -> bytes:
+    # Of the text alone: how a table reads another column, such as 7 or "7", depends on how the rows of others fill it.
+    text = json.dumps([row[field] for field in fields], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), key=b"dpllm rows of a unit", digest_size=16).digest()
+
+
 def sampled_rows(table: Table, data: DataConfig) -> Groups:
     """What is sampled as a whole: ``group_rows``, or with ``sampling: example`` each of their rows alone."""
     groups = group_rows(table, data)
@@ -187,6 +225,15 @@ def sampled_rows(table: Table, data: DataConfig) -> Groups:
 def count_units(data: DataConfig, cache_dir: Path) -> int:
     """How many things can be sampled from the training data, N without canaries; needs no tokenizer."""
     return len(sampled_rows(load_table(data.train, data, data.train_split, cache_dir), data))
+
+
+def dataset_name(data: DataConfig) -> str:
+    """The ledger's default name of a dataset: the Hub id or builtin name, or a file's folder and stem."""
+    path = Path(data.train)
+    if names.is_builtin(data.train) or not path.exists():
+        return data.train
+    path = path.resolve()
+    return f"{path.parent.name}/{path.stem}"
 
 
 def encode_units(
@@ -203,11 +250,7 @@ def encode_units(
 def iter_units(
     groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
 ) -> Iterator[Unit]:
-    """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out.
-
-    Raises:
-        DataError: See ``encode_units``.
-    """
+    """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out."""
 
     def finished(waiting: list[list[_Rendered]], last: int) -> Iterator[Unit]:
         encoded = iter(_tokenise([one for unit in waiting for one in unit], tokenizer))
@@ -252,6 +295,51 @@ def encode(
     rendered = _render(example, fmt, tokenizer)
     ((ids, mask),) = _tokenise([rendered], tokenizer)
     return _cut(rendered, ids, mask, tokenizer.eos_token_id, max_length, long_examples)
+
+
+class _Rendered(NamedTuple):
+    """The text of an example, the character spans that are learned, and whether a chat template made it."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    template: bool
+
+
+def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> _Rendered:
+    if fmt == "text":
+        text = example["text"]
+        return _Rendered(text, [(0, len(text))], False)
+    if fmt == "prompt_completion":
+        prompt, completion = example["prompt"], example["completion"]
+        # As a person would write it: one space, unless the data bring their own separator.
+        joined = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
+        text = prompt + joined + completion
+        return _Rendered(text, [(len(prompt), len(text))], False)
+    messages = example["messages"]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+            after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+            if not (text.startswith(before) and text.startswith(after)):
+                raise DataError(
+                    "the chat template rewrites earlier turns, so the assistant's turns cannot be told apart. "
+                    "Set another template on the tokenizer, or use format prompt_completion."
+                )
+            spans.append((len(before), len(after)))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"the tokenizer's chat template does not take a row's messages ({type(error).__name__}). Each message needs "
+            "role and content, and the tokenizer a chat template; base models often have none: use prompt_completion."
+        ) from None
+    if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
+        raise DataError("the chat template gives overlapping turns; use format prompt_completion.")
+    return _Rendered(text, spans, True)
 
 
 def _tokenise(rendered: Sequence[_Rendered], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
@@ -300,101 +388,3 @@ def _cut(
         if any(targets):
             sequences.append(TokenSequence(piece, targets, total))
     return sequences
-
-
-def dataset_name(data: DataConfig) -> str:
-    """The ledger's default name of a dataset: the Hub id or builtin name, or a file's folder and stem."""
-    path = Path(data.train)
-    if names.is_builtin(data.train) or not path.exists():
-        return data.train
-    path = path.resolve()
-    return f"{path.parent.name}/{path.stem}"
-
-
-def _format_of(source: str, number: int, row: Row, wanted: str, before: Format | None) -> Format:
-    """The format of a row: the one asked for, or with auto the only one that it fits, which is that of the rows before it."""
-    if wanted != "auto":
-        return cast("Format", wanted)
-    # In a table, a column that only another row fills is null here.
-    fitting = [fmt for fmt, fields in FIELDS.items() if all(row.get(field) is not None for field in fields)]
-    mend = "Set data.format, and mend or drop the rows that lack what it reads."
-    if len(fitting) > 1:
-        raise DataError(
-            f"{source}: row {number} reads as {' and as '.join(fitting)}, and data.format: auto does not choose: one row could "
-            f"then decide what is learned of all others. {mend}"
-        )
-    if fitting and before not in (None, *fitting):
-        raise DataError(
-            f"{source}: row {number} reads as {fitting[0]}, and the rows before it as {before}; with data.format: auto all rows "
-            f"read alike, so that none decides for the others. {mend}"
-        )
-    if before or fitting:
-        return before or fitting[0]
-    # A csv file without a header has text where the names of its columns should be.
-    headed = Path(source).suffix.lower() not in {".csv", ".tsv"}
-    filled = ", ".join(sorted(str(name) for name, value in row.items() if value is not None))
-    columns = f"fills the columns {filled or 'none'}" if headed else "lacks them, or the file its header line"
-    raise DataError(
-        f"{source}: a row needs text, or prompt and completion, or messages; row {number} {columns}. "
-        "Name other columns with data.columns, as in --data.columns '{text: body}'."
-    )
-
-
-def _filled(value: Any) -> Any:
-    """Without keys that hold nothing: a table gives every message the keys of any other. The content may be nothing."""
-    if isinstance(value, list):
-        return [_filled(inner) for inner in value]
-    if isinstance(value, dict):
-        return {key: _filled(inner) for key, inner in value.items() if inner is not None or key == "content"}
-    return value
-
-
-def _row_hash(row: Mapping[str, Any], fields: Sequence[str]) -> bytes:
-    # Of the text alone: how a table reads another column, such as 7 or "7", depends on how the rows of others fill it.
-    text = json.dumps([row[field] for field in fields], sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), key=b"dpllm rows of a unit", digest_size=16).digest()
-
-
-class _Rendered(NamedTuple):
-    """The text of an example, the character spans that are learned, and whether a chat template made it."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    template: bool
-
-
-def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> _Rendered:
-    if fmt == "text":
-        text = example["text"]
-        return _Rendered(text, [(0, len(text))], False)
-    if fmt == "prompt_completion":
-        prompt, completion = example["prompt"], example["completion"]
-        # As a person would write it: one space, unless the data bring their own separator.
-        joined = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
-        text = prompt + joined + completion
-        return _Rendered(text, [(len(prompt), len(text))], False)
-    messages = example["messages"]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
-            after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-            if not (text.startswith(before) and text.startswith(after)):
-                raise DataError(
-                    "the chat template rewrites earlier turns, so the assistant's turns cannot be told apart. "
-                    "Set another template on the tokenizer, or use format prompt_completion."
-                )
-            spans.append((len(before), len(after)))
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"the tokenizer's chat template does not take a row's messages ({type(error).__name__}). Each message needs "
-            "role and content, and the tokenizer a chat template; base models often have none: use prompt_completion."
-        ) from None
-    if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
-        raise DataError("the chat template gives overlapping turns; use format prompt_completion.")
-    return _Rendered(text, spans, True)

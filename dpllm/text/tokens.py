@@ -81,7 +81,7 @@ class Units(ReadWhenAsked[Unit | None]):
 
 
 def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, cache_dir: Path) -> Units:
-    """Tokenises units, unless the cache holds them.
+    """What ``data.encode_units`` gives, on disk; tokenised anew unless the cache holds it.
 
     Several processes may call this at once: one writes, the others wait for it. What killed processes left behind is
     removed. An entry that is damaged is made again.
@@ -92,9 +92,6 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
         tokenizer: A fast transformers tokenizer.
         data: max_length, long_examples.
         cache_dir: The run's private cache.
-
-    Returns:
-        The same as ``data.encode_units`` gives, on disk.
 
     Raises:
         DataError: See ``data.encode_units``; a disk that is full.
