@@ -45,7 +45,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dpllm.model import environment
-from dpllm.model.loading import _unfreeze
+from dpllm.model.adapters import unfreeze
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.plan import Plan, Schedule
@@ -122,7 +122,7 @@ def build(shape: str, method: str, device: torch.device) -> Bench:
             adapter = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
             model = get_peft_model(model, adapter)
         else:
-            model = _unfreeze(model, FrozenConfig(method="frozen", last_blocks=2))
+            unfreeze(model, FrozenConfig(method="frozen", last_blocks=2))
     trains = [parameter for parameter in model.to(device).train().parameters() if parameter.requires_grad]
     with torch.no_grad():
         for parameter in trains:

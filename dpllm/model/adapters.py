@@ -35,7 +35,7 @@ def attach(model: Any, config: RunConfig) -> Any:
     if isinstance(config.adapter, LoraConfig):
         model = _add_lora(model, config.adapter, config.model.name_or_path)
     else:
-        _unfreeze(model, config.adapter)
+        unfreeze(model, config.adapter)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -177,7 +177,12 @@ def _adaptable(model: Any) -> list[str]:
     return [name for name in found if name in (asked.target_modules or ())]
 
 
-def _unfreeze(model: Any, adapter: FrozenConfig) -> None:
+def unfreeze(model: Any, adapter: FrozenConfig) -> None:
+    """Makes the last blocks trainable, and what else the adapter names.
+
+    Raises:
+        ConfigError: There are fewer blocks, weights packed in few bits, or nothing trains.
+    """
     name, layers = blocks(model)
     if adapter.last_blocks > len(layers):
         raise ConfigError(f"adapter.last_blocks is {adapter.last_blocks}, but the base model has {len(layers)} blocks.")
