@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,17 +187,18 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
 
 def _before_training(known: argparse.Namespace, rest: list[str]) -> int:
     """The engine under a Plan's numbers, and what one gradient gives away."""
+    from dpllm.auditing import terminal
     from dpllm.lab import leakage, mechanism
     from dpllm.run.directory import RunDir
 
     config, plan = _recipe(Path(known.run), rest)
     if known.leakage:
         leaked = leakage.audit_leakage(config, plan)
-        return _show(known, leaked.to_json(), leakage.table(leaked))
+        return _show(known, asdict(leaked), leakage.table(leaked))
     audited = mechanism.audit_mechanism(config, plan=plan)
     found = audited.to_json()
     kept = [_keep(RunDir(Path(known.run)), found)] if plan else []
-    return _show(known, found, mechanism.table(audited), *kept)
+    return _show(known, found, terminal.mechanism_table(audited), *kept)
 
 
 def _keep(run: RunDir, found: dict[str, Any]) -> str:
@@ -218,7 +220,6 @@ def _keep(run: RunDir, found: dict[str, Any]) -> str:
 
 def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
     """A recipe, or that of a run with its Plan."""
-    from dpllm.lab.mechanism import plan_of
     from dpllm.recipe.config import load_config
     from dpllm.recipe.section import parse_overrides
     from dpllm.run.directory import RunDir
@@ -230,7 +231,7 @@ def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
         raise ConfigError(f"{rest[0]}: the mechanism of a run is audited as it was planned. Leave the key out.")
     run = RunDir(path)
     config = run.load_config()
-    return config, plan_of(read_plan(run)) if config.privacy.enabled else None
+    return config, read_plan(run).to_plan() if config.privacy.enabled else None
 
 
 def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType, *lines: str) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -92,17 +92,9 @@ class LeakageReport:
     reconstruction: tuple[Reconstruction, ...]
     statement: str = STATEMENT
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as a JSON value."""
-        return asdict(self)
-
 
 def audit_leakage(config: RunConfig, plan: Plan | None = None) -> LeakageReport:
-    """Attacks one gradient of a recipe's model, on artificial sentences: no private text is read.
-
-    Args:
-        config: With LoRA and ``privacy.enabled``.
-        plan: The promise of a run; None: the one that the recipe makes.
+    """Attacks one gradient of a recipe's model, on artificial sentences, under a run's Plan or the one that the recipe makes.
 
     Raises:
         ConfigError: The recipe makes no promise or has no LoRA; and see ``gradient_leakage``.
@@ -140,12 +132,12 @@ def gradient_leakage(
     Args:
         net: In training mode on the CPU, without an engine on it.
         plan: The clipping function, C and sigma.
-        sequences: At least one with a target.
+        sequences: Each with a target.
         grad_sample_mode: How the engine computes.
         entropy: Seeds noise and the choice of candidates, for tests; None: the operating system.
 
     Raises:
-        ConfigError: No adapter reads the first block's normed embeddings, or no sequence has a target.
+        ConfigError: No adapter reads the first block's normed embeddings.
         Refused: The engine refuses the model.
 
     References:
@@ -153,22 +145,19 @@ def gradient_leakage(
         and Hayes 2022, Reconstructing Training Data with Informed Adversaries; Hayes et al. 2023, Bounding Training Data
         Reconstruction in DP-SGD (the bounds).
     """
-    units = [Unit((sequence,)) for sequence in sequences if any(sequence.loss_mask)]
-    if not units:
-        raise ConfigError("no sequence has a target token, so there is no gradient. Give sequences with loss_mask.")
     torch.set_float32_matmul_precision("highest")
-    generator, batch = np.random.default_rng(entropy), collate(units, pad_id=0)
+    generator, batch = np.random.default_rng(entropy), collate([Unit((one,)) for one in sequences], pad_id=0)
     layers = _first_adapters(net, batch)
     _leave_zero(net, batch)
     gradient = plain_gradient(net, batch)
-    watched = Watched(net, plan, noise_key(generator), grad_sample_mode, max_length=batch.input_ids_RT.shape[1])
+    watched = Watched(net, plan, noise_key(generator), grad_sample_mode=grad_sample_mode)
     with contextlib.closing(watched.engine) as engine:
         size = sum(one.numel() for one in gradient.values())
         clipped_P = engine.clipped_sum([batch])[0].double()[:size]
         released_P, _ = watched.step([batch])
     raw_GD = _rows(gradient, layers)
     clipped_GD, noised_GD = (_rows(_split(vector_P, gradient), layers) for vector_P in (clipped_P, released_P))
-    tokens, candidates, found = _find_tokens(net, layers[0], units, (raw_GD, clipped_GD, noised_GD), generator)
+    tokens, candidates, found = _find_tokens(net, layers[0], sequences, (raw_GD, clipped_GD, noised_GD), generator)
     sigma = plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier
     return LeakageReport(
         tuple(layers),
@@ -225,7 +214,7 @@ def _first_adapters(net: nn.Module, batch: PhysicalBatch) -> list[str]:
     seen = _inputs(net, adapters, batch.input_ids_RT)
     first = next(iter(seen))
     other_ids = batch.input_ids_RT.clone()
-    other_ids[:, 0] = (other_ids[:, 0] + 1) % _vocabulary(net)
+    other_ids[:, 0] = (other_ids[:, 0] == 0).long()  # token 1 for 0, and 0 for any other
     if not _same(seen[first][:, 1:], _input(net, first, other_ids)[:, 1:]):
         raise ConfigError(
             f"{first} reads tokens that attention has mixed, so the span check of the first block does not apply to it. Put "
@@ -268,11 +257,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return float((one - other).norm()) <= SAME * max(float(one.norm()), 1e-30)
 
 
-def _vocabulary(net: nn.Module) -> int:
-    get: Any = net.get_input_embeddings
-    return int(get().weight.shape[0])
-
-
 # Their gradients, and what they tell of tokens.
 
 
@@ -297,28 +281,31 @@ def _split(vector_P: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _find_tokens(
-    net: nn.Module, layer: str, units: list[Unit], gradients: Sequence[Tensor], generator: np.random.Generator
+    net: nn.Module,
+    layer: str,
+    sequences: Sequence[TokenSequence],
+    gradients: Sequence[Tensor],
+    generator: np.random.Generator,
 ) -> tuple[int, int, list[Recovery]]:
     """b, the number of candidates, and how well each gradient tells the batch's tokens from the others."""
-    ids = torch.tensor([units[0].sequences[0].input_ids[:1] * 2])
-    one, other = _input(net, layer, ids)[0]
+    one, other = _input(net, layer, torch.tensor([sequences[0].input_ids[:1] * 2]))[0]
     positional = not _same(one, other)  # learned positions are added to the embedding
-    members, count = _tokens_of(units, positional)
-    rest = np.setdiff1d(np.arange(_vocabulary(net)), sorted(members))
+    members, count = _tokens_of(sequences, positional)
+    embedding: Any = net.get_input_embeddings
+    rest = np.setdiff1d(np.arange(embedding().weight.shape[0]), sorted(members))
     chosen = generator.choice(rest, min(CANDIDATES, len(rest)), replace=False)
     tokens_K = np.sort(np.concatenate([np.array(sorted(members)), chosen]))
-    length = max(len(sequence.input_ids) for unit in units for sequence in unit.sequences) if positional else 1
+    length = max(len(sequence.input_ids) for sequence in sequences) if positional else 1
     member_K, found = np.isin(tokens_K, sorted(members)), _span_scores(net, layer, tokens_K, length, gradients)
     return count, len(tokens_K), [_ranked(span_K, member_K) for span_K in found]
 
 
-def _tokens_of(units: list[Unit], positional: bool) -> tuple[set[int], int]:
+def _tokens_of(sequences: Sequence[TokenSequence], positional: bool) -> tuple[set[int], int]:
     """Tokens before the last target of their sequence, which alone have part in a loss; and b."""
     inputs = set()
-    for unit in units:
-        for sequence in unit.sequences:
-            last = max(position for position, target in enumerate(sequence.loss_mask) if target)
-            inputs |= {(token, at if positional else 0) for at, token in enumerate(sequence.input_ids[:last])}
+    for sequence in sequences:
+        last = max(position for position, target in enumerate(sequence.loss_mask) if target)
+        inputs |= {(token, at if positional else 0) for at, token in enumerate(sequence.input_ids[:last])}
     return {token for token, _ in inputs}, len(inputs)
 
 

@@ -27,8 +27,7 @@ from dpllm.canaries.canaries import Canary
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import AuditConfig
 
-FEWEST_OUT = 20
-"""Texts that were never planted: with fewer there is nothing to compare with."""
+FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with
 INDEPENDENT = "independent"
 _LIKELIEST_LIE = 1e-6  # fair coins look less fair than this once in a million manifests
 _FORM = (
@@ -54,12 +53,9 @@ class Manifest:
 
     canaries: tuple[Canary, ...]
     references: tuple[Canary, ...]
-    independent_coins: bool
-    """Each canary was planted by its own fair coin: without it no lower bound on epsilon follows."""
-    coins: str
-    """How the file says that the canaries to plant were chosen."""
-    commitment: str | None = None
-    """Of dpllm's own manifest, checked against its content."""
+    independent_coins: bool  # each was planted by its own fair coin: without it no lower bound on epsilon follows
+    coins: str  # how the file says that the canaries to plant were chosen
+    commitment: str | None = None  # of dpllm's own manifest, checked against its content
     log2_secrets: float | None = None
 
 
@@ -67,10 +63,6 @@ def read_manifest(path: Path) -> Manifest:
     """Reads dpllm's own manifest, or one JSON object a line.
 
     A foreign manifest is taken at its word: nothing in a file can show that these texts trained, and how often.
-
-    Raises:
-        ConfigError: Missing or damaged file, no canary that was planted, fewer than 20 texts that were not, two canaries
-            of the same text, or coins that are said to be fair and are not.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -8,17 +8,15 @@ Shape suffixes: M canaries, T steps, P trainable coordinates.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.table import Table
 from scipy import stats
 
 from dpllm.auditing.bounds import epsilon_lower_bound
@@ -27,11 +25,9 @@ from dpllm.errors import ConfigError
 from dpllm.lab.probe import Floats, Observation, lengths, observe
 from dpllm.lab.replay import replay
 from dpllm.privacy import accounting, events
-from dpllm.privacy.adaptive import AdaptiveClipping
-from dpllm.privacy.plan import Plan, Schedule, make_plan
+from dpllm.privacy.plan import Plan, make_plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.promise import accounting_cache
-from dpllm.statement.run_files import PlanRecord
 from dpllm.text.data import count_units
 
 CANARIES = 1000
@@ -62,9 +58,9 @@ def audit_mechanism(
     Args:
         config: A recipe with ``privacy.enabled``; ``audit.guesses``, all canaries and half of them are the grid of the bound.
         plan: The promise to test; None: the one that the recipe makes.
-        steps: How many steps to run, >= 2.
-        canaries: M, >= 2; None: 1000, and fewer, down to 300, where large batches would take long.
-        pairs: Neighbouring batches to replay, >= 1.
+        steps: At least 2.
+        canaries: M, at least 2; None: 1000, and fewer, down to 300, where large batches would take long.
+        pairs: Neighbouring batches to replay, at least 1.
         entropy: Seeds coins, sampling and noise, for tests; None: the operating system.
 
     Raises:
@@ -83,16 +79,20 @@ def audit_mechanism(
     plan = plan or recipe_plan(config)
     canaries = canaries or max(FEWEST_CANARIES, min(CANARIES, round(ROWS / plan.schedule.sampling_rate)))
     generator = np.random.default_rng(entropy)
-    with _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models this small are slower on several threads, many times so where cores are shared
+    try:
         seen = observe(config, plan, steps=steps, canaries=canaries, generator=generator)
         found = replay(config, plan, pairs=pairs, generator=generator)
+    finally:
+        torch.set_num_threads(threads)
     return _report(config, plan, seen, found)
 
 
 def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair, ...]) -> MechanismReport:
     steps, canaries, schedule = len(seen.draws), len(seen.inserted_M), plan.schedule
     tests, promised = release_tests(seen, schedule.sampling_rate), min(steps, schedule.num_steps)
-    level = ALPHA / 2 / len(tests)
+    level, length = ALPHA / 2 / len(tests), _length_of_the_sum(seen)
     bound = epsilon_lower_bound(
         canary_scores(seen, schedule.sampling_rate, promised),
         seen.inserted_M,
@@ -118,7 +118,7 @@ def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair,
         bound=bound,
         tests=tests,
         level=level,
-        resolution=_resolution(seen, level),
+        resolution=float(stats.norm.isf(level / 2)) / length if length else math.inf,
         largest_contribution=max(seen.contributions),
         pairs=pairs,
     )
@@ -126,56 +126,11 @@ def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair,
     return replace(report, verdict=word, reason=reason)
 
 
-def plan_of(record: PlanRecord) -> Plan:
-    """The Plan that plan.json holds."""
-    values = record.to_json()
-    schedule = Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
-    own = {field.name: values[field.name] for field in fields(Plan) if field.name in values}
-    adaptive = AdaptiveClipping(**values["adaptive"]) if values.get("adaptive") else None
-    return Plan(**{**own, "schedule": schedule, "adaptive": adaptive})
-
-
 def recipe_plan(config: RunConfig) -> Plan:
-    """The promise that a recipe with ``privacy.enabled`` makes before any run.
-
-    Raises:
-        Refused: The Plan cannot be made.
-    """
+    """The promise that a recipe with ``privacy.enabled`` makes before any run."""
     with TemporaryDirectory() as folder:
         num_units = config.data.public_size or count_units(config.data, Path(folder))
     return make_plan(config, num_units, accounting_cache())
-
-
-def table(report: MechanismReport) -> Table:
-    """A report for the terminal."""
-    result = Table(
-        *("what, on a small model that stands for yours", "found", "by the Plan", "p"),
-        title=f"Audit of the mechanism: {report.verdict}",
-        caption=f"{report.reason} A test fails below p = {report.level:.1g}.",
-    )
-    for test in report.tests:
-        mark = "" if test.p_value > report.level else " !"
-        result.add_row(test.name, f"{test.found:.4g}", f"{test.promised:.4g}", f"{test.p_value:.2g}{mark}")
-    result.add_row("largest contribution of a unit", f"{report.largest_contribution:.7g} C", "at most 1 C", "exact")
-    for label, several in (("one row", False), ("several rows", True)):
-        of_kind = [pair.sum_difference for pair in report.pairs if (pair.rows > 1) == several]
-        if of_kind:
-            name = f"neighbours, a unit of {label} ({len(of_kind)} pair{'s' * (len(of_kind) != 1)})"
-            result.add_row(name, f"{max(of_kind):.7g} C", "at most 1 C", "exact")
-    shown = f"{report.epsilon:.3g} stated at delta {report.bound.delta:.1g}; a perfect attack shows {report.bound.ceiling:.3g}"
-    result.add_row(f"epsilon of {report.promised_steps} steps, lower bound", f"{report.bound.value:.3g}", shown, "")
-    return result
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads, many times so where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 # Whether what was released is what the Plan says. Each test's p-value is at most p with a probability of at most p if the
@@ -204,10 +159,9 @@ def _noise_scale(name: str, noise: Floats) -> ReleaseTest:
 
 
 def _noise_between_steps(noise_TP: Floats) -> ReleaseTest:
-    """Equal or related noise in two steps, whichever they are.
+    """Equal or related noise in two steps, whichever they are; found is the largest correlation.
 
     For s < t, <r_s, r_t> / |r_s| is N(0, 1) given r_s; the p-value is the smallest of all pairs, times their number.
-    found is the largest correlation of two steps.
     """
     gram_TT = noise_TP @ noise_TP.T
     length_T = np.sqrt(np.maximum(np.diag(gram_TT), 1e-300))
@@ -218,10 +172,10 @@ def _noise_between_steps(noise_TP: Floats) -> ReleaseTest:
 
 
 def _noise_within_steps(noise_TP: Floats) -> ReleaseTest:
-    """Related noise at any fixed distance within a step: one stream used for two parameters, say.
+    """Related noise at any fixed distance within a step, of one stream for two parameters, say; found is the largest.
 
     For each distance, the sum of products over all steps and coordinates is close to normal; the p-value is the smallest
-    of all distances, times their number. found is the largest autocorrelation.
+    of all distances, times their number.
     """
     steps, size = noise_TP.shape
     distances = size // 2
@@ -244,12 +198,6 @@ def _scale_of_the_sum(seen: Observation, noise_TP: Floats) -> ReleaseTest:
         return ReleaseTest("length of the sum", 1.0, 1.0, 1.0)
     z = float((noise_TP * seen.expected_TP).sum()) / seen.noise_multiplier / length
     return ReleaseTest("length of the sum", 1 + z / length, 1.0, 2 * float(stats.norm.sf(abs(z))))
-
-
-def _resolution(seen: Observation, level: float) -> float:
-    """By what share the sum must be too long or too short to be told from chance at a level, half of the time."""
-    length = _length_of_the_sum(seen)
-    return float(stats.norm.isf(level / 2)) / length if length else math.inf
 
 
 def _length_of_the_sum(seen: Observation) -> float:

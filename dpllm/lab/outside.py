@@ -33,16 +33,12 @@ from dpllm.run import checkpoint
 from dpllm.text import data
 from dpllm.text.data import Format, TokenSequence
 
-MAX_LENGTH = 512
-"""Tokens of a member's row that are scored, where the model can read as many."""
+MAX_LENGTH = 512  # tokens of a member's row that are scored, where the model can read as many
 ASSUMED_CANARIES = (
     "that each canary trained as often as its group says where it was inserted, and never where it was not",
     "that nobody chose this model, or these canaries, by what was inserted",
 )
-ASSUMED_MEMBERS = (
-    "that all members trained and no non-member did",
-    "that rows read in training as they are read here",
-)
+ASSUMED_MEMBERS = ("that all members trained and no non-member did", "that rows read in training as they are read here")
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ALL_ROWS = 10**9
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -79,14 +75,14 @@ def audit_outside_canaries(
 
     Args:
         path: PEFT adapter or model directory.
-        manifest: Of ``read_manifest``.
+        manifest: private/canaries.json of a run, or a stranger's, see ``dpllm.lab.manifest``.
         base: Name or directory of the base model; None: what adapter_config.json names.
         claim: Of ``outside_claim``.
         fmt: How a canary read in training.
 
     Raises:
-        ConfigError: See ``load_outside`` and ``read_manifest``, a canary that the model cannot read as a whole, or
-            scores that are not finite.
+        ConfigError: Something of what the module's docstring names, no manifest, a canary that the model cannot read as a
+            whole, or scores that are not finite.
     """
     planned = read_manifest(manifest)
     models, described = load_outside(path, base)
@@ -120,7 +116,7 @@ def audit_outside_members(
         unit: "example": a row is one unit. Otherwise a column: everything of one of its values is.
 
     Raises:
-        ConfigError: See ``load_outside`` and ``audit_members``, or files of different formats; or scores that are not finite.
+        ConfigError: See ``audit_outside_canaries`` and ``audit_members``, or files of different formats.
         DataError: A file that cannot be read.
     """
     models, described = load_outside(path, base)
@@ -191,10 +187,6 @@ def load_outside(path: Path, base: str | None) -> tuple[ScoringModels, dict[str,
 
     The tokenizer is the one in ``path``, or the base's where there is none. A base that differs from the true one in its
     weights alone cannot be told from it: ``base_matches_name`` says whether the adapter names the same.
-
-    Raises:
-        ConfigError: No model in ``path``, no base named, a base that does not match, an adapter that cannot be switched off,
-            or a tokenizer that does not fit.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (path / ADAPTER_CONFIG).is_file():
@@ -255,6 +247,7 @@ def _adapter(path: Path, base: str | None, device: torch.device) -> tuple[Scorin
 
 
 def _tuned(path: Path, net: Any, name: str) -> Any:
+    why = ""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
@@ -262,17 +255,22 @@ def _tuned(path: Path, net: Any, name: str) -> Any:
         missing = tuned.load_adapter(str(path), "default").missing_keys  # a second time, to be told what was missing
         with safe_open(path / WEIGHTS, "pt") as file:
             stored = len(file.keys())
+        # What is switched off with the adapter: embeddings of the base that are stored beside it are not.
+        wanted = len(get_peft_model_state_dict(tuned, save_embedding_layers=False))
+        if missing or stored != wanted:
+            why = f"{stored} tensors are stored and {wanted} have a place in it"
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
         why = type(error).__name__
         if "size mismatch" in str(error):
             why = "its tensors have other shapes"
         if "not found in the base model" in str(error):
             why = "the layers that it changes are not in it"
-        raise _no_match(path, name, why) from None
-    # What is switched off with the adapter: embeddings of the base that are stored beside it are not.
-    wanted = len(get_peft_model_state_dict(tuned, save_embedding_layers=False))
-    if missing or stored != wanted:
-        raise _no_match(path, name, f"{stored} tensors are stored and {wanted} have a place in it")
+    if why:
+        raise ConfigError(
+            f"{path}: the adapter does not match the base model {name} ({why}), so the two together are not the model that was "
+            "trained. Type its true base as --base. An adapter that stores whole embeddings has to be merged, and the merged "
+            "model audited."
+        )
     return tuned.eval()
 
 
@@ -337,12 +335,4 @@ def _no_base(said: str) -> ConfigError:
     return ConfigError(
         f"{said}: no causal language model could be loaded from there, and without the base nothing can be compared. Type "
         "--base with the Hub id or the directory of the base."
-    )
-
-
-def _no_match(path: Path, name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{path}: the adapter does not match the base model {name} ({why}), so the two together are not the model that was "
-        "trained. Type its true base as --base. An adapter that stores whole embeddings has to be merged, and the merged "
-        "model audited."
     )

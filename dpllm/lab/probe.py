@@ -23,7 +23,7 @@ from scipy import sparse
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpllm.lab.replay import Watched, noise_key
+from dpllm.lab.replay import Watched, engine_options, noise_key
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
@@ -38,7 +38,6 @@ FAINT = 0.02  # the layer with a bias, which all canaries share, is made to matt
 NORMS = (16.0, 32.0, 1.2, 64.0, 8.0, 16.0, 0.5, 32.0)  # lengths of the canaries' gradients, in units of C
 EMPTY_SLOTS = 2000
 MAX_LENGTH = 16
-LONGEST = 512  # by which the engine chooses the form of its gradients, as it does for long texts
 FEW_CANARIES = 20
 
 
@@ -102,12 +101,8 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
     torch.set_float32_matmul_precision("highest")
     units = _canary_units(canaries, several=plan.sampling == "unit")
     probe, exact = _probe(units, plan.max_grad_norm)
-    mode, secure, divisor = (
-        config.privacy.grad_sample_mode,
-        config.privacy.secure_noise,
-        plan.schedule.expected_batch_size,
-    )
-    watched = Watched(probe, plan, noise_key(generator, secure), mode, secure, max_length=LONGEST)
+    secure, divisor = config.privacy.secure_noise, plan.schedule.expected_batch_size
+    watched = Watched(probe, plan, noise_key(generator, secure), **engine_options(config))
     inserted_M = generator.random(canaries) < 0.5
     slots: list[Unit | None] = [None] * EMPTY_SLOTS
     slots += [unit if coin else None for unit, coin in zip(units, inserted_M, strict=True)]
@@ -124,7 +119,7 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
         contributions = _contributions(engine, units)
     present = [[slot - EMPTY_SLOTS for slot in drawn if slots[slot] is not None] for drawn in draws]
     clipped = {norm: _clipped(exact, plan.clipping, norm) for norm in set(norms)}
-    own_MP = _own(exact, clipped[plan.max_grad_norm])
+    own_MP = clipped[plan.max_grad_norm] @ exact.own_PP
     ends = itertools.accumulate(parameter.numel() for parameter in engine.parameters.values())
     expected_TP = [
         np.asarray(clipped[norm][joined].sum(axis=0)).ravel() for norm, joined in zip(norms, present, strict=True)
@@ -136,7 +131,7 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
         released_TP=np.array(released_TP),
         expected_TP=np.array(expected_TP),
         own_MP=own_MP,
-        gain_TM=np.array([lengths(_own(exact, clipped[norm])) for norm in norms]) / lengths(own_MP),
+        gain_TM=np.array([lengths(clipped[norm] @ exact.own_PP) for norm in norms]) / lengths(own_MP),
         noise_multiplier=plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier,
         parts=dict(zip(engine.parameters, itertools.pairwise([0, *ends]), strict=True)),
         count_residual_T=_count_residuals(exact, plan, norms, counts, present) if plan.adaptive else None,
@@ -183,7 +178,7 @@ class _Exact:
 
     gradient_MP: Any
     layers: tuple[tuple[int, int], ...]
-    shared: tuple[int, int]  # the bias
+    own_PP: Any  # keeps the coordinates that canaries do not share
 
 
 def _probe(units: list[Unit], max_grad_norm: float) -> tuple[Probe, _Exact]:
@@ -207,8 +202,9 @@ def _gradients(probe: Probe, units: list[Unit]) -> _Exact:
         rows.append(sparse.csr_matrix(torch.cat([g.flatten() for g in found]).numpy()[None]))
     ends = dict(zip(trained, itertools.accumulate(p.numel() for p in trained.values()), strict=True))
     bounds = [0, *(ends[f"{layer}.weight"] for layer in ("first", "second", "dense")), ends["faint.bias"]]
-    shared = (ends["faint.weight"], ends["faint.bias"])
-    return _Exact(sparse.vstack(rows).tocsr(), tuple(itertools.pairwise(bounds)), shared)
+    own_P = np.ones(ends["faint.bias"])
+    own_P[ends["faint.weight"] :] = 0.0  # the bias
+    return _Exact(sparse.vstack(rows).tocsr(), tuple(itertools.pairwise(bounds)), sparse.diags(own_P).tocsr())
 
 
 def _clipped(exact: _Exact, clipping: str, bound: float) -> Any:
@@ -236,13 +232,6 @@ def _count_residuals(
     released_T = (np.array(counts) - 0.5) * plan.schedule.expected_batch_size
     result: Floats = (released_T - counted_T) / plan.adaptive.count_noise_multiplier
     return result
-
-
-def _own(exact: _Exact, clipped_MP: Any) -> Any:
-    """Without the coordinates that all canaries share."""
-    keep_P = np.ones(clipped_MP.shape[1])
-    keep_P[slice(*exact.shared)] = 0.0
-    return (clipped_MP @ sparse.diags(keep_P)).tocsr()
 
 
 def lengths(rows: Any) -> Floats:

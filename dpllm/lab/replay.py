@@ -50,10 +50,8 @@ def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Ge
     gradients = [plain_gradient(net, collate([unit], pad_id=0)).values() for unit in batches[-1]]
     norms = [float(torch.cat([gradient.flatten() for gradient in one]).norm()) for one in gradients]
     promise = replace(plan, max_grad_norm=float(np.median(norms)))
-    privacy, key = config.privacy, noise_key(generator, config.privacy.secure_noise)
-    one, other = (
-        Watched(copy.deepcopy(net), promise, key, privacy.grad_sample_mode, privacy.secure_noise) for _ in range(2)
-    )
+    key, options = noise_key(generator, config.privacy.secure_noise), engine_options(config)
+    one, other = (Watched(copy.deepcopy(net), promise, key, max_length=MAX_LENGTH, **options) for _ in range(2))
     try:
         return tuple(_pair(one, other, units, int(generator.integers(len(units))), promise) for units in batches)
     finally:
@@ -64,6 +62,11 @@ def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Ge
 def noise_key(generator: np.random.Generator, secure_noise: bool = False) -> int:
     """Entropy of one stream of the engine's or the sampler's."""
     return int.from_bytes(generator.bytes(key_bits(secure_noise) // 8), "little")
+
+
+def engine_options(config: RunConfig) -> dict[str, Any]:
+    """How the recipe computes."""
+    return {name: getattr(config.privacy, name) for name in ("grad_sample_mode", "secure_noise")}
 
 
 def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
@@ -78,28 +81,10 @@ def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
 class Watched:
     """An engine whose releases are read at the optimizer's door; the weights stay."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        plan: Plan,
-        key: int,
-        grad_sample_mode: str,
-        secure_noise: bool = False,
-        max_length: int = MAX_LENGTH,
-    ) -> None:
-        """Arguments as of ``Engine``; ``key`` is the entropy of the noise."""
+    def __init__(self, net: nn.Module, plan: Plan, key: int, **options: Any) -> None:
+        """``key`` is the entropy of the noise; options as of ``Engine``."""
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0)
-        self.engine = Engine(
-            net,
-            optimizer,
-            plan.schedule,
-            plan,
-            grad_sample_mode=grad_sample_mode,
-            noise_entropy=key,
-            secure_noise=secure_noise,
-            device=CPU,
-            max_length=max_length,
-        )
+        self.engine = Engine(net, optimizer, plan.schedule, plan, noise_entropy=key, device=CPU, **options)
         optimizer.register_step_pre_hook(self._read)
 
     def _read(self, *_: Any) -> None:
@@ -142,13 +127,7 @@ def _pair(one: Watched, other: Watched, units: list[Unit], left_out: int, plan: 
 
 def _model(config: RunConfig, generator: np.random.Generator) -> nn.Module:
     shape = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
     adapter: LoraConfig | FrozenConfig = config.adapter
     if isinstance(adapter, LoraConfig):

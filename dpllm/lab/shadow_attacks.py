@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,11 @@ from dpllm.auditing.table import CanaryScores
 Floats = NDArray[np.float64]
 Coins = NDArray[np.bool_]
 
-MANY_SHADOWS = 64
-"""From so many on, LiRA takes each candidate's own variances; with fewer, one variance for all of them."""
-VARIANCE_FLOOR = 1e-6
-"""Nats squared: runs that differ by less than a thousandth of a nat do not differ."""
-LIFT_FLOOR = 1e-3
-"""Standard deviations: a candidate whose shadows show a smaller effect of training is taken to have this one."""
+MANY_SHADOWS = (
+    64  # from so many on, LiRA takes each candidate's own variances; with fewer, one variance for all of them
+)
+VARIANCE_FLOOR = 1e-6  # nats squared: runs that differ by less than a thousandth of a nat do not differ
+LIFT_FLOOR = 1e-3  # standard deviations: the least effect of training that a candidate is taken to have
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,6 @@ class ShadowScores:
     references_KQ: Floats
     reference_tokens_Q: NDArray[np.int64]
 
-    def part(self, canary_ids: Sequence[str]) -> ShadowScores:
-        """The same of some candidates, in the order given."""
-        own = [self.canary_ids.index(canary_id) for canary_id in canary_ids]
-        return replace(
-            self,
-            canary_ids=tuple(canary_ids),
-            coins_KM=self.coins_KM[:, own],
-            log_prob_KM=self.log_prob_KM[:, own],
-            num_tokens_M=self.num_tokens_M[own],
-        )
-
 
 def shadow_scores(
     candidates: Sequence[CanaryScores], references: Sequence[CanaryScores], shadows: ShadowScores
@@ -67,24 +55,28 @@ def shadow_scores(
         rmia_base: RMIA with the base model as the only out model. rmia_offline: with the shadows that lack the candidate.
         rmia_online: with those that have it too.
     """
-    own = shadows.part([row.canary_id for row in candidates])
+    own_M = [shadows.canary_ids.index(row.canary_id) for row in candidates]
+    coins_KM, log_prob_KM, tokens_M = (
+        shadows.coins_KM[:, own_M],
+        shadows.log_prob_KM[:, own_M],
+        shadows.num_tokens_M[own_M],
+    )
     base_M = attacks.base_loss(candidates)
-    tuned_M = attacks.loss(candidates) / own.num_tokens_M
+    tuned_M = attacks.loss(candidates) / tokens_M
     place = {row.canary_id: row for row in references}
-    known = [place[canary_id] for canary_id in own.reference_ids]
-    tuned_Q = attacks.loss(known) / own.reference_tokens_Q
-    in_M, out_M, lift = sides(own.log_prob_KM / own.num_tokens_M, own.coins_KM)
-    references_KQ = own.references_KQ / own.reference_tokens_Q
+    known = [place[canary_id] for canary_id in shadows.reference_ids]
+    tuned_Q = attacks.loss(known) / shadows.reference_tokens_Q
+    in_M, out_M, lift = sides(log_prob_KM / tokens_M, coins_KM)
+    references_KQ = shadows.references_KQ / shadows.reference_tokens_Q
     out_Q = _log_mean(references_KQ, np.ones(references_KQ.shape, dtype=np.bool_))
     return {
         "ratio": attacks.ratio(candidates),
         "rmia_base": attacks.rmia_base(candidates, references),
         "rmia_offline": attacks.rmia(tuned_M, attacks.average_offline(out_M), tuned_Q, attacks.average_offline(out_Q)),
-        # No model saw a reference; what it would have gained is the candidates' lift, or their scales would differ.
-        "rmia_online": attacks.rmia(
-            tuned_M, _average_online(in_M, out_M), tuned_Q, _average_online(out_Q + lift, out_Q)
-        ),
-        "lira": lira(attacks.ratio(candidates), own.log_prob_KM - base_M, own.coins_KM),
+        # p(x) = (p_in + p_out) / 2, whose half cancels. No model saw a reference; what it would have gained is the candidates'
+        # lift, or their scales would differ.
+        "rmia_online": attacks.rmia(tuned_M, np.logaddexp(in_M, out_M), tuned_Q, np.logaddexp(out_Q + lift, out_Q)),
+        "lira": lira(attacks.ratio(candidates), log_prob_KM - base_M, coins_KM),
     }
 
 
@@ -127,9 +119,9 @@ def one_canary_bound(
     if not once:
         return {**runs, "reason": "no canary is inserted once"}
     first = min(once, key=lambda row: row.canary_id)
-    own = shadows.part([first.canary_id])
-    score_R = np.append(first.tuned_log_prob, own.log_prob_KM[:, 0])
-    coin_R = np.append(bool(first.inserted), own.coins_KM[:, 0])
+    own = shadows.canary_ids.index(first.canary_id)
+    score_R = np.append(first.tuned_log_prob, shadows.log_prob_KM[:, own])
+    coin_R = np.append(bool(first.inserted), shadows.coins_KM[:, own])
     having, lacking = int(coin_R.sum()), int((~coin_R).sum())
     runs |= {"canary_id": first.canary_id, "runs_with": having, "runs_without": lacking}
     if min(having, lacking) < 2:
@@ -237,9 +229,3 @@ def _log_mean(log_KM: Floats, counted_KM: Coins) -> Floats:
 def _log_normal(value_M: Floats, mean_M: Floats, variance_M: Floats) -> Floats:
     """Log of the normal density, up to a constant."""
     return -0.5 * ((value_M - mean_M) ** 2 / variance_M + np.log(variance_M))
-
-
-def _average_online(log_p_in: Floats, log_p_out: Floats) -> Floats:
-    """Log p(x) = log((p_in + p_out) / 2)."""
-    result: Floats = np.logaddexp(log_p_in, log_p_out) - math.log(2)
-    return result

@@ -45,25 +45,17 @@ def audit_shadows(
     num_shadows: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Trains shadows where they are missing, scores them, and says what they show about the run.
+    """Trains what is missing of K shadows of a completed run, scores them, and says what they show about the run.
 
-    Args:
-        run: A completed run; its recipe, canaries and score table follow.
-        config: See ``run``.
-        plan: See ``run``.
-        table: See ``run``.
-        delta: Of the claim.
-        num_shadows: K, at least 1.
-        console: Where one line for each shadow goes.
+    Config, plan and table are the run's recipe, canaries and scores; delta is the claim's; console takes a line a shadow.
 
     Raises:
         ConfigError: See ``may_train``; or a shadow's Plan is not the run's.
         Refused: See ``may_train``.
         DpllmError: A shadow was interrupted.
     """
-    runs = train_shadows(run, config, plan, num_shadows, console)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return summarise_shadows(by_group(table), score_shadows(runs, device), delta=delta, alpha=config.audit.alpha)
+    scores = score_shadows(train_shadows(run, config, plan, num_shadows, console))
+    return summarise_shadows(by_group(table), scores, delta=delta, alpha=config.audit.alpha)
 
 
 def may_train(run: RunDir, config: RunConfig) -> None:
@@ -141,8 +133,9 @@ def train_shadows(
     return runs
 
 
-def score_shadows(runs: Sequence[RunDir], device: torch.device) -> ShadowScores:
+def score_shadows(runs: Sequence[RunDir]) -> ShadowScores:
     """Scores the canaries under each of K completed shadows of one run, one model at a time."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tables, coins = [], []
     for shadow in runs:
         config, plan = shadow.load_config(), canaries.load(shadow.canaries)
@@ -193,21 +186,21 @@ def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
     """Whether this very recipe was trained to its end with these canaries, and its weights are those that it exported."""
     with contextlib.suppress(ConfigError):
-        record, trained = read_run(shadow), canaries.load(shadow.canaries)
+        record = read_run(shadow)
+        texts, trained = (
+            [(one.canary_id, one.group, one.carrier, one.secret) for one in (*kept.canaries, *kept.references)]
+            for kept in (plan, canaries.load(shadow.canaries))
+        )
         moved = _changed(shadow.load_config(), privacy={"ledger": recipe.privacy.ledger})
         moved = moved.model_copy(update={"output_dir": recipe.output_dir})  # however the run's path is typed today
         return bool(
             record.status == "completed"
             and dump_config(moved) == dump_config(recipe)
-            and _texts(trained) == _texts(plan)
+            and trained == texts
             and (weights := checkpoint.weight_hashes(shadow.export))
             and weights.items() <= record.artifacts.items()
         )
     return False
-
-
-def _texts(plan: CanaryPlan) -> list[tuple[str, int, str, str]]:
-    return [(one.canary_id, one.group, one.carrier, one.secret) for one in (*plan.canaries, *plan.references)]
 
 
 def _same_mechanism(run: RunDir, shadow: RunDir) -> None:

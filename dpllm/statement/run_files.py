@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -14,6 +15,8 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, digest, read_json
+from dpllm.privacy.adaptive import AdaptiveClipping
+from dpllm.privacy.plan import Plan, Schedule
 from dpllm.statement.fields import (
     Adaptive,
     Between0And1,
@@ -120,6 +123,14 @@ class PlanRecord(Record):
     def digest(self) -> str:
         """SHA-256 of the file's content."""
         return digest(self.to_json())
+
+    def to_plan(self) -> Plan:
+        """The Plan that was written."""
+        values = self.to_json()
+        schedule = Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
+        own = {field.name: values[field.name] for field in fields(Plan) if field.name in values}
+        adaptive = AdaptiveClipping(**values["adaptive"]) if values.get("adaptive") else None
+        return Plan(**{**own, "schedule": schedule, "adaptive": adaptive})
 
 
 class Guarantee(Record):

@@ -102,7 +102,7 @@ def test_everything_about_shadows_stays_private(shadowed: tuple[Place, dict[str,
 
 def test_scores_are_those_of_each_shadow_and_its_own_coins(shadowed: tuple[Place, dict[str, object]]) -> None:
     place, _ = shadowed
-    found = shadows.score_shadows(folders(place), CPU)
+    found = shadows.score_shadows(folders(place))
     assert found.log_prob_KM.shape == found.coins_KM.shape == (2, 16)
     assert found.references_KQ.shape == (2, 100)
     for position, shadow in enumerate(folders(place)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -130,9 +130,9 @@ def test_adapters_that_read_the_same_are_taken_together(plan, seed):
 
 def test_prompt_tokens_leak_and_the_last_token_does_not(plan):
     ids = (10, 20, 30, 40, 50)
-    units = [Unit((TokenSequence(ids, (False, False, False, True, True), 2),))]
-    assert leakage._tokens_of(units, positional=False) == ({10, 20, 30, 40}, 4)
-    twice = [Unit((TokenSequence((10, 10, 30), (False, True, True), 2),))]
+    one = [TokenSequence(ids, (False, False, False, True, True), 2)]
+    assert leakage._tokens_of(one, positional=False) == ({10, 20, 30, 40}, 4)
+    twice = [TokenSequence((10, 10, 30), (False, True, True), 2)]
     assert leakage._tokens_of(twice, positional=False) == ({10}, 1)
     assert leakage._tokens_of(twice, positional=True) == ({10}, 2)
 
@@ -144,8 +144,6 @@ def test_a_deeper_adapter_or_none_is_refused(plan, seed):
     frozen = tm.build("llama", tm.FROZEN)
     with pytest.raises(ConfigError, match="no LoRA adapter"):
         gradient_leakage(frozen, plan, [tm.unit((5,), 1).sequences[0]])
-    with pytest.raises(ConfigError, match="no sequence has a target"):
-        gradient_leakage(net(), plan, [TokenSequence((5, 6), (False, False), 1)])
 
 
 def test_reconstruction_bounds_are_those_of_the_literature(plan):
@@ -163,7 +161,7 @@ def test_reconstruction_bounds_are_those_of_the_literature(plan):
 
 def test_the_report_is_json_and_a_table_and_says_when_it_matters(plan, seed):
     report = leak("llama", plan, seed)
-    values = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    values = json.loads(json.dumps(asdict(report), allow_nan=False))
     assert values["raw"]["span_recall"] == 1.0
     assert len(values["reconstruction"]) == 3
     assert "It does not matter for an adapter that is trained in one place and released" in values["statement"]

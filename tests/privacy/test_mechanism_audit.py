@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from scipy import stats
 
-from dpllm.auditing import mechanism_report
+from dpllm.auditing import mechanism_report, terminal
 from dpllm.auditing.mechanism_report import ALPHA, MechanismReport, Pair, contradictions
 from dpllm.errors import ConfigError
 from dpllm.lab import mechanism, probe
@@ -251,7 +251,7 @@ def test_the_report_is_json_and_a_table(plans, seed):
     assert len(values["pairs"]) == PAIRS
     assert "the model is a small one" in values["scope"]
     console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(mechanism.table(report))
+    console.print(terminal.mechanism_table(report))
     shown = console.export_text()
     assert "Audit of the mechanism: consistent" in shown
     assert all(test.name in shown for test in report.tests)
@@ -280,7 +280,7 @@ def test_alpha_is_paid_for_every_test_and_the_bound(plans, seed):
 def test_a_plan_comes_back_from_its_file(plans):
     for plan in plans.values():
         values = json.loads(json.dumps(plan.to_json()))
-        again = mechanism.plan_of(PlanRecord.pick(values, canary_commitment=None, cross_check=None))
+        again = PlanRecord.pick(values, canary_commitment=None, cross_check=None).to_plan()
         assert asdict(again) == {**asdict(plan), "curve": [list(pair) for pair in plan.curve]}
 
 
