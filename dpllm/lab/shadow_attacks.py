@@ -25,9 +25,7 @@ from dpllm.auditing.table import CanaryScores
 Floats = NDArray[np.float64]
 Coins = NDArray[np.bool_]
 
-MANY_SHADOWS = (
-    64  # from so many on, LiRA takes each candidate's own variances; with fewer, one variance for all of them
-)
+MANY_SHADOWS = 64  # from so many on, LiRA takes each candidate's own variances; below, one for all of them
 VARIANCE_FLOOR = 1e-6  # nats squared: runs that differ by less than a thousandth of a nat do not differ
 LIFT_FLOOR = 1e-3  # standard deviations: the least effect of training that a candidate is taken to have
 
@@ -56,12 +54,8 @@ def shadow_scores(
         rmia_online: with those that have it too.
     """
     own_M = [shadows.canary_ids.index(row.canary_id) for row in candidates]
-    coins_KM, log_prob_KM, tokens_M = (
-        shadows.coins_KM[:, own_M],
-        shadows.log_prob_KM[:, own_M],
-        shadows.num_tokens_M[own_M],
-    )
-    base_M = attacks.base_loss(candidates)
+    coins_KM, log_prob_KM = shadows.coins_KM[:, own_M], shadows.log_prob_KM[:, own_M]
+    base_M, tokens_M = attacks.base_loss(candidates), shadows.num_tokens_M[own_M]
     tuned_M = attacks.loss(candidates) / tokens_M
     place = {row.canary_id: row for row in references}
     known = [place[canary_id] for canary_id in shadows.reference_ids]

@@ -187,16 +187,16 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
     """Whether this very recipe was trained to its end with these canaries, and its weights are those that it exported."""
     with contextlib.suppress(ConfigError):
         record = read_run(shadow)
-        texts, trained = (
-            [(one.canary_id, one.group, one.carrier, one.secret) for one in (*kept.canaries, *kept.references)]
-            for kept in (plan, canaries.load(shadow.canaries))
+        planned, trained = (
+            [(one.canary_id, one.group, one.carrier, one.secret) for one in (*which.canaries, *which.references)]
+            for which in (plan, canaries.load(shadow.canaries))
         )
         moved = _changed(shadow.load_config(), privacy={"ledger": recipe.privacy.ledger})
         moved = moved.model_copy(update={"output_dir": recipe.output_dir})  # however the run's path is typed today
         return bool(
             record.status == "completed"
             and dump_config(moved) == dump_config(recipe)
-            and trained == texts
+            and trained == planned
             and (weights := checkpoint.weight_hashes(shadow.export))
             and weights.items() <= record.artifacts.items()
         )
