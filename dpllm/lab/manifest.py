@@ -102,8 +102,8 @@ def _foreign(path: Path, text: str) -> Manifest:
     if not values:
         raise ConfigError(f"{path}: names no canary, so there is nothing to look for. {_FORM}")
     entries = [_entry(path, place, number, value) for place, (number, value) in enumerate(values)]
-    planted, references = ([one for one in entries if bool(one.group) == kind] for kind in (True, False))
-    return Manifest(tuple(planted), tuple(references), coins == INDEPENDENT, coins)
+    candidates, references = (tuple(one for one in entries if bool(one.group) == coin) for coin in (True, False))
+    return Manifest(candidates, references, coins == INDEPENDENT, coins)
 
 
 def _entry(path: Path, place: int, number: int, value: dict[str, Any]) -> Canary:
