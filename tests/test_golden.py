@@ -54,7 +54,7 @@ def steady(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else value
     if isinstance(value, str):
-        value = re.sub(r"\b[0-9a-f]{16,}\b", "HEX", value)
+        value = re.sub(r"\b[0-9a-f]{16,}\b", "HEX", value.replace(str(ROOT), "ROOT"))
         return re.sub(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "TIME", value)
     return value
 
