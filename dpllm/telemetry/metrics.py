@@ -224,7 +224,7 @@ def label(dataset: str) -> str:
     return short if short == dataset else f"{short}-{_short_hash(dataset)}"
 
 
-def ledger_families(book: Ledger) -> tuple[list[Metric], list[str]]:
+def ledger_families(ledger: Ledger) -> tuple[list[Metric], list[str]]:
     """What belongs to no dataset: the chain, which is verified, and refusals by their reason.
 
     Returns:
@@ -233,21 +233,21 @@ def ledger_families(book: Ledger) -> tuple[list[Metric], list[str]]:
     Raises:
         ConfigError: The ledger cannot be read.
     """
-    sound = not book.verify()
-    entries = GaugeMetricFamily("dp_ledger_entries", "Links of the ledger's hash chain.", value=book.head()["count"])
+    sound = not ledger.verify()
+    entries = GaugeMetricFamily("dp_ledger_entries", "Links of the ledger's hash chain.", value=ledger.head()["count"])
     valid = GaugeMetricFamily(
         "dp_ledger_chain_valid", "1 while the chain holds, 0 once it contradicts itself.", value=sound
     )
     refused: Counter[str] = Counter()
-    for (_, reason), number in book.refusals().items():
+    for (_, reason), number in ledger.refusals().items():
         refused[reason] += number
     counter = CounterMetricFamily("dp_ledger_refused", "Runs that were refused, by reason.", labels=("reason",))
     for reason, number in sorted(refused.items()):
         counter.add_metric((reason,), number)
-    return [entries, valid, *([counter] if refused else [])], book.datasets() if sound else []
+    return [entries, valid, *([counter] if refused else [])], ledger.datasets() if sound else []
 
 
-def dataset_families(book: Ledger, names: Iterable[str]) -> list[Metric]:
+def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
     """Budget, reservations and signs of life of some accounts.
 
     Raises:
@@ -271,11 +271,11 @@ def dataset_families(book: Ledger, names: Iterable[str]) -> list[Metric]:
         labels=("dataset", "run_id", "state"),
     )
     for name in names:
-        known, shown, runs = book.budget(name), label(name), book.runs(name)
+        known, shown, runs = ledger.budget(name), label(name), ledger.runs(name)
         if known is not None:
             budget.add_metric((shown,), known.epsilon)
             try:
-                left = book.remaining(name) or 0.0
+                left = ledger.remaining(name) or 0.0
             except Refused:  # no accountant knows everything that was entered, and the gate admits nothing more
                 left = 0.0
             remaining.add_metric((shown,), left)
