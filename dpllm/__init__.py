@@ -141,7 +141,7 @@ def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> dict[s
     """
     from dpllm.auditing.run import audit as attack
 
-    return attack(_directory(run), generate=generate)
+    return attack(_directory(run), generate=generate).to_json()
 
 
 def compare(

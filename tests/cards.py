@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from dpllm.auditing.record import parse_audit
 from dpllm.card.card import compose
 from dpllm.card.claim import statement_of
 from dpllm.files import write_json
@@ -109,6 +110,33 @@ def record(**changes: Any) -> Json:
     }
 
 
+def whole_audit(parts: Json) -> Json:
+    """An audit with all fields of audit.json: those that a test does not care about say nothing."""
+    rates = (
+        "tpr_at_0.1_percent_fpr",
+        "tpr_at_0.1_percent_fpr_interval",
+        "base_control_auc",
+        "base_control_auc_interval",
+    )
+    nothing: Json = dict.fromkeys(("sampling", "attacker_limits", "roc_limit", "generation"))
+    whole: Json = {"schema_version": 3, "repeated": {}, "published": True, **nothing, **parts}
+    whole["attacks"] = {name: {**dict.fromkeys(("limits", *rates)), **one} for name, one in parts["attacks"].items()}
+    whole["exposure"] = {
+        group: {"held_out_mean": 1.44, "largest_possible": 9.97, **seen} for group, seen in parts["exposure"].items()
+    }
+    bound = {
+        "guesses": [10, 20, 50, 100, 200],
+        "guesses_in": [],
+        "best_guesses": 50,
+        "best_side": "both",
+        "correct": 34,
+    }
+    whole["epsilon_lower_bound"] = {**bound, "num_canaries": 200, "slope": 0.5, **parts["epsilon_lower_bound"]}
+    whole["controls"] = {"twin": None, "level": 0.001, **parts["controls"]}
+    whole["canaries"] = {"kind": "digits", "settings": {"digits": 8}, "log2_secrets": 26.6, **parts["canaries"]}
+    return whole
+
+
 def audit(**changes: Any) -> Json:
     attack = {
         "group": 1,
@@ -122,12 +150,10 @@ def audit(**changes: Any) -> Json:
     }
     seen = {"mean": 1.61, "null_mean": 1.44, "p_value": 0.21, "maximum": 6.9, "base_mean": 1.41, "inserted": 99}
     got = {"inserted": 99, "tuned": 0, "base": 0, "held_out": 101, "held_out_tuned": 0}
-    return {
+    found = {
         "claim": {"epsilon": EPSILON, "delta": 1e-05, "unit": "patient_id"},
         "settings": SETTINGS,
         "canaries": {
-            "kind": "digits",
-            "settings": {"digits": 8},
             "groups": {"1": {"candidates": 200, "inserted": 99}, "16": {"candidates": 20, "inserted": 9}},
             "references": 1000,
             "commitment": "c0" * 32,
@@ -140,13 +166,8 @@ def audit(**changes: Any) -> Json:
             "alpha": 0.05,
             "delta": 1e-05,
             "method": "one-run",
-            "guesses": [10, 20, 50, 100, 200],
-            "best_guesses": 50,
-            "correct": 34,
-            "num_canaries": 200,
             "ceiling": 2.756,
         },
-        "attacker_limits": {},
         "controls": {
             "base_separates": False,
             "words": {"auc": 0.49, "interval": [0.3, 0.7], "succeeds": False},
@@ -156,8 +177,8 @@ def audit(**changes: Any) -> Json:
         "verdict_reason": "the lower bound 0.12 does not exceed the stated epsilon 2.997",
         "audits_run": 1,
         "weights": {"adapter_model.safetensors": HASH},
-        **changes,
     }
+    return {**whole_audit(found), **changes}
 
 
 def render_card(
@@ -171,7 +192,8 @@ def render_card(
 ) -> tuple[str, Json]:
     """A card and its privacy block; with ``files`` None it names those of the record."""
     promised, happened = the_plan and PlanRecord.pick(the_plan), RunRecord.pick(the_record)
-    statement = statement_of(recipe, promised or None, happened, the_audit, mechanism, files)
+    audited = None if the_audit is None else parse_audit(the_audit, "audit.json")
+    statement = statement_of(recipe, promised or None, happened, audited, mechanism, files)
     return compose(recipe, happened, statement), statement.to_json()
 
 

@@ -55,9 +55,11 @@ def measured_audit(epsilon: float, artifacts: dict[str, str]) -> Json:
         "negatives": 101, "tpr_at_1_percent_fpr": found / 3, "tpr_at_1_percent_fpr_interval": [found / 6, found / 2],
     }  # fmt: skip
     bound = {"value": 2 * found, "alpha": 0.05, "delta": 1e-5, "ceiling": 2.756, "method": "one-run"}
-    return {
+    found = {
         "claim": {"epsilon": epsilon, "delta": 1e-5, "unit": "example"} if math.isfinite(epsilon) else None,
-        "canaries": {"digits": 8, "groups": {}, "references": 1000, "commitment": "c0" * 32},
+        "settings": cards.SETTINGS,
+        "canaries": {"groups": {}, "references": 1000, "commitment": "c0" * 32},
+        "controls": {"base_separates": False, "words": None, "positive": None},
         "attacks": {
             "calibrated": attack,
             "ratio": {**attack, "auc": auc - 0.01},
@@ -72,6 +74,7 @@ def measured_audit(epsilon: float, artifacts: dict[str, str]) -> Json:
         "published": math.isfinite(epsilon),
         "weights": artifacts,
     }
+    return cards.whole_audit(found)
 
 
 def make_run(
@@ -119,7 +122,7 @@ def make_run(
     )
     write_json(run.private / "summary.json", evaluated)
     if enabled:
-        promise = cards.plan(epsilon=epsilon, unit="example", max_examples_per_unit=None, event=EVENT, audit=None)
+        promise = cards.plan(epsilon=epsilon, unit="example", max_examples_per_unit=None, event=EVENT)
         write_json(run.plan, promise)
     if audit:
         write_json(run.audit_dir(enabled) / "audit.json", measured_audit(epsilon, weights(root)))

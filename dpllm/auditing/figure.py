@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 
 from dpllm.auditing import attacks, statistics
 from dpllm.auditing.rates import upper_limit
+from dpllm.auditing.record import Summary
 from dpllm.auditing.table import CanaryScores, by_group
 
 # Okabe and Ito's palette: told apart with any kind of colour vision; line styles and markers say the same in grey.
@@ -27,12 +27,12 @@ _GREY = "#767676"
 FILES = ("roc.png", "exposure.png", "bound.png", "extraction.png")
 
 
-def draw(table: Sequence[CanaryScores], report: Mapping[str, Any], folder: Path) -> None:
+def draw(table: Sequence[CanaryScores], report: Summary, folder: Path) -> None:
     """Draws the four pictures into a folder that exists.
 
     Args:
         table: Candidates and references.
-        report: As ``summarise`` returns it.
+        report: What ``summarise`` made of them.
         folder: Where ``FILES`` are written.
     """
     groups = by_group(table)
@@ -55,20 +55,20 @@ def _roc(
     figure: Figure,
     groups: Mapping[int, Sequence[CanaryScores]],
     references: Sequence[CanaryScores],
-    report: Mapping[str, Any],
+    report: Summary,
 ) -> None:
-    axes, claim, slope = figure.subplots(), report["claim"], report["epsilon_lower_bound"]["slope"]
+    axes, claim, slope = figure.subplots(), report.claim, report.epsilon_lower_bound.slope or 0.0
     outside = [row for rows in groups.values() for row in attacks.held_out(rows)] + list(references)
     negative_N = np.sort(attacks.calibrated(outside, slope))
     least = 1 / max(1, len(negative_N))
     rates = np.geomspace(least, 1, 300)
     axes.plot(rates, rates, color=_GREY, linewidth=1, linestyle=":", label="guessing")
     if claim:
-        if report["roc_limit"]:  # of the whole mechanism
-            fpr, tpr = np.array(report["roc_limit"]).T
+        if report.roc_limit:  # of the whole mechanism
+            fpr, tpr = np.array(report.roc_limit).T
             limit = np.interp(rates, fpr, tpr, right=1.0)
         else:
-            grow, shrink, delta = math.exp(min(claim["epsilon"], 700.0)), math.exp(-claim["epsilon"]), claim["delta"]
+            grow, shrink, delta = math.exp(min(claim.epsilon, 700.0)), math.exp(-claim.epsilon), claim.delta
             limit = np.minimum(np.minimum(grow * rates + delta, 1 - shrink * (1 - delta - rates)), 1)
         axes.plot(rates, limit, color="black", linewidth=1.6, label="most that the claim allows, once-planted")
         axes.fill_between(rates, limit, 1, color="black", alpha=0.07, linewidth=0)
@@ -124,19 +124,19 @@ def _exposure(figure: Figure, groups: Mapping[int, Sequence[CanaryScores]], refe
     figure.suptitle(f"Rank of planted secrets among {len(references):,} references", fontsize=11)
 
 
-def _bound(figure: Figure, report: Mapping[str, Any]) -> None:
+def _bound(figure: Figure, report: Summary) -> None:
     axes = figure.subplots()
-    bound, claim = report["epsilon_lower_bound"], report["claim"]
-    rows = [("lower bound, once-planted", bound["value"], _COLOURS[0], f"{bound['value']:.2f}")]
-    rows.append(("most it could have shown", bound["ceiling"], _GREY, f"{bound['ceiling']:.2f}"))
-    for group, seen in report["repeated"].items():
-        if seen["test"]:
-            value, allowed = seen["test"]["value"], seen["claim"]["epsilon"]
+    bound, claim = report.epsilon_lower_bound, report.claim
+    rows = [("lower bound, once-planted", bound.value, _COLOURS[0], f"{bound.value:.2f}")]
+    rows.append(("most it could have shown", bound.ceiling, _GREY, f"{bound.ceiling:.2f}"))
+    for group, seen in report.repeated.items():
+        if seen.test and seen.claim:
+            value, allowed = seen.test.value, seen.claim.epsilon
             rows.append(
                 (f"lower bound, {_times(int(group))}", value, _COLOURS[2], f"{value:.2f} of {allowed:.3g} allowed")
             )
     if claim:
-        rows.append(("claimed epsilon", claim["epsilon"], _COLOURS[1], f"{claim['epsilon']:.2f}"))
+        rows.append(("claimed epsilon", claim.epsilon, _COLOURS[1], f"{claim.epsilon:.2f}"))
     places = np.arange(len(rows))[::-1]
     values = [row[1] for row in rows]
     axes.barh(places, values, color=[row[2] for row in rows], height=0.6)
@@ -144,17 +144,17 @@ def _bound(figure: Figure, report: Mapping[str, Any]) -> None:
     for place, (_, value, _, text) in zip(places, rows, strict=True):
         axes.text(value + longest * 0.01, place, text, va="center", fontsize=9)
     if claim:
-        axes.axvline(claim["epsilon"], color=_COLOURS[1], linestyle="--", linewidth=1)
+        axes.axvline(claim.epsilon, color=_COLOURS[1], linestyle="--", linewidth=1)
     axes.set_yticks(places, [row[0] for row in rows])
     axes.set_xlim(0, longest * 1.22)
-    axes.set_xlabel(f"epsilon (confidence {1 - bound['alpha']:.4g}, delta {bound['delta']:g})")
-    axes.set_title(f"What was shown beside what is claimed: {report['verdict'].replace('_', ' ')}", fontsize=11)
+    axes.set_xlabel(f"epsilon (confidence {1 - bound.alpha:.4g}, delta {bound.delta:g})")
+    axes.set_title(f"What was shown beside what is claimed: {report.verdict.replace('_', ' ')}", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _extraction(figure: Figure, report: Mapping[str, Any]) -> None:
+def _extraction(figure: Figure, report: Summary) -> None:
     axes = figure.subplots()
-    counts = report["extraction"]
+    counts = report.extraction
     series = (
         ("tuned", "inserted", "planted, completed by the tuned model", _COLOURS[1], "o"),
         ("base", "inserted", "planted, completed by the base model", _GREY, "s"),
@@ -162,8 +162,8 @@ def _extraction(figure: Figure, report: Mapping[str, Any]) -> None:
     )
     places = np.arange(len(counts))
     for shift, (part, whole, name, colour, marker) in zip((-0.12, 0.0, 0.12), series, strict=True):
-        found = np.array([count[part] for count in counts.values()], dtype=float)
-        total = np.array([count[whole] for count in counts.values()], dtype=float)
+        found = np.array([getattr(count, part) for count in counts.values()], dtype=float)
+        total = np.array([getattr(count, whole) for count in counts.values()], dtype=float)
         share = np.divide(100 * found, total, out=np.full(len(found), np.nan), where=total > 0)
         low, high = _intervals(found, total)
         axes.errorbar(
@@ -177,7 +177,7 @@ def _extraction(figure: Figure, report: Mapping[str, Any]) -> None:
             markersize=5,
             label=name,
         )
-    axes.set_xticks(places, [f"{_times(int(group))}\n({count['inserted']})" for group, count in counts.items()])
+    axes.set_xticks(places, [f"{_times(int(group))}\n({count.inserted})" for group, count in counts.items()])
     axes.set_xlim(-0.5, len(counts) - 0.5)
     axes.set_ylim(-3, 105)
     axes.set_ylabel("secrets completed word for word (%)")

@@ -8,6 +8,7 @@ search for the texts that give the published numbers.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from collections.abc import Callable, Sequence
@@ -21,20 +22,21 @@ import torch
 from dpllm.auditing import attacks, figure
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.generation import generate_attacks
+from dpllm.auditing.record import AuditRecord, Summary, read_audit
 from dpllm.auditing.scores import score_canaries
-from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, summarise
+from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, write_tokens
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError
-from dpllm.files import read_json, write_json
+from dpllm.files import write_json
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import RunRecord, read_plan, read_run
-from dpllm.telemetry import publish_audit
+from dpllm.telemetry import AuditFigures, publish_audit
 from dpllm.text.data import Format, load_table
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *attacks.TOKEN_ATTACKS, *PA
 
 def audit(
     run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = None, generate: bool = True
-) -> dict[str, Any]:
+) -> AuditRecord:
     """Scores the canaries of a finished run and writes what follows from them.
 
     Args:
@@ -64,7 +66,7 @@ def audit(
         generate: Let the models complete and sample as well; else only what one pass of scoring shows.
 
     Returns:
-        The report, as audit.json holds it. A falsified claim is said in ``verdict``, not raised.
+        What audit.json holds. A falsified claim is said in ``verdict``, not raised.
 
     Raises:
         ConfigError: No canaries in the recipe, no weights, canaries or settings other than those fixed before training, or
@@ -72,36 +74,58 @@ def audit(
         Refused: Shadows that may not be trained.
     """
     config, plan, claim = _subject(run)
-    seen, open_twin = _twin(config, twin) if twin else (None, True)
+    seen, public = _twin(config, twin) if twin else (None, True)
     examined = _examine(run, config, plan, claim, generate=generate)
-    report = _report(examined, seen)
+    given = {}
     if shadows:
-        report["shadows"] = shadows(run, config, plan, examined.table, claim.delta if claim else DELTA_WITHOUT_CLAIM)
-    report["audits_run"] = _count(run)
-    report["published"] = config.privacy.enabled and open_twin
-    _write(run, report, examined)
-    if config.privacy.enabled and not report["published"]:  # the same without what tells of other runs
-        _write(run, {**_report(examined, None), "audits_run": report["audits_run"], "published": True}, examined)
-    publish_audit(run, config, PRIMARY_ATTACK)
+        given["shadows"] = shadows(run, config, plan, examined.table, claim.delta if claim else DELTA_WITHOUT_CLAIM)
+    count = _count(run)
+    report = shown = _record(examined, seen, audits_run=count, published=config.privacy.enabled and public, **given)
+    report = _write(run, report, examined)
+    if config.privacy.enabled and not public:  # the same without what tells of other runs
+        shown = _write(run, _record(examined, None, audits_run=count, published=True), examined)
+    publish_audit(run, config, figures(shown) if shown.published else None)
     return report
 
 
-def _write(run: RunDir, report: dict[str, Any], examined: _Examined) -> None:
-    folder = run.audit_dir(report["published"])
-    _keep(report, folder / "audit.json")
+def _record(examined: _Examined, twin: str | None, **given: Any) -> AuditRecord:
+    return AuditRecord.pick({**_summary(examined, twin).to_json(), **examined.beside, **given})
+
+
+def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord:
+    folder = run.audit_dir(report.published)
+    report = _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scores.csv").unlink(missing_ok=True)  # of an audit before version 3 of audit.json
     write_tokens(examined.tokens, folder / "tokens.parquet")
     figure.draw(examined.table, report, folder)
-    write_json(folder / "audit.json", report)
+    write_json(folder / "audit.json", report.to_json())
+    return report
 
 
-def _keep(report: dict[str, Any], path: Path) -> None:
-    """Parts of the audit before that this one left out: they follow from the same weights and canaries."""
-    before = read_json(path) if path.exists() else {}
-    if (before.get("weights"), before.get("canaries")) == (report["weights"], report["canaries"]):
-        for part in ("generation", "shadows"):
-            report[part] = report.get(part) or before.get(part)
+def _keep(report: AuditRecord, path: Path) -> AuditRecord:
+    """With parts of the audit before that this one left out: they follow from the same weights and canaries."""
+    before = None
+    if path.exists():
+        with contextlib.suppress(ConfigError):  # a damaged one is replaced
+            before = read_audit(path)
+    if before is None or (before.weights, before.canaries) != (report.weights, report.canaries):
+        return report
+    kept = {"generation": report.generation or before.generation, "shadows": report.shadows or before.shadows}
+    return report.model_copy(update=kept)
+
+
+def figures(report: AuditRecord) -> AuditFigures:
+    """What of a published audit metrics show."""
+    attack = report.attacks.get(PRIMARY_ATTACK)
+    lower, upper = (attack.auc_interval if attack else None) or (None, None)
+    return AuditFigures(
+        auc=attack.auc if attack else None,
+        auc_lower=lower,
+        auc_upper=upper,
+        auc_allowed=attack.limits.auc if attack and attack.limits else None,
+        epsilon_lower_bound=report.epsilon_lower_bound.value,
+    )
 
 
 def attack(run: RunDir, name: str) -> dict[str, Any]:
@@ -128,13 +152,13 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
             "audit.canaries.kind: pii, or type another attack."
         )
     parts = PARTS.get(name, ())
-    report = _report(_examine(run, config, plan, claim, generate="generation" in parts), None)
+    examined = _examine(run, config, plan, claim, generate="generation" in parts)
     if "generation" in parts:
-        return {name: report["generation"][name]}
+        return {name: examined.beside["generation"][name]}
+    summary = _summary(examined, None)
     if parts:
-        return {part: report[part] for part in parts}
-    groups = [report["attacks"], *(seen["attacks"] for seen in report["repeated"].values())]
-    return {str(group[name]["group"]): group[name] for group in groups if name in group}
+        return {part: summary.to_json()[part] for part in parts}
+    return {group: seen[name].to_json() for group, seen in summary.by_group().items() if name in seen}
 
 
 def load_models(run: RunDir, config: RunConfig) -> ScoringModels:
@@ -154,8 +178,8 @@ class _Examined:
     table: tuple[CanaryScores, ...]
     tokens: TokenTable
     claim: Claim | None
-    fixed: dict[str, Any]
-    """Arguments of ``summarise``."""
+    promise: dict[str, Any] | None
+    words: dict[str, Any] | None
     beside: dict[str, Any]
     """Parts of the report beside the summary."""
 
@@ -168,11 +192,8 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
         table,
         tokens,
         claim,
-        fixed={
-            **config.audit.fixed(),
-            "promise": read_plan(run).to_json() if claim else None,
-            "words": words_control(plan.canaries),
-        },
+        promise=read_plan(run).to_json() if claim else None,
+        words=words_control(plan.canaries),
         beside={
             "generation": generate_attacks(models, plan, *encoding) if generate else None,
             "canaries": _describe(plan),
@@ -182,9 +203,11 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
     )
 
 
-def _report(examined: _Examined, twin: str | None) -> dict[str, Any]:
-    summary = summarise(examined.table, examined.claim, tokens=examined.tokens, twin=twin, **examined.fixed)
-    return {**summary, **examined.beside}
+def _summary(examined: _Examined, twin: str | None) -> Summary:
+    beside = Beside(promise=examined.promise, words=examined.words, twin=twin)
+    return summarise(
+        examined.table, examined.claim, **examined.beside["settings"], tokens=examined.tokens, beside=beside
+    )
 
 
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
@@ -253,7 +276,7 @@ def _format(run: RunDir, config: RunConfig) -> Format:
 
 def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
-    other, record = twin.load_config(), read_run(twin)
+    other = twin.load_config()
     if other.privacy.enabled:
         raise ConfigError(
             f"{twin.root}: was trained with differential privacy, so an attack that fails on it shows nothing about the "
@@ -271,20 +294,19 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     path = twin.audit_dir(False) / "audit.json"
     if not path.exists():
         raise ConfigError(f"{twin.root}: was not audited yet, so it controls nothing. Type: dpllm audit {twin.root}")
-    _check_weights(twin, record)
-    report = read_json(path)
-    controls = report.get("controls", {})
-    if report.get("weights") != checkpoint.weight_hashes(twin.export) or "positive" not in controls:
+    _check_weights(twin, read_run(twin))
+    report = read_audit(path)
+    if report.weights != checkpoint.weight_hashes(twin.export):
         raise ConfigError(f"{path}: is no audit of the weights of {twin.root}. Type: dpllm audit {twin.root}")
-    if controls["base_separates"] or (controls["words"] or {}).get("succeeds"):
+    controls = report.controls
+    if controls.base_separates or (controls.words and controls.words.succeeds):
         raise ConfigError(
             f"{path}: its own controls failed, so that the attack succeeds there shows nothing. Train another twin."
         )
     same = (config.data.train, config.data.train_split, config.data.revision)
     public = config.data.public and other.data.public
     public = public and same == (other.data.train, other.data.train_split, other.data.revision)
-    seen = controls["positive"]
-    return (f"{seen} of a run without privacy" if seen else ""), public
+    return (f"{controls.positive} of a run without privacy" if controls.positive else ""), public
 
 
 def _describe(plan: CanaryPlan) -> dict[str, Any]:

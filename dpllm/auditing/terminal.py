@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dpllm.auditing.record import AuditRecord, Discoverable, Generation, Summary
 from dpllm.auditing.summary import PRIMARY_ATTACK
 
 if TYPE_CHECKING:
@@ -22,46 +23,56 @@ FEW = "too few"
 NO_LIMIT = "no limit"
 
 
-def table(report: Json) -> Group:
+def table(report: Summary) -> Group:
     """A report for the terminal: the verdict, what was found for each group, and the controls."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    groups = sorted(report["exposure"], key=int)
+    groups = sorted(report.exposure, key=int)
     result = Table(
         "what was asked", *(_times(group) for group in groups), "if nothing is learned", "the claim allows, once"
     )
-    attacks = {str(one["group"]): report["attacks"] for one in report["attacks"].values()}
-    attacks |= {group: seen["attacks"] for group, seen in report["repeated"].items()}
+    primary = {group: seen[PRIMARY_ATTACK] for group, seen in report.by_group().items()}
+    beside = report if isinstance(report, AuditRecord) else None
 
     def row(name: str, found: Callable[[str], str], null: str, allowed: str = "") -> None:
         result.add_row(name, *(found(group) for group in groups), null, allowed)
 
     _bound(report, row)
-    limits = next((one["limits"] for one in report["attacks"].values()), None) if "1" in attacks else None
+    limits = next((one.limits for one in report.attacks.values()), None) if "1" in primary else None
     result.add_section()
     row(
         "told from those left out (AUC)",
-        lambda group: _interval(attacks[group][PRIMARY_ATTACK]["auc"], attacks[group][PRIMARY_ATTACK]["auc_interval"]),
+        lambda group: _interval(primary[group].auc, primary[group].auc_interval),
         "0.5",
-        f"{limits['auc']:.3f}" if limits else NO_LIMIT,
+        f"{limits.auc:.3f}" if limits else NO_LIMIT,
     )
-    for name, words, fpr in (("1_percent", "1 %", 0.01), ("0.1_percent", "0.1 %", 0.001)):
-        key = f"tpr_at_{name}_fpr"
-        if all(attacks[group][PRIMARY_ATTACK][key] is None for group in groups):
-            continue
+    if any(primary[group].tpr_at_1_percent_fpr is not None for group in groups):
         row(
-            f"caught at {words} false alarms",
-            lambda group, key=key: _rate(attacks[group][PRIMARY_ATTACK], key),  # type: ignore[misc]
-            f"{fpr:g}",
-            f"{limits[f'tpr_at_fpr_{fpr:g}']:.3f}" if limits else NO_LIMIT,
+            "caught at 1 % false alarms",
+            lambda group: _interval(primary[group].tpr_at_1_percent_fpr, primary[group].tpr_at_1_percent_fpr_interval),
+            "0.01",
+            f"{limits.tpr_at_fpr_0_01:.3f}" if limits else NO_LIMIT,
         )
-    if report.get("shadows"):
-        _shadows(report["shadows"], row)
-    _extraction(report, row, groups)
+    if any(primary[group].tpr_at_0_1_percent_fpr is not None for group in groups):
+        row(
+            "caught at 0.1 % false alarms",
+            lambda group: _interval(
+                primary[group].tpr_at_0_1_percent_fpr, primary[group].tpr_at_0_1_percent_fpr_interval
+            ),
+            "0.001",
+            f"{limits.tpr_at_fpr_0_001:.3f}" if limits else NO_LIMIT,
+        )
+    if beside and beside.shadows:
+        _shadows(beside.shadows, row)
+    _extraction(report, row)
+    if beside and beside.generation:
+        _beams(beside.generation, row, groups)
+    if report.sampling:
+        _samples(report.sampling, row, groups)
     return Group(
-        Text.assemble((f"Audit: {report['verdict']}", "bold"), "\n", report["verdict_reason"]),
+        Text.assemble((f"Audit: {report.verdict}", "bold"), "\n", report.verdict_reason),
         result,
         _controls(report, groups),
     )
@@ -78,89 +89,95 @@ def _shadows(shadows: Json, row: Callable[..., None]) -> None:
         row(f"{name} with {shadows['shadows']} shadows (AUC)", found, "0.5")
 
 
-def _controls(report: Json, groups: Sequence[str]) -> Table:
+def _controls(report: Summary, groups: Sequence[str]) -> Table:
     """What is one value for the whole audit."""
     from rich.table import Table
 
     result = Table(show_header=False)
-    others = {name: attack["auc"] for name, attack in report["attacks"].items() if name != PRIMARY_ATTACK}
-    shown = [f"{name} {value:.2f}" for name, value in others.items() if value is not None]
+    beside = report if isinstance(report, AuditRecord) else None
     if groups:
+        others = {name: attack.auc for name, attack in report.attacks.items() if name != PRIMARY_ATTACK}
+        shown = [f"{name} {value:.2f}" for name, value in others.items() if value is not None]
         result.add_row(f"other attacks, {_times(groups[0])} (AUC)", ", ".join(shown))
-    if report.get("shadows"):
-        many = report["shadows"]["many_runs"]
+    if beside and beside.shadows:
+        many = beside.shadows["many_runs"]
         value = (
             "too few runs" if many["value"] is None else f"{many['value']:.3g} (they could show {many['ceiling']:.3g})"
         )
         result.add_row("epsilon is at least, from many runs", value)
-    details = (report.get("generation") or {}).get("personal")
+    details = beside.generation.personal if beside and beside.generation else None
     if details:
-        own = {side: sum(seen[side]["own"] for seen in details.values()) for side in ("inserted", "base", "held_out")}
-        asked = {side: sum(seen[side]["prompts"] for seen in details.values()) for side in own}
-        counts = {side: f"{own[side]} of {asked[side]}" for side in own}
-        text = "{inserted} (base model {base}, left out {held_out})".format(**counts)
-        result.add_row("personal details that came out by name", text)
-    controls = report["controls"]
-    separates = "it separates: do not trust this audit" if controls["base_separates"] else "it does not separate"
+        inserted, base, held_out = (
+            f"{sum(one.own for one in side)} of {sum(one.prompts for one in side)}"
+            for side in zip(*((seen.inserted, seen.base, seen.held_out) for seen in details.values()), strict=True)
+        )
+        result.add_row("personal details that came out by name", f"{inserted} (base model {base}, left out {held_out})")
+    controls = report.controls
+    separates = "it separates: do not trust this audit" if controls.base_separates else "it does not separate"
     result.add_row("control: base model on the same canaries", separates)
-    if controls["words"]:
-        words_seen = _interval(controls["words"]["auc"], controls["words"]["interval"])
+    if controls.words:
+        words_seen = _interval(controls.words.auc, controls.words.interval)
         result.add_row("control: words alone, no model (AUC)", words_seen + "; 0.5 if nothing")
-    result.add_row("control: the attack works where it should", controls["positive"] or "seen nowhere")
-    if "audits_run" in report:
-        result.add_row("audits in this run directory so far", str(report["audits_run"]))
+    result.add_row("control: the attack works where it should", controls.positive or "seen nowhere")
+    if beside:
+        result.add_row("audits in this run directory so far", str(beside.audits_run))
     return result
 
 
-def _bound(report: Json, row: Callable[..., None]) -> None:
-    bound, claim = report["epsilon_lower_bound"], report["claim"]
+def _bound(report: Summary, row: Callable[..., None]) -> None:
+    bound, claim = report.epsilon_lower_bound, report.claim
 
     def found(group: str) -> str:
         if group == "1":
-            return f"{bound['value']:.3g} (a perfect attack: {bound['ceiling']:.3g})"
-        test = (report["repeated"].get(group) or {}).get("test")
-        return f"{test['value']:.3g} of {report['repeated'][group]['claim']['epsilon']:.3g} allowed" if test else "-"
+            return f"{bound.value:.3g} (a perfect attack: {bound.ceiling:.3g})"
+        seen = report.repeated.get(group)
+        return (
+            f"{seen.test.value:.3g} of {seen.claim.epsilon:.3g} allowed" if seen and seen.test and seen.claim else "-"
+        )
 
-    allowed = f"{claim['epsilon']:.3g}" if claim else NO_LIMIT
-    row(f"epsilon is at least ({100 * (1 - bound['alpha']):.4g}% sure)", found, "0", allowed)
+    allowed = f"{claim.epsilon:.3g}" if claim else NO_LIMIT
+    row(f"epsilon is at least ({100 * (1 - bound.alpha):.4g}% sure)", found, "0", allowed)
 
 
-def _extraction(report: Json, row: Callable[..., None], groups: Sequence[str]) -> None:
+def _extraction(report: Summary, row: Callable[..., None]) -> None:
     """What comes out of the model, beside what the base model and canaries that were left out give."""
-    exposure, counts = report["exposure"], report["extraction"]
+    exposure, counts = report.exposure, report.extraction
 
     def exposed(group: str) -> str:
-        return "-" if exposure[group]["mean"] is None else f"{exposure[group]['mean']:.2f}"
+        mean = exposure[group].mean
+        return "-" if mean is None else f"{mean:.2f}"
 
-    def controls(base: str, held_out: str) -> str:
-        return f"base model {base}, left out {held_out}"
-
-    null = max((seen["null_mean"] for seen in exposure.values()), default=0.0)
+    null = max((seen.null_mean or 0.0 for seen in exposure.values()), default=0.0)
     row("mean exposure (bits)", exposed, f"{null:.2f}")
-    total = {name: sum(count[name] for count in counts.values()) for name in ("base", "held_out_tuned")}
+    base, held_out = (sum(count.base for count in counts.values()), sum(c.held_out_tuned for c in counts.values()))
     row(
         "completed word for word",
-        lambda group: f"{counts[group]['tuned']} of {counts[group]['inserted']}",
-        controls(str(total["base"]), str(total["held_out_tuned"])),
+        lambda group: f"{counts[group].tuned} of {counts[group].inserted}",
+        _beside(str(base), str(held_out)),
     )
-    if report.get("generation"):
-        seen = report["generation"]["completion"]
-        beams = {
-            side: sum(seen[group]["beam"][side]["near_tokens"] for group in groups) for side in ("base", "held_out")
-        }
-        row(
-            "completed or nearly, by beam search",
-            lambda group: "{near_tokens} of {prompts}".format(**seen[group]["beam"]["inserted"]),
-            controls(str(beams["base"]), str(beams["held_out"])),
-        )
-    if report.get("sampling"):
-        needed = {group: report["sampling"][group]["all_tokens"]["median_attempts"] for group in groups}
-        smallest = needed[groups[0]] if groups else {"base": None, "held_out": None}
-        row(
-            "samples for an even chance of the secret",
-            lambda group: _attempts(needed[group]["inserted"]),
-            controls(_attempts(smallest["base"]), _attempts(smallest["held_out"])),
-        )
+
+
+def _beams(generation: Generation, row: Callable[..., None], groups: Sequence[str]) -> None:
+    found = {group: generation.completion[group].beam for group in groups}
+    base, held_out = (sum(getattr(seen, side).near_tokens for seen in found.values()) for side in ("base", "held_out"))
+    row(
+        "completed or nearly, by beam search",
+        lambda group: f"{found[group].inserted.near_tokens} of {found[group].inserted.prompts}",
+        _beside(str(base), str(held_out)),
+    )
+
+
+def _samples(sampling: Mapping[str, Discoverable], row: Callable[..., None], groups: Sequence[str]) -> None:
+    needed = {group: sampling[group].all_tokens.median_attempts for group in groups}
+    row(
+        "samples for an even chance of the secret",
+        lambda group: _attempts(needed[group].inserted),
+        _beside(*(_attempts(getattr(needed[groups[0]], side) if groups else None) for side in ("base", "held_out"))),
+    )
+
+
+def _beside(base: str, held_out: str) -> str:
+    return f"base model {base}, left out {held_out}"
 
 
 def _times(group: str) -> str:

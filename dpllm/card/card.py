@@ -15,6 +15,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
+from dpllm.auditing.record import read_audit
 from dpllm.card.claim import Json, statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, hashes, read_json, unknown, write_whole
@@ -159,9 +160,8 @@ def _read(run: RunDir) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
     if not config.privacy.enabled:
         return config, record, statement_of(config, None, record, None, None, {})
     folder = run.export / "audit"
-    audit, mechanism = (
-        read_json(path) if path.exists() else None for path in (folder / "audit.json", folder / "mechanism.json")
-    )
+    audit = read_audit(folder / "audit.json") if (folder / "audit.json").exists() else None
+    mechanism = read_json(folder / "mechanism.json") if (folder / "mechanism.json").exists() else None
     return config, record, statement_of(config, read_plan(run), record, audit, mechanism, {})
 
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from dpllm.auditing.rates import gaussian_epsilon
+from dpllm.auditing.record import AuditRecord, Canaries
 from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
@@ -34,7 +35,7 @@ def statement_of(
     config: RunConfig,
     plan: PlanRecord | None,
     record: RunRecord,
-    audit: Json | None,
+    audit: AuditRecord | None,
     mechanism: Json | None = None,
     files: Mapping[str, str] | None = None,
 ) -> PrivacyRecord:
@@ -93,7 +94,11 @@ def statement_of(
 
 
 def why_not(
-    config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: Json | None, mechanism: Json | None = None
+    config: RunConfig,
+    plan: PlanRecord | None,
+    record: RunRecord,
+    audit: AuditRecord | None,
+    mechanism: Json | None = None,
 ) -> str | None:
     """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
     if not config.privacy.enabled or plan is None:
@@ -111,18 +116,17 @@ def why_not(
     return None
 
 
-def _finding(audit: Json, epsilon: float) -> str:
-    found = audit["epsilon_lower_bound"]
-    if found["value"] is None or found["value"] <= epsilon:
-        return str(audit["verdict_reason"])
-    sure, at_least = formatting.percent(1 - found["alpha"]), formatting.measured(found["value"])
+def _finding(audit: AuditRecord, epsilon: float) -> str:
+    found = audit.epsilon_lower_bound
+    if found.value <= epsilon:
+        return audit.verdict_reason
+    sure, at_least = formatting.percent(1 - found.alpha), formatting.measured(found.value)
     return f"epsilon is at least {at_least} with {sure} confidence, and the run was planned for {formatting.bound(epsilon)}"
 
 
-def contradicts(audit: Json, epsilon: float) -> bool:
+def contradicts(audit: AuditRecord, epsilon: float) -> bool:
     """Whether an audit found more leakage than epsilon allows."""
-    found = audit["epsilon_lower_bound"]["value"]
-    return audit["verdict"] == "falsified" or (found is not None and found > epsilon)
+    return audit.verdict == "falsified" or audit.epsilon_lower_bound.value > epsilon
 
 
 def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
@@ -159,16 +163,15 @@ def _check_one_run(config: RunConfig, plan: PlanRecord | None, record: RunRecord
         )
 
 
-def check_audit(plan: PlanRecord | None, record: RunRecord, audit: Json) -> None:
+def check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord) -> None:
     """Makes sure that an audit is about the weights and the canaries of this run.
 
     Raises:
         ConfigError: It names no weights or others than those of the record, or other canaries than those that the
             Plan committed to before training.
     """
-    weights: Mapping[str, str] = audit["weights"]
-    strangers = sorted(name for name, digest in weights.items() if record.artifacts.get(name) != digest)
-    if strangers or not weights:
+    strangers = sorted(name for name, digest in audit.weights.items() if record.artifacts.get(name) != digest)
+    if strangers or not audit.weights:
         which = ", ".join(strangers) or "no weights at all"
         raise ConfigError(
             f"audit.json belongs to other weights ({which}), so its figures say nothing about these. "
@@ -176,17 +179,17 @@ def check_audit(plan: PlanRecord | None, record: RunRecord, audit: Json) -> None
         )
     if plan is None:
         return
-    if plan.canary_commitment != audit["canaries"]["commitment"]:
+    if plan.canary_commitment != audit.canaries.commitment:
         raise ConfigError(
             "audit.json is about other canaries than those fixed before training (the commitments differ), so it could "
             "have been chosen to look well. Run dpllm audit again with the canaries of this run."
         )
-    if audit.get("settings") != (plan.audit.to_json() if plan.audit else None):
+    if audit.settings.to_json() != (plan.audit.to_json() if plan.audit else None):
         raise ConfigError(
             "audit.json was made with another alpha or other numbers of guesses than plan.json fixed before training, so they "
             "could have been chosen to look well. Run dpllm audit again."
         )
-    if any(audit["claim"].get(name) != getattr(plan, name) for name in ("epsilon", "delta", "unit")):
+    if any(getattr(audit.claim, name, None) != getattr(plan, name) for name in ("epsilon", "delta", "unit")):
         raise ConfigError(
             "audit.json tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. "
             "Run dpllm audit again."
@@ -279,7 +282,7 @@ def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) 
     return lines.strip().splitlines()
 
 
-def audit_part(audit: Json, terms: Terms | None) -> Audit:
+def audit_part(audit: AuditRecord, terms: Terms | None) -> Audit:
     """What the statement holds of an audit: everything that the card shows.
 
     Args:
@@ -288,30 +291,31 @@ def audit_part(audit: Json, terms: Terms | None) -> Audit:
     """
     whole = None if terms is None or terms.limits is None else terms.limits.to_json()
 
-    def limits(attack: Json) -> Json | None:
-        if terms is None:
-            return None
-        return dict(Claim(terms.epsilon, terms.delta, terms.unit).limits(int(attack["group"]), whole))
+    def limits(group: int) -> Json | None:
+        return None if terms is None else Claim(terms.epsilon, terms.delta, terms.unit).limits(group, whole)
 
-    bound, controls, canaries = audit["epsilon_lower_bound"], audit["controls"], audit["canaries"]
-    words_control = controls["words"]
+    words_control, canaries = audit.controls.words, audit.canaries
     return Audit.pick(
-        audit,
-        epsilon_lower_bound=privacy_record.Bound.pick(bound),
-        attacks={name: privacy_record.Attack.pick(one, limits=limits(one)) for name, one in audit["attacks"].items()},
-        exposure={group: privacy_record.Exposure.pick(seen) for group, seen in audit["exposure"].items()},
-        extraction={group: privacy_record.Extraction.pick(got) for group, got in audit["extraction"].items()},
+        audit.to_json(),
+        epsilon_lower_bound=privacy_record.Bound.pick(audit.epsilon_lower_bound.to_json()),
+        attacks={
+            name: privacy_record.Attack.pick(one.to_json(), limits=limits(one.group))
+            for name, one in audit.attacks.items()
+        },
+        exposure={group: privacy_record.Exposure.pick(seen.to_json()) for group, seen in audit.exposure.items()},
+        extraction=audit.extraction,
         controls=privacy_record.Controls.pick(
-            controls, words=privacy_record.WordsControl.pick(words_control) if words_control else None
+            audit.controls.to_json(),
+            words=privacy_record.WordsControl.pick(words_control.to_json()) if words_control else None,
         ),
-        canaries=privacy_record.Canaries.pick(canaries, secrets=_secrets(canaries)),
-        commitment=canaries["commitment"],
+        canaries=privacy_record.Canaries.pick(canaries.to_json(), secrets=_secrets(canaries)),
+        commitment=canaries.commitment,
     )
 
 
-def _secrets(canaries: Json) -> str:
+def _secrets(canaries: Canaries) -> str:
     """What the canaries of an audit hide, in words."""
-    settings = canaries["settings"]
+    settings = canaries.settings
     return {  # rare_tokens and synthetic: of earlier audits
         "digits": f"random secrets of {settings.get('digits')} digits",
         "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
@@ -319,7 +323,7 @@ def _secrets(canaries: Json) -> str:
         "new_tokens": "secrets of tokens that no text has",
         "synthetic": f"secrets of {settings.get('tokens')} tokens that the base model made up",
         "pii": "invented personal details",
-    }[canaries["kind"]]
+    }[canaries.kind]
 
 
 def _plain(value: object) -> bool:

@@ -158,7 +158,7 @@ def _run(known: argparse.Namespace, path: Path) -> int:
         may_train(run, run.load_config())
         shadows = partial(audit_shadows, num_shadows=known.shadows, console=Console(stderr=True))
     report = audits.audit(run, twin=twin, shadows=shadows, generate=not known.scores_only)
-    return _show(known, report, terminal.table(report), f"Written to {run.audit_dir(report['published'])}")
+    return _show(known, report.to_json(), terminal.table(report), f"Written to {run.audit_dir(report.published)}")
 
 
 def _elsewhere(known: argparse.Namespace, path: Path) -> int:
@@ -169,10 +169,11 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
     unit = known.unit or "example"
     if known.canaries:
         claim = outside.outside_claim(known.epsilon, known.delta, unit)
-        report = outside.audit_outside_canaries(
+        audited = outside.audit_outside_canaries(
             path, Path(known.canaries), base=known.base, claim=claim, fmt=known.format or "text"
         )
-        table: RenderableType = terminal.table(report)
+        table: RenderableType = terminal.table(audited)
+        report = audited.to_json()
     else:
         if not known.members or not known.non_members:
             raise ConfigError(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dpllm.auditing.record import AuditRecord, read_audit
 from dpllm.card.claim import Json, check_audit, why_not
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
@@ -56,7 +57,7 @@ class Side:
     evaluation: Json
     held_out: Json | None
     tasks: Json | None
-    audit: Json | None
+    audit: AuditRecord | None
     left_out: tuple[str, ...]
 
     @property
@@ -136,7 +137,7 @@ def _side(
         left_out.append(f"{name}: the audit, because it {unprotected}.")
     elif config.audit.canaries is not None:
         audit = _audit(run, config, plan, record)
-        if public and not (open_data or audit.get("published", True)):
+        if public and not (open_data or audit.published):
             raise ConfigError(
                 f"{run.export}: holds an audit that says it may not be published, so the directory was changed by hand. Run "
                 f"dpllm audit {run.root} again."
@@ -156,11 +157,11 @@ def _side(
     return Side(name, run, config, record, plan, reason, evaluation, held_out, tasks, audit, tuple(left_out))
 
 
-def _audit(run: RunDir, config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> Json:
+def _audit(run: RunDir, config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> AuditRecord:
     path = run.audit_dir(config.privacy.enabled) / "audit.json"
     if not path.exists():
         raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
-    audit = read_json(path)
+    audit = read_audit(path)
     check_audit(plan, record, audit)
     return audit
 

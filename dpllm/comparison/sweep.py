@@ -32,6 +32,8 @@ from dpllm.statement.run_files import read_status
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dpllm.auditing.record import AuditRecord
+
 STATE = "sweep.json"
 """In the sweep's directory: what was asked for, and the name of its tuning group; public values only."""
 EXAMPLE = "--privacy.epsilon 1,3,8,inf"
@@ -366,19 +368,20 @@ def _audit(points: Sequence[Point], console: Console) -> list[str]:
     for point in sorted(points, key=lambda point: -point.epsilon):  # the twin first
         if point.config.audit.canaries is not None:
             report = _audit_one(point, twin if point.config.privacy.enabled else None)
-            console.print(f"[bold]{point.name}[/] audited: {report['verdict']}")
-            if report["verdict"] == "falsified":
-                contradictions.append(f"{point.name}: {report['verdict_reason']}")
+            console.print(f"[bold]{point.name}[/] audited: {report.verdict}")
+            if report.verdict == "falsified":
+                contradictions.append(f"{point.name}: {report.verdict_reason}")
         write_card(point.run)
     return contradictions
 
 
-def _audit_one(point: Point, twin: RunDir | None) -> dict[str, Any]:
+def _audit_one(point: Point, twin: RunDir | None) -> AuditRecord:
+    from dpllm.auditing.record import read_audit
     from dpllm.auditing.run import audit
 
     path = point.run.audit_dir(point.config.privacy.enabled) / "audit.json"
     if path.exists():  # of an earlier start; another audit would count as one more
-        return read_json(path)
+        return read_audit(path)
     with contextlib.suppress(ConfigError):  # a twin whose own controls failed shows nothing
         if twin is not None:
             return audit(point.run, twin=twin)

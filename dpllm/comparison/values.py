@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpllm.auditing.attacks import ATTACKS
+from dpllm.auditing.record import AuditRecord
 from dpllm.auditing.summary import PRIMARY_ATTACK
 from dpllm.card.claim import Json, stated_epsilon
 from dpllm.comparison.compared_runs import Side
@@ -116,20 +117,20 @@ def _exp(value: float) -> float | None:
     return math.exp(value) if value < 700 else None
 
 
-def _leakage(audit: Json) -> Json:
-    attacks = {name: audit["attacks"].get(name) for name in (PRIMARY_ATTACK, *ATTACKS)}  # the one that counts first
+def _leakage(audit: AuditRecord) -> Json:
+    attacks = {name: audit.attacks.get(name) for name in (PRIMARY_ATTACK, *ATTACKS)}  # the one that counts first
     return {
-        "verdict": audit["verdict"],
-        "epsilon_lower_bound": {key: audit["epsilon_lower_bound"][key] for key in BOUND},
-        "attacks": {name: {key: seen.get(key) for key in ATTACK} for name, seen in attacks.items() if seen},
-        "exposure": {group: {key: seen[key] for key in EXPOSURE} for group, seen in audit["exposure"].items()},
+        "verdict": audit.verdict,
+        "epsilon_lower_bound": {key: getattr(audit.epsilon_lower_bound, key) for key in BOUND},
+        "attacks": {name: {key: getattr(seen, key) for key in ATTACK} for name, seen in attacks.items() if seen},
+        "exposure": {group: {key: getattr(seen, key) for key in EXPOSURE} for group, seen in audit.exposure.items()},
         "extraction": {
             group: {
-                **{key: seen[key] for key in EXTRACTION},
-                "share": seen["tuned"] / seen["inserted"] if seen["inserted"] else None,
-                "interval": share(seen["tuned"], seen["inserted"]),
+                **{key: getattr(seen, key) for key in EXTRACTION},
+                "share": seen.tuned / seen.inserted if seen.inserted else None,
+                "interval": share(seen.tuned, seen.inserted),
             }
-            for group, seen in audit["extraction"].items()
+            for group, seen in audit.extraction.items()
         },
     }
 

@@ -19,7 +19,8 @@ from scipy import stats
 from dpllm.auditing import attacks
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import epsilon_lower_bound
-from dpllm.auditing.summary import summarise
+from dpllm.auditing.record import Bound, Summary
+from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
@@ -151,42 +152,45 @@ def _check(path: Path, found: Manifest) -> None:
 
 def summarise_manifest(
     rows: Sequence[CanaryScores], tokens: TokenTable, planned: Manifest, claim: Claim | None, settings: AuditConfig
-) -> dict[str, Any]:
+) -> Summary:
     """What ``dpllm.auditing.summary.summarise`` concludes, from the scores of a manifest's canaries and a stranger's claim.
 
     Without references the canaries that were left out are ranked among; without independent coins the bound is 0, for want of
     a theorem, and the verdict inconclusive or no_claim.
     """
-    chosen: dict[str, Any] = {**settings.fixed(), "tokens": tokens, "words": words_control(planned.canaries)}
+    beside = Beside(words=words_control(planned.canaries))
+    chosen: dict[str, Any] = {**settings.fixed(), "tokens": tokens, "beside": beside}
     report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
     if planned.independent_coins:
         return report
-    nothing = epsilon_lower_bound([], [], delta=report["epsilon_lower_bound"]["delta"], **settings.fixed())
+    nothing = epsilon_lower_bound([], [], delta=report.epsilon_lower_bound.delta, **settings.fixed())
     method = "none: the canaries were not planted by independent fair coins"
-    shift = report["controls"]["base_separates"] or bool((report["controls"]["words"] or {}).get("succeeds"))
-    return {
-        **report,
-        "epsilon_lower_bound": {**asdict(nothing), "guesses": [], "guesses_in": [], "method": method},
-        "repeated": {group: {**seen, "test": None} for group, seen in report["repeated"].items()},
-        "verdict": "inconclusive" if report["claim"] else "no_claim",
+    shift = report.controls.base_separates or bool(report.controls.words and report.controls.words.succeeds)
+    changes = {
+        "epsilon_lower_bound": Bound.pick({**asdict(nothing), "guesses": [], "guesses_in": []}, method=method),
+        "repeated": {group: seen.model_copy(update={"test": None}) for group, seen in report.repeated.items()},
+        "verdict": "inconclusive" if report.claim else "no_claim",
         "verdict_reason": _NO_COINS + (_SHIFT if shift else ""),
     }
+    return report.model_copy(update=changes)
 
 
-def _without_references(rows: Sequence[CanaryScores], claim: Claim | None, chosen: dict[str, Any]) -> dict[str, Any]:
+def _without_references(rows: Sequence[CanaryScores], claim: Claim | None, chosen: dict[str, Any]) -> Summary:
     """Canaries that were left out stand in for references wherever scores are ranked; the test needs their coins instead.
 
     So the report is made of two: in one they are references and have no coins, in the other, of which only what rests on
     coins is taken, they are both.
     """
-    chosen = {**chosen, "slope": attacks.slope(rows)}
+    chosen = {**chosen, "beside": replace(chosen["beside"], slope=attacks.slope(rows))}
     stand_ins = [replace(row, group=0, inserted=None) for row in rows if not row.inserted]
     ranked = summarise([*(row for row in rows if row.inserted), *stand_ins], claim, **chosen)
-    report = summarise([*rows, *stand_ins], claim, **chosen)
-    report |= {name: ranked[name] for name in ("attacks", "exposure", "sampling")}
-    for group, seen in ranked["repeated"].items():
-        report["repeated"][group]["attacks"] = seen["attacks"]
-    report["controls"]["positive"] = ranked["controls"]["positive"]
-    if report["verdict"] == "consistent" and ranked["controls"]["positive"] is None:
-        report |= {"verdict": "inconclusive", "verdict_reason": _NOT_SEEN}
-    return report
+    tested = summarise([*rows, *stand_ins], claim, **chosen)
+    changes: dict[str, Any] = {name: getattr(ranked, name) for name in ("attacks", "exposure", "sampling")}
+    changes["repeated"] = {
+        group: seen.model_copy(update={"attacks": ranked.repeated[group].attacks}) if group in ranked.repeated else seen
+        for group, seen in tested.repeated.items()
+    }
+    changes["controls"] = tested.controls.model_copy(update={"positive": ranked.controls.positive})
+    if tested.verdict == "consistent" and ranked.controls.positive is None:
+        changes |= {"verdict": "inconclusive", "verdict_reason": _NOT_SEEN}
+    return tested.model_copy(update=changes)

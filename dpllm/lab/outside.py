@@ -19,6 +19,7 @@ from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
 from dpllm.auditing.members import audit_members
+from dpllm.auditing.record import Summary
 from dpllm.auditing.scores import score_encoded
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries.canaries import Canary, count_groups, encode_secret
@@ -45,6 +46,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers")
 
 
+class OutsideAudit(Summary):
+    """What canaries show of a model that was trained elsewhere."""
+
+    model: dict[str, Any]
+    canaries: dict[str, Any]
+    assumed: tuple[str, ...]
+
+
 def outside_claim(epsilon: float | None, delta: float | None, unit: str = "example") -> Claim | None:
     """The claim that somebody else makes for the model, epsilon > 0 and delta in [0, 1); None without one.
 
@@ -65,7 +74,7 @@ def outside_claim(epsilon: float | None, delta: float | None, unit: str = "examp
 
 def audit_outside_canaries(
     path: Path, manifest: Path, *, base: str | None = None, claim: Claim | None = None, fmt: Format = "text"
-) -> dict[str, Any]:
+) -> OutsideAudit:
     """Looks for canaries in a model that was trained elsewhere.
 
     Guarantee:
@@ -88,19 +97,20 @@ def audit_outside_canaries(
     models, described = load_outside(path, base)
     everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
     rows, tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])
-    return {
-        # Nobody fixed alpha and the numbers of guesses before the training; so nobody chooses them now.
-        **summarise_manifest(rows, tokens, planned, claim, AuditConfig()),
-        "model": described,
-        "canaries": {
+    # Nobody fixed alpha and the numbers of guesses before the training; so nobody chooses them now.
+    report = summarise_manifest(rows, tokens, planned, claim, AuditConfig())
+    return OutsideAudit.pick(
+        report.to_json(),
+        model=described,
+        canaries={
             "groups": count_groups(planned.canaries),
             "references": len(planned.references),
             "coins": planned.coins,
             "commitment": planned.commitment,
             "log2_secrets": planned.log2_secrets,
         },
-        "assumed": list(ASSUMED_CANARIES),
-    }
+        assumed=list(ASSUMED_CANARIES),
+    )
 
 
 def audit_outside_members(

@@ -6,5 +6,6 @@ format, and calls of trackers. Must not know a row, a canary or a gradient; un-n
 """
 
 from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit
+from dpllm.telemetry.metrics import AuditFigures
 
-__all__ = ["EpsilonSpent", "Telemetry", "publish_audit"]
+__all__ = ["AuditFigures", "EpsilonSpent", "Telemetry", "publish_audit"]

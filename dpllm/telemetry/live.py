@@ -25,7 +25,7 @@ from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.run_files import read_plan
 from dpllm.telemetry import metrics
-from dpllm.telemetry.metrics import INTERVAL, Families, RunValues
+from dpllm.telemetry.metrics import INTERVAL, AuditFigures, Families, RunValues
 
 INTERVAL_SECONDS = 5.0
 """At most so often is a file written: a node exporter reads every 15 seconds or so."""
@@ -198,12 +198,12 @@ def _about(config: RunConfig, run: RunPaths, values: RunValues) -> dict[str, Val
     }
 
 
-def publish_audit(run: RunPaths, config: RunConfig, primary_attack: str) -> None:
+def publish_audit(run: RunPaths, config: RunConfig, audited: AuditFigures | None) -> None:
     """Writes a run's file, if its recipe has one, with what the audit published; a failure is told, and ends nothing."""
     if not config.telemetry.textfile:
         return
     try:
-        values = metrics.of_record(run, config, primary_attack=primary_attack)
+        values = metrics.of_record(run, config, audited=audited)
         metrics.write(metrics.run_file(Path(config.telemetry.textfile), values.model), metrics.run_families(values))
     except (OSError, DpllmError) as error:
         _tell(error)

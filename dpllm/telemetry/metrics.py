@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dpllm.errors import Refused
-from dpllm.files import RunPaths, read_json
+from dpllm.files import RunPaths
 from dpllm.ledger import Ledger
 from dpllm.ledger.values import State
 from dpllm.privacy import accounting
@@ -44,6 +44,17 @@ Json = dict[str, Any]
 
 def _gauge(name: str, meaning: str, default: float | None = None) -> Any:
     return field(default=default, metadata={"gauge": (name, meaning)})
+
+
+@dataclass(frozen=True)
+class AuditFigures:
+    """What a published audit found, as ``RunValues`` has it."""
+
+    auc: float | None
+    auc_lower: float | None
+    auc_upper: float | None
+    auc_allowed: float | None
+    epsilon_lower_bound: float | None
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ def run_families(run: RunValues) -> list[Metric]:
 
 
 def of_record(
-    run: RunPaths, config: RunConfig, *, promised: bool | None = None, primary_attack: str | None = None
+    run: RunPaths, config: RunConfig, *, promised: bool | None = None, audited: AuditFigures | None = None
 ) -> RunValues:
     """The metrics of a run by its record, with one attack of the published audit if it is named.
 
@@ -157,7 +168,7 @@ def of_record(
         steps_planned=record.steps_planned,
         noise_multiplier=plan.noise_multiplier if plan else None,
         accuracy_delta=after - before if shown and before is not None and after is not None else None,
-        **(_audited(run, primary_attack) if primary_attack else {}),
+        **(asdict(audited) if audited else {}),
         **(_last_step(run, clips=plan is not None) if config.telemetry.private_metrics else {}),
     )
     if plan is None or not promised:
@@ -189,23 +200,6 @@ def _consumed(plan: PlanRecord, record: RunRecord) -> float:
         return plan.epsilon
     event = {**plan.event, "count": record.steps_taken}
     return min(plan.epsilon, accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=INTERVAL))
-
-
-def _audited(run: RunPaths, primary_attack: str) -> Json:
-    """The audit in export/, if it is there; one in private/ is not for metrics."""
-    path = run.export / "audit" / "audit.json"
-    if not path.exists():
-        return {}
-    report = read_json(path)
-    attack = report["attacks"].get(primary_attack) or {}
-    lower, upper = attack.get("auc_interval") or (None, None)
-    return {
-        "auc": attack.get("auc"),
-        "auc_lower": lower,
-        "auc_upper": upper,
-        "auc_allowed": (attack.get("limits") or {}).get("auc"),
-        "epsilon_lower_bound": report["epsilon_lower_bound"]["value"],
-    }
 
 
 def _last_step(run: RunPaths, *, clips: bool) -> Json:

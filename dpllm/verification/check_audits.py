@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from typing import Any
 from dpllm.auditing import mechanism_report
 from dpllm.auditing.bounds import OneRunBound, epsilon_from_guesses, one_run_ceiling
 from dpllm.auditing.mechanism_report import MechanismReport, Pair, ReleaseTest
-from dpllm.auditing.summary import SCHEMA_VERSION, Claim, summarise
+from dpllm.auditing.record import AuditRecord, Summary, parse_audit
+from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores, sum_up
+from dpllm.auditing.verdict import Claim
 from dpllm.card import claim
-from dpllm.errors import DpllmError
+from dpllm.errors import ConfigError, DpllmError
 from dpllm.privacy import events
 from dpllm.statement.fields import Terms
-from dpllm.statement.privacy_record import Audit, PrivacyRecord
+from dpllm.statement.privacy_record import Audit, CanaryGroup, PrivacyRecord
 from dpllm.verification import costs
 from dpllm.verification.values import (
     TOLERANCE,
@@ -42,10 +44,6 @@ from dpllm.verification.values import (
 )
 
 MOST_ROWS, MOST_TOKENS, MOST_TABLE = 200_000, 10_000_000, 2**24
-BESIDE = {"audits_run", "canaries", "generation", "published", "settings", "shadows", "weights"}
-"""What audit.json holds beside its statistics."""
-EARLIER, RETIRED = (1, 2), {"estimates", "exposure_tail"}
-"""Versions of audit.json that held these beside its statistics; nothing rested on them, and they are computed no more."""
 _ID = re.compile(r"[cr]\d{5,9}")
 _AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the whole
@@ -53,64 +51,72 @@ _SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the 
 
 def check(found: Published) -> Iterator[Check]:
     """The audit of the weights."""
-    folder, record = found.directory / "audit", found.record
+    folder, stated = found.directory / "audit", found.record
     files = sorted(name for name in found.hashes if name.startswith("audit/") and name != "audit/mechanism.json")
-    if record.audit is None:
+    if stated.audit is None:
         if files:
             raise Wrong(f"{listed(files)} lie in export/, and the card names no audit. Write it again: dpllm card RUN.")
         yield asserted("audit", "none of these weights is published.")
         return
-    report = read_object(folder / "audit.json", MOST_TABLE)
-    if record.terms is None:
+    if stated.terms is None:
         raise Wrong(
             "an audit of a run without differential privacy is private, and lies in export/. Delete export/audit."
         )
-    yield _belongs(found, record.terms, report)
-    yield _in_block(record, record.audit, report)
+    report = published_audit(folder)
+    yield _belongs(found, stated.terms, report)
+    yield _in_block(stated, stated.audit, report)
     table, tokens = _tables(folder)
-    yield _rows(record.terms, table, tokens, report)
-    yield _statistics(record.terms, report, table, tokens)
-    left = [name for name in ("estimates", "exposure_tail", "generation", "shadows") if report.get(name)]
-    if (report.get("controls") or {}).get("words"):
+    yield _rows(stated.terms, table, tokens, report)
+    yield _statistics(stated.terms, report, table, tokens)
+    left = [name for name in ("estimates", "exposure_tail", "generation", "shadows") if getattr(report, name)]
+    if report.controls.words:
         left.append("the control by words")
-    if (report.get("controls") or {}).get("twin"):
+    if report.controls.twin:
         left.append("the twin on which the attack is said to work")
     left.append("alpha and the numbers of guesses, which training fixed")
     yield asserted(
         "audit: what needs the models",
-        f"that these scores are those of these weights, that the coins were fair, that there were {report.get('audits_run')} "
+        f"that these scores are those of these weights, that the coins were fair, that there were {report.audits_run} "
         f"audits{'' if not left else ', and ' + ', '.join(left)}. Whoever has the weights and the canaries can score them again.",
     )
 
 
-def _belongs(found: Published, terms: Terms, report: Json) -> Check:
+def published_audit(folder: Path) -> AuditRecord:
+    """audit.json of a folder; ``Wrong`` says which field is damaged."""
+    try:
+        return parse_audit(read_object(folder / "audit.json", MOST_TABLE), "audit.json")
+    except ConfigError as error:
+        raise Wrong(str(error)) from None
+
+
+def _belongs(found: Published, terms: Terms, report: AuditRecord) -> Check:
     """Weights, canaries and claim are those of the block."""
     weights = {name: value for name, value in found.hashes.items() if name.endswith(".safetensors")}
     merged = found.record.merged_from
     if merged:
         weights = {name: value for name, value in merged.files.items() if name.endswith(".safetensors")}
-    if not weights or report.get("weights") != weights:
+    if not weights or report.weights != weights:
         raise Wrong(f"audit.json is about other weights than these. {_AUDIT_AGAIN}")
-    tested = report.get("claim") or {}
-    same = (tested.get("delta"), tested.get("unit")) == (terms.delta, terms.unit)
-    if not same or not close(tested.get("epsilon"), terms.epsilon):
+    tested = report.claim
+    same = tested is not None and (tested.delta, tested.unit) == (terms.delta, terms.unit)
+    if tested is None or not same or not close(tested.epsilon, terms.epsilon):
         raise Wrong(f"audit.json tested another epsilon, delta or unit than the card states. {_AUDIT_AGAIN}")
-    if report.get("published") is not True:
+    if not report.published:
         raise Wrong("audit.json tells of other, private runs and was not to be published. Delete it, and audit again.")
     if merged:
         return asserted("audit: weights", "it is about the adapter; that it was merged into these weights is asserted.")
     return verified("audit: weights", f"it is about {listed(sorted(weights))} and about the epsilon that is stated.")
 
 
-def _in_block(record: PrivacyRecord, part: Audit, report: Json) -> Check:
+def _in_block(block: PrivacyRecord, part: Audit, report: AuditRecord) -> Check:
     """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
-    expected = claim.audit_part(report, record.terms if record.guarantee else None)
+    expected = claim.audit_part(report, block.terms if block.guarantee else None)
     wrong = list(differences(part.to_json(), expected.to_json()))
     if wrong:
         raise Wrong(
             f"audit.{listed(wrong)} of privacy.json is not what audit.json says. Write the card again: dpllm card RUN."
         )
-    if record.guarantee and claim.contradicts(report, record.epsilon):
+    if block.guarantee and claim.contradicts(report, block.epsilon):
         raise Wrong(
             "the audit contradicts the epsilon that is stated as a guarantee. There is none: do not rely on it."
         )
@@ -163,7 +169,7 @@ def _only_numbers(path: Path, *, coins: bool) -> None:
         raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
 
 
-def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: Json) -> Check:
+def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
     """Scores, tokens and the numbers of canaries speak of the same canaries."""
     rows = {row.canary_id: row for row in table}
     values = [value for row in table for value in (row.tuned_log_prob, row.base_log_prob)]
@@ -176,13 +182,12 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     groups = by_group(table)
     references = len(groups.pop(0, []))
     counted = {
-        str(group): {"candidates": len(of_group), "inserted": sum(bool(row.inserted) for row in of_group)}
+        str(group): CanaryGroup(candidates=len(of_group), inserted=sum(bool(row.inserted) for row in of_group))
         for group, of_group in groups.items()
     }
-    canaries = report["canaries"]
-    planned = {str(group): number for group, number in canaries["settings"]["groups"].items()}
-    sizes = {group: counts["candidates"] for group, counts in counted.items()}
-    if (canaries["groups"], canaries["references"]) != (counted, references) or planned != sizes:
+    canaries = report.canaries
+    sizes = {group: counts.candidates for group, counts in counted.items()}
+    if (canaries.groups, canaries.references) != (counted, references) or canaries.settings["groups"] != sizes:
         raise Wrong(f"its table holds other canaries than audit.json counts. {_AUDIT_AGAIN}")
     row_by_row = terms.unit == "example" or terms.sampling.of == "example"
     slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())
@@ -202,45 +207,43 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
 
 
-def _statistics(terms: Terms, report: Json, table: tuple[CanaryScores, ...], tokens: TokenTable) -> Check:
+def _statistics(terms: Terms, report: AuditRecord, table: tuple[CanaryScores, ...], tokens: TokenTable) -> Check:
     """Everything that the summary of an audit says, computed again from the tables."""
     costs.bounded(terms.event)
     stated_terms = terms.to_json()
     promise = {key: stated_terms[key] for key in ("event", "neighbouring_relation", "limits") if key in stated_terms}
-    canaries, controls, version = report["canaries"], report["controls"], report.get("schema_version")
-    if canaries["kind"] == "digits" and not close(
-        canaries["log2_secrets"], canaries["settings"]["digits"] * math.log2(10), 1e-9
+    canaries, controls = report.canaries, report.controls
+    if canaries.kind == "digits" and not close(
+        canaries.log2_secrets, canaries.settings["digits"] * math.log2(10), 1e-9
     ):
         raise Wrong(f"audit.json counts other secrets than its digits allow. {_AUDIT_AGAIN}")
     fixed = {
-        "claim": report["claim"],
-        "settings": report["settings"],
-        "promise": promise,
-        "words": controls["words"],
-        "twin": controls["twin"],
-        # The version is compared too: one that is not known is not the newest.
-        "version": version if version in EARLIER else SCHEMA_VERSION,
+        "claim": asdict(report.claim) if report.claim else None,
+        "settings": report.settings.to_json(),
+        "beside": {
+            "promise": promise,
+            "words": controls.words.to_json() if controls.words else None,
+            "twin": controls.twin,
+            "version": report.schema_version,
+        },
     }
     fresh = _summary(table, tokens, json.dumps(fixed, sort_keys=True))
-    stated = {name: report.get(name) for name in fresh}
-    beside = BESIDE | (RETIRED if version in EARLIER else set())
-    wrong = list(differences(stated, fresh, tolerance=costs.MAGNIFIED)) + sorted(report.keys() - fresh.keys() - beside)
-    if wrong:
+    stated = {name: value for name, value in report.to_json().items() if name in Summary.model_fields}
+    if wrong := list(differences(stated, fresh.to_json(), tolerance=costs.MAGNIFIED)):
         raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
-    bound = fresh["epsilon_lower_bound"]
+    bound = fresh.epsilon_lower_bound
     return verified(
         "audit: statistics",
-        f"{len(fresh)} parts of audit.json follow from the scores; verdict {fresh['verdict']}, lower bound {bound['value']:.3g}, "
-        f"of at most {bound['ceiling']:.3g}.",
+        f"{len(stated)} parts of audit.json follow from the scores; verdict {fresh.verdict}, lower bound {bound.value:.3g}, "
+        f"of at most {bound.ceiling:.3g}.",
     )
 
 
 @lru_cache(maxsize=8)
-def _summary(table: tuple[CanaryScores, ...], tokens: TokenTable, fixed: str) -> Json:
+def _summary(table: tuple[CanaryScores, ...], tokens: TokenTable, fixed: str) -> Summary:
     given: dict[str, Any] = json.loads(fixed)
-    tested, settings = Claim(**given.pop("claim")), given.pop("settings")
-    fresh = summarise(table, tested, tokens=tokens, **given, **settings)
-    return dict(json.loads(json.dumps(fresh)))
+    claimed, beside = Claim(**given["claim"]), Beside(**given["beside"])
+    return summarise(table, claimed, tokens=tokens, beside=beside, **given["settings"])
 
 
 def check_mechanism(found: Published) -> Iterator[Check]:

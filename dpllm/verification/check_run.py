@@ -15,6 +15,7 @@ from dpllm.card import claim
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import Audit
 from dpllm.statement.run_files import RunRecord, read_plan, read_run
+from dpllm.verification import check_audits
 from dpllm.verification.values import (
     Check,
     Published,
@@ -71,10 +72,9 @@ def _block(found: Published, run: RunDir, record: RunRecord) -> Check:
     config = run.load_config()
     plan = read_plan(run, read_object) if config.privacy.enabled else None
     folder = run.audit_dir(True)
-    audit, mechanism = (
-        read_object(path) if plan is not None and path.exists() else None
-        for path in (folder / "audit.json", folder / "mechanism.json")
-    )
+    audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
+    watched = folder / "mechanism.json"
+    mechanism = read_object(watched) if plan is not None and watched.exists() else None
     fresh = claim.statement_of(config, plan, record, audit, mechanism, found.record.files)
     wrong = list(differences(found.block, fresh.to_json(), tolerance=0.0))
     declared = "zero_out" if config.data.public_size is None else "add_or_remove_one"
@@ -99,8 +99,8 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     references = {row.canary_id for row in table if not row.group}
     if scored != coins or references != {reference.canary_id for reference in plan.references}:
         raise Wrong("the audit has other coins or canaries than were committed to before training. Audit again.")
-    stated = read_object(found.directory / "audit" / "audit.json")["controls"]["words"]
-    if any(differences(stated, words_control(plan.canaries))):
+    stated = check_audits.published_audit(found.directory / "audit").controls.words
+    if any(differences(stated.to_json() if stated else None, words_control(plan.canaries))):
         raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")
     made = _audits_made(run)
     if made > audit.audits_run:

@@ -47,7 +47,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path,
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(data_home))
         place = trained(tmp_path_factory.mktemp("plain"), base, seed, changes)
-        return place, audit(RunDir(place.run))
+        return place, audit(RunDir(place.run)).to_json()
 
 
 def test_without_privacy_everything_is_found(plain: tuple[Place, Json]) -> None:
@@ -72,7 +72,7 @@ def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base:
     for repeat in range(20 if full else 1):
         changes = {"privacy.epsilon": 1.0, "privacy.delta": 1e-5, "train.steps": 20, "adapter": {"method": "lora"}}
         place = trained(tmp_path / str(repeat), base, 1000 * seed + repeat, changes)
-        report = audit(RunDir(place.run), generate=False)
+        report = audit(RunDir(place.run), generate=False).to_json()
         assert report["verdict"] in ("consistent", "inconclusive")
         bounds.append(report["epsilon_lower_bound"]["value"])
     assert sum(value > 1 for value in bounds) <= 1
@@ -80,7 +80,7 @@ def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base:
 
 def test_what_is_no_twin_is_refused(plain: tuple[Place, Json], tmp_path: Path, base: Path, seed: int) -> None:
     place = trained(tmp_path / "dp", base, seed + 7, {"privacy.epsilon": 0.5, "privacy.delta": 1e-6, "train.steps": 4})
-    alone = audit(RunDir(place.run), generate=False)
+    alone = audit(RunDir(place.run), generate=False).to_json()
     assert alone["verdict"] == "inconclusive"
     for twin, said in ((place.run, "was trained with differential privacy"), (plain[0].run, "section train")):
         answer = dpllm_("audit", place.run, "--twin", twin)
@@ -95,7 +95,7 @@ def test_a_twin_without_privacy_is_a_positive_control_and_keeps_the_report_priva
 ) -> None:
     """A claim so strong that not even repeated canaries are seen."""
     place = trained(tmp_path / "dp", base, seed + 8, {"privacy.epsilon": 0.05, "privacy.delta": 1e-6})
-    report = audit(RunDir(place.run), generate=False, twin=RunDir(plain[0].run))
+    report = audit(RunDir(place.run), generate=False, twin=RunDir(plain[0].run)).to_json()
     assert "of a run without privacy" in report["controls"]["positive"]
     assert report["verdict"] == "consistent"
     assert place.json("export/audit/audit.json")["verdict"] == "inconclusive"

@@ -17,8 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dpllm.auditing import figure, summary, terminal
+from dpllm.auditing.record import parse_audit
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_scores
+from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import encode_secret
 from dpllm.errors import ConfigError
@@ -113,7 +115,7 @@ def memorised(base, tmp_path_factory):
     run, plan = make_run(base, tmp_path_factory.mktemp("memorised"), adapter="frozen", epsilon=1.0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     export(run, memorise(base, plan, tokenizer))
-    return run, plan, audit(run)
+    return run, plan, audit(run).to_json()
 
 
 def test_a_broken_promise_is_falsified(memorised):
@@ -144,7 +146,7 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
     run, _, report = memorised
     scores, tokens = read_scores(run.export / "audit")
     assert len(scores) == 280
-    claim = summary.Claim(**report["claim"])
+    claim = Claim(**report["claim"])
     settings = run.load_config().audit
     again = summary.summarise(
         scores,
@@ -153,10 +155,9 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
         guesses=settings.guesses,
         guesses_in=settings.guesses_in,
         tokens=tokens,
-        promise=json.loads(run.plan.read_text()),
-        words=report["controls"]["words"],
-    )
-    assert json.loads(json.dumps(again)) == {key: report[key] for key in again}
+        beside=summary.Beside(promise=json.loads(run.plan.read_text()), words=report["controls"]["words"]),
+    ).to_json()
+    assert again == {key: report[key] for key in again}
 
 
 def test_no_canary_text_leaves_the_private_directory(memorised):
@@ -177,7 +178,7 @@ def test_the_picture_and_the_terminal_table_can_be_shown(memorised):
     for name in figure.FILES:
         assert (run.export / "audit" / name).read_bytes().startswith(b"\x89PNG")
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(terminal.table(report))
+    console.print(terminal.table(parse_audit(report, "audit.json")))
     text = console.export_text()
     assert "falsified" in text
     assert "mean exposure (bits)" in text
@@ -187,7 +188,7 @@ def test_the_picture_and_the_terminal_table_can_be_shown(memorised):
 
 def test_every_audit_is_counted(memorised):
     run, _, report = memorised
-    assert audit(run)["audits_run"] == report["audits_run"] + 1
+    assert audit(run).audits_run == report["audits_run"] + 1
 
 
 def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
@@ -196,7 +197,7 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
         GPT2LMHeadModel.from_pretrained(base), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     )
     export(run, adapter)
-    report = audit(run)
+    report = audit(run).to_json()
     assert report["verdict"] == "inconclusive"
     assert "seen to work nowhere" in report["verdict_reason"]
     assert report["epsilon_lower_bound"]["value"] < 1.0
@@ -207,7 +208,7 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
 def test_a_run_without_privacy_keeps_its_audit_to_itself(base, tmp_path):
     run, _ = make_run(base, tmp_path, adapter="frozen", private=False)
     export(run, GPT2LMHeadModel.from_pretrained(base))
-    report = audit(run)
+    report = audit(run).to_json()
     assert (report["claim"], report["verdict"]) == (None, "no_claim")
     assert not (run.export / "audit").exists()
     assert {path.name for path in (run.private / "audit").iterdir()} == {

@@ -19,7 +19,8 @@ import tiny
 from metrics_text import Series, free_port, promtool_is_silent, scrape, series, value
 from running import SENTINEL, STEPS, Place, done, dpllm_, make_place, python, rows
 
-from dpllm.auditing.summary import PRIMARY_ATTACK
+from dpllm.auditing.record import read_audit
+from dpllm.auditing.run import figures
 from dpllm.model import evaluate
 from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics, Engine
@@ -211,7 +212,8 @@ def audited(place: Place, tmp_path: Path) -> Series:
     """What the collector reads after an audit of a run, whose own textfile lay elsewhere."""
     run = RunDir(place.run)
     config = load_config(run.config, {"telemetry.textfile": str(tmp_path)})
-    publish_audit(run, config, PRIMARY_ATTACK)
+    path = run.audit_dir(True) / "audit.json"
+    publish_audit(run, config, figures(read_audit(path)) if path.exists() else None)
     text = metrics.run_file(tmp_path, run.root.name).read_text("utf-8")
     promtool_is_silent(text.encode())
     return series(text)

@@ -282,5 +282,5 @@ def test_remaining_is_nothing_where_no_accountant_knows_the_total(
 
 def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stub], capsys: Any) -> None:
     write_json(prepared.run.run, {"status": "completed"})
-    publish_audit(prepared.run, prepared.config, "calibrated")
+    publish_audit(prepared.run, prepared.config, None)
     assert "metrics could not be written" in capsys.readouterr().err

@@ -304,10 +304,10 @@ def test_a_directory_that_nobody_reads_is_refused_before_anything_is_reserved(tm
 
 def test_a_failure_to_publish_is_told_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = settings_of(tmp_path, textfile=str(tmp_path / "gone"))
-    publish_audit(RunDir(tmp_path / "run"), config, "calibrated")
+    publish_audit(RunDir(tmp_path / "run"), config, None)
     assert capsys.readouterr().err.count("metrics could not be written") == 1
     quiet = settings_of(tmp_path)
-    publish_audit(RunDir(tmp_path / "run"), quiet, "calibrated")
+    publish_audit(RunDir(tmp_path / "run"), quiet, None)
     assert capsys.readouterr().err == ""
 
 

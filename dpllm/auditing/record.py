@@ -1,0 +1,357 @@
+"""audit.json as one typed record: what an audit of a run found.
+
+Comes in: a JSON value. Goes out: an ``AuditRecord``, or one line that says which field is wrong; the JSON Schema of all that may
+stand there. Must not know how a figure is computed, worded or checked. Torch is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Generic, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from dpllm.auditing.bounds import GroupClaim, Side
+from dpllm.auditing.verdict import Claim
+from dpllm.errors import ConfigError
+from dpllm.files import read_json
+from dpllm.statement import privacy_record
+from dpllm.statement.fields import (
+    AtLeast1,
+    Between0And1,
+    ByCopies,
+    Count,
+    Json,
+    NotAStatement,
+    Number,
+    Record,
+    Sha256,
+    Share,
+    Text,
+)
+from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction
+
+SCHEMA_VERSION = 3
+"""Of audit.json. 1 had narrower intervals, see ``statistics.INTERVALS``; 1 and 2 held estimates that decided nothing."""
+
+Interval = tuple[Number, Number]
+_Value = TypeVar("_Value")
+
+
+class Sides(Record, Generic[_Value]):
+    """One figure of three sides."""
+
+    inserted: _Value
+    """Of planted secrets, by the tuned model."""
+    base: _Value
+    """Of the same ones, by the base model."""
+    held_out: _Value
+    """Of secrets that were left out, by the tuned model."""
+
+
+class Attack(privacy_record.Attack):
+    """One attack on the canaries of one group; its limits are those of the claim."""
+
+    tpr_at_0_1_percent_fpr: Share | None = Field(alias="tpr_at_0.1_percent_fpr")
+    """True-positive rate at a false-positive rate of 0.1%."""
+    tpr_at_0_1_percent_fpr_interval: Interval | None = Field(alias="tpr_at_0.1_percent_fpr_interval")
+    """Confidence interval."""
+    base_control_auc: Share | None
+    """Area under the curve of the base model's loss, which saw no canary."""
+    base_control_auc_interval: Interval | None
+    """Confidence interval."""
+
+
+class Exposure(privacy_record.Exposure):
+    """Exposure of one group, in bits."""
+
+    held_out_mean: Number | None
+    """Mean exposure of the canaries that were left out."""
+    largest_possible: Number
+    """log2 of the number of references."""
+
+
+class OneRun(Record):
+    """What the one-run test shows, see ``bounds.OneRunBound``."""
+
+    value: Number
+    """Lower bound on epsilon."""
+    alpha: Between0And1
+    """Probability that it exceeds the truth."""
+    delta: Share
+    """Delta at which it is stated."""
+    guesses: tuple[AtLeast1, ...]
+    """Numbers of guesses on both sides."""
+    guesses_in: tuple[AtLeast1, ...]
+    """Numbers of guesses on the highest scores alone."""
+    best_guesses: AtLeast1 | None
+    """Guesses of the best of the tests; null where none could be played."""
+    best_side: Side | None
+    """Of which kind it was."""
+    correct: Count | None
+    """How many of its guesses were right."""
+    num_canaries: Count
+    """Canaries with a coin each."""
+    ceiling: Number
+    """The most that an attack which is always right would have shown."""
+
+
+class Bound(OneRun):
+    """The test of the once-planted canaries."""
+
+    method: str
+    """How it was computed."""
+    slope: Number | None = None
+    """How much of a secret's log-probability before training is left after it; absent where nothing was ranked."""
+
+
+class GroupTest(OneRun):
+    """The test of a repeated group against what the claim allows for it."""
+
+    refuted: bool
+    """Whether the bound exceeds the claim."""
+
+
+class Repeated(Record):
+    """What was found of canaries that were planted more often than others."""
+
+    claim: GroupClaim | None
+    """What the claim promises for so many copies."""
+    attacks: dict[Text, Attack]
+    """The attacks that need sums alone, by name."""
+    test: GroupTest | None
+    """Null where the claim for so many copies could not have been refuted."""
+
+
+class Sampling(Record):
+    """One way of sampling at temperature 1."""
+
+    discoverable: dict[str, dict[str, Sides[Count]]]
+    """Secrets that come out with probability p within n samples, by p and then by n."""
+    never: Sides[Count]
+    """Secrets that cannot come out."""
+    median_attempts: Sides[Number | None]
+    """Samples for an even chance of the median secret; null: never, or no secret."""
+
+
+class Discoverable(Record):
+    """How many secrets of one group sampling gives away."""
+
+    canaries: Sides[Count]
+    """How many there are."""
+    greedy: Sides[Count]
+    """Of these, given away by greedy decoding."""
+    all_tokens: Sampling
+    """From the whole vocabulary."""
+    top_k: Sampling
+    """From the likeliest tokens."""
+
+
+class WordsControl(privacy_record.WordsControl):
+    """A classifier that sees words and no model."""
+
+    interval: Interval
+    """Of its area under the curve."""
+
+
+class Controls(privacy_record.Controls):
+    """What has to hold before an audit that finds nothing means anything."""
+
+    words: WordsControl | None
+    """Null where there were too few canaries."""
+    twin: str | None
+    """Where the attack was seen to work on a run without privacy; empty: nowhere; null: no twin was looked at."""
+    level: Between0And1
+    """Of each control."""
+
+
+class Summary(Record):
+    """What follows from the published tables, and can be computed again by anyone."""
+
+    schema_version: Literal[1, 2, 3]
+    """Version of audit.json."""
+    claim: Claim | None
+    """What was tested; null for a run that claims nothing."""
+    attacks: dict[Text, Attack]
+    """Attacks on the least repeated canaries, by name."""
+    exposure: ByCopies[Exposure]
+    """How planted secrets rank among ones never planted."""
+    extraction: ByCopies[Extraction]
+    """How many secrets the model completes word for word."""
+    sampling: ByCopies[Discoverable] | None
+    """How many samples it takes to draw one; null without a token table."""
+    epsilon_lower_bound: Bound
+    """What once-planted canaries prove about epsilon."""
+    repeated: ByCopies[Repeated]
+    """The other groups."""
+    attacker_limits: AttackLimits | None
+    """What the claim allows any attack on one unit."""
+    roc_limit: tuple[tuple[Share, Share], ...] | None
+    """Pairs of a false-positive rate and the largest true-positive rate that the mechanism allows at it."""
+    controls: Controls
+
+    verdict: Literal["falsified", "consistent", "inconclusive", "no_claim"]
+    """What tests, claim and controls together allow anybody to say."""
+    verdict_reason: str
+    """Why."""
+
+    def by_group(self) -> dict[str, dict[str, Attack]]:
+        """The attacks on each group, by how often its canaries were planted."""
+        least = {str(one.group): self.attacks for one in self.attacks.values()}
+        return least | {group: seen.attacks for group, seen in self.repeated.items()}
+
+
+class Completions(Record):
+    """Completions of carriers, as counts."""
+
+    prompts: Count
+    """Carriers that were given."""
+    in_prompt: Count
+    """Left out because the carrier itself holds the secret."""
+    exact: Count
+    """Completed by the very tokens."""
+    near_tokens: Count
+    """Completed up to a tenth of the tokens."""
+    near_characters: Count
+    """Completed up to a tenth of the characters."""
+    mean_common_share: Share | None
+    """Mean length of the longest common run, as a share of the secret's."""
+
+
+class Searches(Record):
+    """Completions by each way of looking for them."""
+
+    greedy: Sides[Completions]
+    beam: Sides[Completions]
+
+
+class Details(Record):
+    """Personal details that came out by name, see ``extraction.Found``."""
+
+    prompts: Count
+    own: Count
+    details: Count
+    planted: Count
+    precision: Share | None
+
+
+class Secrets(Record):
+    """Secrets of one side, and how many stand in sampled texts."""
+
+    secrets: Count
+    found: Count
+    found_in_top: Count
+
+
+class PlantedSecrets(Record):
+    """Those of one group."""
+
+    inserted: Secrets
+    held_out: Secrets
+
+
+class Texts(Record):
+    """What a model wrote unasked."""
+
+    samples: Count
+    distinct: Count
+    top: Count
+    """How many the highest ranked are."""
+    groups: ByCopies[PlantedSecrets]
+    references: Secrets
+
+
+class Generation(Record):
+    """What came out when the models were let to write."""
+
+    settings: dict[Text, Count]
+    completion: ByCopies[Searches]
+    untargeted: dict[Literal["tuned", "base"], Texts]
+    personal: ByCopies[Sides[Details]] | None
+    """Null unless the canaries are personal details."""
+    choice: Json | None = None
+    """Of versions 1 and 2, which also let the models choose among secrets."""
+
+
+class Canaries(Record):
+    """What was planted, without its text."""
+
+    kind: str
+    """Kind of secret."""
+    settings: Json
+    """What the texts follow from."""
+    log2_secrets: Number | None
+    """Size of the space that a secret was drawn from, in bits."""
+    groups: ByCopies[CanaryGroup]
+    """Canaries by how often each was planted."""
+    references: Count
+    """Canaries that no coin could plant."""
+    commitment: str
+    """Hash of the canaries and their coins, fixed before training."""
+
+
+class Settings(Record):
+    """What was fixed before training."""
+
+    alpha: Between0And1
+    guesses: tuple[AtLeast1, ...]
+    guesses_in: tuple[AtLeast1, ...]
+
+
+class AuditRecord(Summary):
+    """audit.json of a run: the summary, and what needs models, texts or other runs."""
+
+    generation: Generation | None
+    """Null where the models were only scored."""
+    canaries: Canaries
+    settings: Settings
+    weights: dict[Text, Sha256]
+    """SHA-256 of the weight files that were attacked."""
+    audits_run: AtLeast1
+    """How many audits of this run directory were made, this one included."""
+    published: bool
+    """Whether it may be told: not of a run without privacy, nor of one that speaks of private other runs."""
+    shadows: Json | None = None
+    """What shadow runs showed, see ``dpllm.lab.shadow_report``."""
+    estimates: Json | None = None
+    """Of versions 1 and 2; nothing rested on them."""
+    exposure_tail: Json | None = None
+    """Likewise."""
+
+    @model_validator(mode="after")
+    def _nothing_retired(self) -> Self:
+        if self.schema_version == SCHEMA_VERSION and (self.estimates or self.exposure_tail):
+            raise ValueError("estimates and exposure_tail are of earlier versions")
+        return self
+
+
+def schema() -> Json:
+    """The JSON Schema (draft 2020-12) of audit.json."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **AuditRecord.model_json_schema()}
+
+
+def read_audit(path: Path) -> AuditRecord:
+    """Reads audit.json.
+
+    Raises:
+        ConfigError: Missing or damaged file; which field is wrong is said.
+    """
+    return parse_audit(read_json(path), str(path))
+
+
+def parse_audit(value: object, name: str) -> AuditRecord:
+    """A JSON value as the audit that it is.
+
+    Args:
+        value: Of audit.json.
+        name: How the refusal calls the file.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        return AuditRecord.model_validate_json(json.dumps(value))
+    except ValidationError as error:
+        problem = NotAStatement.of(error).problems[0]
+        raise ConfigError(f"{name}: {problem}; the file is damaged. Run dpllm audit again.") from None
