@@ -180,7 +180,10 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Mode
     everything, total = "\n".join(sentences), len(sentences)
     wanted = max(2 * total, int(RAREST * len(source.first_ids)))
     pool: dict[str, int] = {}
-    for token in _least_expected(source):
+    # The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.
+    asked = [carrier(index) for index in random.Random(0).sample(range(NUM_CARRIERS), SENTENCES_ASKED)]
+    expected_V = source.expected(asked)
+    for token in sorted(source.first_ids, key=lambda token: (expected_V[token], token)):
         secret = source.text((token,))
         if secret not in everything and source.reads(sentences[0], secret, (token,)):
             pool.setdefault(secret, token)
@@ -197,16 +200,6 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Mode
         if not source.reads(sentence, secret, (pool[secret],)):
             raise _unreadable("new_tokens")
     return Drawn(tuple(zip(sentences, chosen, strict=True)), math.log2(len(pool)))
-
-
-def _least_expected(source: ModelSource) -> list[int]:
-    """The tokens that may begin a secret, those first that the base model expects least behind a carrier.
-
-    The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.
-    """
-    indices = random.Random(0).sample(range(NUM_CARRIERS), SENTENCES_ASKED)
-    expected_V = source.expected([carrier(index) for index in indices])
-    return sorted(source.first_ids, key=lambda token: (expected_V[token], token))
 
 
 def personal_details(total: int, generator: random.Random) -> list[tuple[str, str]]:

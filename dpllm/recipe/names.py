@@ -94,13 +94,5 @@ def digest(config: RunConfig) -> str:
 
 def of_training(config: RunConfig) -> str:
     """The digest of what trained, as run.json keeps it: without the card's words, what is watched, and how often or fast."""
-    free = {"physical_batch_size": 1, "eval_every": None, "checkpoint_every": None}
-    return digest(
-        config.model_copy(
-            update={
-                "card": CardConfig(),
-                "telemetry": TelemetryConfig(),
-                "train": config.train.model_copy(update=free),
-            }
-        )
-    )
+    train = config.train.model_copy(update={"physical_batch_size": 1, "eval_every": None, "checkpoint_every": None})
+    return digest(config.model_copy(update={"card": CardConfig(), "telemetry": TelemetryConfig(), "train": train}))
