@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpllm.model import environment
-from dpllm.privacy.fused_loss import fused_losses
-from dpllm.privacy.loss import Targets, sequence_losses
+from dpllm.privacy.loss import Targets, fused_losses, sequence_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, HIDDEN = 4, 512, 512

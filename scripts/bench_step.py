@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as dpllm.cli does; spinning threads would count as CPU time
 
@@ -48,7 +48,9 @@ from dpllm.model import environment
 from dpllm.model.adapters import unfreeze
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.rules import Form, Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.recipe.config import FrozenConfig
 from dpllm.text.data import TokenSequence, Unit
@@ -177,8 +179,8 @@ def plain(bench: Bench, *, loss_of_transformers: bool) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def with_engine(bench: Bench, mode: str) -> Iterator[Step]:
-    settings: Any = {"grad_sample_mode": mode, "noise_entropy": 2**100 + 7, "device": bench.device}
-    engine = Engine(bench.model, bench.optimizer, bench.plan.schedule, bench.plan, autocast=bench.autocast, **settings)
+    how: Any = {"form": Form(cast(Mode, mode), 512), "noise": GaussianNoise(2**100 + 7, bench.device)}
+    engine = Engine(bench.model, bench.optimizer, bench.plan.schedule, bench.plan, autocast=bench.autocast, **how)
     try:
         yield engine.step
     finally:

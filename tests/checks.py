@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
-from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
+from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.text.data import Unit
 

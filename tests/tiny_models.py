@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpllm.model import adapters
-from dpllm.privacy.adaptive import AdaptiveClipping
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
-from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.plan import AdaptiveClipping, Plan, Schedule
+from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit
@@ -116,6 +117,16 @@ def build(
     return net.train()
 
 
+def engine_of(
+    net: nn.Module, optimizer: torch.optim.Optimizer, of: Schedule, promise: Plan | None, **arguments: Any
+) -> Engine:
+    """An engine; arguments beside its own: grad_sample_mode, max_length, noise_entropy, device, secure_noise."""
+    given: dict[str, Any] = {"noise_entropy": 2**100 + 7, "device": CPU, "secure_noise": False, **arguments}
+    noise = GaussianNoise(given.pop("noise_entropy"), given.pop("device"), secure=given.pop("secure_noise"))
+    form = Form(given.pop("grad_sample_mode", "auto"), given.pop("max_length", 512))
+    return Engine(net, optimizer, of, promise, form=form, noise=noise, **given)
+
+
 _engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
 
 
@@ -124,9 +135,8 @@ def make_engine(net: nn.Module, promise: Plan | None = None, **arguments: Any) -
     if net in _engines:
         _engines.pop(net).close()
     promise = promise or plan()
-    settings: dict[str, Any] = {"grad_sample_mode": "auto", "noise_entropy": 2**100 + 7, "device": CPU, **arguments}
     optimizer = torch.optim.SGD(list(trainable(net).values()), lr=1.0)
-    _engines[net] = Engine(net, optimizer, promise.schedule, promise, **settings)
+    _engines[net] = engine_of(net, optimizer, promise.schedule, promise, **arguments)
     return _engines[net]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dpllm.canaries import kinds
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
-from dpllm.privacy.plan import _slots_each
+from dpllm.privacy.plan import slots_each
 from dpllm.recipe.config import CanaryConfig, DataConfig
 from dpllm.text.data import Format, TokenSequence, encode
 
@@ -149,7 +149,7 @@ def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
     """What stands in each slot: an inserted canary as often as one draw brings it; nothing where the coin said out."""
     filled = []
     for canary in plan.canaries:
-        held = _slots_each(canary.group, data)
+        held = slots_each(canary.group, data)
         filled += [(canary,) * (canary.group // held if canary.inserted else 0)] * held
     return filled
 

@@ -27,7 +27,7 @@ from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.model import adapters, loading
 from dpllm.model import memory as device_memory
 from dpllm.privacy import guards
-from dpllm.privacy.fused_loss import TokenLosses
+from dpllm.privacy.loss import TokenLosses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
@@ -124,7 +124,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footp
     net = skeleton(config, dtype)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
     trainable = sum(size for size, trains in sizes if trains)
-    sigma = (plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier) if plan else None
+    sigma = plan.gradient_noise_multiplier if plan else None
     noise = sigma * plan.max_grad_norm / schedule.expected_batch_size if plan and sigma else None
     rows, counted, found = _rows(config, net, device)
     memory, flops, seconds, speed = None, None, None, None

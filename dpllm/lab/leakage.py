@@ -31,6 +31,7 @@ from dpllm.lab.mechanism import recipe_plan
 from dpllm.lab.replay import CPU, Watched, noise_key, plain_gradient
 from dpllm.model import loading
 from dpllm.privacy.plan import Plan
+from dpllm.privacy.rules import Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.recipe.config import CanaryConfig, LoraConfig, RunConfig
 from dpllm.text import data
@@ -120,7 +121,7 @@ def gradient_leakage(
     plan: Plan,
     sequences: Sequence[TokenSequence],
     *,
-    grad_sample_mode: str = "auto",
+    grad_sample_mode: Mode = "auto",
     entropy: int | Sequence[int] | None = None,
 ) -> LeakageReport:
     """Attacks the gradient of one batch of sequences, each of them a unit, alone in its logical batch.
@@ -158,7 +159,7 @@ def gradient_leakage(
     raw_GD = _rows(gradient, layers)
     clipped_GD, noised_GD = (_rows(_split(vector_P, gradient), layers) for vector_P in (clipped_P, released_P))
     tokens, candidates, found = _find_tokens(net, layers[0], sequences, (raw_GD, clipped_GD, noised_GD), generator)
-    sigma = plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier
+    sigma = plan.gradient_noise_multiplier
     return LeakageReport(
         tuple(layers),
         tokens=tokens,

@@ -132,7 +132,7 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
         expected_TP=np.array(expected_TP),
         own_MP=own_MP,
         gain_TM=np.array([lengths(clipped[norm] @ exact.own_PP) for norm in norms]) / lengths(own_MP),
-        noise_multiplier=plan.adaptive.gradient_noise_multiplier if plan.adaptive else plan.noise_multiplier,
+        noise_multiplier=plan.gradient_noise_multiplier,
         parts=dict(zip(engine.parameters, itertools.pairwise([0, *ends]), strict=True)),
         count_residual_T=_count_residuals(exact, plan, norms, counts, present) if plan.adaptive else None,
         contributions=contributions,

@@ -22,8 +22,9 @@ from dpllm.auditing.mechanism_report import Pair
 from dpllm.model import loading
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
-from dpllm.privacy.noise import key_bits
+from dpllm.privacy.noise import GaussianNoise, key_bits
 from dpllm.privacy.plan import Plan
+from dpllm.privacy.rules import Form, Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
 from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig
 from dpllm.text.data import TokenSequence, Unit
@@ -81,10 +82,20 @@ def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
 class Watched:
     """An engine whose releases are read at the optimizer's door; the weights stay."""
 
-    def __init__(self, net: nn.Module, plan: Plan, key: int, **options: Any) -> None:
-        """``key`` is the entropy of the noise; options as of ``Engine``."""
+    def __init__(
+        self,
+        net: nn.Module,
+        plan: Plan,
+        key: int,
+        *,
+        grad_sample_mode: Mode,
+        secure_noise: bool = False,
+        max_length: int = 512,
+    ) -> None:
+        """``key`` is the entropy of the noise; the others are the recipe's."""
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0)
-        self.engine = Engine(net, optimizer, plan.schedule, plan, noise_entropy=key, device=CPU, **options)
+        form, noise = Form(grad_sample_mode, max_length), GaussianNoise(key, CPU, secure=secure_noise)
+        self.engine = Engine(net, optimizer, plan.schedule, plan, form=form, noise=noise)
         optimizer.register_step_pre_hook(self._read)
 
     def _read(self, *_: Any) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed, nn
 
-from dpllm.privacy.fused_loss import Autocast, TokenLosses
+from dpllm.privacy.loss import Autocast, TokenLosses
 from dpllm.privacy.sampling import collate
 from dpllm.text.data import TokenSequence, Unit
 

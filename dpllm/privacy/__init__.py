@@ -1,4 +1,6 @@
 """The mechanism: plan, sampling, per-example loss, clipping, noise, accounting, and the guards around them.
 
-Each file is one noun; ``plan.py`` is the promise that all the others are built from.
+``plan`` is the promise that all the others are built from. What it costs: ``events``, ``accounting`` with ``privacy_loss`` and
+``renyi``, ``limits``. How it runs: ``sampling``, ``loss``, ``rules``, ``gradients``, ``clipping``, ``noise``, ``engine``.
+What must hold before it does: ``guards``, ``selfcheck``.
 """

@@ -34,26 +34,21 @@ from dpllm.privacy.events import (
     number,
     require,
 )
-from dpllm.privacy.privacy_loss import FINE_INTERVAL, Relation, privacy_loss, versions
+from dpllm.privacy.privacy_loss import Relation, privacy_loss
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 
-__all__ = [
+__all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "stated", "versions"]
+__all__ += [
     "FINE_INTERVAL",
     "Event",
     "Relation",
     "accountants",
-    "beside",
-    "calibrate_noise_multiplier",
     "compose",
     "count_releases",
-    "cross_check",
-    "curve",
     "dp_sgd_event",
-    "epsilon",
-    "stated",
-    "versions",
-]
+]  # for callers
 
+FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
 PRV_MAX_POINTS = 4_000_000  # about 0.8 GB
 LEAST_COMPARED = 1e-10  # delta, below which round-off is larger than the gap between accountants
 PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
@@ -147,6 +142,11 @@ def _prv(terms: Terms, delta: float) -> float:
     return value
 
 
+def versions() -> dict[str, str]:
+    """Name and version of the library behind every stated epsilon."""
+    return {"name": "dp-accounting", "version": metadata.version("dp-accounting")}
+
+
 def stated(event: Event, delta: float, relation: Relation) -> tuple[float, str]:
     """The epsilon that is promised, and by which accountant: "pld" where it knows the event, "rdp" elsewhere.
 
@@ -165,14 +165,15 @@ def curve(event: Event, relation: Relation, deltas: Sequence[float]) -> list[tup
     return [(float(delta), stated(event, delta, relation)[0]) for delta in deltas]
 
 
+def finite(value: float) -> float | None:
+    """An epsilon as JSON holds it: None where none can be certified."""
+    return value if math.isfinite(value) else None
+
+
 def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False) -> dict[str, float]:
     """What each accountant says that knows `event`, side by side: "pld", "rdp" and, if asked, "prv" -> epsilon.
 
-    Args:
-        event: what was released.
-        delta: in (0, 1).
-        relation: see ``epsilon``.
-        prv: also ask Opacus' PRV, which imports torch; left out where it cannot answer.
+    Opacus' PRV imports torch, and is left out where it cannot answer.
 
     Raises:
         Refused: no accountant knows every part of the event, or two contradict each other.
@@ -200,12 +201,6 @@ def cross_check(event: Event, delta: float, relation: Relation, stated: float) -
     round-off (at 1e-13 PLD was seen 1 of 9 above, at 1e-12 PRV 0.12 of 13 above the other). Where it does not know the event
     or cannot answer (a tiny delta, or gigabytes of memory for very many steps) RDP stands in, which may be looser but not
     below PLD.
-
-    Args:
-        event: what is released.
-        delta: in (0, 1).
-        relation: the neighbouring relation.
-        stated: the epsilon about to be promised.
 
     Returns:
         `{"name", "version", "epsilon"}` of the second accountant; None where one alone knows the event.

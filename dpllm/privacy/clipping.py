@@ -1,6 +1,7 @@
 """Per-unit clipped sums: the only door through which private data reach an update.
 
 Comes in: a function from a physical batch to its losses. Goes out: the sum over units of each unit's gradient, clipped.
+``Taps`` are Opacus' hooks, extended so that one backward pass hands over what every layer rule needs, exactly once a call.
 
 Shape suffixes: R rows of a physical batch, U units, L trainable parameters, G groups of them that are clipped together.
 """
@@ -8,20 +9,26 @@ Shape suffixes: R rows of a physical batch, U units, L trainable parameters, G g
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import torch
+from opacus.grad_sample import GradSampleHooks
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.gradients import Owners, UnitGradients
-from dpllm.privacy.hooks import Taps
-from dpllm.privacy.rules import Form, Rule
+from dpllm.privacy.rules import Form, Rule, rule_of
 from dpllm.privacy.sampling import PhysicalBatch
+
+# Opacus' stock hooks sit on modules whose inputs need no gradient (the first trainable layer); torch mentions it once.
+warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 
 AUTOMATIC_GAMMA = 0.01
 Losses = Callable[[PhysicalBatch], Tensor]
+Receive = Callable[[nn.Module, str, Rule, Tensor, Tensor], None]
 
 
 def flat(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
@@ -65,47 +72,13 @@ def per_layer(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
     return factor_GU.clamp(max=1.0)
 
 
-# adaptive is flat clipping at a C that moves from step to step: dpllm/privacy/adaptive.py.
+# adaptive is flat clipping at a C that moves from step to step: see ``plan.AdaptiveClipping``.
 FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "flat": flat,
     "automatic": automatic,
     "per_layer": per_layer,
     "adaptive": flat,
 }
-
-
-class Summer(Protocol):
-    """Adds up the contributions of one logical batch, one physical batch at a time."""
-
-    def start(self) -> None:
-        """Forgets whatever an earlier logical batch that failed has left."""
-
-    def add(
-        self,
-        losses: Losses,
-        batch: PhysicalBatch,
-        sums: Mapping[str, Tensor],
-        max_grad_norm: float,
-        spacing: float,
-        loss_scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """Forward and backward pass of one physical batch, added into ``sums``.
-
-        Args:
-            losses: From the batch to loss_R.
-            batch: What to run.
-            sums: Name of a trainable parameter -> where its sum grows, as a multiple of ``spacing``.
-            max_grad_norm: C.
-            spacing: Of the lattice to which each unit's clipped gradient is rounded, a power of two.
-            loss_scale: What the losses are multiplied by for the backward pass.
-
-        Returns:
-            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes. Neither
-            carries the scale.
-        """
-
-    def close(self) -> None:
-        """Takes the hooks out of the model again."""
 
 
 class PerUnitClipper:
@@ -133,14 +106,7 @@ class PerUnitClipper:
     def __init__(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, form: Form, clipping: str = "flat"
     ) -> None:
-        """Hooks into the model.
-
-        Args:
-            model: In training.
-            parameters: All that train, by name.
-            form: How gradients of dense weights are kept; see ``rules.product``.
-            clipping: A key of ``FUNCTIONS``.
-        """
+        """Hooks into the model, of which ``parameters`` train; ``clipping`` is a key of ``FUNCTIONS``."""
         self._parameters, self._form, self._function = parameters, form, FUNCTIONS[clipping]
         layers = [name.rpartition(".")[0] for name in parameters]
         names = list(dict.fromkeys(layers)) if clipping == "per_layer" else [""]
@@ -155,7 +121,7 @@ class PerUnitClipper:
         self._taps.cleanup()
 
     def start(self) -> None:
-        """See ``Summer``."""
+        """Forgets whatever an earlier logical batch that failed has left."""
         self._unfinished = []
 
     def add(
@@ -167,7 +133,19 @@ class PerUnitClipper:
         spacing: float,
         loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """See ``Summer``.
+        """Forward and backward pass of one physical batch, added into ``sums``.
+
+        Args:
+            losses: From the batch to loss_R.
+            batch: What to run.
+            sums: Name of a trainable parameter -> where its sum grows, as a multiple of ``spacing``.
+            max_grad_norm: C.
+            spacing: Of the lattice to which each unit's clipped gradient is rounded, a power of two.
+            loss_scale: What the losses are multiplied by for the backward pass.
+
+        Returns:
+            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes. Neither
+            carries the scale.
 
         Raises:
             Refused: A trainable parameter received no per-unit gradient in this backward pass, a rule does not understand
@@ -200,8 +178,7 @@ class PerUnitClipper:
         norm_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(groups)]).sqrt_()
         norm_GU /= loss_scale
         norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
-        place_U = torch.arange(len(norm_U), device=norm_U.device)
-        counted_U = torch.isfinite(norm_U) & (place_U < batch.num_units)
+        counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)
         factor_GU = self._function(norm_GU, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
         counted = counted_U.tolist()
         for group, (name, parameter) in zip(self._group_L, self._parameters.items(), strict=True):
@@ -239,8 +216,7 @@ class PerUnitClipper:
                     f"{name} trains, but no layer's call gave a gradient of it for each row in this step, so its update "
                     "could not be clipped. Exclude the layer from adapter.target_modules, or train other layers."
                 )
-            if parameter.grad is not None:
-                raise Refused(_FOREIGN.format(name=name))
+        refuse_foreign_gradients(self._parameters)
 
 
 class PlainSum:
@@ -269,7 +245,7 @@ class PlainSum:
         spacing: float,
         loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """See ``Summer``; the norms are not known."""
+        """See ``PerUnitClipper``; the norms are not known."""
         loss_R = losses(batch)
         (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
         for name, parameter in self._parameters.items():
@@ -279,15 +255,18 @@ class PlainSum:
         return loss_R.detach(), torch.full((batch.num_units - batch.goes_on,), float("nan"))
 
 
-def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """A gradient that is there before a step came from somebody's own backward pass, unclipped (``outputs.loss``).
+Summer = PerUnitClipper | PlainSum
 
-    Raises:
-        Refused: There is one.
-    """
+
+def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses a gradient beside the engine's, which came from somebody's own backward pass, unclipped (``outputs.loss``)."""
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            raise Refused(_FOREIGN.format(name=name))
+            raise Refused(
+                f"{name} holds a gradient that this engine did not compute: a backward pass of one's own, such as "
+                "outputs.loss.backward(), is not clipped. Leave the backward pass to the engine, and clear the gradients with "
+                "optimizer.zero_grad()."
+            )
 
 
 @contextlib.contextmanager
@@ -303,7 +282,93 @@ def without_weight_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Non
             parameter.requires_grad_(True)
 
 
-_FOREIGN = (
-    "{name} holds a gradient that this engine did not compute: a backward pass of one's own, such as outputs.loss.backward(), "
-    "is not clipped. Leave the backward pass to the engine, and clear the gradients with optimizer.zero_grad()."
-)
+class _Tap(torch.autograd.Function):
+    """The identity; its backward pass reports (input of the layer, gradient of its output)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, input: Tensor, anchor: Tensor, report: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        # `anchor` needs a gradient, so that there is a graph though no parameter and perhaps no input needs one.
+        ctx.save_for_backward(input)
+        ctx.report = report
+        return output.detach()  # no view: some models change a layer's output in place (Falcon)
+
+    @staticmethod
+    def backward(ctx: Any, *backprops: Tensor) -> tuple[Tensor | None, ...]:
+        (input,) = ctx.saved_tensors
+        ctx.report(input, backprops[0])
+        return backprops[0], None, None, None
+
+
+class Taps(GradSampleHooks):  # type: ignore[misc]
+    """Hooks on every layer that owns a trainable parameter; silent but inside ``open``.
+
+    Opacus keeps activations on the module, which counts calls, breaks under non-reentrant checkpointing (the recomputation
+    fires the forward hooks again) and keeps what checkpointing wants to free. A tap is a node of the autograd graph instead:
+    it saves the input as any operation does, so that checkpointing of both kinds frees and recomputes it, a layer called twice
+    has two of them, and one whose output no loss depends on is never asked.
+    """
+
+    def __init__(self, model: nn.Module, receive: Receive) -> None:
+        """Hooks into the model, unless a layer that trains has no rule or the model is hooked already (Refused)."""
+        if hasattr(model, "autograd_grad_sample_hooks"):
+            raise Refused(
+                "the model carries per-sample gradient hooks already, so that every gradient would be counted twice. Close "
+                "the other engine, or remove its hooks, first."
+            )
+        self._receive = receive
+        self._rows = 0
+        self._anchors: dict[torch.device, Tensor] = {}
+        super().__init__(model, batch_first=True, loss_reduction="sum", strict=False)
+        self.disable_hooks()
+
+    @contextlib.contextmanager
+    def open(self, rows: int) -> Iterator[None]:
+        """Reports what happens inside, in forward passes of ``rows`` rows and in their backward passes."""
+        self._rows = rows
+        self.enable_hooks()
+        try:
+            yield
+        finally:
+            self.disable_hooks()
+
+    def add_hooks(self, **settings: Any) -> None:
+        """One forward hook for each layer that owns a trainable parameter."""
+        owners = [(name, module) for name, module in self._module.named_modules() if _owns(module)]
+        rules = [(name, module, rule_of(module, name)) for name, module in owners]  # refuses before anything is hooked
+        self.autograd_grad_sample_hooks: list[Any] = []
+        self._module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks
+        for name, module, rule in rules:
+            hook = partial(self.capture_activations_hook, name, rule)
+            self.autograd_grad_sample_hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def capture_activations_hook(
+        self, name: str, rule: Rule, module: nn.Module, arguments: Any, named: dict[str, Any], output: Any
+    ) -> Any:
+        """Puts a tap behind the layer."""
+        if not self.hooks_enabled or not torch.is_grad_enabled():
+            return None
+        inputs = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
+        if len(inputs) != 1 or not isinstance(output, Tensor):
+            raise Refused(
+                f"{name} ({type(module).__name__}) trains and is called with {len(inputs)} tensors and returns a "
+                f"{type(output).__name__}; one tensor in and one out are understood, so its gradients could not be clipped. "
+                "Train other layers."
+            )
+        input = inputs[0].detach()
+        if isinstance(module, nn.Embedding) and len(output) == 1 != self._rows:
+            # Positions, looked up once for all rows (GPT-2): looked up for each, every row has its own gradient.
+            input, output = input.expand(self._rows, *input.shape[1:]), output.expand(self._rows, *output.shape[1:])
+        anchor = self._anchors.setdefault(output.device, torch.zeros((), device=output.device, requires_grad=True))
+        return _Tap.apply(output, input, anchor, partial(self._receive, module, name, rule))  # type: ignore[no-untyped-call]
+
+
+def _owns(module: nn.Module) -> bool:
+    """A parameter of its own trains, or of the containers that peft's LoRA on embeddings keeps raw parameters in."""
+    if isinstance(module, (nn.ParameterDict, nn.ParameterList)):
+        return False
+    containers = [child for child in module.children() if isinstance(child, (nn.ParameterDict, nn.ParameterList))]
+    return any(
+        parameter.requires_grad for part in (module, *containers) for parameter in part.parameters(recurse=False)
+    )

@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -24,31 +24,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy.clipping import PerUnitClipper, PlainSum, Summer, refuse_foreign_gradients
-from dpllm.privacy.fused_loss import TokenLosses
-from dpllm.privacy.lattice import EXACT, noise_scale, spacing_of
-from dpllm.privacy.loss import example_means
+from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, example_means
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import Plan, Schedule
-from dpllm.privacy.rules import Form, Mode
+from dpllm.privacy.plan import Plan, Schedule, noise_scale, spacing_of
+from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch
-from dpllm.privacy.selfcheck import self_check
+from dpllm.privacy.selfcheck import Subject, self_check
 
 FP16_LOSS_SCALE = 1024.0  # constant, so that no step depends on an overflow
+EXACT = 2.0**52  # multiples of the spacing up to which float64 adds them exactly, with one bit to spare
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Un-noised facts about one step: private, never released.
+    """Un-noised facts about one step: private, never released."""
 
-    Attributes:
-        loss_sum: Sum of the losses of the units that this rank drew.
-        units: How many units this rank drew.
-        clipped: How many of them were longer than max_grad_norm.
-    """
-
-    loss_sum: float
+    loss_sum: float  # of the units that this rank drew
     units: int
-    clipped: int
+    clipped: int  # how many of them were longer than max_grad_norm
 
     @property
     def loss(self) -> float:
@@ -85,12 +78,9 @@ class Engine:
         schedule: Schedule,
         plan: Plan | None,
         *,
-        grad_sample_mode: str,
-        noise_entropy: int,
-        device: torch.device,
-        secure_noise: bool = False,
-        max_length: int = 512,
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        form: Form,
+        noise: GaussianNoise,
+        autocast: Autocast = contextlib.nullcontext,
         loss_scale: float = 1.0,
     ) -> None:
         """Hooks into the model.
@@ -100,11 +90,8 @@ class Engine:
             optimizer: Over exactly what trains.
             schedule: Gives the divisor.
             plan: Gives the clipping function, C and sigma; None for a run without differential privacy.
-            grad_sample_mode: How clipped sums are computed.
-            noise_entropy: 128 secret bits, or 256 with secure_noise.
-            device: Where gradients live.
-            secure_noise: ChaCha20 on the CPU; see ``GaussianNoise``.
-            max_length: Tokens of the longest row allowed; public, as it decides in which form gradients are kept.
+            form: How gradients are kept; public.
+            noise: Keyed by secret bits, on the device where gradients live.
             autocast: Makes the context of the forward pass.
             loss_scale: Constant power of two for fp16.
 
@@ -116,47 +103,46 @@ class Engine:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_arguments(model, optimizer, self.parameters)
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
-        self._scale, self._device = loss_scale, device
-        self._token_losses = TokenLosses(model, device, autocast)
-        self._noise = GaussianNoise(noise_entropy, device, secure=secure_noise)
-        self._form = Form(cast(Mode, grad_sample_mode), max_length)
+        self._scale, self._device, self._noise, self._form = loss_scale, noise.device, noise, form
+        self._token_losses = TokenLosses(model, self._device, autocast)
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
         self._stepping = False
         self._size = sum(parameter.numel() for parameter in self.parameters.values())
-        # Beyond it lies no Poisson draw but with a probability below 1e-40.
-        largest = 2 * schedule.expected_batch_size + 400
-        if plan is not None and largest * plan.max_grad_norm > EXACT * self._spacing():
+        if plan is not None:
+            self._check_exact(plan)
+        self._summer = self._make_summer()
+        self._guard = optimizer.register_step_pre_hook(self._only_released) if plan else None
+
+    def _check_exact(self, plan: Plan) -> None:
+        """Refuses noise that could not be added exactly to a sum, or to a count of halves."""
+        batch = self._schedule.expected_batch_size
+        largest = 2 * batch + 400  # beyond it lies no Poisson draw but with a probability below 1e-40
+        if largest * plan.max_grad_norm > EXACT * self._spacing():
             raise Refused(
-                f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {schedule.expected_batch_size} "
+                f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {batch} "
                 "units: their sum and the noise could not be added exactly. Raise the noise, or lower train.batch_size."
             )
-        count = plan.adaptive.count_noise_multiplier if plan and plan.adaptive else 1.0
+        count = plan.adaptive.count_noise_multiplier if plan.adaptive else 1.0
         if spacing_of(count) > 0.5 or largest / 2 > EXACT * spacing_of(count):
             raise Refused(
                 f"privacy.adaptive.count_noise_multiplier {count:g} lets no count of halves be added to its noise exactly. "
                 "Set it to null, which chooses it."
             )
-        self._summer = self._make_summer()
-        self._guard = optimizer.register_step_pre_hook(self._only_released) if plan else None
 
     def _make_summer(self) -> Summer:
-        if self._plan is None:
-            return PlainSum(self.parameters)
-        return self._make_clipper(self._plan.clipping)
+        return self._make_clipper(self._plan.clipping) if self._plan else PlainSum(self.parameters)
+
+    def _make_clipper(self, clipping: str) -> PerUnitClipper:
+        return PerUnitClipper(self._model, self.parameters, form=self._form, clipping=clipping)
 
     def _noise_scale(self) -> float:
         """The standard deviation of this step's noise on a summed gradient."""
         assert self._plan is not None
-        adaptive = self._plan.adaptive
-        sigma = adaptive.gradient_noise_multiplier if adaptive else self._plan.noise_multiplier
-        return noise_scale(sigma, self.max_grad_norm, self._size)
+        return noise_scale(self._plan.gradient_noise_multiplier, self.max_grad_norm, self._size)
 
     def _spacing(self) -> float:
         return spacing_of(self._noise_scale()) if self._plan is not None else 1.0
-
-    def _make_clipper(self, clipping: str) -> PerUnitClipper:
-        return PerUnitClipper(self._model, self.parameters, form=self._form, clipping=clipping)
 
     def losses(self, batch: PhysicalBatch) -> Tensor:
         """loss_R of one physical batch, through the model as it trains."""
@@ -170,11 +156,8 @@ class Engine:
             clipping one more coordinate: the units no longer than C minus half of all.
         """
         counted = int(self._plan is not None and self._plan.adaptive is not None)
-        flat_P = torch.zeros(
-            self._size + counted,
-            dtype=torch.float32 if self._plan is None else torch.float64,
-            device=self._device,
-        )
+        dtype = torch.float32 if self._plan is None else torch.float64
+        flat_P = torch.zeros(self._size + counted, dtype=dtype, device=self._device)
         sums = self._views(flat_P)
         loss, units, clipped = 0.0, 0, 0
         spacing = self._spacing()
@@ -198,19 +181,15 @@ class Engine:
         return flat_P, Diagnostics(loss, units, clipped)
 
     def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
-        """Holds what a step over these batches holds at its peak, and changes nothing: to measure memory.
+        """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.
 
         Parameters, optimizer, noise, C and the global random state are afterwards as they were, also after an error.
-
-        Args:
-            batches: Synthetic; what a clipped sum of theirs contains is dropped.
 
         Raises:
             torch.OutOfMemoryError: They do not fit.
             Refused: See ``step``; as far as the clipped sum is concerned.
         """
-        size = self._size
-        moments = 2 * size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
+        moments = 2 * self._size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
         devices = [self._device] if self._device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
@@ -218,7 +197,7 @@ class Engine:
                 state = torch.ones(moments, device=self._device)
                 flat_P, _ = self.clipped_sum(batches)
                 released_P = flat_P.float()
-                update = torch.ones(2 * size, device=self._device)  # what AdamW holds of all parameters at once
+                update = torch.ones(2 * self._size, device=self._device)  # what AdamW holds of all parameters at once
                 del state, flat_P, released_P, update
         except BaseException:
             recover(self._model)
@@ -316,39 +295,32 @@ class Engine:
         low_precision: bool = False,
         pad_id: int = 0,
     ) -> float:
-        """Compares the engine with brute-force autograd over the same forward graph, on synthetic rows.
+        """The largest relative error against brute-force autograd, see ``selfcheck.self_check``; 0 without a Plan.
 
-        Args:
-            vocab_size: Tokens are drawn below this.
-            max_length: Longest row allowed.
-            physical_batch_size: Rows of a physical batch.
-            low_precision: The forward pass is not float32; the tolerance is then 5e-2.
-            pad_id: Token id for padding, as in training.
-
-        Returns:
-            The largest relative error seen; 0 without a Plan.
+        In low precision, where the forward pass is not float32, 5e-2 is accepted instead of 1e-3.
 
         Raises:
-            RoundsByCompany: See ``selfcheck.self_check``; the engine can then be asked again, with a physical batch of one row.
-            Refused: Likewise; the engine is then closed.
+            RoundsByCompany: The engine can then be asked again, with a physical batch of one row.
+            Refused: The engine is then closed.
         """
         if self._plan is None:
             return 0.0
         self._summer.close()
+        subject = Subject(
+            self._model,
+            self.parameters,
+            losses=lambda batch: self.losses(batch) * self._scale,
+            make_clipper=lambda: self._make_clipper("flat"),
+            device=self._device,
+            vocab_size=vocab_size,
+            max_length=max_length,
+            physical_batch_size=physical_batch_size,
+            pad_id=pad_id,
+            tolerance=LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE,
+        )
         try:
             with _deterministic(self._device):
-                error = self_check(
-                    self._model,
-                    self.parameters,
-                    lambda batch: self.losses(batch) * self._scale,
-                    lambda: self._make_clipper("flat"),
-                    device=self._device,
-                    vocab_size=vocab_size,
-                    max_length=max_length,
-                    physical_batch_size=physical_batch_size,
-                    low_precision=low_precision,
-                    pad_id=pad_id,
-                )
+                error = self_check(subject)
         except RoundsByCompany:
             self._summer = self._make_summer()
             raise

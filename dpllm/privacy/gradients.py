@@ -87,7 +87,11 @@ class UnitGradients:
             self._rows.append(part)
             self._found = None
         else:
-            gradient_U = self._by_unit(part.gradient_R)
+            gradient_U = part.gradient_R
+            if not self.owners.one_to_one:
+                gradient_U = torch.zeros_like(part.gradient_R)
+                for units, rows in self.owners.rounds:
+                    gradient_U[units] += part.gradient_R[rows]
             self._dense_U = gradient_U if self._dense_U is None else self._dense_U.add_(gradient_U)
 
     @property
@@ -144,14 +148,9 @@ class UnitGradients:
         return square_U
 
     def add_to(self, sum_: Tensor, factor_U: Tensor, counted: Sequence[bool]) -> None:
-        """Adds the units' gradients times ``factor_U``, each rounded to whole numbers, into ``sum_``.
+        """Adds the counted units' gradients times ``factor_U``, each rounded to whole numbers, into ``sum_``, in float64.
 
         The sum of whole numbers below 2^53 is exact, so it is the same in any order and any company.
-
-        Args:
-            sum_: float64, the parameter's shape.
-            factor_U: float64.
-            counted: False for a unit that is left out.
         """
         if self._dense_U is not None:
             self._add_dense(self._dense_U, sum_, factor_U, counted)
@@ -177,14 +176,6 @@ class UnitGradients:
             part_UP = dense_UP[:, start : start + size].double().mul_(factor_U[:, None]).round_()
             total_P[start : start + size].add_(part_UP.sum(dim=0))
 
-    def _by_unit(self, gradient_R: Tensor) -> Tensor:
-        if self.owners.one_to_one:
-            return gradient_R
-        gradient_U = torch.zeros_like(gradient_R)
-        for units, rows in self.owners.rounds:
-            gradient_U[units] += gradient_R[rows]
-        return gradient_U
-
     def _looked_up(self) -> tuple[Tensor, Tensor, Tensor]:
         """(unit_K, id_K, values_Kd): the sum of the vectors of each unit at each index, no pair twice, units in order."""
         if self._found is not None:
@@ -203,21 +194,23 @@ class UnitGradients:
         return self._found
 
     def _factors(self, unit: int) -> tuple[Tensor, Tensor]:
-        """One unit's factors, the tokens of all its rows and calls one after the other."""
-        lefts = [self._tokens(item.left_RTi, unit) for item in self._products]
-        rights = [self._tokens(item.right_RTj, unit) for item in self._products]
-        return _cat(lefts), _cat(rights)
-
-    def _tokens(self, factor_RTi: Tensor, unit: int) -> Tensor:
-        """The tokens of a unit, (N, i), without a copy where it is one row."""
+        """One unit's factors, the tokens of all its rows and calls one after the other; one row is not copied."""
         rows = self.owners.rows[unit]
-        return factor_RTi[rows[0]] if len(rows) == 1 else factor_RTi[rows].flatten(0, 1)
+
+        def tokens(factor_RTi: Tensor) -> Tensor:
+            return factor_RTi[rows[0]] if len(rows) == 1 else factor_RTi[rows].flatten(0, 1)
+
+        lefts = [tokens(item.left_RTi) for item in self._products]
+        return _cat(lefts), _cat([tokens(item.right_RTj) for item in self._products])
 
 
 def _upper_bound(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None, all_tokens: int) -> Tensor:
     """An upper bound on the norm of one unit's left.T @ right, plus the vectors it looked up at some of its rows."""
     tokens, i, j = len(left_Ni), left_Ni.shape[1], right_Nj.shape[1]
-    size = _sizes(left_Ni, right_Nj)  # the sum of the norms of the terms
+    norms_N: list[Tensor] = [
+        torch.linalg.vector_norm(factor, dim=1, dtype=torch.float64) for factor in (left_Ni, right_Nj)
+    ]
+    size = (norms_N[0] * norms_N[1]).sum()  # the sum of the norms of the terms
     if looked_up:
         size = size + looked_up[1].norm(dim=1).sum()
     of_sum = 2 * max(all_tokens, TOKENS) * ROUNDING * size
@@ -247,12 +240,6 @@ def _norm(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | 
         square += gradient_cj.square_().sum()
         start += chunk.shape[1]
     return square.sqrt_()
-
-
-def _sizes(left_Ni: Tensor, right_Nj: Tensor) -> Tensor:
-    left_N: Tensor = torch.linalg.vector_norm(left_Ni, dim=1, dtype=torch.float64)
-    right_N: Tensor = torch.linalg.vector_norm(right_Nj, dim=1, dtype=torch.float64)
-    return (left_N * right_N).sum()
 
 
 def _gram(factor_Ni: Tensor) -> Tensor:

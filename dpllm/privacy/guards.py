@@ -18,11 +18,7 @@ ROUTED = frozenset({"experts", "router", "gate"})  # parts of a name
 
 
 def check_modes(config: RunConfig) -> None:
-    """What the recipe alone shows.
-
-    Raises:
-        Refused: Dropout that couples units.
-    """
+    """Refuses what the recipe alone shows: dropout that couples units."""
     if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
         raise Refused(
             f"adapter.dropout is {config.adapter.dropout:g}, and its masks follow a row's place in the batch, so that one unit "
@@ -31,11 +27,7 @@ def check_modes(config: RunConfig) -> None:
 
 
 def deviations(config: RunConfig) -> tuple[str | None, list[str]]:
-    """Why a run has no guarantee (None: it has one), and what else the card must name.
-
-    Returns:
-        The reason, and the deviations that leave the guarantee standing.
-    """
+    """Why a run has no guarantee (None: it has one), and the deviations that leave it standing, which the card names."""
     if not config.privacy.enabled:
         return "it was trained without differential privacy", []
     if config.privacy.insecure_seed is not None:
@@ -54,11 +46,7 @@ def deviations(config: RunConfig) -> tuple[str | None, list[str]]:
 
 
 def check_model(model: nn.Module) -> None:
-    """What the model shows.
-
-    Raises:
-        Refused: A layer couples the rows of a batch, or a router, an expert or a DoRA magnitude trains.
-    """
+    """Refuses a layer that couples the rows of a batch, and a router, an expert or a DoRA magnitude that trains."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for name, module in model.named_modules():

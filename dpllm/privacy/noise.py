@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from torch import Tensor
 
-from dpllm.privacy.lattice import spacing_of
+from dpllm.privacy.plan import spacing_of
 
 PHILOX_KEY_BITS, CHACHA20_KEY_BITS = 128, 256
 CHUNK = 2**20  # variates made at once: 8 MB each of several temporaries
@@ -41,7 +41,7 @@ def key_bits(secure: bool) -> int:
 
 
 class ChaCha20Stream:
-    """Bytes and uniform variates from the keystream of ChaCha20.
+    """Bytes and uniform variates from the keystream of ChaCha20, keyed by a secret integer below 2**256.
 
     Every call takes a nonce of its own: four bytes of ``purpose`` and eight of the call's number. Its blocks are counted
     from zero. No part of the keystream is therefore used twice, and no counter wraps: a call may take 256 GiB.
@@ -55,12 +55,7 @@ class ChaCha20Stream:
     """
 
     def __init__(self, key: int, purpose: bytes) -> None:
-        """Keys the stream.
-
-        Args:
-            key: A secret integer below 2**256.
-            purpose: Four bytes; streams with different ones share no block although they share a key.
-        """
+        """Streams with a different ``purpose``, of four bytes, share no block although they share a key."""
         self._key = key.to_bytes(CHACHA20_KEY_BITS // 8, "little")
         self._purpose = purpose
         self._calls = 0
@@ -112,14 +107,8 @@ class GaussianNoise:
     """
 
     def __init__(self, entropy: int, device: torch.device, *, secure: bool = False) -> None:
-        """Keys the stream.
-
-        Args:
-            entropy: A secret integer of 128 bits, or of 256 with ``secure``.
-            device: Where the noise goes.
-            secure: ChaCha20.
-        """
-        self._device = device
+        """``entropy`` is a secret integer of 128 bits, or of 256 with ``secure`` (ChaCha20)."""
+        self.device = device
         self._secure = ChaCha20Stream(entropy, b"nois") if secure else None
         if secure:
             return
@@ -129,17 +118,15 @@ class GaussianNoise:
     def draw(self, size: int) -> Tensor:
         """A float64 vector of ``size`` standard normal variates on the stream's device."""
         if self._secure is not None:
-            return _normal(self._secure, size).to(self._device)
+            return _normal(self._secure, size).to(self.device)
         if self._gpu is not None:
-            return torch.randn(size, generator=self._gpu, device=self._device, dtype=torch.float64)
+            return torch.randn(size, generator=self._gpu, device=self.device, dtype=torch.float64)
         return torch.from_numpy(self._cpu.standard_normal(size))
 
     def add_to(self, sum_P: Tensor, scale: float) -> None:
-        """Adds noise of standard deviation ``scale``, rounded to its lattice.
+        """Adds noise of standard deviation ``scale`` > 0, rounded to its lattice, in place.
 
-        Args:
-            sum_P: float64 multiples of ``spacing_of(scale)``, below 2^52 of them; changed in place.
-            scale: Standard deviation of each coordinate's noise, > 0.
+        ``sum_P`` holds float64 multiples of ``spacing_of(scale)``, below 2^52 of them.
         """
         spacing = spacing_of(scale)
         for part in torch.split(sum_P, CHUNK):

@@ -1,7 +1,8 @@
 """The promise: one frozen value from which sampler, noise, accountant, ledger and card are all built.
 
-Comes in: the recipe and the public number of privacy units. Goes out: a ``Schedule`` (what every run has) and a ``Plan``
-(what a run with differential privacy promises). This module must not see data and must not import torch.
+Comes in: the recipe and the public number of privacy units. Goes out: a ``Schedule`` (what every run has), a ``Plan``
+(what a run with differential privacy promises), and the numbers that follow from them: noise and its lattice, lengths of
+rows, slots. This module must not see data and must not import torch: whoever verifies a card computes them again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any, Literal
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.privacy import accounting, events, limits, renyi
 from dpllm.privacy.accounting import Event, Relation
-from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.config import CanaryConfig, DataConfig, RunConfig
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e
+LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
+SLACK = 1e-6  # of C, by which rounding may make a clipped gradient longer; see ``clipping.PerUnitClipper``
 
 RELATION_IN_WORDS: dict[Relation, str] = {
     "zero_out": "two datasets of the same public size are neighbours if one becomes the other when the data of one "
@@ -47,6 +50,37 @@ class Schedule:
     expected_batch_size: int
     sampling_rate: float
     num_steps: int
+
+
+@dataclass(frozen=True)
+class AdaptiveClipping:
+    """How C moves, and what noise the count carries.
+
+    Each step releases two sums over one Poisson sample: the gradients clipped at C_t, with noise sigma_g C_t, and the
+    count of (b - 1/2), b = 1 for a gradient no longer than C_t, with noise sigma_b. One unit moves the first by at most
+    C_t and the second by at most 1/2.
+
+    Guarantee:
+        Both together are one Gaussian sum of sensitivity 1 and noise multiplier sigma, 1/sigma^2 = 1/sigma_g^2 +
+        1/(2 sigma_b)^2, subsampled once. C_t is computed from earlier releases alone, so it is public; it is never 0.
+
+    References:
+        Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping, theorem 1 and algorithm 1.
+    """
+
+    quantile: float  # gamma in (0, 1), the share of gradients that should not be clipped
+    learning_rate: float  # eta_C > 0 of the geometric update
+    count_noise_multiplier: float  # sigma_b, the standard deviation of the noise on the count of units
+    gradient_noise_multiplier: float  # sigma_g, the standard deviation of the noise on the gradients over C_t
+
+    def next_norm(self, max_grad_norm: float, noisy_fraction: float, first_norm: float) -> float:
+        """C_{t+1} = C_t exp(-eta_C (noisy fraction of unclipped gradients - gamma)), within 1e-6 to 1e6 of the first C.
+
+        At C = 0 there would be no noise, and beyond the range of floating point no guarantee.
+        """
+        exponent = -self.learning_rate * (noisy_fraction - self.quantile)
+        moved = max_grad_norm * math.exp(min(max(exponent, -RANGE), RANGE))
+        return min(max(moved, first_norm * math.exp(-RANGE)), first_norm * math.exp(RANGE))
 
 
 @dataclass(frozen=True)
@@ -100,6 +134,11 @@ class Plan:
     limits: dict[str, float | None] = field(default_factory=dict)
     curve: tuple[tuple[float, float | None], ...] = ()
 
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """The noise on the gradients alone, over max_grad_norm."""
+        return self.adaptive.gradient_noise_multiplier if self.adaptive else self.noise_multiplier
+
     def event_after(self, num_steps: int) -> Event:
         """The event of the first `num_steps` steps."""
         return {**self.event, "count": num_steps}
@@ -111,11 +150,7 @@ class Plan:
 
 
 def make_schedule(config: RunConfig, num_units: int) -> Schedule:
-    """Derives N, q and T, in integers and exact fractions.
-
-    Args:
-        config: The recipe.
-        num_units: Public number of privacy units without canaries: declared or counted.
+    """Derives N, q and T, in integers and exact fractions, from the public number of privacy units without canaries.
 
     Raises:
         Refused: The logical batch is larger than the dataset.
@@ -131,13 +166,7 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
         )
     # Exact: int(epochs / q) in floating point is often off by one.
     steps = config.train.steps or math.ceil(Fraction(str(config.train.epochs)) * size / batch)
-    return Schedule(
-        dataset_size=size,
-        canary_slots=slots,
-        expected_batch_size=batch,
-        sampling_rate=batch / size,
-        num_steps=steps,
-    )
+    return Schedule(size, slots, batch, sampling_rate=batch / size, num_steps=steps)
 
 
 def padded_lengths(max_length: int) -> list[int]:
@@ -150,11 +179,7 @@ def padded_lengths(max_length: int) -> list[int]:
 
 
 def padded_length(tokens: int, max_length: int) -> int:
-    """The length to which a unit is padded whose longest row has so many tokens: it follows from that number alone.
-
-    Raises:
-        ValueError: It is longer than ``max_length``.
-    """
+    """The length to which a unit is padded whose longest row has so many tokens: it follows from that number alone."""
     for length in padded_lengths(max_length):
         if tokens <= length:
             return length
@@ -178,8 +203,7 @@ def make_plan(
         cache_dir: Where calibrations are remembered.
         fit: What is left of a Renyi filter that the run must fit: calibrated noise is then the larger of what meets the
             target epsilon and what fits. Noise that the recipe sets is left as it is, for the ledger to judge.
-        largest_delta: The delta of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that, and it must
-            be below 1/N itself.
+        largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
         extra_steps: Steps beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
             stated epsilon, which is that of all steps, may exceed the target.
 
@@ -189,77 +213,49 @@ def make_plan(
         BudgetExceeded: Nothing is left of the filter, or fitting it takes more than twice the noise of the target.
         ConfigError: The target epsilon cannot be reached.
     """
-    privacy = config.privacy
+    privacy, data = config.privacy, config.data
     schedule = make_schedule(config, num_units)
-    relation: Relation = "add_or_remove_one" if config.data.public_size is not None else "zero_out"
-    size = schedule.dataset_size
-    delta = min(auto_delta(size), largest_delta) if privacy.delta == "auto" else float(privacy.delta)
-    check_delta(delta, size)
-    if largest_delta < 1.0:
-        mend = (
-            "Its owner can correct it with dpllm ledger init as long as nothing is sealed or spent; or bring more data."
-        )
-        check_delta(largest_delta, size, "the delta of the dataset's budget,", mend)
-    rate, steps = schedule.sampling_rate, schedule.num_steps
-    group = config.data.max_examples_per_unit or 1 if config.data.sampling == "example" else 1
-    sigma = privacy.noise_multiplier or accounting.calibrate_noise_multiplier(
-        privacy.epsilon, delta, rate, steps, relation, cache_dir=cache_dir, group_size=group
-    )
-    if fit is not None and privacy.noise_multiplier is None:
-        sigma = _fitting(sigma, lambda s, n: events.dp_sgd_event(rate, s, n, group), steps, fit)
-    adaptive = _adaptive(config, sigma, schedule.expected_batch_size)
-    mechanism: Event = {"type": "gaussian", "noise_multiplier": sigma}
-    if adaptive is not None:
-        mechanism = {
-            "type": "adaptive_clipping",
-            "gradient_noise_multiplier": adaptive.gradient_noise_multiplier,
-            "count_noise_multiplier": adaptive.count_noise_multiplier,
-        }
-    event = events.sampled_steps(mechanism, rate, steps, group)
-    epsilon = accounting.epsilon(event, delta, relation)
-    if epsilon > privacy.epsilon and privacy.noise_multiplier is None and cache_dir is not None:
-        # Somebody changed the remembered noise.
-        return make_plan(config, num_units, fit=fit, largest_delta=largest_delta, extra_steps=extra_steps)
-    if epsilon > privacy.epsilon:
-        raise Refused(
-            f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
-            f"{privacy.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
-        )
-    if extra_steps:
-        schedule = replace(schedule, num_steps=steps + extra_steps)
-        event = events.sampled_steps(mechanism, rate, steps + extra_steps, group)
-        epsilon = accounting.epsilon(event, delta, relation)
+    relation: Relation = "add_or_remove_one" if data.public_size is not None else "zero_out"
+    delta = _delta(config, largest_delta, schedule.dataset_size)
+    sigma, mechanism, adaptive = _mechanism(config, schedule, delta, relation, cache_dir, fit)
+    schedule = replace(schedule, num_steps=schedule.num_steps + extra_steps)
+    event = events.sampled_steps(mechanism, schedule.sampling_rate, schedule.num_steps, _group_size(data))
     return Plan(
         schedule=schedule,
-        unit=config.data.unit,
-        max_examples_per_unit=config.data.max_examples_per_unit,
-        sampling=config.data.sampling,
+        unit=data.unit,
+        max_examples_per_unit=data.max_examples_per_unit,
+        sampling=data.sampling,
         neighbouring_relation=relation,
         noise_multiplier=sigma,
         clipping=privacy.clipping,
         max_grad_norm=privacy.max_grad_norm,
         delta=delta,
-        epsilon=epsilon,
+        epsilon=accounting.epsilon(event, delta, relation),
         target_epsilon=privacy.epsilon,
-        accountant={
-            "name": "dp-accounting PLD",
-            "version": accounting.versions()["version"],
-            "interval": accounting.FINE_INTERVAL,
-        },
+        accountant={**accounting.versions(), "name": "dp-accounting PLD", "interval": accounting.FINE_INTERVAL},
         event=event,
         adaptive=adaptive,
-        accountants={name: _finite(value) for name, value in accounting.beside(event, delta, relation).items()},
+        accountants={
+            name: accounting.finite(value) for name, value in accounting.beside(event, delta, relation).items()
+        },
         limits=limits.attacker_limits_of(event, relation),
-        curve=tuple((d, _finite(value)) for d, value in accounting.curve(event, relation, CURVE_DELTAS)),
+        curve=tuple((d, accounting.finite(value)) for d, value in accounting.curve(event, relation, CURVE_DELTAS)),
     )
 
 
-def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", mend: str | None = None) -> None:
-    """Makes sure that delta is below 1/N; errors call it `name` and say how to `mend` it (None: by what auto would be).
+def _delta(config: RunConfig, largest_delta: float, size: int) -> float:
+    """The run's delta, which is below 1/N, as is that of the dataset's budget."""
+    wanted = config.privacy.delta
+    delta = min(auto_delta(size), largest_delta) if wanted == "auto" else float(wanted)
+    check_delta(delta, size)
+    if largest_delta < 1.0:
+        correct = "Its owner can correct it with dpllm ledger init as long as nothing is sealed or spent"
+        check_delta(largest_delta, size, "the delta of the dataset's budget,", f"{correct}; or bring more data.")
+    return delta
 
-    Raises:
-        Refused: It is not.
-    """
+
+def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", mend: str | None = None) -> None:
+    """Refuses a delta of 1/N or more; errors call it `name` and say how to `mend` it (None: by what auto would be)."""
     if delta * dataset_size >= 1:
         raise Refused(
             f"{name} {delta:g} is not below 1/N = {1 / dataset_size:.2g}: a mechanism that publishes one "
@@ -292,21 +288,89 @@ def _fitting(sigma: float, event_of: Callable[[float, int], Event], steps: int, 
     )
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _adaptive(config: RunConfig, sigma: float, expected_batch_size: int) -> AdaptiveClipping | None:
-    privacy = config.privacy
-    if privacy.clipping != "adaptive":
-        return None
-    wanted = privacy.adaptive
-    split = adaptive_clipping(
-        sigma, expected_batch_size, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
+def _mechanism(
+    config: RunConfig, schedule: Schedule, delta: float, relation: Relation, cache_dir: Path | None, fit: Fit | None
+) -> tuple[float, Event, AdaptiveClipping | None]:
+    """The noise that keeps the recipe's promise, one noisy sum of it as an event, and how it is split if C adapts."""
+    privacy, group = config.privacy, _group_size(config.data)
+    rate, steps = schedule.sampling_rate, schedule.num_steps
+    sigma = privacy.noise_multiplier or accounting.calibrate_noise_multiplier(
+        privacy.epsilon, delta, rate, steps, relation, cache_dir=cache_dir, group_size=group
     )
-    # To the last bit: noise rounded down could cost more than the sigma that was calibrated.
-    gradient = events.gradient_noise_multiplier(sigma, split.count_noise_multiplier)
-    return replace(split, gradient_noise_multiplier=gradient)
+    if fit is not None and privacy.noise_multiplier is None:
+        sigma = _fitting(sigma, lambda s, n: events.dp_sgd_event(rate, s, n, group), steps, fit)
+    mechanism: Event = {"type": "gaussian", "noise_multiplier": sigma}
+    split = None
+    if privacy.clipping == "adaptive":
+        wanted = privacy.adaptive
+        split = adaptive_clipping(
+            sigma, schedule.expected_batch_size, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
+        )
+        parts = {name: getattr(split, name) for name in ("gradient_noise_multiplier", "count_noise_multiplier")}
+        mechanism = {"type": "adaptive_clipping", **parts}
+    epsilon = accounting.epsilon(events.sampled_steps(mechanism, rate, steps, group), delta, relation)
+    if epsilon > privacy.epsilon and privacy.noise_multiplier is None and cache_dir is not None:
+        return _mechanism(config, schedule, delta, relation, None, fit)  # somebody changed the remembered noise
+    if epsilon > privacy.epsilon:
+        raise Refused(
+            f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
+            f"{privacy.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
+        )
+    return sigma, mechanism, split
+
+
+def _group_size(data: DataConfig) -> int:
+    """How many of what is sampled are protected together."""
+    return data.max_examples_per_unit or 1 if data.sampling == "example" else 1
+
+
+def adaptive_clipping(
+    noise_multiplier: float,
+    expected_batch_size: int,
+    quantile: float,
+    learning_rate: float,
+    count_noise_multiplier: float | None = None,
+) -> AdaptiveClipping:
+    """Splits the noise between gradients and count.
+
+    ``count_noise_multiplier`` None: the larger of B / 20 (Andrew et al.) and 2 sigma, with which the gradients' noise grows
+    by 3.3% at most.
+
+    Raises:
+        Refused: 2 sigma_b <= sigma: the count alone would cost more than both may.
+    """
+    sigma_b = count_noise_multiplier or max(expected_batch_size / 20, 2 * noise_multiplier)
+    if noise_multiplier**-2 <= (2 * sigma_b) ** -2:
+        raise Refused(
+            f"privacy.adaptive.count_noise_multiplier {sigma_b:g} is not above half the noise multiplier "
+            f"{noise_multiplier:g}, so that the count of clipped gradients alone would spend the budget. Set it to null."
+        )
+    sigma_g = events.gradient_noise_multiplier(noise_multiplier, sigma_b)
+    return AdaptiveClipping(quantile, learning_rate, sigma_b, sigma_g)
+
+
+def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:
+    """The standard deviation s of the noise: ``noise_multiplier`` times what one unit can move the sum on the lattice.
+
+    A unit's clipped gradient is no longer than C (1 + 1e-6), and rounding it to the lattice moves each of P coordinates by at
+    most one spacing, which is at most 2^-30 s. So s = sigma (C (1 + 1e-6) + 2^-30 s sqrt(P)), solved for s: sigma C (1 + 1e-6
+    + 2^-30 sigma sqrt(P)), nearly; of a million coordinates at sigma 1, sigma C (1 + 2e-6).
+
+    Raises:
+        Refused: The lattice would be as coarse as C.
+    """
+    rounding = 2.0**-LATTICE_BITS * noise_multiplier * math.sqrt(coordinates)
+    if rounding >= 0.5:
+        raise Refused(
+            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates needs a lattice as coarse as the "
+            "gradients themselves. Lower privacy.noise_multiplier, or train fewer parameters."
+        )
+    return noise_multiplier * max_grad_norm * (1 + SLACK) / (1 - rounding)
+
+
+def spacing_of(scale: float) -> float:
+    """The spacing of the lattice for noise of this standard deviation: a power of two in (2^-31, 2^-30] times it."""
+    return math.ldexp(1.0, math.floor(math.log2(scale)) - LATTICE_BITS)
 
 
 def auto_delta(dataset_size: int) -> float:
@@ -320,10 +384,7 @@ def num_slots(config: CanaryConfig, data: DataConfig) -> int:
     """Slots in N: every candidate holds its own, whatever its coin says.
 
     Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
-    are drawn, each repetition holds one.
-
-    Raises:
-        ConfigError: More repetitions than one unit may bring.
+    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
     """
     if data.max_examples_per_unit is not None and max(config.groups) > data.max_examples_per_unit:
         raise ConfigError(
@@ -331,8 +392,9 @@ def num_slots(config: CanaryConfig, data: DataConfig) -> int:
             f"data.max_examples_per_unit ({data.max_examples_per_unit}) could train. Lower the repetitions in "
             "audit.canaries.groups, or raise data.max_examples_per_unit."
         )
-    return sum(_slots_each(group, data) * candidates for group, candidates in config.groups.items())
+    return sum(slots_each(group, data) * candidates for group, candidates in config.groups.items())
 
 
-def _slots_each(group: int, data: DataConfig) -> int:
+def slots_each(group: int, data: DataConfig) -> int:
+    """Slots that one candidate of so many repetitions holds."""
     return group if data.unit == "example" or data.sampling == "example" else 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
@@ -19,15 +18,9 @@ if TYPE_CHECKING:
 
 Relation = Literal["zero_out", "add_or_remove_one"]  # which cost the same under Poisson sampling
 
-FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
 MAX_STEPS = 1_000_000
 # Array elements that the deltas of one mixture may take: 8 MB a copy, and some tenths of a second.
 MIXTURE_ELEMENTS = 1_000_000
-
-
-def versions() -> dict[str, str]:
-    """Name and version of the library behind every stated epsilon."""
-    return {"name": "dp-accounting", "version": metadata.version("dp-accounting")}
 
 
 @lru_cache(maxsize=8)

@@ -10,8 +10,10 @@ Shape suffixes: R rows of a physical batch, T tokens, d inputs, p outputs, V voc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,16 +34,11 @@ class Form:
     """In which form gradients of dense weights are kept.
 
     Both forms are exact, but not to the same last bits. So the choice rests on public numbers alone: if it followed the
-    physical batch, a long row would change how the rows beside it are rounded, which
-    where terms cancel is more than C.
-
-    Attributes:
-        mode: auto, per_sample or ghost.
-        max_length: Tokens of the longest row allowed.
+    physical batch, a long row would change how the rows beside it are rounded, which where terms cancel is more than C.
     """
 
     mode: Mode
-    max_length: int
+    max_length: int  # tokens of the longest row allowed
 
 
 @dataclass(frozen=True)
@@ -87,22 +84,19 @@ def product(left_RTi: Tensor, right_RTj: Tensor, form: Form) -> Part:
     return Dense(left_RTi.float().transpose(1, 2) @ right_RTj.float())
 
 
-def linear(layer: nn.Linear, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, form: Form) -> Parts:
-    """nn.Linear, LoRA's A and B among them."""
+def linear(
+    layer: Any, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, form: Form, *, transposed: bool = False
+) -> Parts:
+    """nn.Linear, LoRA's A and B among them; ``transposed`` where the weight is stored so."""
     input_RTd, backprop_RTp = input_RTd.flatten(1, -2), backprop_RTp.flatten(1, -2)
     if trains(layer.weight):
-        yield layer.weight, product(backprop_RTp, input_RTd, form)
+        left, right = (input_RTd, backprop_RTp) if transposed else (backprop_RTp, input_RTd)
+        yield layer.weight, product(left, right, form)
     if trains(layer.bias):
         yield layer.bias, Dense(backprop_RTp.sum(dim=1, dtype=torch.float32))
 
 
-def conv1d(layer: Any, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, form: Form) -> Parts:
-    """Transformers' Conv1D, a linear layer that stores its weight transposed (GPT-2)."""
-    input_RTd, backprop_RTp = input_RTd.flatten(1, -2), backprop_RTp.flatten(1, -2)
-    if trains(layer.weight):
-        yield layer.weight, product(input_RTd, backprop_RTp, form)
-    if trains(layer.bias):
-        yield layer.bias, Dense(backprop_RTp.sum(dim=1, dtype=torch.float32))
+conv1d = partial(linear, transposed=True)  # transformers' Conv1D (GPT-2)
 
 
 def embedding(layer: nn.Embedding, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, form: Form) -> Parts:
@@ -179,22 +173,15 @@ RULES_BY_NAME: dict[str, Rule] = {
 
 
 def rule_of(layer: nn.Module, name: str) -> Rule:
-    """The rule for a layer that owns trainable parameters.
-
-    Raises:
-        Refused: There is none, and functorch does not take the layer either.
-    """
+    """The rule for a layer that owns trainable parameters, or a refusal where functorch does not take it either."""
     if rule := RULES.get(type(layer)):
         return rule
     for ending, rule in RULES_BY_NAME.items():
         if type(layer).__name__.endswith(ending):
             return rule
     if next(layer.children(), None) is None:
-        try:
+        with contextlib.suppress(NotImplementedError):  # of buffers
             prepare_layer(layer)
-        except NotImplementedError:
-            pass  # it has buffers
-        else:
             return by_functorch
     raise Refused(
         f"{name} ({type(layer).__name__}) trains parameters of its own that no rule turns into gradients of single rows, so "

@@ -30,22 +30,16 @@ from dpllm.text.data import TokenSequence, Unit
 class PhysicalBatch:
     """What one forward pass reads.
 
-    Attributes:
-        input_ids_RT: Token ids, right-padded. No mask goes with them: causal attention never looks to the right, and a kernel
-            chosen by whether anything is masked would be chosen by the longest row.
-        loss_mask_RT: True for target tokens.
-        denominator_R: Target tokens of the sequence's whole example.
-        unit_R: Index in 0..num_units-1 of the unit that the row belongs to; -1 for a dummy row, which is nobody's.
-        num_units: How many units this batch holds; each of them whole, unless ``goes_on``.
-        goes_on: The one unit of this batch has more rows in the next one.
+    Token ids are right-padded, and no mask goes with them: causal attention never looks to the right, and a kernel chosen by
+    whether anything is masked would be chosen by the longest row.
     """
 
     input_ids_RT: Tensor
-    loss_mask_RT: Tensor
-    denominator_R: Tensor
-    unit_R: Tensor
-    num_units: int
-    goes_on: bool = False
+    loss_mask_RT: Tensor  # True for target tokens
+    denominator_R: Tensor  # target tokens of the sequence's whole example
+    unit_R: Tensor  # index in 0..num_units-1 of the unit that the row belongs to; -1 for a dummy row, which is nobody's
+    num_units: int  # each of them whole, unless the batch goes on
+    goes_on: bool = False  # the one unit of this batch has more rows in the next one
 
     def to(self, device: torch.device) -> PhysicalBatch:
         """The same batch on a device."""
@@ -56,13 +50,8 @@ class PhysicalBatch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PhysicalBatch:
-        return replace(
-            self,
-            input_ids_RT=change(self.input_ids_RT),
-            loss_mask_RT=change(self.loss_mask_RT),
-            denominator_R=change(self.denominator_R),
-            unit_R=change(self.unit_R),
-        )
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 @runtime_checkable
@@ -87,14 +76,7 @@ class PoissonSampler:
     """
 
     def __init__(self, schedule: Schedule, num_slots: int, entropy: int, *, secure: bool = False) -> None:
-        """Keys the stream.
-
-        Args:
-            schedule: Gives the sampling rate.
-            num_slots: Units, and slots of canaries.
-            entropy: A secret integer of 128 bits, or of 256 with ``secure``; the same on every rank.
-            secure: ChaCha20 (``privacy.secure_noise``).
-        """
+        """``entropy`` is as of ``GaussianNoise``, and the same on every rank; slots are those of units and of canaries."""
         self._rate = schedule.sampling_rate
         self._num_slots = num_slots
         self._stream = uniform_stream(entropy, secure=secure)
@@ -130,7 +112,7 @@ def physical_batches(
         size: Sequences in one physical batch.
         pad_id: Token id for padding.
         max_length: Tokens of the longest row allowed.
-        rank: This process.
+        rank: This process, of ``world``.
         world: Number of processes.
     """
     sized = [
@@ -195,7 +177,7 @@ def collate(units: Sequence[Unit], pad_id: int, rows: int = 0, length: int = 0) 
         units: Each with one sequence or more; none at all only with ``rows``.
         pad_id: Token id for padding.
         rows: The batch has at least as many; those of nobody, of weight zero, come last.
-        length: The batch has at least as many tokens.
+        length: Of rows, in tokens, at least.
     """
     owners = [index for index, unit in enumerate(units) for _ in unit.sequences]
     sequences = [sequence for unit in units for sequence in unit.sequences]

@@ -1,7 +1,8 @@
 """The check before every run: the engine against brute-force autograd, through the very model that trains.
 
-Comes in: the model, a function from batch to losses, a way to make a clipper. Goes out: the largest error seen, or a
-refusal that names the layer. Rows are synthetic; this module must not see data.
+Comes in: a ``Subject``: the model, a function from batch to losses, a way to make a clipper. Goes out: the largest error
+seen, or a refusal that names the layer. Rows are synthetic; this module must not see data. Nothing in a forward pass may be
+drawn at random: masks and jitter of a batch follow who else is in it.
 
 Shape suffixes: R rows, T tokens, U units.
 """
@@ -10,96 +11,91 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.utils import _pytree
 
 from dpllm.errors import Refused, RoundsByCompany
-from dpllm.privacy.clipping import Losses, Summer
+from dpllm.privacy.clipping import Losses, PerUnitClipper
+from dpllm.privacy.loss import evaluating
 from dpllm.privacy.plan import padded_lengths
-from dpllm.privacy.randomness import refuse_random_numbers
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.text.data import TokenSequence, Unit
 
-TOLERANCE = 1e-3
-LOW_PRECISION_TOLERANCE = 5e-2
+SEEDS = 7, 8
 
 
-def self_check(
-    model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    losses: Losses,
-    make_clipper: Callable[[], Summer],
-    *,
-    device: torch.device,
-    vocab_size: int,
-    max_length: int,
-    physical_batch_size: int,
-    low_precision: bool,
-    pad_id: int,
-) -> float:
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: the engine's parts, and the rows that will run."""
+
+    model: nn.Module  # as it trains, without hooks
+    parameters: Mapping[str, nn.Parameter]  # all that train; they require gradients and hold none
+    losses: Losses
+    make_clipper: Callable[[], PerUnitClipper]  # with flat clipping
+    device: torch.device
+    vocab_size: int  # tokens are drawn below this
+    max_length: int  # of a row
+    physical_batch_size: int
+    pad_id: int  # as in training
+    tolerance: float  # relative error that is accepted
+
+    @property
+    def longest(self) -> int:
+        """Longest row that runs: a table of positions ends, and rows beyond it fail by themselves."""
+        config: Any = getattr(self.model, "config", None)
+        positions = getattr(config, "max_position_embeddings", None) or 0
+        if config is None or getattr(config, "rope_parameters", None) or positions < 1:  # XLNet says -1
+            return self.max_length
+        return min(self.max_length, positions)
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Where a sum of gradients grows."""
+        shapes = {name: p.shape for name, p in self.parameters.items()}
+        return {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name, shape in shapes.items()}
+
+
+def self_check(subject: Subject) -> float:
     """Compares per-unit norms and a clipped sum with ordinary gradients, taken unit by unit from the same forward pass.
 
-    Ragged rows of random tokens, never private ones, and a dummy row. Weights that start at zero (LoRA's B) are filled for
-    the time of the check, because behind them every gradient would be zero and any engine right.
+    Returns the largest relative error seen, on ragged rows of random tokens, never private ones, and a dummy row. Weights that
+    start at zero (LoRA's B) are filled for the time of the check: behind them every gradient is zero and any engine right.
 
     Then, at the size and at every length of the physical batches that will run: what a unit adds to the sum has the same bits
     alone among rows of nobody as first or last among others. This is compared in whole numbers, without a tolerance.
-
-    Args:
-        model: As it trains, without hooks.
-        parameters: All that train, by name.
-        losses: From a physical batch to loss_R.
-        make_clipper: Hooks a clipper with flat clipping into the model.
-        device: Where the model is.
-        vocab_size: Tokens are drawn below this.
-        max_length: Longest row allowed.
-        physical_batch_size: Rows of a physical batch.
-        low_precision: The forward pass is not float32; the tolerance is then 5e-2 instead of 1e-3.
-        pad_id: Token id for padding, as in training.
-
-    Returns:
-        The largest relative error seen.
 
     Raises:
         RoundsByCompany: Rows influence each other through rounding alone; names the layer.
         Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other, or a forward pass moves
             a buffer or draws random numbers; names the layer.
     """
-    tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
-    units = _synthetic_units(vocab_size, max_length)
+    device, tolerance = subject.device, subject.tolerance
+    lengths = [(11, 6), (17,), (4,), (9,)]
+    units = _units_of([[max(2, min(length, subject.max_length)) for length in of_one] for of_one in lengths], subject)
     batch = collate(units, pad_id=0, rows=6).to(device)
-    with _filled(parameters.values()), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        refuse_random_numbers(model, parameters, _still(model, losses, batch), batch, tolerance)
-        _check_padding(model, losses, units, batch, tolerance, max_length)
-        norm_U, bound, expected = _brute_force(parameters, losses(batch), batch)
-        clipper = make_clipper()
+    devices = [device] if device.type == "cuda" else []
+    with _filled(subject.parameters.values()), torch.random.fork_rng(devices=devices):
+        _refuse_random_numbers(subject, _still(subject, batch), batch)
+        _check_padding(subject, units, batch)
+        norm_U, bound, expected = _brute_force(subject, batch)
+        clipper = subject.make_clipper()
         try:
-            sums = {name: torch.zeros(p.shape, dtype=torch.float64, device=device) for name, p in parameters.items()}
+            sums = subject.zeros()
             spacing = _spacing(bound, len(batch.unit_R))
-            _, seen_U = clipper.add(losses, batch, sums, bound, spacing)
+            _, seen_U = clipper.add(subject.losses, batch, sums, bound, spacing)
             for part in sums.values():
                 part *= spacing
-            lengths: list[int] = []
-            if physical_batch_size > 1:
-                _refuse_experts(model)
-                lengths = sorted({min(length, _longest(model, max_length)) for length in padded_lengths(max_length)})
-            for length in lengths:
-                company = _company(length, physical_batch_size, vocab_size)
-
-                def added(*batches: Sequence[Unit], length: int = length) -> dict[str, Tensor]:
-                    found = {name: torch.zeros_like(part) for name, part in sums.items()}
-                    for some in batches:
-                        rows = collate(some, pad_id, physical_batch_size, length).to(device)
-                        clipper.add(losses, rows, found, bound, _spacing(bound, physical_batch_size))
-                    return found
-
-                _check_company(model, added, *company, tolerance)
+            if subject.physical_batch_size > 1:
+                _refuse_experts(subject.model)
+                for length in sorted({min(length, subject.longest) for length in padded_lengths(subject.max_length)}):
+                    _check_company(subject, clipper, length, bound)
         finally:
             clipper.close()
     worst = float(((seen_U.double() - norm_U).abs() / norm_U).max())
@@ -107,20 +103,6 @@ def self_check(
         _compare(sums, expected, tolerance)  # names the layer, if one stands out
         raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{_ADVICE}")
     return max(worst, _compare(sums, expected, tolerance))
-
-
-def _company(length: int, rows: int, vocab_size: int) -> tuple[Unit, Unit, list[Unit]]:
-    """A unit of one very short row, one of a full row, and others that fill a physical batch with them.
-
-    One of the others is a single token again and again.
-    """
-    lengths = [[max(2, length - 3), length]] * ((rows - 2) // 2)
-    lengths += [[max(2, length - 1)]] * (rows - 2 - 2 * len(lengths))
-    short, long, *others = _units_of([[2], [length], *lengths], vocab_size)
-    if others:
-        token = others[0].sequences[0].input_ids[-1]
-        others[0] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in others[0].sequences))
-    return short, long, others
 
 
 def _refuse_experts(model: nn.Module) -> None:
@@ -133,15 +115,30 @@ def _refuse_experts(model: nn.Module) -> None:
             )
 
 
-def _check_company(
-    model: nn.Module,
-    added: Callable[..., dict[str, Tensor]],
-    short: Unit,
-    long: Unit,
-    others: Sequence[Unit],
-    tolerance: float,
-) -> None:
+def _company(subject: Subject, length: int) -> tuple[Unit, Unit, list[Unit]]:
+    """A unit of one very short row, one of a full row, and others that fill a batch with them; one is one token repeated."""
+    rows = subject.physical_batch_size
+    lengths = [[max(2, length - 3), length]] * ((rows - 2) // 2)
+    lengths += [[max(2, length - 1)]] * (rows - 2 - 2 * len(lengths))
+    short, long, *others = _units_of([[2], [length], *lengths], subject)
+    if others:
+        token = others[0].sequences[0].input_ids[-1]
+        others[0] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in others[0].sequences))
+    return short, long, others
+
+
+def _check_company(subject: Subject, clipper: PerUnitClipper, length: int, bound: float) -> None:
     """What a unit adds is the same to the last bit among rows of nobody, and first or last among other units."""
+    size = subject.physical_batch_size
+
+    def added(*batches: Sequence[Unit]) -> dict[str, Tensor]:
+        found = subject.zeros()
+        for some in batches:
+            rows = collate(some, subject.pad_id, size, length).to(subject.device)
+            clipper.add(subject.losses, rows, found, bound, _spacing(bound, size))
+        return found
+
+    short, long, others = _company(subject, length)
     apart = added([short], [long], others)
     for first, last in ((short, long), (long, short)):
         beside = [first, *others, last]
@@ -151,13 +148,12 @@ def _check_company(
             continue
         worst = max(error, key=lambda name: error[name])
         relative = error[worst] / max(float(apart[worst].norm()), 1e-30)
-        if not relative <= tolerance:
+        if not relative <= subject.tolerance:
             raise _coupled(relative)
         differ = []
         for unit, row in ((first, 0), (last, -1)):
-            pairs = zip(
-                _outputs(model, partial(added, beside), row), _outputs(model, partial(added, [unit]), 0), strict=False
-            )
+            alone = _outputs(subject.model, partial(added, [unit]), 0)
+            pairs = zip(_outputs(subject.model, partial(added, beside), row), alone, strict=False)
             differ += [name for (name, one), (_, other) in pairs if not torch.equal(one, other)][:1]
         raise RoundsByCompany(
             f"{differ[0] if differ else worst} rounds a row in another way when other rows stand beside it (the gradient of "
@@ -168,32 +164,19 @@ def _check_company(
 
 def _outputs(model: nn.Module, run: Callable[[], object], row: int) -> list[tuple[str, Tensor]]:
     """What each layer without inner layers gives for one row, in the order of the calls."""
-    found: list[tuple[str, Tensor]] = []
 
-    def hook(name: str, output: object) -> None:
-        if isinstance(output, Tensor) and output.dim() > 1:
-            found.append((name, output[row].detach().clone()))
+    def look(output: object, *_: object) -> Tensor | None:
+        return output[row].detach().clone() if isinstance(output, Tensor) and output.dim() > 1 else None
 
-    leaves = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
-    handles = [
-        module.register_forward_hook(lambda _module, _inputs, output, name=name: hook(name, output))
-        for name, module in leaves
-    ]
-    try:
+    leaves = {name for name, module in model.named_modules() if next(module.children(), None) is None}
+    with _calls(model, look) as calls:
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+    return [(name, after) for name, _, after in calls if name in leaves and after is not None]
 
 
 def _spacing(bound: float, rows: int) -> float:
     """Of a lattice as fine as exact sums of so many units of this length allow."""
     return math.ldexp(1.0, math.floor(math.log2(bound)) + math.ceil(math.log2(rows)) - 50)
-
-
-def _relative(one_R: Tensor, other_R: Tensor) -> Tensor:
-    return (one_R - other_R).abs() / other_R.abs().clamp(min=1e-3)
 
 
 def _coupled(error: float) -> Refused:
@@ -204,79 +187,151 @@ def _coupled(error: float) -> Refused:
     )
 
 
-def _check_padding(
-    model: nn.Module,
-    losses: Losses,
-    units: Sequence[Unit],
-    batch: PhysicalBatch,
-    tolerance: float,
-    max_length: int,
-) -> None:
-    training = [module for module in model.modules() if module.training]
-    alone = [collate([unit], pad_id=0).to(batch.unit_R.device) for unit in units]
+def _refuse_random_numbers(subject: Subject, losses: Losses, batch: PhysicalBatch) -> None:
+    """Looks for draws in passes over the same rows, and names the innermost module that draws.
+
+    A draw from a global generator (of torch, numpy or Python) moves its state, however rare it is and whatever becomes of
+    it. One from a generator of a module's own changes the losses from pass to pass, or the gradients; so does one that
+    leaves the global state as it was, because passes begin with different seeds. Checkpointing sets the state back before
+    it computes again, and is no draw. The rounding of gradients may differ from pass to pass by the tolerance; losses have
+    the same bits.
+    """
+    model, device = subject.model, subject.device
+    with _calls(model, lambda *_: _states(device)) as calls:
+        losses(batch)
+    if moved := [name for name, before, after in calls if before != after]:
+        raise _refused(moved[0])
+    torch.manual_seed(SEEDS[0])
+    before, loss_R = _states(device), losses(batch)
+    gradients = _gradients(loss_R, subject.parameters)
+    if _states(device) != before:
+        raise _refused(f"a backward pass of {type(model).__name__}")
+    torch.manual_seed(SEEDS[1])
+    again_R = losses(batch)
+    if _bits(again_R) != _bits(loss_R):
+        raise _refused(_first_that_differs(model, losses, batch))
+    for name, gradient in _gradients(again_R, subject.parameters).items():
+        size = float(gradient.norm())
+        # What is not finite can be compared with nothing; the self-check refuses it next, in words of its own.
+        if math.isfinite(size) and not float((gradient - gradients[name]).norm()) <= subject.tolerance * size:
+            raise _refused(f"the backward pass of {name}")
+
+
+def _refused(name: str) -> Refused:
+    return Refused(
+        f"{name} draws random numbers while the model trains (dropout, jitter, layer drop or noise; or its kernels differ from "
+        "call to call), and which of them a row meets follows the rows beside it, so that one unit would change what all "
+        "others add, unclipped. Set its rate to zero in the base model's config.json, or use another base model."
+    )
+
+
+def _first_that_differs(model: nn.Module, losses: Callable[[PhysicalBatch], Tensor], batch: PhysicalBatch) -> str:
+    """The module that gives other outputs for the same inputs; of several, the one whose call ends first."""
+    passes = []
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        with torch.no_grad(), _calls(model, _bits) as calls:
+            losses(batch)
+        passes.append(calls)
+    pairs = zip(*passes, strict=False)
+    names = (one[0] for one, two in pairs if one[1] == two[1] and one[2] != two[2])
+    return next(names, type(model).__name__)
+
+
+@contextlib.contextmanager
+def _calls(model: nn.Module, look: Callable[..., Any]) -> Iterator[list[tuple[str, Any, Any]]]:
+    """(name, what ``look`` saw go in, and come out) of each call of a module, inner ones before outer ones."""
+    begun: list[Any] = []
+    ended: list[tuple[str, Any, Any]] = []
+
+    def begin(module: nn.Module, inputs: Any, named: Any) -> None:
+        begun.append(look(inputs, named))
+
+    def end(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        ended.append((name, begun.pop(), look(output)))
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(end, name or type(module).__name__)))
+    try:
+        yield ended
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _states(device: torch.device) -> int:
+    """Of every generator that all modules share, as a hash."""
+    on_device = b"" if device.type == "cpu" else torch.get_device_module(device).get_rng_state().numpy().tobytes()
+    numpys: Any = np.random.get_state()
+    torchs = torch.get_rng_state().numpy().tobytes()
+    return hash((torchs, on_device, numpys[1].tobytes(), numpys[2:], random.getstate()))
+
+
+def _bits(*values: Any) -> list[Any]:
+    """Of all tensors in them, as hashes."""
+    tensors = [leaf.detach().cpu() for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [(one.dtype, one.shape, hash(one.reshape(-1).view(torch.uint8).numpy().tobytes())) for one in tensors]
+
+
+def _gradients(
+    loss_R: Tensor, parameters: Mapping[str, nn.Parameter], *, keep_graph: bool = False
+) -> dict[str, Tensor]:
+    loss_R.sum().backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return found
+
+
+def _check_padding(subject: Subject, units: Sequence[Unit], batch: PhysicalBatch) -> None:
+    """A row's loss is the same alone, among others, and padded as a long neighbour would pad it."""
+    alone = [collate([unit], pad_id=0).to(subject.device) for unit in units]
     with torch.no_grad():
-        still = _still(model, losses, batch)
-        try:
-            still(batch)  # in training mode, where running averages would move
-            model.eval()
+        still = _still(subject, batch)
+        still(batch)  # in training mode, where running averages would move
+        with evaluating(subject.model):
             alone_R = torch.cat([still(one) for one in alone])
             together_R = still(batch)[batch.unit_R >= 0]
-            padded_R = still(_padded(alone[-1], _longest(model, max_length)))  # as a long neighbour would pad it
-        finally:
-            for module in training:
-                module.training = True
+            padded_R = still(collate([units[-1]], pad_id=0, length=subject.longest).to(subject.device))
     alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
-    error = float(_relative(together_R, alone_R).max())
-    if not error <= tolerance:
+    error = float(((together_R - alone_R).abs() / alone_R.abs().clamp(min=1e-3)).max())
+    if not error <= subject.tolerance:
         raise _coupled(error)
 
 
-def _still(model: nn.Module, losses: Losses, batch: PhysicalBatch) -> Losses:
+def _still(subject: Subject, batch: PhysicalBatch) -> Losses:
     """The losses, and a refusal where a pass moves a buffer."""
     with torch.no_grad():
-        losses(batch)  # whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        # Whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already.
+        subject.losses(batch)
+    before = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
 
     def still(one: PhysicalBatch) -> Tensor:
-        loss_R = losses(one)
-        _check_buffers(model, before)
+        loss_R = subject.losses(one)
+        for name, buffer in subject.model.named_buffers():
+            if not torch.equal(buffer, before[name]):
+                raise Refused(
+                    f"the buffer {name} changes in a forward pass, so that one row would change the gradients of others, "
+                    "unclipped. Running averages and dynamic or long-context RoPE do this: use another base model, or a "
+                    "data.max_length within the context that the base model was pretrained on."
+                )
         return loss_R
 
     return still
 
 
-def _check_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        if not torch.equal(buffer, before[name]):
-            raise Refused(
-                f"the buffer {name} changes in a forward pass, so that one row would change the gradients of others, "
-                "unclipped. Running averages and dynamic or long-context RoPE do this: use another base model, or a "
-                "data.max_length within the context that the base model was pretrained on."
-            )
-
-
-def _longest(model: nn.Module, max_length: int) -> int:
-    config: Any = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None) or 0
-    if config is None or getattr(config, "rope_parameters", None) or positions < 1:  # XLNet says -1
-        return max_length
-    return min(max_length, positions)  # a table of positions ends; rows beyond it fail by themselves
-
-
-def _brute_force(
-    parameters: Mapping[str, nn.Parameter], loss_R: Tensor, batch: PhysicalBatch
-) -> tuple[Tensor, float, dict[str, Tensor]]:
+def _brute_force(subject: Subject, batch: PhysicalBatch) -> tuple[Tensor, float, dict[str, Tensor]]:
     """norm_U, a C between the norms (some units are clipped, others not), and the clipped sum at that C.
 
     One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes.
     """
+    loss_R = subject.losses(batch)
 
     def gradients(unit: int) -> dict[str, Tensor]:
-        loss_R[batch.unit_R == unit].sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        found = {name: p.grad for name, p in parameters.items()}
-        for parameter in parameters.values():
-            parameter.grad = None
-        return {name: g.double() for name, g in found.items() if g is not None}
+        found = _gradients(loss_R[batch.unit_R == unit], subject.parameters, keep_graph=True)
+        return {name: gradient.double() for name, gradient in found.items()}
 
     norms = []
     for unit in range(batch.num_units):
@@ -288,7 +343,7 @@ def _brute_force(
             "compared. The base model's weights or its padding embedding make losses that are not finite: use another one."
         )
     bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
-    expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    expected = subject.zeros()
     for unit, norm in enumerate(norms):
         for name, gradient in gradients(unit).items():
             expected[name].add_(gradient, alpha=min(1.0, bound / norm))
@@ -315,32 +370,18 @@ _ADVICE = (
 )
 
 
-def _synthetic_units(vocab_size: int, max_length: int) -> list[Unit]:
-    lengths = [(11, 6), (17,), (4,), (9,)]
-    return _units_of([[max(2, min(length, max_length)) for length in of_one] for of_one in lengths], vocab_size)
-
-
-def _units_of(lengths: Sequence[Sequence[int]], vocab_size: int) -> list[Unit]:
+def _units_of(lengths: Sequence[Sequence[int]], subject: Subject) -> list[Unit]:
     """Random tokens; the first third of each row is a prompt."""
     generator = torch.Generator().manual_seed(20161024)
     units = []
     for of_one in lengths:
         sequences = []
         for length in of_one:
-            ids = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+            ids = torch.randint(0, subject.vocab_size, (length,), generator=generator).tolist()
             mask = (False, *(position >= length // 3 for position in range(1, length)))
             sequences.append(TokenSequence(tuple(ids), mask, sum(mask)))
         units.append(Unit(tuple(sequences)))
     return units
-
-
-def _padded(batch: PhysicalBatch, length: int) -> PhysicalBatch:
-    extra = (0, max(0, length - batch.input_ids_RT.shape[1]))
-    return replace(
-        batch,
-        input_ids_RT=functional.pad(batch.input_ids_RT, extra),
-        loss_mask_RT=functional.pad(batch.loss_mask_RT, extra),
-    )
 
 
 @contextlib.contextmanager

@@ -21,8 +21,9 @@ from dpllm.model import adapters, loading, processes
 from dpllm.model.processes import shared
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
-from dpllm.privacy.noise import key_bits, os_entropy
+from dpllm.privacy.noise import GaussianNoise, key_bits, os_entropy
 from dpllm.privacy.plan import Plan
+from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.recipe.config import RunConfig, TrainConfig
 from dpllm.run.promise import Decision
@@ -113,11 +114,8 @@ def make_engine(
         optimizer,
         schedule,
         decision.plan,
-        grad_sample_mode=privacy.grad_sample_mode,
-        max_length=decision.config.data.max_length,
-        noise_entropy=noise_key,
-        secure_noise=secure,
-        device=device,
+        form=Form(privacy.grad_sample_mode, decision.config.data.max_length),
+        noise=GaussianNoise(noise_key, device, secure=secure),
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
@@ -161,10 +159,8 @@ def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.devi
         make_optimizer(config.train, small),
         plan.schedule,
         plan,
-        grad_sample_mode=config.privacy.grad_sample_mode,
-        max_length=config.data.max_length,
-        noise_entropy=0,  # it draws none
-        device=device,
+        form=Form(config.privacy.grad_sample_mode, config.data.max_length),
+        noise=GaussianNoise(0, device),  # it draws none
     )
     with contextlib.closing(engine):
         engine.self_check(loading.SHRUNKEN_VOCABULARY, config.data.max_length, physical_batch_size=min(8, rows))

@@ -21,8 +21,9 @@ from dpllm.model import loading, processes
 from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.engine import Engine as StepEngine
-from dpllm.privacy.noise import key_bits, os_entropy
+from dpllm.privacy.noise import GaussianNoise, key_bits, os_entropy
 from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
 from dpllm.recipe.config import RunConfig
 from dpllm.run.mechanism import check_rows
@@ -130,10 +131,8 @@ class Engine:
             optimizer,
             schedule,
             plan,
-            grad_sample_mode="auto",
-            noise_entropy=key,
-            device=device,
-            max_length=max_length,
+            form=Form("auto", max_length),
+            noise=GaussianNoise(key, device),
         )
         try:
             self._rows = check_rows(self._engine, vocabulary, max_length, physical_batch_size, pad_id=self._pad_id)

@@ -15,8 +15,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, digest, read_json
-from dpllm.privacy.adaptive import AdaptiveClipping
-from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.plan import AdaptiveClipping, Plan, Schedule
 from dpllm.statement.fields import (
     Adaptive,
     Between0And1,

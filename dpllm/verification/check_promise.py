@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 from dpllm.card import claim
 from dpllm.privacy import accounting, events
-from dpllm.privacy.lattice import noise_scale
+from dpllm.privacy.plan import noise_scale
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.statement.fields import DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.statement.privacy_record import PrivacyRecord

@@ -6,7 +6,6 @@ Comes in: events and terms of a stranger. Goes out: numbers as JSON has them. Op
 from __future__ import annotations
 
 import json
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -77,7 +76,7 @@ def beside(terms: Terms) -> dict[str, float | None]:
     found = {"pld": of(terms)[0]} if "pld" in known else {}
     if "rdp" in known:
         found["rdp"] = accounting.epsilon(event, terms.delta, terms.neighbouring_relation, "rdp")
-    return {name: _finite(epsilon) for name, epsilon in found.items()}
+    return {name: accounting.finite(epsilon) for name, epsilon in found.items()}
 
 
 def attackers(event: Event, relation: Relation) -> dict[str, Any]:
@@ -91,7 +90,9 @@ def _attackers(text: str, relation: Relation) -> dict[str, Any]:
     event = json.loads(text)
     return {
         "limits": dict(limits.attacker_limits_of(event, relation)),
-        "curve": [[delta, _finite(found)] for delta, found in accounting.curve(event, relation, plan.CURVE_DELTAS)],
+        "curve": [
+            [delta, accounting.finite(found)] for delta, found in accounting.curve(event, relation, plan.CURVE_DELTAS)
+        ],
         "trade_off": tradeoff_figure.trade_off(event, relation),
     }
 
@@ -110,7 +111,3 @@ def by(terms: Terms) -> str:
     """Which other version of the accountant computed the statement; empty where it is this one."""
     stated, here = terms.accountant.version, accounting.versions()["version"]
     return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

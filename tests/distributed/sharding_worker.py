@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, evaluate, loading, sharding
-from dpllm.privacy.engine import Engine, recover
+from dpllm.privacy.engine import recover
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
@@ -116,7 +116,7 @@ def unclipped(net: Any, batches: list[PhysicalBatch]) -> torch.Tensor:
     """The sum of gradients of a run without differential privacy."""
     optimizer = torch.optim.SGD(list(tm.trainable(net).values()), lr=1.0)
     schedule = tm.schedule(24, 12, STEPS)
-    engine = Engine(net, optimizer, schedule, None, grad_sample_mode="auto", noise_entropy=0, device=tm.CPU)
+    engine = tm.engine_of(net, optimizer, schedule, None, noise_entropy=0)
     return engine.clipped_sum(batches)[0]
 
 

@@ -28,7 +28,9 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> dict[s
 
     from dpllm.model import adapters
     from dpllm.privacy.engine import Engine
+    from dpllm.privacy.noise import GaussianNoise
     from dpllm.privacy.plan import make_plan
+    from dpllm.privacy.rules import Form
     from dpllm.privacy.sampling import collate
     from dpllm.recipe.config import RunConfig
     from dpllm.text.data import TokenSequence, Unit
@@ -53,8 +55,8 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> dict[s
     plan = make_plan(config, 100 * rows * count)
     trains = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trains, lr=1e-6)
-    settings: Any = {"grad_sample_mode": "auto", "noise_entropy": 7, "device": torch.device("cpu")}
-    engine = Engine(net, optimizer, plan.schedule, plan, max_length=tokens, **settings)
+    noise = GaussianNoise(7, torch.device("cpu"))
+    engine = Engine(net, optimizer, plan.schedule, plan, form=Form("auto", tokens), noise=noise)
     generator = torch.Generator().manual_seed(1)
 
     def unit() -> Unit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import tiny_models as tm
@@ -32,8 +31,7 @@ def engine() -> Iterator[Engine]:
         CUDA
     )
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-4)
-    settings: dict[str, Any] = {"grad_sample_mode": "auto", "noise_entropy": 1, "device": CUDA, "max_length": TOKENS}
-    made = Engine(net, optimizer, tm.schedule(), tm.plan(), **settings)
+    made = tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), noise_entropy=1, device=CUDA, max_length=TOKENS)
     yield made
     made.close()
     torch.cuda.empty_cache()

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import memory, processes
-from dpllm.privacy.adaptive import AdaptiveClipping
-from dpllm.privacy.plan import make_plan
+from dpllm.privacy.plan import AdaptiveClipping, make_plan
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
@@ -298,9 +297,8 @@ def test_rehearsing_without_privacy_changes_nothing() -> None:
 
 
 def fitting_engine(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    from dpllm.privacy.engine import Engine
 
-    return Engine(net, optimizer, tm.schedule(), None, grad_sample_mode="auto", noise_entropy=1, device=CPU)
+    return tm.engine_of(net, optimizer, tm.schedule(), None, noise_entropy=1)
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "between"])

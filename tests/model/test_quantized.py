@@ -46,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(net: Any, **arguments: Any) -> Engine:
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
-    settings: dict[str, Any] = {"grad_sample_mode": "auto", "noise_entropy": 1, "device": CPU, "max_length": 32}
-    return Engine(net, optimizer, tm.schedule(), tm.plan(), **{**settings, **arguments})
+    settings: dict[str, Any] = {"noise_entropy": 1, "device": CPU, "max_length": 32}
+    return tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), **{**settings, **arguments})
 
 
 def units(count: int = 3) -> list[Unit]:

@@ -14,7 +14,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from dpllm.errors import Refused
-from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.rules import Form, conv1d, linear
 from dpllm.privacy.sampling import collate, physical_batches
@@ -114,15 +113,8 @@ def test_a_batch_of_nobody_adds_nothing_in_any_mode() -> None:
 
 
 def test_a_unit_over_several_batches_is_counted_once_without_privacy() -> None:
-    engine = Engine(
-        net := tm.build("llama"),
-        torch.optim.SGD(list(tm.trainable(net).values()), lr=1.0),
-        tm.schedule(),
-        None,
-        grad_sample_mode="auto",
-        noise_entropy=1,
-        device=tm.CPU,
-    )
+    net = tm.build("llama")
+    engine = tm.engine_of(net, torch.optim.SGD(list(tm.trainable(net).values()), lr=1.0), tm.schedule(), None)
     batches = physical_batches(range(3), tm.units([(9, 4, 5, 6, 7), (4,), (12,)]), 2, 0, 16)
     assert any(batch.goes_on for batch in batches)
     assert engine.clipped_sum(batches)[1].units == 3

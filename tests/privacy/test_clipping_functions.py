@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor
 
-from dpllm.privacy.adaptive import AdaptiveClipping, adaptive_clipping
 from dpllm.privacy.clipping import FUNCTIONS
-from dpllm.privacy.plan import make_plan
+from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping, make_plan
 
 MODES = ("auto", "per_sample", "ghost")
 NETS: dict[str, tuple[str, Any]] = {"lora": ("llama", LORA), "frozen": ("gpt2", FROZEN), "everything": ("gpt2", "")}

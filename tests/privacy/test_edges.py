@@ -12,8 +12,8 @@ from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.adaptive import adaptive_clipping
 from dpllm.privacy.clipping import automatic
+from dpllm.privacy.plan import adaptive_clipping
 from dpllm.privacy.sampling import collate, physical_batches
 
 BOUND = 1 + 1e-6

@@ -26,10 +26,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from dpllm.errors import Refused
 from dpllm.forecast.meta_tensor_counter import tally
-from dpllm.privacy import fused_loss
 from dpllm.privacy import loss as losses_module
-from dpllm.privacy.fused_loss import TokenLosses, fused_losses
-from dpllm.privacy.loss import Targets, example_means, sequence_losses, token_losses
+from dpllm.privacy.loss import Targets, TokenLosses, example_means, fused_losses, sequence_losses, token_losses
 from dpllm.privacy.sampling import PhysicalBatch, collate
 
 VOCABULARY = tm.VOCABULARY
@@ -477,10 +475,10 @@ def test_ways_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     def wrong(logits_nV: Tensor, target_n: Tensor) -> Any:
         return right(logits_nV.mul_(1.01), target_n)
 
-    right = fused_loss.log_likelihood_
+    right = losses_module.log_likelihood_
     net = tm.build("llama", LORA)
     assert TokenLosses(net, tm.CPU).head is not None
-    monkeypatch.setattr(fused_loss, "log_likelihood_", wrong)
+    monkeypatch.setattr(losses_module, "log_likelihood_", wrong)
     net.get_output_embeddings().weight.mul_(10)
     assert TokenLosses(net, tm.CPU).head is None
 

@@ -21,13 +21,12 @@ from mutants import divided_by_who_came
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
-from dpllm.privacy import adaptive, clipping, engine, gradients, rules, selfcheck
-from dpllm.privacy.adaptive import AdaptiveClipping
-from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper
+from dpllm.privacy import clipping, engine, gradients, plan, rules, selfcheck
+from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper, Taps
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradients import Owners, UnitGradients
-from dpllm.privacy.hooks import Taps
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.plan import AdaptiveClipping
 from dpllm.privacy.sampling import PhysicalBatch
 
 TIED = {"tie_word_embeddings": True}
@@ -321,7 +320,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     "7% less noise on either, adaptive": (slightly_less_noise, adaptive_noise),
     "C follows the exact share": (c_follows_the_exact_share, adaptive_noise),
     "the count costs nothing": (
-        attribute(adaptive, "AdaptiveClipping", lambda *a: AdaptiveClipping(*a[:3], 0.99 * a[3])),
+        attribute(plan, "AdaptiveClipping", lambda *a: AdaptiveClipping(*a[:3], 0.99 * a[3])),
         partial(checks.noise_split, 1.5, 100, 2.0),
     ),
     "no noise on the count": (no_noise_on_the_count, adaptive_noise),

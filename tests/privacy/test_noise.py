@@ -18,8 +18,8 @@ from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
-from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.noise import CHUNK, ChaCha20Stream, GaussianNoise, key_bits, keystream, os_entropy
+from dpllm.privacy.plan import noise_scale
 
 STEPS = 400
 
@@ -145,10 +145,7 @@ def test_an_insecure_seed_reproduces_the_noise() -> None:
 
 def test_without_a_plan_there_is_no_noise() -> None:
     net = Toy()
-    engine = tm.Engine(
-        net, torch.optim.SGD([net.layer.weight], lr=1.0), tm.schedule(), None, grad_sample_mode="auto",
-        noise_entropy=1, device=CPU,
-    )  # fmt: skip
+    engine = tm.engine_of(net, torch.optim.SGD([net.layer.weight], lr=1.0), tm.schedule(), None, noise_entropy=1)
     assert torch.equal(engine._release(engine.clipped_sum([])[0]), torch.zeros(64))
     assert engine.self_check(tm.VOCABULARY, 32) == 0.0
 

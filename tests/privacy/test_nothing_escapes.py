@@ -67,8 +67,7 @@ def test_what_is_wrapped_for_data_parallelism_is_refused() -> None:
 
 
 def engine_on(net: nn.Module, optimizer: Any) -> tm.Engine:
-    settings = {"grad_sample_mode": "auto", "noise_entropy": 1, "device": tm.CPU}
-    return tm.Engine(net, optimizer, tm.schedule(), tm.plan(), **settings)
+    return tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), noise_entropy=1)
 
 
 def test_hooks_are_not_put_in_twice() -> None:
