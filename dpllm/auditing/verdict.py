@@ -35,9 +35,7 @@ class Claim:
     def limits(self, repetitions: int, whole: Mapping[str, float | None] | None) -> dict[str, float]:
         """What no attack on such a canary can exceed, see ``attacker_limits``.
 
-        Args:
-            repetitions: Of the canary.
-            whole: The same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
+        ``whole`` is the same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
         """
         target = self.of(repetitions)
         known = (whole or {}) if self.units(repetitions) == 1 else {}
@@ -79,17 +77,7 @@ def levels(
     """How alpha is divided among the groups that are tested.
 
     Alike among the one that speaks of single units and those repeated ones that could refute their weaker claim. It
-    needs sizes and claim only, so it was fixed before the coins.
-
-    Args:
-        sizes: Repetitions -> number of candidates.
-        claim: For one unit.
-        alpha: Of all tests together.
-        guesses: Of the recipe.
-        guesses_in: Of the recipe.
-
-    Returns:
-        Repetitions -> level; group 1 always has one.
+    needs sizes (repetitions -> candidates) and claim only, so it was fixed before the coins.
     """
     tested = [1]
     for group in sorted(size for size in sizes if size > 1):
@@ -122,9 +110,9 @@ def judge(
 
     Args:
         claim: None for a run that makes none.
-        bound: Of the once-inserted candidates.
+        bound: Of the once-inserted candidates, of which ``num_inserted`` were inserted.
         repeated: The tests of the other groups.
-        num_inserted: Once-inserted candidates whose coin said in.
+        num_inserted: By their coins.
         controls: Of this audit.
     """
     shown = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"

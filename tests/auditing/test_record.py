@@ -1,0 +1,65 @@
+"""audit.json reads back as it was written, in every version, and a damaged one is refused by the name of its field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import audit
+from jsonschema import Draft202012Validator
+
+from dpllm.auditing.record import parse_audit, read_audit, schema
+from dpllm.errors import ConfigError
+
+PUBLISHED = sorted(Path(__file__).parents[2].glob("model_cards/*/export/audit/audit.json"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parents[2].name)
+def test_a_published_audit_reads_back_as_it_was_written(path: Path) -> None:
+    value = json.loads(path.read_text())
+    assert json.dumps(read_audit(path).to_json(), sort_keys=True) == json.dumps(value, sort_keys=True)
+    Draft202012Validator(schema()).validate(value)
+
+
+@pytest.mark.parametrize(
+    ("place", "bad"),
+    [
+        ("epsilon_lower_bound.value", "x"),
+        ("epsilon_lower_bound.alpha", 1.5),
+        ("claim.epsilon", True),
+        ("claim.more", 1),
+        ("attacks.ratio.auc", 1.01),
+        ("exposure.1.inserted", 2.5),
+        ("controls.words.succeeds", 1),
+        ("canaries.commitment", None),
+        ("verdict", "fine"),
+        ("published", 1),
+        ("schema_version", 4),
+        ("surplus", {}),
+    ],
+)
+def test_a_damaged_audit_is_refused_in_one_line_that_names_the_field(tmp_path: Path, place: str, bad: Any) -> None:
+    value = copy.deepcopy(audit())
+    parse_audit(value, "audit.json")
+    *inside, last = place.split(".")
+    part = value
+    for name in inside:
+        part = part[name]
+    part[last] = bad
+    path = tmp_path / "audit.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match=r"damaged\. Run dpllm audit again") as refused:
+        read_audit(path)
+    assert f"{path}: {place}: " in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not Draft202012Validator(schema()).is_valid(value)
+
+
+def test_what_was_retired_is_no_part_of_a_new_audit() -> None:
+    for version in (1, 2):
+        parse_audit(audit(schema_version=version, estimates={"1": {}}), "audit.json")
+    with pytest.raises(ConfigError, match="earlier versions"):
+        parse_audit(audit(estimates={"1": {}}), "audit.json")
