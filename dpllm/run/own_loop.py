@@ -108,13 +108,8 @@ class Engine:
             Refused: Another Plan than ``promise`` makes; several processes; a model or an optimizer for which the guarantee does
                 not hold; low precision; a self-check that fails; a budget without room. Nothing is spent.
         """
+        _check_plan(plan)
         schedule, size = plan.schedule, plan.schedule.dataset_size
-        batch, steps, norm = schedule.expected_batch_size, schedule.num_steps, plan.max_grad_norm
-        if plan != promise(size, epsilon=plan.target_epsilon, batch_size=batch, steps=steps, max_grad_norm=norm):
-            raise Refused(
-                "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
-                "Pass what dpllm.promise(len(units), ...) returns."
-            )
         self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
         self._units = tuple(units)  # the caller's list may change
         self._check_surroundings()
@@ -193,6 +188,16 @@ class Engine:
         self._open = False
         self._engine.close()
         self._ledger.finish(self.entry, "completed" if self._steps == self.plan.schedule.num_steps else "interrupted")
+
+
+def _check_plan(plan: Plan) -> None:
+    schedule, norm = plan.schedule, plan.max_grad_norm
+    size, batch, steps = schedule.dataset_size, schedule.expected_batch_size, schedule.num_steps
+    if plan != promise(size, epsilon=plan.target_epsilon, batch_size=batch, steps=steps, max_grad_norm=norm):
+        raise Refused(
+            "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
+            "Pass what dpllm.promise(len(units), ...) returns."
+        )
 
 
 def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary: int) -> None:

@@ -167,7 +167,7 @@ def decide(
         if subject is None:
             return Decision(config, refusals=tuple(found.errors))
         config, resumed = _update(config, "data", format=subject.format), None
-        parent = config.privacy.derived_from if subject.policy else None
+        dataset, parent = subject.dataset, config.privacy.derived_from if subject.policy else None
         if start and start.resume:
             if subject.policy:
                 resumed = found.attempt(read_resume_state, config, run, ledger, subject.policy)
@@ -178,10 +178,10 @@ def decide(
             plan = found.attempt(_resumed_plan, config, subject.num_units, resumed, start)
             schedule = plan.schedule if plan else schedule
         elif config.privacy.enabled:
-            left = terms or found.attempt(dataset_policy.terms, ledger, subject.dataset, parent)
+            left = terms or found.attempt(dataset_policy.terms, ledger, dataset, parent)
             plan, over = _plan(config, subject.num_units, schedule, left or dataset_policy.terms(None, "", None), found)
             if ledger and plan and terms is None and not (start and start.entry):
-                seen = found.attempt(ledger.outlook, subject.dataset, RunRequest.of(plan), parent)
+                seen = found.attempt(ledger.outlook, dataset, RunRequest.of(plan), parent)
             if seen and seen.refusal:
                 kind = BudgetExceeded if seen.reason == "over_budget" else Refused
                 found.add(kind(seen.refusal, dataset=seen.dataset, reason=seen.reason))
@@ -189,13 +189,7 @@ def decide(
                 found.add(over)
         base = found.attempt(lineage.of_base, config, fetch=fetch)
         ancestry = found.attempt(
-            lineage.compose_with_base,
-            base,
-            config,
-            dataset=subject.dataset,
-            derived_from=parent,
-            book=ledger,
-            plan=plan,
+            lineage.compose_with_base, base, config, dataset=dataset, derived_from=parent, book=ledger, plan=plan
         )
         return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors))
 
