@@ -31,6 +31,7 @@ from dpllm.statement.fields import (
     Text,
 )
 from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction
+from dpllm.statement.run_files import AuditSettings
 
 SCHEMA_VERSION = 3
 """Of audit.json. 1 had narrower intervals, see ``statistics.INTERVALS``; 1 and 2 held estimates that decided nothing."""
@@ -291,21 +292,13 @@ class Canaries(Record):
     """Hash of the canaries and their coins, fixed before training."""
 
 
-class Settings(Record):
-    """What was fixed before training."""
-
-    alpha: Between0And1
-    guesses: tuple[AtLeast1, ...]
-    guesses_in: tuple[AtLeast1, ...]
-
-
 class AuditRecord(Summary):
     """audit.json of a run: the summary, and what needs models, texts or other runs."""
 
     generation: Generation | None
     """Null where the models were only scored."""
     canaries: Canaries
-    settings: Settings
+    settings: AuditSettings
     weights: dict[Text, Sha256]
     """SHA-256 of the weight files that were attacked."""
     audits_run: AtLeast1

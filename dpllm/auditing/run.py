@@ -80,8 +80,8 @@ def audit(
     if shadows:
         given["shadows"] = shadows(run, config, plan, examined.table, claim.delta if claim else DELTA_WITHOUT_CLAIM)
     count = _count(run)
-    report = shown = _record(examined, seen, audits_run=count, published=config.privacy.enabled and public, **given)
-    report = _write(run, report, examined)
+    published = config.privacy.enabled and public
+    report = shown = _write(run, _record(examined, seen, audits_run=count, published=published, **given), examined)
     if config.privacy.enabled and not public:  # the same without what tells of other runs
         shown = _write(run, _record(examined, None, audits_run=count, published=True), examined)
     publish_audit(run, config, figures(shown) if shown.published else None)

@@ -48,22 +48,14 @@ def table(report: Summary) -> Group:
         "0.5",
         f"{limits.auc:.3f}" if limits else NO_LIMIT,
     )
-    if any(primary[group].tpr_at_1_percent_fpr is not None for group in groups):
-        row(
-            "caught at 1 % false alarms",
-            lambda group: _interval(primary[group].tpr_at_1_percent_fpr, primary[group].tpr_at_1_percent_fpr_interval),
-            "0.01",
-            f"{limits.tpr_at_fpr_0_01:.3f}" if limits else NO_LIMIT,
-        )
-    if any(primary[group].tpr_at_0_1_percent_fpr is not None for group in groups):
-        row(
-            "caught at 0.1 % false alarms",
-            lambda group: _interval(
-                primary[group].tpr_at_0_1_percent_fpr, primary[group].tpr_at_0_1_percent_fpr_interval
-            ),
-            "0.001",
-            f"{limits.tpr_at_fpr_0_001:.3f}" if limits else NO_LIMIT,
-        )
+    for key, words, fpr, limit in (
+        ("tpr_at_1_percent_fpr", "1 %", "0.01", limits and limits.tpr_at_fpr_0_01),
+        ("tpr_at_0_1_percent_fpr", "0.1 %", "0.001", limits and limits.tpr_at_fpr_0_001),
+    ):
+        caught = {group: (getattr(primary[group], key), getattr(primary[group], f"{key}_interval")) for group in groups}
+        if any(rate is not None for rate, _ in caught.values()):
+            allowed = NO_LIMIT if limit is None else f"{limit:.3f}"
+            row(f"caught at {words} false alarms", lambda group, seen=caught: _interval(*seen[group]), fpr, allowed)  # type: ignore[misc]
     if beside and beside.shadows:
         _shadows(beside.shadows, row)
     _extraction(report, row)
