@@ -1,15 +1,12 @@
-"""One real logical step of a model with random weights, timed, and its peak memory: run in a process of its own.
+"""The peak memory of one real logical step of a model with random weights: run in a process of its own.
 
-Arguments: a directory with config.json, rows, tokens, physical batches, lora or frozen. Prints JSON.
+Arguments: a directory with config.json, rows, tokens, physical batches, lora or frozen. Prints bytes.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def main(folder: str, rows: int, tokens: int, count: int, method: str) -> dict[str, float]:
+def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     import torch
     import transformers
 
@@ -66,12 +63,8 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> dict[s
     batches = [collate([unit() for _ in range(rows)], 0) for _ in range(count)]
     engine.step(batches)
     reset_peak()
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        engine.step(batches)
-        times.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(times), "bytes": peak_bytes() - before}
+    engine.step(batches)
+    return peak_bytes() - before
 
 
 def current_bytes() -> int:
@@ -79,4 +72,4 @@ def current_bytes() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])))
+    print(main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -272,19 +271,19 @@ CASES = {
 }
 
 
-def measured(folder: str, rows: int, tokens: int, method: str, environment: dict[str, str]) -> dict[str, float]:
+def measured_bytes(folder: str, rows: int, tokens: int, method: str) -> int:
     paths = [str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **MALLOC}
     command = [sys.executable, str(WORKER), folder, str(rows), str(tokens), "2", method]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
-    return dict(json.loads(run.stdout))
+    return int(run.stdout)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["lora", "frozen"])
 @pytest.mark.parametrize("name", CASES)
-def test_estimates_against_real_steps(name: str, method: str, tmp_path: Path) -> None:
+def test_the_estimate_of_memory_is_near_that_of_a_real_step(name: str, method: str, tmp_path: Path) -> None:
     from transformers import GPT2Config, LlamaConfig
 
     source, rows, tokens = CASES[name]
@@ -299,9 +298,6 @@ def test_estimates_against_real_steps(name: str, method: str, tmp_path: Path) ->
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
     changes = {"data__max_length": tokens, "train__physical_batch_size": rows, "train__batch_size": 2 * rows}
     found = needs(recipe(folder, adapter, **changes))
-    memory = found.memory.total / measured(folder, rows, tokens, method, MALLOC)["bytes"]
-    kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}  # freed memory stays with the process
-    seconds = found.seconds_per_step / measured(folder, rows, tokens, method, kept)["seconds"]
-    print(f"\n{name}, {method}: estimate over measured: memory {memory:.2f}, time {seconds:.2f}")
+    memory = found.memory.total / measured_bytes(folder, rows, tokens, method)
+    print(f"\n{name}, {method}: estimate over measured {memory:.2f}")
     assert 0.7 < memory < 1.5
-    assert seconds > 0  # printed and not bounded: both of its sides follow what else the machine does
