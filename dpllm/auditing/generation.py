@@ -90,8 +90,7 @@ def generate_attacks(
         samples: Texts to sample without a prompt.
 
     Returns:
-        Counts only: ``settings``; ``completion`` and ``personal`` (None unless the canaries are personal details) for each
-        group; ``untargeted`` for texts of the tuned and of the base model. Deterministic for one kind of device.
+        Counts only, see ``record.Generation``. Deterministic for one kind of device.
 
     Raises:
         ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
@@ -125,8 +124,7 @@ def generate_attacks(
         for name, answers, gain in (("tuned", tuned, own_gain), ("base", base, base_gain))
     }
     settings = {"prompts": prompts, "beams": beams, "samples": samples, "sample_tokens": num_tokens, "seed": SEED}
-    counts = _count_groups(plan, cases, tuned, base, tokenizer)
-    return {"settings": settings, "untargeted": untargeted, **counts}
+    return {"settings": settings, "untargeted": untargeted, **_count_groups(plan, cases, tuned, base, tokenizer)}
 
 
 def _count_groups(

@@ -113,10 +113,6 @@ def audit_members(
         ConfigError: Fewer than 50 units on a side, non-members that are members too, or scores that are not finite.
         DataError: A row that cannot be encoded.
     """
-    if limit < FEWEST:
-        raise ConfigError(
-            f"a limit of {limit} rows is too few to tell a difference from chance; give {FEWEST} or more."
-        )
     drawn = [_draw(members, limit), _draw(non_members, limit)]
     _check_counts(drawn)
     overlap = check_overlap(members, drawn[1], fmt, settings.unit)
@@ -142,10 +138,7 @@ def audit_members(
         non_members_available=len(non_members),
         confidence=CONFIDENCE,
         scores=_separations(tokens, first),
-        controls={
-            "base_model": _area("auc", base),
-            "blind": None if words is None else {"auc": words.auc, "auc_interval": [words.low, words.high]},
-        },
+        controls={"base_model": _area("auc", base), "blind": words and words.to_json()},
         overlap=overlap,
     )
 
@@ -268,6 +261,10 @@ SCORES = {"calibrated": calibrated, "ratio": ratio, "loss": loss, **attacks.TOKE
 
 
 def _draw(groups: Sequence[Rows], limit: int) -> list[Rows]:
+    if limit < FEWEST:
+        raise ConfigError(
+            f"a limit of {limit} rows is too few to tell a difference from chance; give {FEWEST} or more."
+        )
     chosen = random.Random(0).sample(range(len(groups)), min(limit, len(groups)))
     return [groups[index] for index in sorted(chosen)]
 

@@ -116,11 +116,7 @@ def summarise(
         "sampling": extraction.summary(tokens, scores) if tokens is not None else None,
         "epsilon_lower_bound": {**asdict(bound), "method": METHOD, "slope": scored.slope},
         "repeated": {
-            str(group): {
-                "claim": asdict(claim.of(group)) if claim else None,
-                "attacks": {name: attacked[group][name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
-                "test": {**asdict(tests[group].bound), "refuted": tests[group].refuted} if group in tests else None,
-            }
+            str(group): _repeated(group, claim, attacked[group], tests.get(group))
             for group in scored.groups
             if group != smallest
         },
@@ -174,6 +170,14 @@ def _tests(
             found = bound(scored.groups[group], delta=target.delta, alpha=own_level, guesses=own, guesses_in=own_in)
             tests[group] = Test(target, found)
     return once, tests
+
+
+def _repeated(group: int, claim: Claim | None, attacked: Json, test: Test | None) -> Json:
+    return {
+        "claim": asdict(claim.of(group)) if claim else None,
+        "attacks": {name: attacked[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
+        "test": {**asdict(test.bound), "refuted": test.refuted} if test else None,
+    }
 
 
 def _roc_limit(promise: Mapping[str, Any]) -> list[list[float]] | None:
