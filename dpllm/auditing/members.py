@@ -96,8 +96,7 @@ def audit_members(
 
     Guarantee:
         Where members and non-members are exchangeable, the word is "distribution shift" with probability at most about
-        7.5 %: both sides of the base model's interval, one of the blind control's. Neither control proves
-        that there is no shift.
+        7.5 %: both sides of the base model's interval, one of the blind control's. Neither proves that there is no shift.
 
     Args:
         models: Tuned and base.
