@@ -7,6 +7,7 @@ import json
 import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_a_shadow_of_something_else_is_not_taken_for_one(
 def test_an_interrupted_shadow_stops_the_audit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write(QUICK)
     done("train", place.recipe)
-    monkeypatch.setattr(shadows, "train", lambda config, console: {"status": "interrupted"})
+    monkeypatch.setattr(shadows, "train", lambda config, console: SimpleNamespace(status="interrupted"))
     with pytest.raises(DpllmError, match="shadow 1 of 2 was interrupted"):
         audit(place, 2)
 
