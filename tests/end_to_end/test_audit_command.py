@@ -171,7 +171,9 @@ def test_an_audit_keeps_what_the_one_before_found_on_the_same_weights(copy: Plac
     assert f"Written to {copy.run / 'export' / 'audit'}" in answer.out
 
 
-@pytest.mark.parametrize("edit", [{"epsilon": 99.0}, {"audit": None}, {"audit": {"alpha": 1e-9}}])
+@pytest.mark.parametrize(
+    "edit", [{"epsilon": 99.0}, {"audit": None}, {"audit": {"alpha": 1e-9, "guesses": [40], "guesses_in": []}}]
+)
 def test_a_promise_that_was_edited_is_not_tested(copy: Place, edit: dict[str, object]) -> None:
     path = copy.run / "plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
@@ -266,7 +268,7 @@ def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, 
     ("changes", "words"),
     [
         ({"base_separates": True}, "controls failed"),
-        ({"words": {"succeeds": True}}, "controls failed"),
+        ({"words": {"auc": 0.9, "interval": [0.8, 0.95], "succeeds": True}}, "controls failed"),
         ({"weights": {}}, "is no audit of the weights"),
     ],
 )
