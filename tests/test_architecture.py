@@ -16,17 +16,7 @@ import house
 
 MODULES = house.read()
 # What exceeds its limit in house.LIMITS today, or has none: numbers only fall.
-TODAY = {
-    "lines": 32773,
-    "code lines": 21006,
-    "lines of lab": 2739,
-    "modules": 183,
-    "longest module": 499,
-    "longest function": 106,
-    "most parameters": 11,
-    "functions over 60 lines": 18,
-    "functions over 8 parameters": 7,
-}
+TODAY = {"lines": 29397, "code lines": 19390, "modules": 144}
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
