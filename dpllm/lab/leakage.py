@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from dpllm.auditing.statistics import placements
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.lab.mechanism import recipe_plan
 from dpllm.lab.replay import CPU, Watched, noise_key, plain_gradient
 from dpllm.model import loading
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.recipe.config import CanaryConfig, LoraConfig, RunConfig
+from dpllm.run.promise import plan_before_any_run
 from dpllm.text import data
 from dpllm.text.data import TokenSequence, Unit
 
@@ -75,11 +75,9 @@ class Reconstruction:
 class LeakageReport:
     """What one gradient gives away: as it is, clipped without noise (which is no defence), and as the engine releases it."""
 
-    layers: tuple[
-        str, ...
-    ]  # the adapters whose gradients were read: those that see the first block's normed embeddings
+    layers: tuple[str, ...]  # adapters whose gradients were read: those that see the first block's normed embeddings
     tokens: (
-        int  # b, distinct tokens that have part in the loss (token and position, where the model adds positions there)
+        int  # b, distinct ones that have part in the loss (with their position, where the model adds positions there)
     )
     # The largest rank of these gradients together: their rows, or the layer's width. With b above it, their span is smaller
     # than that of the inputs, or all tokens lie in it, and the span check must err.
@@ -106,7 +104,7 @@ def audit_leakage(config: RunConfig, plan: Plan | None = None) -> LeakageReport:
             "the attack compares a clipped and noised gradient of LoRA with the raw one, and this recipe has no such "
             "gradient. Audit a recipe with adapter.method: lora and privacy.enabled: true."
         )
-    plan = plan or recipe_plan(config)
+    plan = plan or plan_before_any_run(config)
     tokenizer = loading.load_tokenizer(config.model)
     drawn = canaries.plan_canaries(CanaryConfig(groups={1: NUM_TEXTS}, references=100))
     texts, longest = [canary.example("text") for canary in drawn.canaries], config.data.max_length

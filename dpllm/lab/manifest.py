@@ -9,6 +9,7 @@ keys and quote no text. It must not know a model.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from dpllm.recipe.config import AuditConfig
 
 FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with
 INDEPENDENT = "independent"
+_MOST_REPEATED = 1_000_000
+_HALVES = re.compile("[\ud800-\udfff]")  # of characters: no tokenizer takes them
 _LIKELIEST_LIE = 1e-6  # fair coins look less fair than this once in a million manifests
 _FORM = (
     'A manifest is canaries.json of a dpllm run, or one JSON object a line: first {"coins": "independent"} where each '
@@ -113,10 +116,10 @@ def _entry(path: Path, place: int, number: int, value: dict[str, Any]) -> Canary
     texts = [value.get("carrier"), value.get("secret")]
     good = (
         set(value) <= {"carrier", "secret", "inserted", "group"}
-        and all(isinstance(text, str) and text.strip() for text in texts)
+        and all(isinstance(text, str) and text.strip() and not _HALVES.search(text) for text in texts)
         and isinstance(inserted, bool)
         and type(group) is int
-        and group >= inserted  # 0, a reference, is not
+        and inserted <= group <= _MOST_REPEATED  # 0, a reference, is not inserted
     )
     if not good:
         raise ConfigError(f"{path}: line {number} is no canary. {_FORM}")

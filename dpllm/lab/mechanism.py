@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -25,10 +23,9 @@ from dpllm.errors import ConfigError
 from dpllm.lab.probe import Floats, Observation, lengths, observe
 from dpllm.lab.replay import replay
 from dpllm.privacy import accounting, events
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.run.promise import accounting_cache
-from dpllm.text.data import count_units
+from dpllm.run.promise import plan_before_any_run
 
 CANARIES = 1000
 ROWS = 200  # of a step, beyond which the default takes fewer canaries
@@ -76,7 +73,7 @@ def audit_mechanism(
             "privacy.enabled is false, so that there is no mechanism to audit. Audit a recipe that promises something, "
             "or set privacy.enabled: true."
         )
-    plan = plan or recipe_plan(config)
+    plan = plan or plan_before_any_run(config)
     canaries = canaries or max(FEWEST_CANARIES, min(CANARIES, round(ROWS / plan.schedule.sampling_rate)))
     generator = np.random.default_rng(entropy)
     threads = torch.get_num_threads()
@@ -124,13 +121,6 @@ def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair,
     )
     word, reason = verdict(report)
     return replace(report, verdict=word, reason=reason)
-
-
-def recipe_plan(config: RunConfig) -> Plan:
-    """The promise that a recipe with ``privacy.enabled`` makes before any run."""
-    with TemporaryDirectory() as folder:
-        num_units = config.data.public_size or count_units(config.data, Path(folder))
-    return make_plan(config, num_units, accounting_cache())
 
 
 # Whether what was released is what the Plan says. Each test's p-value is at most p with a probability of at most p if the

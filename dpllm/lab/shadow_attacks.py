@@ -75,11 +75,7 @@ def shadow_scores(
 
 
 def summarise_shadows(
-    groups: Mapping[int, Sequence[CanaryScores]],
-    shadows: ShadowScores,
-    *,
-    delta: float,
-    alpha: float,
+    groups: Mapping[int, Sequence[CanaryScores]], shadows: ShadowScores, *, delta: float, alpha: float
 ) -> dict[str, Any]:
     """What follows from shadows of the target whose table by repetitions these groups are, JSON-ready.
 

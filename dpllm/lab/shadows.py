@@ -128,7 +128,7 @@ def train_shadows(
                     "again: the shadows before it are kept, and it is started over."
                 )
             console.print(f"Shadow {number} of {num_shadows}: trained")
-    for shadow in runs:
+    for shadow in runs if config.privacy.enabled else ():
         _same_mechanism(run, shadow)
     return runs
 
@@ -204,8 +204,6 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
 
 
 def _same_mechanism(run: RunDir, shadow: RunDir) -> None:
-    if not run.plan.exists():
-        return
     mine, other = read_plan(run).to_json(), read_plan(shadow).to_json()
     if changed := [key for key in MECHANISM if mine.get(key) != other.get(key)]:
         raise ConfigError(

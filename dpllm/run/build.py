@@ -62,9 +62,7 @@ class Prepared:
     first_step: int  # steps taken before a resume
     physical_batch_size: int  # rows in one forward pass, at most
     notes: list[str]  # what the card must name
-    dropout_off: (
-        dict[str, float] | None
-    )  # rates that were set to zero; None without differential privacy, where they hold
+    dropout_off: dict[str, float] | None  # rates that were set to zero; None without privacy, where they hold
 
     @property
     def config(self) -> RunConfig:

@@ -49,7 +49,7 @@ class Subject:
     dataset: str  # the name in the ledger
     policy: (
         dataset_policy.DatasetPolicy | None
-    )  # whose they are and what may be done with them; None where that is refused
+    )  # whose they are, what may be done with them; None where that is refused
     digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
 
 
@@ -208,6 +208,17 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
         raise found.errors[0]
     assert subject is not None
     return subject
+
+
+def plan_before_any_run(config: RunConfig) -> Plan:
+    """The promise of a recipe with ``privacy.enabled`` alone: what a ledger leaves for it is not asked.
+
+    Raises:
+        Refused: See ``make_plan``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        num_units = config.data.public_size or data.count_units(config.data, Path(folder))
+    return make_plan(config, num_units, accounting_cache())
 
 
 def accounting_cache() -> Path:

@@ -95,6 +95,8 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
         ({"carrier": SECRET, "inserted": True}, "line 5 is no canary"),
         ({"text": SECRET, "inserted": True}, "of a whole text, the last words are the secret"),
         (canary(99, True, group="1"), "line 5 is no canary"),
+        (canary(99, True, group=10**9), "line 5 is no canary"),
+        ({"carrier": SECRET, "secret": "half of a character: \ud800", "inserted": True}, "line 5 is no canary"),
         (canary(99, True, group=-1), "line 5 is no canary"),
         (canary(99, True, group=True), "line 5 is no canary"),
         (canary(99, True, repetitions=4), "line 5 is no canary"),
