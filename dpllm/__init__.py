@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dpllm.auditing.record import AuditRecord
     from dpllm.comparison.compare import Comparison
     from dpllm.comparison.compare import DPComparison as DPComparison
     from dpllm.ledger import Ledger as Ledger
@@ -126,7 +127,7 @@ def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, m
     return Run(RunDir(Path(recipe.output_dir)), record)
 
 
-def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> dict[str, Any]:
+def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> AuditRecord:
     """Attacks a finished run by its canaries; see ``dpllm audit``.
 
     Args:
@@ -134,14 +135,14 @@ def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> dict[s
         generate: Let the models complete and sample as well; else only what one pass of scoring shows.
 
     Returns:
-        The report, as audit.json holds it. A falsified claim is said in ``verdict``, not raised.
+        What audit.json holds; its ``to_json()`` is that. A falsified claim is said in ``verdict``, not raised.
 
     Raises:
         ConfigError: No canaries in the recipe, or no weights.
     """
     from dpllm.auditing.run import audit as attack
 
-    return attack(_directory(run), generate=generate).to_json()
+    return attack(_directory(run), generate=generate)
 
 
 def compare(

@@ -111,7 +111,7 @@ def _check_output(run: RunDir, output: Path) -> None:
 
 def _check_base(config: RunConfig, stated: Lineage | None) -> None:
     base = lineage.of_base(config) if stated else None
-    if stated and (base is None or base.statement["files_digest"] != stated.base.files_digest):
+    if stated and (base is None or base.statement.files_digest != stated.base.files_digest):
         raise Refused(
             f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
             "block is another), so the sum of the two would be a model that nobody trained. Put the former base back."

@@ -22,6 +22,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_recipe
 from dpllm.statement import lineage
+from dpllm.statement.fields import Lineage
 from dpllm.text import data
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
@@ -75,7 +76,7 @@ class Decision:
     schedule: Schedule | None = None
     plan: Plan | None = None
     ledger: Outlook | None = None
-    lineage: dict[str, Any] | None = None
+    lineage: Lineage | None = None
     resumed: ResumeState | None = None
     refusals: tuple[DpllmError, ...] = ()
 

@@ -20,13 +20,12 @@ from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import privacy_record
+from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
 from dpllm.statement.privacy_record import PrivacyRecord
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
     from dpllm.privacy.plan import Plan
-
-Json = dict[str, Any]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 _LARGEST_BLOCK = 2**24  # bytes
@@ -39,15 +38,14 @@ class Base:
     """The privacy block of a base model, once it was found to be about these weights.
 
     Attributes:
-        statement: {"name", "guarantee", "epsilon", "delta", "unit", "neighbouring_relation", "dataset", "entry", "head",
-            "event", "files_digest"}; without a guarantee, the numbers are None.
+        statement: What it says.
         ancestors: The same of the models before it, the nearest first.
         budgeted: Whether its dataset had a budget in its ledger.
         whole_event: Whether the ledger's entry alone pays for the event.
     """
 
-    statement: Json
-    ancestors: tuple[Json, ...]
+    statement: Ancestor
+    ancestors: tuple[Ancestor, ...]
     budgeted: bool
     whole_event: bool
 
@@ -111,7 +109,7 @@ def compose_with_base(
     derived_from: str | None,
     book: Ledger | None,
     plan: Plan | None,
-) -> Json | None:
+) -> Lineage | None:
     """Judges a run by its base model's statement, and composes the two where they are about the same data.
 
     Args:
@@ -123,9 +121,8 @@ def compose_with_base(
         plan: The promise; None without differential privacy, or where only refusals are asked for.
 
     Returns:
-        None without a block. Otherwise {"base", "ancestors", "same_dataset", "dataset", "composed", "reason", "excepted"}:
-        ``dataset`` is the common one; ``composed`` is {"epsilon", "delta", "accountant"} of this run and every guaranteed one
-        before it on the same dataset, or None for ``reason``; ``excepted`` says who permitted what would be refused.
+        None without a block. ``dataset`` is the common one; ``composed`` is of this run and every guaranteed one before it on
+        the same dataset, or None for ``reason``; ``excepted`` says who permitted what would be refused.
 
     Raises:
         Refused: The run would continue a model with differential privacy on the same data without it, or outside the
@@ -143,43 +140,43 @@ def compose_with_base(
     if base is None:
         return None
     account = book.records.charged_to(dataset, derived_from) if book else derived_from or dataset
-    mine = [parent for parent in (base.statement, *base.ancestors) if parent["dataset"] == account]
+    mine = [parent for parent in (base.statement, *base.ancestors) if parent.dataset == account]
     _refuse_contradictions(base, book)
     excepted = _permission(base, config, mine, account, book)
     composed, reason = _compose(mine, plan, guards.deviations(config)[0])
-    return {
-        "base": base.statement,
-        "ancestors": list(base.ancestors),
-        "same_dataset": bool(mine),
-        "dataset": account if mine else None,
-        "composed": composed,
-        "reason": reason,
-        "excepted": excepted,
-    }
+    return Lineage(
+        base=base.statement,
+        ancestors=base.ancestors,
+        same_dataset=bool(mine),
+        dataset=account if mine else None,
+        composed=composed,
+        reason=reason,
+        excepted=excepted,
+    )
 
 
-def why_not(lineage: Json | None) -> str | None:
+def why_not(lineage: Lineage | None) -> str | None:
     """Why a run's own guarantee does not hold because of the models before it; None if it does."""
-    if lineage is None or not lineage["same_dataset"]:
+    if lineage is None or not lineage.same_dataset:
         return None
-    for parent in (lineage["base"], *lineage["ancestors"]):
-        if not parent["guarantee"] and parent["dataset"] == lineage["dataset"]:
+    for parent in (lineage.base, *lineage.ancestors):
+        if not parent.guarantee and parent.dataset == lineage.dataset:
             return (
-                f"its base model goes back to {parent['name']}, which was trained on the same dataset "
-                f"({lineage['dataset']}) without a guarantee"
+                f"its base model goes back to {parent.name}, which was trained on the same dataset "
+                f"({lineage.dataset}) without a guarantee"
             )
     return None
 
 
-def deviations(lineage: Json | None) -> list[str]:
+def deviations(lineage: Lineage | None) -> list[str]:
     """What the card must name: who excepted what, and models before this one that promise nothing for their own data."""
     if lineage is None:
         return []
-    notes = [lineage["excepted"]] if lineage["excepted"] else []
-    for parent in (lineage["base"], *lineage["ancestors"]):
-        if not parent["guarantee"] and not (lineage["same_dataset"] and parent["dataset"] == lineage["dataset"]):
+    notes = [lineage.excepted] if lineage.excepted else []
+    for parent in (lineage.base, *lineage.ancestors):
+        if not parent.guarantee and not (lineage.same_dataset and parent.dataset == lineage.dataset):
             notes.append(
-                f"{parent['name']}, from which this model was made, states no differential privacy guarantee for the data it was "
+                f"{parent.name}, from which this model was made, states no differential privacy guarantee for the data it was "
                 "trained on: these weights may reveal them; a guarantee of this run is about this run's own training data, "
                 "and only as far as they are not among those"
             )
@@ -259,7 +256,7 @@ def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path |
 
 
 def _base(name: str, record: PrivacyRecord) -> Base:
-    promised: Json = dict.fromkeys(_PROMISED)
+    promised: dict[str, Any] = dict.fromkeys(_PROMISED)
     if record.guarantee:
         terms = record.terms
         promised = {key: getattr(terms, key) for key in _PROMISED}
@@ -276,19 +273,18 @@ def _base(name: str, record: PrivacyRecord) -> Base:
     # A model that was trained without privacy has no entry. Its lineage knows the name where its base had one, and of public
     # data the block's own name is the one that the ledger would give them.
     dataset = (account.dataset if account else None) or (before.dataset if before else None) or record.dataset
-    statement = {
-        "name": name,
-        "guarantee": record.guarantee,
+    statement = Ancestor(
+        name=name,
+        guarantee=record.guarantee,
         **promised,
-        "dataset": dataset,
-        "entry": account.entry if account else None,
-        "head": account.head if account else None,
-        "files_digest": digest(record.files),
-    }
-    ancestors = () if before is None else (before.base, *before.ancestors)
+        dataset=dataset,
+        entry=account.entry if account else None,
+        head=account.head if account else None,
+        files_digest=digest(record.files),
+    )
     return Base(
         statement,
-        tuple(one.to_json() for one in ancestors),
+        () if before is None else (before.base, *before.ancestors),
         budgeted=account is not None and account.budget is not None,
         whole_event=account is None or not account.made_up_by,
     )
@@ -296,13 +292,13 @@ def _base(name: str, record: PrivacyRecord) -> Base:
 
 def _refuse_contradictions(base: Base, book: Ledger | None) -> None:
     parent = base.statement
-    if book is None or not _holds(book, parent["entry"]):
+    if book is None or not _holds(book, parent.entry):
         return
-    run = book.run(parent["entry"])
-    other_data = run.reservation.dataset != parent["dataset"]
-    if other_data or (base.whole_event and parent["event"] is not None and run.event != parent["event"]):
+    run = book.run(str(parent.entry))
+    other_data = run.reservation.dataset != parent.dataset
+    if other_data or (base.whole_event and parent.event is not None and run.event != parent.event):
         raise Refused(
-            f"the privacy block of the base model {parent['name']} names entry {parent['entry']} of the ledger, which is about "
+            f"the privacy block of the base model {parent.name} names entry {parent.entry} of the ledger, which is about "
             f"{'another dataset' if other_data else 'another event'}: one of the two was changed. Take a copy that dpllm verify "
             "passes.",
             dataset=run.reservation.dataset,
@@ -310,8 +306,8 @@ def _refuse_contradictions(base: Base, book: Ledger | None) -> None:
         )
 
 
-def _holds(book: Ledger | None, entry: str | None) -> bool:
-    if book is None or entry is None:
+def _holds(book: Ledger | None, entry: str | int | None) -> bool:
+    if book is None or not isinstance(entry, str):
         return False
     try:
         book.run(entry)
@@ -320,31 +316,29 @@ def _holds(book: Ledger | None, entry: str | None) -> bool:
     return True
 
 
-def _permission(base: Base, config: RunConfig, mine: list[Json], account: str, book: Ledger | None) -> str | None:
+def _permission(base: Base, config: RunConfig, mine: list[Ancestor], account: str, book: Ledger | None) -> str | None:
     """Who permitted this continuation; None where nobody has to. Refused where somebody has to and nobody did."""
-    guaranteed = [parent for parent in mine if parent["guarantee"]]
+    guaranteed = [parent for parent in mine if parent.guarantee]
     if not config.privacy.enabled:
         if not guaranteed:
             return None
-        what = f"continuing {guaranteed[0]['name']} on dataset {account!r} without differential privacy"
+        what = f"continuing {guaranteed[0].name} on dataset {account!r} without differential privacy"
         refusal = (
-            f"privacy.enabled: false would continue {guaranteed[0]['name']}, which was trained on dataset {account!r} with "
+            f"privacy.enabled: false would continue {guaranteed[0].name}, which was trained on dataset {account!r} with "
             "differential privacy, on the same data without it: its guarantee would be gone, and no figure would show it. Set "
             "privacy.enabled: true, or let whoever answers for the data record an exception: "
             f"dpllm ledger except {account} --by NAME --reason WHY."
         )
         return _exception(what, refusal, "no_privacy", account, book)
-    outside = [parent for parent in guaranteed if not _holds(book, parent["entry"])]
+    outside = [parent for parent in guaranteed if not _holds(book, parent.entry)]
     elsewhere = base.budgeted and base.statement in outside
     if not elsewhere and (book is None or book.budget(account) is None or _entered(outside, book, account)):
         return None
-    entry = outside[0]["entry"]
-    what = (
-        f"continuing {outside[0]['name']} on the budgeted dataset {account!r} outside the ledger that holds its entry"
-    )
+    entry = outside[0].entry
+    what = f"continuing {outside[0].name} on the budgeted dataset {account!r} outside the ledger that holds its entry"
     enter = f"enter what it cost with dpllm ledger import {account}, " if not elsewhere else ""
     refusal = (
-        f"{outside[0]['name']} was trained on dataset {account!r}, which has a budget, and its entry {entry} is not in this "
+        f"{outside[0].name} was trained on dataset {account!r}, which has a budget, and its entry {entry} is not in this "
         "recipe's ledger: the two runs would be booked apart, and neither would show what both cost. Set privacy.ledger to "
         f"the ledger that holds the entry, {enter}or let the budget's owner record an exception: "
         f"dpllm ledger except {account} --by NAME --reason WHY."
@@ -352,13 +346,15 @@ def _permission(base: Base, config: RunConfig, mine: list[Json], account: str, b
     return _exception(what, refusal, "outside_ledger", account, book)
 
 
-def _entered(outside: list[Json], book: Ledger, account: str) -> bool:
+def _entered(outside: list[Ancestor], book: Ledger, account: str) -> bool:
     """Whether the ledger holds an import for each of these runs: the same event, or an epsilon and delta as large."""
     imports = list(book.account(account).imports)
     for parent in outside:
         for event in imports:
-            told = event["type"] == "imported" and all(event[key] >= parent[key] for key in ("epsilon", "delta"))
-            if told or event == parent["event"]:
+            told = event["type"] == "imported" and all(
+                event[key] >= getattr(parent, key) for key in ("epsilon", "delta")
+            )
+            if told or event == parent.event:
                 imports.remove(event)
                 break
         else:
@@ -374,19 +370,19 @@ def _exception(what: str, refusal: str, reason: str, account: str, book: Ledger 
     return f"{what} was permitted by {found['by']} on {found['at'][:10]} ({found['reason']})"
 
 
-def _compose(mine: list[Json], plan: Plan | None, broken: str | None) -> tuple[Json | None, str | None]:
+def _compose(mine: list[Ancestor], plan: Plan | None, broken: str | None) -> tuple[ComposedLineage | None, str | None]:
     """Epsilon of this run and all guaranteed ones before it on the same data; or why there is none."""
     if not mine:
         return None, "the runs are on different datasets: each statement is about its own data"
     if plan is None or broken:
         return None, f"this run gives no guarantee: {broken or 'nothing was planned'}"
-    if not all(parent["guarantee"] for parent in mine):
+    if not all(parent.guarantee for parent in mine):
         return None, "a run before this one on the same dataset has no guarantee, so both together have none"
     for key, own in (("unit", plan.unit), ("neighbouring_relation", plan.neighbouring_relation)):
-        if other := next((parent for parent in mine if parent[key] != own), None):
+        if other := next((parent for parent in mine if getattr(parent, key) != own), None):
             label = key.replace("_", " ")
-            return None, f"{other['name']} was protected by another {label} ({other[key]}, here {own})"
-    event = accounting.compose([plan.event, *(parent["event"] for parent in mine)])
+            return None, f"{other.name} was protected by another {label} ({getattr(other, key)}, here {own})"
+    event = accounting.compose([plan.event, *(parent.event for parent in mine if parent.event)])
     try:
         epsilon, name = accounting.stated(event, plan.delta, plan.neighbouring_relation)
     except Refused:
@@ -394,4 +390,4 @@ def _compose(mine: list[Json], plan: Plan | None, broken: str | None) -> tuple[J
     if not math.isfinite(epsilon):
         return None, f"no finite epsilon can be certified at delta {plan.delta:g} for all runs together"
     accountant = f"dp-accounting {name.upper()} {accounting.versions()['version']}"
-    return {"epsilon": epsilon, "delta": plan.delta, "accountant": accountant}, None
+    return ComposedLineage(epsilon=epsilon, delta=plan.delta, accountant=accountant), None

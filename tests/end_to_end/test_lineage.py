@@ -105,9 +105,9 @@ def test_a_third_generation_carries_the_first_on(child: Place, tmp_path: Path) -
     )
     base = lineage.of_base(config)
     assert base is not None
-    assert base.statement["name"] == "third"
-    assert [ancestor["name"] for ancestor in base.ancestors] == ["clinic-notes"]
-    assert base.ancestors[0] == child.json("run.json")["lineage"]["base"]
+    assert base.statement.name == "third"
+    assert [ancestor.name for ancestor in base.ancestors] == ["clinic-notes"]
+    assert base.ancestors[0].to_json() == child.json("run.json")["lineage"]["base"]
 
 
 def test_a_base_that_was_exchanged_is_not_merged_into(child: Place, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_model_of_the_hub_is_read_where_it_is_cached(parent: Place, hub: Path,
     here, there = seen(str(parent.root / "clinic-notes")), seen("org/clinic-notes")
     assert here is not None
     assert there is not None
-    assert there.statement == {**here.statement, "name": "org/clinic-notes"}
+    assert there.statement == here.statement.model_copy(update={"name": "org/clinic-notes"})
     assert seen("org/nothing") is None
     block = json.loads((hub / "privacy.json").read_text("utf-8"))
     files = {name: sha for name, sha in block["files"].items() if name not in ("config.json", "model.safetensors")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,6 +18,7 @@ from dpllm.privacy import accounting
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.recipe.config import RunConfig
 from dpllm.statement import lineage
+from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
 from dpllm.statement.lineage import Base
 
 Json = dict[str, Any]
@@ -44,9 +44,9 @@ def plan(sigma: float = 1.0, steps: int = 20) -> Plan:
     return make_plan(recipe(privacy={"noise_multiplier": sigma}, train={"steps": steps}), 100)
 
 
-def statement(**changes: Any) -> Json:
+def statement(**changes: Any) -> Ancestor:
     made = plan()
-    return {
+    values = {
         "name": "parent",
         "guarantee": True,
         "epsilon": made.epsilon,
@@ -60,22 +60,23 @@ def statement(**changes: Any) -> Json:
         "files_digest": "0c" * 32,
         **changes,
     }
+    return Ancestor.pick(values)
 
 
-def unprotected(**changes: Any) -> Json:
+def unprotected(**changes: Any) -> Ancestor:
     nothing = dict.fromkeys(("epsilon", "delta", "unit", "neighbouring_relation", "event", "entry", "head"))
     return statement(guarantee=False, **{**nothing, **changes})
 
 
-def base(*before: Json, budgeted: bool = False, **changes: Any) -> Base:
+def base(*before: Ancestor, budgeted: bool = False, **changes: Any) -> Base:
     return Base(statement(**changes), before, budgeted=budgeted, whole_event=True)
 
 
-def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Json:
+def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Lineage:
     terms: Json = {"dataset": "notes", "derived_from": None, "book": None, "plan": plan(), **changes}
     found = lineage.compose_with_base(parent, config or recipe(), **terms)
     assert found is not None
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert Lineage.pick(found.to_json()) == found
     return found
 
 
@@ -109,13 +110,10 @@ def test_the_same_dataset_is_composed_by_pld_at_the_delta_of_the_run() -> None:
     made = plan(sigma=1.5, steps=30)
     found = settle(base(), plan=made)
     both = accounting.epsilon(accounting.compose([plan().event, made.event]), DELTA, "zero_out")
-    assert found["composed"] == {
-        "epsilon": both,
-        "delta": DELTA,
-        "accountant": f"dp-accounting PLD {accounting.versions()['version']}",
-    }
+    accountant = f"dp-accounting PLD {accounting.versions()['version']}"
+    assert found.composed == ComposedLineage(epsilon=both, delta=DELTA, accountant=accountant)
     assert max(made.epsilon, plan().epsilon) < both < made.epsilon + plan().epsilon
-    assert (found["same_dataset"], found["dataset"], found["reason"], found["excepted"]) == (True, "notes", None, None)
+    assert (found.same_dataset, found.dataset, found.reason, found.excepted) == (True, "notes", None, None)
     assert lineage.why_not(found) is None
     assert lineage.deviations(found) == []
 
@@ -127,9 +125,9 @@ def test_each_generation_on_the_same_data_costs_more(generations: list[float]) -
     own = plan()
     parents = [statement(event=plan(sigma).event, epsilon=plan(sigma).epsilon) for sigma in generations]
     found = settle(Base(parents[0], tuple(parents[1:]), budgeted=False, whole_event=True))
-    shorter = settle(Base(parents[0], tuple(parents[1:-1]), budgeted=False, whole_event=True))["composed"]["epsilon"]
-    total = found["composed"]["epsilon"]
-    assert own.epsilon < total <= own.epsilon + sum(parent["epsilon"] for parent in parents) + 1e-3
+    shorter = settle(Base(parents[0], tuple(parents[1:-1]), budgeted=False, whole_event=True)).composed.epsilon
+    total = found.composed.epsilon
+    assert own.epsilon < total <= own.epsilon + sum(parent.epsilon for parent in parents) + 1e-3
     assert total > shorter or len(parents) == 1
 
 
@@ -137,17 +135,17 @@ def test_three_generations_compose_over_those_on_the_same_data_only() -> None:
     grandparent, stranger = statement(name="first"), statement(name="other", dataset="letters")
     found = settle(base(stranger, grandparent))
     expected = accounting.epsilon(accounting.compose([plan().event] * 3), DELTA, "zero_out")
-    assert found["composed"]["epsilon"] == expected
-    assert [parent["name"] for parent in (found["base"], *found["ancestors"])] == ["parent", "other", "first"]
+    assert found.composed.epsilon == expected
+    assert [parent.name for parent in (found.base, *found.ancestors)] == ["parent", "other", "first"]
     through = settle(base(grandparent, dataset="letters"))
-    assert through["same_dataset"]
-    assert through["composed"]["epsilon"] == settle(base())["composed"]["epsilon"]
+    assert through.same_dataset
+    assert through.composed.epsilon == settle(base()).composed.epsilon
 
 
 def test_different_data_are_not_composed() -> None:
     found = settle(base(dataset="letters"))
-    assert (found["same_dataset"], found["dataset"], found["composed"]) == (False, None, None)
-    assert "different datasets" in found["reason"]
+    assert (found.same_dataset, found.dataset, found.composed) == (False, None, None)
+    assert "different datasets" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -159,14 +157,14 @@ def test_different_data_are_not_composed() -> None:
 )
 def test_what_cannot_be_composed_says_why(changes: Json, reason: str) -> None:
     found = settle(base(**changes))
-    assert found["composed"] is None
-    assert found["same_dataset"]
-    assert reason in found["reason"]
+    assert found.composed is None
+    assert found.same_dataset
+    assert reason in found.reason
 
 
 def test_what_pld_does_not_know_is_composed_by_another_accountant() -> None:
     selected = {"type": "repeat_and_select", "event": plan().event, "mean": 2.0, "distribution": "geometric"}
-    assert "RDP" in settle(base(event=selected))["composed"]["accountant"]
+    assert "RDP" in settle(base(event=selected)).composed.accountant
 
 
 def test_no_accountant_for_all_parts_is_said() -> None:
@@ -174,14 +172,14 @@ def test_no_accountant_for_all_parts_is_said() -> None:
     grouped["event"] = {"type": "gaussian", "noise_multiplier": 1.0}  # type: ignore[assignment]
     selected = {"type": "repeat_and_select", "event": plan().event, "mean": 2.0, "distribution": "geometric"}
     found = settle(base(statement(event=grouped), event=selected))
-    assert found["composed"] is None
-    assert "no accountant" in found["reason"]
+    assert found.composed is None
+    assert "no accountant" in found.reason
 
 
 def test_a_seeded_run_composes_nothing() -> None:
     found = settle(base(), recipe(privacy={"insecure_seed": 3}))
-    assert found["composed"] is None
-    assert "seeded by the user" in found["reason"]
+    assert found.composed is None
+    assert "seeded by the user" in found.reason
 
 
 # A base without a guarantee
@@ -200,8 +198,8 @@ def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: st
     bad = unprotected(name="leaky")
     parent = Base(bad, (), False, True) if place == "base" else base(bad, dataset="letters")
     found = settle(parent)
-    assert found["composed"] is None
-    assert "no guarantee" in found["reason"]
+    assert found.composed is None
+    assert "no guarantee" in found.reason
     why = lineage.why_not(found)
     assert why is not None
     assert "leaky" in why
@@ -219,8 +217,8 @@ def test_continuing_without_privacy_on_the_same_data_is_refused() -> None:
         assert refused.value.reason == "no_privacy"
         assert "dpllm ledger except notes" in str(refused.value)
     found = settle(base(dataset="letters"), off, plan=None)
-    assert found["excepted"] is None
-    assert "no guarantee" in settle(base(dataset="letters"), off, plan=None)["reason"] or not found["same_dataset"]
+    assert found.excepted is None
+    assert "no guarantee" in settle(base(dataset="letters"), off, plan=None).reason or not found.same_dataset
 
 
 def test_an_exception_permits_it_and_is_named(book: Ledger) -> None:
@@ -230,17 +228,17 @@ def test_an_exception_permits_it_and_is_named(book: Ledger) -> None:
         settle(base(), off, plan=None, book=book)
     budgets.except_from_privacy(book, "notes", "alice", "never released")
     found = settle(base(), off, plan=None, book=book)
-    assert found["excepted"].startswith(
+    assert found.excepted.startswith(
         "continuing parent on dataset 'notes' without differential privacy was permitted by alice"
     )
-    assert "(never released)" in found["excepted"]
-    assert lineage.deviations(found) == [found["excepted"]]
+    assert "(never released)" in found.excepted
+    assert lineage.deviations(found) == [found.excepted]
 
 
 def test_a_budget_is_not_spent_beside_its_ledger(book: Ledger, tmp_path: Path) -> None:
     entry = reserve(book)
     with Ledger(tmp_path / "other.sqlite") as other:
-        assert settle(base(entry=entry), book=other)["composed"]  # no budget anywhere: nothing to evade
+        assert settle(base(entry=entry), book=other).composed  # no budget anywhere: nothing to evade
         for parent, at, where in (
             (base(entry=entry, budgeted=True), other, "privacy.ledger"),
             (base(entry=entry, budgeted=True), None, "privacy.ledger"),
@@ -249,14 +247,14 @@ def test_a_budget_is_not_spent_beside_its_ledger(book: Ledger, tmp_path: Path) -
                 settle(parent, book=at)
             assert where in str(refused.value)
             assert refused.value.reason == "outside_ledger"
-        assert settle(base(entry=entry, budgeted=True), book=book)["excepted"] is None
-        assert settle(base(entry=entry, budgeted=True, dataset="letters"), book=other)["excepted"] is None
+        assert settle(base(entry=entry, budgeted=True), book=book).excepted is None
+        assert settle(base(entry=entry, budgeted=True, dataset="letters"), book=other).excepted is None
         budget(other)
         with pytest.raises(Refused, match="dpllm ledger import notes"):
             settle(base(entry=entry), book=other)
         budgets.except_from_privacy(other, "notes", "alice", "one account from now on")
         found = settle(base(entry=entry, budgeted=True), book=other)
-        assert "outside the ledger that holds its entry was permitted by alice" in found["excepted"]
+        assert "outside the ledger that holds its entry was permitted by alice" in found.excepted
 
 
 @pytest.mark.parametrize(("less", "enough"), [(0.0, True), (0.1, False), (None, True)])
@@ -267,7 +265,7 @@ def test_what_was_imported_into_the_ledger_is_in_it(book: Ledger, less: float | 
         event = {"type": "imported", "epsilon": plan().epsilon - less, "delta": DELTA}
     budgets.import_run(book, "notes", event=event, run="parent", by="alice", reason="its card", **TERMS)
     if enough:
-        assert settle(base(), book=book)["excepted"] is None
+        assert settle(base(), book=book).excepted is None
     else:
         with pytest.raises(Refused):
             settle(base(), book=book)
@@ -282,15 +280,15 @@ def test_a_block_that_its_ledger_contradicts_is_refused(book: Ledger) -> None:
         with pytest.raises(Refused, match="one of the two was changed"):
             settle(base(entry=entry, **changes), book=book)
     longer = replace(base(entry=entry, event=plan(steps=24).event), whole_event=False)  # steps were made up
-    assert settle(longer, book=book)["composed"]
+    assert settle(longer, book=book).composed
 
 
 def test_derived_data_are_their_parents(book: Ledger) -> None:
     entry = reserve(book)
     found = settle(base(entry=entry), dataset="notes-2027", derived_from="notes", book=book)
-    assert found["dataset"] == "notes"
-    assert found["composed"]
-    assert settle(base(), dataset="notes-2027", derived_from="notes")["same_dataset"]
+    assert found.dataset == "notes"
+    assert found.composed
+    assert settle(base(), dataset="notes-2027", derived_from="notes").same_dataset
 
 
 # What is no model
