@@ -164,8 +164,12 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     while True:
         with open(path, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not (path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino):
-                continue  # its holder removed it meanwhile
+            try:
+                mine = path.stat().st_ino == os.fstat(file.fileno()).st_ino
+            except FileNotFoundError:
+                mine = False
+            if not mine:  # its holder removed it meanwhile
+                continue
             try:
                 yield
             finally:

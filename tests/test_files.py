@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,22 @@ def test_code_that_the_base_model_names_is_not_exported(tmp_path: Path) -> None:
     export(model, tokenizer, run)
     assert not any(b"alice" in path.read_bytes() for path in run.export.glob("*.json"))
     assert tiny.tokenizer().get_vocab() == type(tokenizer).from_pretrained(run.export).get_vocab()
+
+
+def test_a_lock_holds_one_at_a_time_however_many_come_and_go(tmp_path: Path) -> None:
+    path, inside, seen = tmp_path / ".lock", [0], []
+
+    def work() -> None:
+        for _ in range(300):
+            with files.locked(path):
+                inside[0] += 1
+                seen.append(inside[0])
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1] * 1800
+    assert not path.exists()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cards
 import pytest
 import tiny
 import yaml
@@ -177,11 +178,11 @@ def test_advice_is_shown_and_refuses_nothing(recipe: Path, capsys: pytest.Captur
 def test_advice_after_a_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     earlier = RunDir(recipe.parent / "earlier")
     released = {"unclipped_fraction": 0.5, "max_grad_norm": 0.01}
-    write_json(earlier.run, {"guarantee": {"holds": True}, "metrics": {"released": released}})
+    write_json(earlier.run, cards.record(metrics={"released": released}))
     out, _ = answer(capsys, 0, recipe, "--after", earlier.root)
     assert "Type --privacy.max_grad_norm 0.01" in out
     assert "released no clip fraction" not in out
-    write_json(earlier.run, {"guarantee": {"holds": False}, "metrics": {"released": released}})
+    write_json(earlier.run, cards.record(guarantee={"holds": False, "reason": "x"}, metrics={"released": released}))
     assert "released no clip fraction" in answer(capsys, 2, recipe, "--after", earlier.root)[1]
 
 

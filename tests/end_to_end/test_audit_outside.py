@@ -77,7 +77,7 @@ def manifest(path: Path, canaries: list[Json], header: Json | None) -> Path:
 
 def test_a_claim_that_the_canaries_refute_is_falsified(stranger: Stranger, tmp_path: Path) -> None:
     path = manifest(tmp_path / "m.jsonl", stranger.canaries, {"coins": "independent"})
-    report = audit_outside_canaries(stranger.adapter, path, base="builtin:tiny", claim=CLAIM)
+    report = audit_outside_canaries(stranger.adapter, path, base="builtin:tiny", claim=CLAIM).to_json()
     assert report["verdict"] == "falsified"
     assert report["epsilon_lower_bound"]["value"] > 0.5
     assert report["attacks"]["ratio"]["auc"] > 0.8
@@ -92,14 +92,14 @@ def test_coins_that_had_no_part_in_training_refute_nothing(stranger: Stranger, t
     draw = random.Random(seed)
     fresh = [{**one, "inserted": draw.random() < 0.5} for one in stranger.canaries]
     path = manifest(tmp_path / "m.jsonl", fresh, {"coins": "independent"})
-    report = audit_outside_canaries(stranger.adapter, path, claim=CLAIM)
+    report = audit_outside_canaries(stranger.adapter, path, claim=CLAIM).to_json()
     assert report["verdict"] == "inconclusive"
     assert report["epsilon_lower_bound"]["value"] <= 0.5
 
 
 def test_a_model_that_learned_nothing_gives_nothing_away(stranger: Stranger, tmp_path: Path) -> None:
     path = manifest(tmp_path / "m.jsonl", stranger.canaries, {"coins": "independent"})
-    report = audit_outside_canaries(stranger.untrained, path, claim=CLAIM)
+    report = audit_outside_canaries(stranger.untrained, path, claim=CLAIM).to_json()
     assert report["verdict"] == "inconclusive"
     assert report["attacks"]["ratio"]["auc"] == 0.5
     found = audit_outside_members(stranger.untrained, str(stranger.members), str(stranger.non_members))
@@ -109,7 +109,7 @@ def test_a_model_that_learned_nothing_gives_nothing_away(stranger: Stranger, tmp
 
 def test_without_coins_there_is_no_bound_and_still_an_attack(stranger: Stranger, tmp_path: Path) -> None:
     path = manifest(tmp_path / "m.jsonl", stranger.canaries, None)
-    report = audit_outside_canaries(stranger.adapter, path, claim=CLAIM)
+    report = audit_outside_canaries(stranger.adapter, path, claim=CLAIM).to_json()
     assert (report["verdict"], report["epsilon_lower_bound"]["value"]) == ("inconclusive", 0)
     assert report["attacks"]["ratio"]["auc"] > 0.8
     assert report["canaries"]["coins"] == "not stated"
