@@ -452,11 +452,10 @@ def test_of_several_at_once_one_tokenises(tmp_path: Path, counted: list[int], mo
 
     monkeypatch.setattr(tokens, "iter_units", slow)
 
-    def run() -> None:
-        tokeniser = tiny.tokenizer()
-        found.append(make_units(table, sampled_rows(table, wanted), tokeniser, wanted, tmp_path / "cache"))
+    def run(tokenizer: Any) -> None:
+        found.append(make_units(table, sampled_rows(table, wanted), tokenizer, wanted, tmp_path / "cache"))
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
+    threads = [threading.Thread(target=run, args=(tiny.tokenizer(),)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
