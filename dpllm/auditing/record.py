@@ -278,8 +278,8 @@ class Generation(Record):
 class Canaries(Record):
     """What was planted, without its text."""
 
-    kind: str
-    """Kind of secret."""
+    kind: Literal["digits", "random_tokens", "rare_tokens", "new_tokens", "synthetic", "pii"]
+    """Kind of secret; rare_tokens and synthetic: of earlier audits."""
     settings: Json
     """What the texts follow from."""
     log2_secrets: Number | None

@@ -294,10 +294,12 @@ def audit_part(audit: AuditRecord, terms: Terms | None) -> Audit:
     def limits(group: int) -> Json | None:
         return None if terms is None else Claim(terms.epsilon, terms.delta, terms.unit).limits(group, whole)
 
-    words_control, canaries = audit.controls.words, audit.canaries
+    bound, words_control, canaries = audit.epsilon_lower_bound, audit.controls.words, audit.canaries
     return Audit.pick(
         audit.to_json(),
-        epsilon_lower_bound=privacy_record.Bound.pick(audit.epsilon_lower_bound.to_json()),
+        epsilon_lower_bound=privacy_record.Bound.pick(
+            bound.to_json(), best_guesses=bound.best_guesses or 0, correct=bound.correct or 0
+        ),
         attacks={
             name: privacy_record.Attack.pick(one.to_json(), limits=limits(one.group))
             for name, one in audit.attacks.items()
@@ -316,7 +318,7 @@ def audit_part(audit: AuditRecord, terms: Terms | None) -> Audit:
 def _secrets(canaries: Canaries) -> str:
     """What the canaries of an audit hide, in words."""
     settings = canaries.settings
-    return {  # rare_tokens and synthetic: of earlier audits
+    return {
         "digits": f"random secrets of {settings.get('digits')} digits",
         "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
         "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",

@@ -95,7 +95,7 @@ def _malformed(entry: Entry) -> bool:
         needed, facts = KINDS[entry.kind], entry.facts
         counts = [facts[name] for name in needed & {"steps", "num_steps"}]
         return not (needed <= facts.keys() and isinstance(facts["at"], str) and all(type(n) is int for n in counts))
-    except (Refused, KeyError):
+    except (Refused, KeyError, TypeError):  # of an export: a kind or a payload that is no text
         return True
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from dpllm.errors import Refused
 from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
 from dpllm.ledger.reserving import group_total, use_reservation
+from dpllm.privacy.accounting import finite
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -66,6 +67,7 @@ class Payment:
             return None
         ledger, claim = self.ledger, self.ledger.run(self.entry).reservation
         budget, account = ledger.budget(claim.dataset), ledger.account(claim.dataset)
+        filtered = admission.filter_epsilon(account)
         return {
             "dataset": claim.dataset,
             "entry": claim.entry,
@@ -74,8 +76,8 @@ class Payment:
             "budget": {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")}
             if budget
             else None,
-            "spent_epsilon": ledger.spent(claim.dataset, None if budget else plan.delta),
-            "filter_epsilon": admission.filter_epsilon(account),
+            "spent_epsilon": finite(ledger.spent(claim.dataset, None if budget else plan.delta)),
+            "filter_epsilon": None if filtered is None else finite(filtered),
             "imported": len(account.imports),
             "group": group_total(account, claim.group) if claim.group is not None else None,
         }

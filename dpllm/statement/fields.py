@@ -93,7 +93,10 @@ class Record(BaseModel):
         names = {field.alias or name for name, field in cls.model_fields.items()}
         mine = {name: value for name, value in {**source, **given}.items() if name in names}
         try:
-            return cls.model_validate_json(json.dumps(mine, default=Record.to_json))
+            # Half a character, of a name that is no UTF-8, is written as a question mark.
+            return cls.model_validate_json(
+                json.dumps(mine, default=Record.to_json, ensure_ascii=False).encode(errors="replace")
+            )
         except ValidationError as error:
             raise NotAStatement.of(error) from None
 

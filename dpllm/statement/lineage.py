@@ -382,7 +382,10 @@ def _compose(mine: list[Ancestor], plan: Plan | None, broken: str | None) -> tup
         if other := next((parent for parent in mine if getattr(parent, key) != own), None):
             label = key.replace("_", " ")
             return None, f"{other.name} was protected by another {label} ({getattr(other, key)}, here {own})"
-    event = accounting.compose([plan.event, *(parent.event for parent in mine if parent.event)])
+    known = [parent.event for parent in mine if parent.event is not None]
+    if len(known) < len(mine):
+        return None, "a run before this one on the same dataset does not say what it released"
+    event = accounting.compose([plan.event, *known])
     try:
         epsilon, name = accounting.stated(event, plan.delta, plan.neighbouring_relation)
     except Refused:

@@ -82,7 +82,11 @@ def _coherent(composed: Composed, terms: Terms) -> Check:
     if (composed.filter_epsilon is not None) != (gate == "adaptive"):
         problems.append("filter_epsilon belongs to an adaptive budget")
     # One run alone cannot cost more than all of them.
-    if delta == terms.delta and not (composed.spent_epsilon or 0.0) >= terms.epsilon * (1 - 1e-3):
+    if (
+        delta == terms.delta
+        and composed.spent_epsilon is not None
+        and composed.spent_epsilon < terms.epsilon * (1 - 1e-3)
+    ):
         problems.append("the total is less than the run alone")
     if problems:
         raise Wrong(f"{listed(problems)}. Write the card again: dpllm card RUN.")
@@ -173,7 +177,7 @@ def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
     filtered = admission.filter_epsilon(account)
     filtered = None if filtered == math.inf else filtered
     problems = []
-    if not close(composed.spent_epsilon, spent, rounding(terms)):
+    if not close(composed.spent_epsilon, spent if math.isfinite(spent) else None, rounding(terms)):
         problems.append(f"the total is {spent:.6g}, and {composed.spent_epsilon} is stated")
     if not close(composed.filter_epsilon, filtered, rounding(terms)):
         problems.append("filter_epsilon is not the filter's")

@@ -70,3 +70,15 @@ def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
 def test_audit_of_other_weights_or_canaries_is_refused(changes: Json) -> None:
     with pytest.raises(ConfigError, match="dpllm audit again"):
         render_card(config(), plan(), record(), audit(**changes))
+
+
+def test_an_audit_without_canaries_planted_once_has_a_card() -> None:
+    bound = {**audit()["epsilon_lower_bound"], "value": 0.0, "best_guesses": None, "correct": None, "num_canaries": 0}
+    _, block = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))
+    assert (block["audit"]["epsilon_lower_bound"]["best_guesses"], block["guarantee"]) == (0, True)
+
+
+def test_an_unknown_kind_of_canary_is_refused_by_its_field() -> None:
+    strange = {**audit()["canaries"], "kind": "x"}
+    with pytest.raises(ConfigError, match=r"canaries\.kind"):
+        render_card(config(), plan(), record(), audit(canaries=strange))

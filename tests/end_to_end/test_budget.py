@@ -207,3 +207,15 @@ def test_the_plan_says_what_the_ledger_would(place: Place) -> None:
     assert any("is spent" in refusal["message"] for refusal in after["refusals"])
     with Ledger(place.ledger) as book:
         assert book.refusals() == {}  # planning is not trying
+
+
+def test_a_total_that_no_epsilon_bounds_is_written_down_as_infinite(place: Place) -> None:
+    """An import at a larger delta than the run's: at the run's own, nothing can be said of both."""
+    place.write({"privacy.delta": 1e-4})
+    spent = ("--epsilon", 1, "--delta", 1e-2, "--reason", "a test", "--by", "Ada")
+    done("ledger", "import", "notes", "--ledger", place.ledger, *spent)
+    done("train", place.recipe)
+    assert place.json("run.json")["ledger"]["spent_epsilon"] is None
+    done("card", place.run)
+    assert "up to this one: ε = infinite at" in (place.run / "export" / "README.md").read_text("utf-8")
+    done("verify", place.run, "--ledger", place.ledger)

@@ -424,3 +424,10 @@ def test_default_path_is_in_the_users_data_directory(monkeypatch, tmp_path: Path
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("APPDATA", str(tmp_path / "roaming"))
     assert default_path() == tmp_path / "roaming" / "dpllm" / "ledger.sqlite"
+
+
+@pytest.mark.parametrize("payload", [[], {}, 7, None])
+def test_an_export_whose_payload_is_no_text_says_nothing_and_crashes_nobody(payload: object) -> None:
+    entry = {"seq": 1, "kind": "budget", "dataset": "d", "payload": payload, "prev_hash": GENESIS, "hash": ""}
+    value = {"kind": "dpllm ledger", "entries": [entry], "progress": {}, "head": {"hash": "", "count": 1}}
+    assert verify_export(value)

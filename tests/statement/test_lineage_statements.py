@@ -332,3 +332,10 @@ def test_a_damaged_block_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "privacy.json").write_text(text, encoding="latin-1")
     with pytest.raises(Refused, match="is no privacy block"):
         lineage.of_base(recipe(model={"name_or_path": str(tmp_path)}))
+
+
+def test_a_guaranteed_run_before_that_does_not_say_what_it_released_leaves_no_total() -> None:
+    found = settle(base(statement(name="first", event=None)))
+    assert found.composed is None
+    assert found.reason is not None
+    assert "does not say what it released" in found.reason

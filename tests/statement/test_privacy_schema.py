@@ -18,7 +18,7 @@ from test_card_states import STATES
 from dpllm.card.card import dump_block
 from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
-from dpllm.statement.fields import NotAStatement
+from dpllm.statement.fields import BaseModelName, NotAStatement, Steps
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "model-card.md"
@@ -218,3 +218,8 @@ def test_the_documentation_maps_items_to_fields_that_exist() -> None:
     fields_named = {name for name in named if name.split(".")[0] in {field.split(".")[0] for field in known}}
     assert len(fields_named) > 25
     assert fields_named <= known
+
+
+def test_half_a_character_is_written_as_a_question_mark() -> None:
+    assert Steps.pick({}, planned=1, taken=1) == Steps(planned=1, taken=1)
+    assert BaseModelName.pick({}, name="caf\udce9", revision=None, covered=False).name == "caf?"
