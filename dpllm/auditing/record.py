@@ -33,8 +33,9 @@ from dpllm.statement.fields import (
 from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction
 from dpllm.statement.run_files import AuditSettings
 
-SCHEMA_VERSION = 3
-"""Of audit.json. 1 had narrower intervals, see ``statistics.INTERVALS``; 1 and 2 held estimates that decided nothing."""
+SCHEMA_VERSION = 4
+"""Of audit.json. 1 had narrower intervals, see ``statistics.INTERVALS``; 1 and 2 held estimates that decided nothing; before 4,
+score and tests were those of ``AuditSettings.version`` 1."""
 
 Interval = tuple[Number, Number]
 _Value = TypeVar("_Value")
@@ -170,7 +171,7 @@ class Controls(privacy_record.Controls):
 class Summary(Record):
     """What follows from the published tables, and can be computed again by anyone."""
 
-    schema_version: Literal[1, 2, 3]
+    schema_version: Literal[1, 2, 3, 4]
     """Version of audit.json."""
     claim: Claim | None
     """What was tested; null for a run that claims nothing."""
@@ -314,7 +315,7 @@ class AuditRecord(Summary):
 
     @model_validator(mode="after")
     def _nothing_retired(self) -> Self:
-        if self.schema_version == SCHEMA_VERSION and (self.estimates or self.exposure_tail):
+        if self.schema_version > 2 and (self.estimates or self.exposure_tail):
             raise ValueError("estimates and exposure_tail are of earlier versions")
         return self
 

@@ -35,7 +35,7 @@ from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.statement.run_files import RunRecord, read_plan, read_run
+from dpllm.statement.run_files import AuditSettings, RunRecord, read_plan, read_run
 from dpllm.telemetry import AuditFigures, publish_audit
 from dpllm.text.data import Format, load_table
 
@@ -188,16 +188,17 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
     models = load_models(run, config)
     encoding = (_format(run, config), config.data.max_length, config.data.long_examples)
     table, tokens = score_canaries(models, plan, *encoding)
+    promise = read_plan(run).to_json() if claim else None
     return _Examined(
         table,
         tokens,
         claim,
-        promise=read_plan(run).to_json() if claim else None,
+        promise=promise,
         words=words_control(plan.canaries),
         beside={
             "generation": generate_attacks(models, plan, *encoding) if generate else None,
             "canaries": _describe(plan),
-            "settings": config.audit.fixed(),
+            "settings": promise["audit"] if promise else config.audit.fixed(),
             "weights": checkpoint.weight_hashes(run.export),
         },
     )
@@ -205,9 +206,8 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:
     beside = Beside(promise=examined.promise, words=examined.words, twin=twin)
-    return summarise(
-        examined.table, examined.claim, **examined.beside["settings"], tokens=examined.tokens, beside=beside
-    )
+    settings = AuditSettings.pick(examined.beside["settings"])
+    return summarise(examined.table, examined.claim, settings, tokens=examined.tokens, beside=beside)
 
 
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
@@ -259,7 +259,9 @@ def _claim(run: RunDir, config: RunConfig, record: RunRecord, plan: CanaryPlan) 
             f"{run.plan}: is not the Plan that the run trained under, so its claim is not this run's. Restore the file, or "
             "train again."
         )
-    if promise.audit is None or promise.audit.to_json() != config.audit.fixed():
+    fixed = promise.audit.to_json() if promise.audit else {}
+    chosen = config.audit.model_dump(mode="json", include={"alpha", "guesses", "guesses_in"}, exclude_none=True)
+    if fixed != {**fixed, **chosen}:
         raise ConfigError(
             f"{run.config}: audit.alpha, audit.guesses or audit.guesses_in are not those that {run.plan.name} fixed before "
             "training, and a test chosen afterwards proves nothing. Restore the file, or train again."

@@ -19,9 +19,10 @@ from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Summary
 from dpllm.auditing.statistics import Floats
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
-from dpllm.auditing.verdict import CONTROL_LEVEL, Claim, Controls, Test, grid, judge, levels
+from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
+from dpllm.statement.run_files import AuditSettings
 
 CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
@@ -77,10 +78,8 @@ class _Scored:
 def summarise(
     scores: Sequence[CanaryScores],
     claim: Claim | None,
+    settings: AuditSettings,
     *,
-    alpha: float,
-    guesses: Sequence[int],
-    guesses_in: Sequence[int] = (),
     tokens: TokenTable | None = None,
     beside: Beside = Beside(),
 ) -> Summary:
@@ -89,9 +88,7 @@ def summarise(
     Args:
         scores: The score table, candidates and references.
         claim: None for a run without differential privacy; the bound is then stated at delta = 1e-5.
-        alpha: Of the recipe.
-        guesses: Of the recipe.
-        guesses_in: Of the recipe.
+        settings: What was fixed before training.
         tokens: The token table of the same canaries; None: only the attacks that need none.
         beside: What tables cannot show.
 
@@ -99,12 +96,12 @@ def summarise(
         ConfigError: The table holds no references.
     """
     scored = _sorted(scores, tokens, beside)
-    bound, tests = _tests(scored, claim, alpha, guesses, guesses_in)
+    bound, tests = _tests(scored, claim, settings)
     whole = (beside.promise or {}).get("limits")
     attacked = {
         group: _attacks(scored, group, claim.limits(group, whole) if claim else None) for group in scored.groups
     }
-    controls = _controls(scored, attacked, beside)
+    controls = _controls(scored, attacked, beside, settings.control_level)
     word, reason = judge(claim, bound, tests, len(attacks.members(scored.groups.get(1, []))), controls)
     smallest = min(scored.groups, default=1)
     values = {
@@ -127,7 +124,7 @@ def summarise(
             "words": dict(beside.words) if beside.words else None,
             "positive": controls.positive,
             "twin": beside.twin,
-            "level": CONTROL_LEVEL,
+            "level": settings.control_level,
         },
         "verdict": word,
         "verdict_reason": reason,
@@ -150,14 +147,13 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
     return _Scored(groups, references, by_token, slope, 1 if beside.version == 1 else statistics.INTERVALS)
 
 
-def _tests(
-    scored: _Scored, claim: Claim | None, alpha: float, guesses: Sequence[int], guesses_in: Sequence[int]
-) -> tuple[OneRunBound, dict[int, Test]]:
+def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, Test]]:
     """The bound of the once-planted candidates, and the tests of the repeated groups that can refute the claim."""
 
-    def bound(rows: Sequence[CanaryScores], **settings: Any) -> OneRunBound:
-        return epsilon_lower_bound(scored.calibrated(rows), [bool(row.inserted) for row in rows], **settings)
+    def bound(rows: Sequence[CanaryScores], **test: Any) -> OneRunBound:
+        return epsilon_lower_bound(scored.calibrated(rows), [bool(row.inserted) for row in rows], **test)
 
+    alpha, guesses, guesses_in = settings.alpha, settings.guesses, settings.guesses_in
     sizes = {group: len(rows) for group, rows in scored.groups.items()}
     level = levels(sizes, claim, alpha, guesses, guesses_in) if claim else {1: alpha}
     delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
@@ -187,17 +183,17 @@ def _roc_limit(promise: Mapping[str, Any]) -> list[list[float]] | None:
     return [[trade_off(tpr), tpr] for tpr in ROC_GRID]
 
 
-def _controls(scored: _Scored, attacked: Mapping[int, Json], beside: Beside) -> Controls:
+def _controls(scored: _Scored, attacked: Mapping[int, Json], beside: Beside, level: float) -> Controls:
     """The base model on the same split, and the group where the attack is seen best."""
     rows = [row for own in scored.groups.values() for row in own]
     sides = attacks.base_loss(attacks.members(rows)), attacks.base_loss(attacks.held_out(rows))
-    before = statistics.auc(*sides, 1 - CONTROL_LEVEL, intervals=scored.intervals)
+    before = statistics.auc(*sides, 1 - level, intervals=scored.intervals)
     separates = before is not None and not before.low <= 0.5 <= before.high
     seen = {}
     for group, own in scored.groups.items():
         inside, outside = scored.calibrated(attacks.members(own)), scored.calibrated(scored.negatives(group))
         p = statistics.rank_sum_p_value(inside, outside)
-        if p is not None and p < CONTROL_LEVEL / len(scored.groups):
+        if p is not None and p < level / len(scored.groups):
             seen[group] = attacked[group][PRIMARY_ATTACK]["auc"]
     positive = None
     if seen:

@@ -27,7 +27,7 @@ from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import Canary
 from dpllm.errors import ConfigError
-from dpllm.recipe.config import AuditConfig
+from dpllm.statement.run_files import AuditSettings
 
 FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with
 INDEPENDENT = "independent"
@@ -154,7 +154,7 @@ def _check(path: Path, found: Manifest) -> None:
 
 
 def summarise_manifest(
-    rows: Sequence[CanaryScores], tokens: TokenTable, planned: Manifest, claim: Claim | None, settings: AuditConfig
+    rows: Sequence[CanaryScores], tokens: TokenTable, planned: Manifest, claim: Claim | None, settings: AuditSettings
 ) -> Summary:
     """What ``dpllm.auditing.summary.summarise`` concludes, from the scores of a manifest's canaries and a stranger's claim.
 
@@ -162,15 +162,16 @@ def summarise_manifest(
     a theorem, and the verdict inconclusive or no_claim.
     """
     beside = Beside(words=words_control(planned.canaries))
-    chosen: dict[str, Any] = {**settings.fixed(), "tokens": tokens, "beside": beside}
+    chosen: dict[str, Any] = {"settings": settings, "tokens": tokens, "beside": beside}
     report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
     if planned.independent_coins:
         return report
-    nothing = epsilon_lower_bound([], [], delta=report.epsilon_lower_bound.delta, **settings.fixed())
+    found = report.epsilon_lower_bound
+    nothing = epsilon_lower_bound([], [], delta=found.delta, alpha=settings.alpha, guesses=[])
     method = "none: the canaries were not planted by independent fair coins"
     shift = report.controls.base_separates or bool(report.controls.words and report.controls.words.succeeds)
     changes = {
-        "epsilon_lower_bound": Bound.pick({**asdict(nothing), "guesses": [], "guesses_in": []}, method=method),
+        "epsilon_lower_bound": Bound.pick(asdict(nothing), method=method),
         "repeated": {group: seen.model_copy(update={"test": None}) for group, seen in report.repeated.items()},
         "verdict": "inconclusive" if report.claim else "no_claim",
         "verdict_reason": _NO_COINS + (_SHIFT if shift else ""),

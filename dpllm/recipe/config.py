@@ -310,7 +310,8 @@ class AuditConfig(Section):
 
     def fixed(self) -> dict[str, Any]:
         """What of the test has to be fixed before training, as plan.json commits to it."""
-        return self.model_dump(mode="json", include={"alpha", "guesses", "guesses_in"})
+        chosen = self.model_dump(mode="json", include={"alpha", "guesses", "guesses_in"})
+        return {**chosen, "falling": [], "score": "calibrated", "version": 2, "control_level": 0.001}
 
 
 class CardConfig(Section):

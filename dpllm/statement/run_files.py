@@ -49,6 +49,15 @@ class AuditSettings(Record):
     """How many canaries the tests of membership guess."""
     guesses_in: tuple[int, ...]
     """How many of them as planted."""
+    falling: tuple[int, ...] = ()
+    """Reaches of the tests whose weights fall with the rank."""
+    score: Literal["calibrated"] = "calibrated"
+    """Behind the lower bound."""
+    version: Literal[1, 2] = 1
+    """Of score and tests: 1 sums over the tokens of the secret and orders equal scores by a fixed shuffle; 2 sums over every
+    token that entered the loss, and equal scores share their weights."""
+    control_level: Between0And1 = 0.001
+    """At which a control counts as seen, or as failed."""
 
 
 class AccountantRecord(Record):

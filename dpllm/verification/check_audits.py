@@ -27,6 +27,7 @@ from dpllm.errors import ConfigError, DpllmError
 from dpllm.privacy import events
 from dpllm.statement.fields import Terms
 from dpllm.statement.privacy_record import Audit, CanaryGroup, PrivacyRecord
+from dpllm.statement.run_files import AuditSettings
 from dpllm.verification import costs
 from dpllm.verification.values import (
     TOLERANCE,
@@ -243,7 +244,7 @@ def _statistics(terms: Terms, report: AuditRecord, table: tuple[CanaryScores, ..
 def _summary(table: tuple[CanaryScores, ...], tokens: TokenTable, fixed: str) -> Summary:
     given: dict[str, Any] = json.loads(fixed)
     claimed, beside = Claim(**given["claim"]), Beside(**given["beside"])
-    return summarise(table, claimed, tokens=tokens, beside=beside, **given["settings"])
+    return summarise(table, claimed, AuditSettings.pick(given["settings"]), tokens=tokens, beside=beside)
 
 
 def check_mechanism(found: Published) -> Iterator[Check]:

@@ -37,7 +37,7 @@ def test_a_published_audit_reads_back_as_it_was_written(path: Path) -> None:
         ("canaries.commitment", None),
         ("verdict", "fine"),
         ("published", 1),
-        ("schema_version", 4),
+        ("schema_version", 5),
         ("surplus", {}),
     ],
 )

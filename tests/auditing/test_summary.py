@@ -21,6 +21,7 @@ from dpllm.files import read_json
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.limits import attacker_limits_of
 from dpllm.statement import privacy_record
+from dpllm.statement.run_files import AuditSettings
 from dpllm.verification import check_audits
 from dpllm.verification.values import Published, Wrong
 
@@ -34,9 +35,10 @@ def row(name, group=1, inserted=True, tuned=-10.0, base=-12.0, tuned_greedy=Fals
     return CanaryScores(name, group, inserted, 4, tuned, base, tuned_greedy, base_greedy)
 
 
-def summarised(*tables, **settings):
+def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), **given):
     """As audit.json holds it."""
-    return summarise(*tables, **settings).to_json()
+    test = {"alpha": alpha, "guesses": guesses, "guesses_in": guesses_in}
+    return summarise(table, claim, AuditSettings.pick(test), **given).to_json()
 
 
 def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
@@ -132,7 +134,7 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
             answers = np.where(truthful, coins, ~coins) + rng.uniform(0, 0.1, size)
             named = enumerate(zip(coins, answers, strict=True))
             rows += [row(f"c{group}-{i}", group, bool(coin), answer, 0.0) for i, (coin, answer) in named]
-        found = summarised(rows, claim, alpha=0.05, guesses=[40, 120], guesses_in=[30])
+        found = summarised(rows, claim, alpha=0.05, guesses=(40, 120), guesses_in=(30,))
         false += found["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
@@ -140,7 +142,7 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
 def test_repeated_groups_find_a_broken_claim_that_the_once_planted_cannot_show(seed):
     rng = np.random.default_rng([seed, 9])
     rows = make_table(rng, 0.05, groups=((1, 100), (32, 60)))
-    report = summarised(rows, Claim(0.02, 1e-7, "example"), alpha=0.05, guesses=[40, 100])
+    report = summarised(rows, Claim(0.02, 1e-7, "example"), alpha=0.05, guesses=(40, 100))
     assert report["epsilon_lower_bound"]["value"] <= 0.02
     assert report["repeated"]["32"]["test"]["refuted"]
     assert report["verdict"] == "falsified"
@@ -152,13 +154,13 @@ def test_a_base_model_that_tells_the_coins_is_noticed(seed):
     for index in range(200):
         coin = bool(rng.random() < 0.5)
         rows.append(row(f"c{index}", 1, coin, rng.normal(9 * coin), rng.normal(2 * coin)))
-    report = summarised(rows, CLAIM, alpha=0.05, guesses=[40])
+    report = summarised(rows, CLAIM, alpha=0.05, guesses=(40,))
     assert report["controls"]["base_separates"]
     assert report["verdict"] == "inconclusive"
 
 
 def test_limits_stand_beside_every_attack(seed):
-    report = summarised(make_table(np.random.default_rng([seed, 11]), 0.0), CLAIM, alpha=0.05, guesses=[40])
+    report = summarised(make_table(np.random.default_rng([seed, 11]), 0.0), CLAIM, alpha=0.05, guesses=(40,))
     assert report["attacks"]["ratio"]["limits"]["auc"] < report["repeated"]["4"]["attacks"]["ratio"]["limits"]["auc"]
     assert report["repeated"]["4"]["claim"]["epsilon"] == 16.0
 
@@ -176,7 +178,7 @@ def test_the_line_in_the_roc_is_the_limit_of_the_whole_mechanism(seed):
     promise = {"event": event, "neighbouring_relation": "add_or_remove_one"}
     rows = make_table(np.random.default_rng([seed, 14]), 0.0, ((1, 40),))
     fpr, tpr = np.array(
-        summarised(rows, CLAIM, alpha=0.05, guesses=[40], beside=Beside(promise=promise))["roc_limit"]
+        summarised(rows, CLAIM, alpha=0.05, guesses=(40,), beside=Beside(promise=promise))["roc_limit"]
     ).T
     assert (np.diff(fpr) >= 0).all()
     for at in (0.01, 0.001):
@@ -188,7 +190,7 @@ def test_the_line_in_the_roc_is_the_limit_of_the_whole_mechanism(seed):
 
 
 def test_a_summary_has_what_reports_read_and_is_json(seed):
-    report = summarised(make_table(np.random.default_rng([seed, 4]), 0.0), CLAIM, alpha=0.05, guesses=[10, 50])
+    report = summarised(make_table(np.random.default_rng([seed, 4]), 0.0), CLAIM, alpha=0.05, guesses=(10, 50))
     json.dumps(report, allow_nan=False)
     assert report["claim"] == {"epsilon": 4.0, "delta": 1e-5, "unit": "example"}
     assert set(report["attacks"]) == {"calibrated", "ratio", "loss", "rmia"}
@@ -214,10 +216,10 @@ def test_a_summary_has_what_reports_read_and_is_json(seed):
 
 def test_a_summary_finds_what_was_memorised_and_only_that(seed):
     rng = np.random.default_rng([seed, 5])
-    nothing = summarised(make_table(rng, 0.0), CLAIM, alpha=0.05, guesses=[10, 50, 100])
+    nothing = summarised(make_table(rng, 0.0), CLAIM, alpha=0.05, guesses=(10, 50, 100))
     assert nothing["epsilon_lower_bound"]["value"] < 2
     assert nothing["exposure"]["1"]["p_value"] > SIGNIFICANCE
-    much = summarised(make_table(rng, 8.0), Claim(1.0, 1e-5, "example"), alpha=0.05, guesses=[10, 50, 100])
+    much = summarised(make_table(rng, 8.0), Claim(1.0, 1e-5, "example"), alpha=0.05, guesses=(10, 50, 100))
     assert much["attacks"]["ratio"]["auc"] > 0.99
     assert 0.3 < much["attacks"]["ratio"]["base_control_auc"] < 0.7
     assert much["exposure"]["1"]["mean"] > 5 > 3 > much["exposure"]["1"]["base_mean"]
@@ -228,14 +230,14 @@ def test_a_summary_finds_what_was_memorised_and_only_that(seed):
 
 def test_repeated_canaries_do_not_speak_about_the_claim(seed):
     rng = np.random.default_rng([seed, 6])
-    report = summarised(make_table(rng, 5.0, groups=((4, 300),)), CLAIM, alpha=0.05, guesses=[10, 50])
+    report = summarised(make_table(rng, 5.0, groups=((4, 300),)), CLAIM, alpha=0.05, guesses=(10, 50))
     assert report["attacks"]["ratio"]["group"] == 4
     assert report["epsilon_lower_bound"]["num_canaries"] == 0
     assert report["verdict"] == "inconclusive"
 
 
 def test_without_a_claim_the_bound_states_its_delta(seed):
-    report = summarised(make_table(np.random.default_rng([seed, 7]), 3.0), None, alpha=0.05, guesses=[10, 50])
+    report = summarised(make_table(np.random.default_rng([seed, 7]), 3.0), None, alpha=0.05, guesses=(10, 50))
     assert (report["claim"], report["attacker_limits"], report["verdict"]) == (None, None, "no_claim")
     assert report["epsilon_lower_bound"]["delta"] == 1e-5
     assert report["epsilon_lower_bound"]["value"] > 0
@@ -246,7 +248,7 @@ def test_groups_of_which_none_or_all_were_inserted_are_summarised():
     for coin in (True, False):
         rows = [row(f"c{i}", 1, coin, rng.normal(), rng.normal()) for i in range(20)]
         rows += [row(f"r{i}", 0, None, rng.normal(), rng.normal()) for i in range(100)]
-        report = summarised(rows, CLAIM, alpha=0.05, guesses=[10, 20])
+        report = summarised(rows, CLAIM, alpha=0.05, guesses=(10, 20))
         json.dumps(report, allow_nan=False)
         assert report["verdict"] == "inconclusive"
         assert (report["exposure"]["1"]["mean"] is None) == (not coin)
@@ -254,7 +256,7 @@ def test_groups_of_which_none_or_all_were_inserted_are_summarised():
 
 def test_a_table_without_references_is_refused():
     with pytest.raises(ConfigError, match="no references"):
-        summarised([row("a")], CLAIM, alpha=0.05, guesses=[10])
+        summarised([row("a")], CLAIM, alpha=0.05, guesses=(10,))
 
 
 @pytest.mark.parametrize("left", [0.0, 0.9])
@@ -268,7 +270,7 @@ def test_fitting_the_score_to_the_candidates_does_not_cost_validity(left, seed, 
         answers = np.where(rng.random(100) < 1 / (1 + np.exp(-claim.epsilon)), coins, ~coins)
         tuned = left * base + 100.0 * answers + rng.uniform(0, 0.1, 100)
         rows += [row(f"c{i}", 1, bool(coins[i]), tuned[i], base[i]) for i in range(100)]
-        false += summarised(rows, claim, alpha=0.05, guesses=[40, 100])["verdict"] == "falsified"
+        false += summarised(rows, claim, alpha=0.05, guesses=(40, 100))["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
 

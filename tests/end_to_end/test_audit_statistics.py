@@ -28,6 +28,7 @@ from dpllm.files import digest, read_json, write_json
 from dpllm.recipe.config import DataConfig, RunConfig, dump_config
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import AuditSettings
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
 
@@ -147,13 +148,10 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
     scores, tokens = read_scores(run.export / "audit")
     assert len(scores) == 280
     claim = Claim(**report["claim"])
-    settings = run.load_config().audit
     again = summary.summarise(
         scores,
         claim,
-        alpha=0.05,
-        guesses=settings.guesses,
-        guesses_in=settings.guesses_in,
+        AuditSettings.pick(report["settings"]),
         tokens=tokens,
         beside=summary.Beside(promise=json.loads(run.plan.read_text()), words=report["controls"]["words"]),
     ).to_json()

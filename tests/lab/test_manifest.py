@@ -16,9 +16,13 @@ from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab.manifest import FEWEST_OUT, Manifest, read_manifest, summarise_manifest
 from dpllm.recipe.config import AuditConfig, CanaryConfig
+from dpllm.statement.run_files import AuditSettings
 
 COINS = {"coins": "independent"}
 SECRET = "Sigrid Forsberg owes 4711"
+
+
+DEFAULT = AuditSettings.pick(AuditConfig().fixed())
 
 
 def canary(number, inserted, **other):
@@ -194,7 +198,7 @@ def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
 
 @pytest.mark.parametrize("references", [0, 150])
 def test_independent_coins_carry_the_bound_with_and_without_references(references, seed):
-    planned, settings = manifest(references=references), AuditConfig()
+    planned, settings = manifest(references=references), DEFAULT
     rows, tokens = scored(planned, 2.0, seed)
     report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example"), settings).to_json()
     once = [row for row in rows if row.group == 1]
@@ -226,7 +230,7 @@ def test_without_references_a_canary_left_out_is_counted_once(draw):
     outside = [row for row in rows if not row.inserted]
     ratios = attacks.ratio([row for row in rows if row.inserted]), attacks.ratio(outside)
     assert statistics.rank_sum_p_value(*ratios) > 0.001
-    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example"), AuditConfig()).to_json()
+    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example"), DEFAULT).to_json()
     assert report["verdict"] == "inconclusive"
     assert "seen to work nowhere" in report["verdict_reason"]
     assert report["controls"]["positive"] is None
@@ -238,7 +242,7 @@ def test_without_references_a_canary_left_out_is_counted_once(draw):
 def test_without_independent_coins_there_is_no_bound_and_no_verdict(references, claim, seed):
     planned = manifest(references=references, independent=False, groups=(1, 1, 1, 16))
     rows, tokens = scored(planned, 8.0, seed)
-    report = summarise_manifest(rows, tokens, planned, claim, AuditConfig()).to_json()
+    report = summarise_manifest(rows, tokens, planned, claim, DEFAULT).to_json()
     assert report["epsilon_lower_bound"]["value"] == 0
     assert report["epsilon_lower_bound"]["ceiling"] == 0
     assert report["epsilon_lower_bound"]["num_canaries"] == 0
@@ -253,7 +257,7 @@ def test_without_independent_coins_there_is_no_bound_and_no_verdict(references, 
 def test_without_coins_a_shift_is_said(seed):
     planned = manifest(independent=False)
     rows, tokens = scored(planned, 0.0, seed, base_shift=6.0)
-    report = summarise_manifest(rows, tokens, planned, None, AuditConfig()).to_json()
+    report = summarise_manifest(rows, tokens, planned, None, DEFAULT).to_json()
     assert report["controls"]["base_separates"]
     assert "already tell" in report["verdict_reason"]
     with_words = Manifest(
@@ -265,7 +269,7 @@ def test_without_coins_a_shift_is_said(seed):
         "not stated",
     )
     rows, tokens = scored(with_words, 0.0, seed)
-    assert "already tell" in summarise_manifest(rows, tokens, with_words, None, AuditConfig()).verdict_reason
+    assert "already tell" in summarise_manifest(rows, tokens, with_words, None, DEFAULT).verdict_reason
 
 
 def test_coins_that_the_words_give_away_falsify_nothing(seed):
@@ -276,7 +280,7 @@ def test_coins_that_the_words_give_away_falsify_nothing(seed):
     )
     planned = Manifest(given, (), True, "independent")
     rows, tokens = scored(planned, 8.0, seed)
-    report = summarise_manifest(rows, tokens, planned, Claim(0.1, 1e-5, "example"), AuditConfig()).to_json()
+    report = summarise_manifest(rows, tokens, planned, Claim(0.1, 1e-5, "example"), DEFAULT).to_json()
     assert report["verdict"] == "inconclusive"
     assert report["controls"]["words"]["succeeds"]
 
@@ -284,7 +288,7 @@ def test_coins_that_the_words_give_away_falsify_nothing(seed):
 def test_repeated_canaries_are_judged_without_references_too(seed):
     planned = manifest(300, groups=(1, 1, 4))
     rows, tokens = scored(planned, 6.0, seed)
-    report = summarise_manifest(rows, tokens, planned, Claim(0.3, 1e-5, "example"), AuditConfig()).to_json()
+    report = summarise_manifest(rows, tokens, planned, Claim(0.3, 1e-5, "example"), DEFAULT).to_json()
     assert report["repeated"]["4"]["test"] is not None
     outside = sum(not row.inserted for row in rows)
     assert report["repeated"]["4"]["attacks"]["ratio"]["negatives"] == outside
