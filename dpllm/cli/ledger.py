@@ -78,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made["export"].add_argument("--output", help="file (default: standard output)")
     text = "directory of the node exporter's textfile collector (default: standard output)"
     made["metrics"].add_argument("--textfile", metavar="DIR", help=text)
+    text = "directories of models in production: says whether the ledger holds the run of each"
+    made["metrics"].add_argument("--served", nargs="+", type=Path, default=[], metavar="DIR", help=text)
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
@@ -335,6 +337,7 @@ def _metrics(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.telemetry import metrics
 
     families, names = metrics.ledger_families(ledger)
+    families += metrics.served_families(ledger, names, known.served)
     if known.textfile is None:
         print(metrics.exposition([*families, *metrics.dataset_families(ledger, names)]).decode(), end="")
         return 0

@@ -24,8 +24,8 @@ from prometheus_client import CollectorRegistry, generate_latest, write_to_textf
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dpllm.errors import Refused
-from dpllm.files import RunPaths
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import BLOCK, RunPaths, read_json
 from dpllm.ledger import Ledger
 from dpllm.ledger.values import State
 from dpllm.privacy import accounting
@@ -280,6 +280,36 @@ def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
             if run.state in OPEN:
                 heartbeat.add_metric((shown, run.reservation.entry, run.state), run.heartbeat)
     return [family for family in (budget, remaining, reservations, heartbeat) if family.samples]
+
+
+def served_families(ledger: Ledger, names: Iterable[str], served: Iterable[Path]) -> list[Metric]:
+    """Whether the accounts ``names`` hold the run of each model that is ``served``, by the privacy.json in its directory.
+
+    It says 0 of a model without such a statement, and of all of them where the chain is broken and no account is known.
+
+    Raises:
+        ConfigError: A directory is not there, or its privacy.json is damaged.
+    """
+    family = GaugeMetricFamily(
+        "dp_served_model_ledger_entry",
+        "1 while the ledger holds the run that a served model's privacy.json names, else 0.",
+        labels=("model",),
+    )
+    known = {(name, run.reservation.entry) for name in names for run in ledger.runs(name)}
+    found: dict[str, bool] = {}
+    for path in map(Path.resolve, served):
+        if not path.is_dir():
+            raise ConfigError(
+                f"--served {path}: no such directory, so nobody could say whether the ledger knows the model. Type the "
+                "directory that is served, as dpllm train or dpllm merge wrote it."
+            )
+        stated = (read_json(path / BLOCK) if (path / BLOCK).exists() else {}).get("composed") or {}
+        model = path.parent.name if path.name == "export" else path.name
+        # Of several models of one name, one without an entry is what somebody has to know of.
+        found[model] = found.get(model, True) and (stated.get("dataset"), stated.get("entry")) in known
+    for model, holds in found.items():
+        family.add_metric((model,), holds)
+    return [family] if found else []
 
 
 # --- text and files --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from tiny_models import recipe
 
 from dpllm.cli import main
 from dpllm.errors import ConfigError
+from dpllm.files import write_json
 from dpllm.ledger import Ledger, budgets
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import make_plan
@@ -234,6 +235,34 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     assert together == series(printed)
     assert main(["ledger", "metrics", "--ledger", str(path), "--textfile", str(folder / "none")]) == 2
     assert "node exporter" in capsys.readouterr().err
+
+
+def test_a_served_model_is_looked_for_in_the_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of another ledger or dataset, without a statement, without privacy: none of them is there."""
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as book:
+        entry = reserve(book).entry
+    stated = {
+        "known/export": {"dataset": "notes", "entry": entry},
+        "elsewhere": {"dataset": "notes", "entry": "0f0f"},
+        "letters": {"dataset": "letters", "entry": entry},
+        "baseline": None,
+    }
+    for name, composed in stated.items():
+        write_json(tmp_path / name / "privacy.json", {"composed": composed})
+    (tmp_path / "foreign").mkdir()
+    served = [str(tmp_path / name) for name in (*stated, "foreign")]
+    command = ["ledger", "metrics", "--ledger", str(path), "--served"]
+    assert main([*command, *served]) == 0
+    printed = capsys.readouterr().out
+    promtool_is_silent(printed.encode())
+    found = {dict(pairs)["model"]: on for (name, pairs), on in series(printed).items() if name.startswith("dp_served")}
+    assert found == {"known": 1, "elsewhere": 0, "letters": 0, "baseline": 0, "foreign": 0}
+    write_json(tmp_path / "old" / "known" / "privacy.json", {"composed": None})
+    assert main([*command, *served, str(tmp_path / "old" / "known")]) == 0
+    assert series(capsys.readouterr().out)["dp_served_model_ledger_entry", (("model", "known"),)] == 0
+    assert main([*command, str(tmp_path / "typo")]) == 2
+    assert "no such directory" in capsys.readouterr().err
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
