@@ -6,12 +6,15 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
+import cards
 import pytest
 
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import Run, RunDir
+from dpllm.statement.run_files import RunRecord
 
 
 def test_json_comes_back_with_a_version_and_sorted_keys(tmp_path: Path) -> None:
@@ -110,3 +113,15 @@ def test_what_a_run_without_privacy_measured_stays_private(tmp_path: Path) -> No
 def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         RunDir(tmp_path).load_config()
+
+
+def test_a_run_says_what_it_guarantees_and_nothing_where_it_guarantees_nothing(tmp_path: Path) -> None:
+    def ended(**changes: Any) -> Run:
+        return Run(RunDir(tmp_path), RunRecord.model_validate_json(json.dumps(cards.record(**changes))))
+
+    promised = ended()
+    assert (promised.epsilon, promised.delta) == (cards.EPSILON, 1e-5)
+    broken = ended(guarantee={"holds": False, "reason": "the noise was seeded"})
+    assert (broken.epsilon, broken.delta) == (None, None)
+    baseline = ended(epsilon_spent=None, delta=None, guarantee={"holds": False, "reason": "no privacy"})
+    assert (baseline.epsilon, baseline.delta, baseline.status) == (None, None, "completed")
