@@ -107,7 +107,9 @@ def score(
 def score_canaries(
     models: ScoringModels, plan: CanaryPlan, fmt: Format, max_length: int, long_examples: str
 ) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    """Scores every candidate and reference on the tuned and the base model: secret by secret, and token by token.
+    """Scores every candidate and reference on the tuned and the base model: canary by canary, and token by token.
+
+    Every token that entered the loss is scored, which in format text are those of the carrier too.
 
     Raises:
         ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
@@ -120,16 +122,17 @@ def score_canaries(
 def score_encoded(
     models: ScoringModels, canaries: Sequence[Canary], encoded: Sequence[tuple[TokenSequence, Sequence[bool]]]
 ) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    """The same of canaries that are encoded already, each with the tokens to score."""
+    """The same of canaries that are encoded already, each with the mask of its secret's tokens."""
     tokens = score_sequences(
         models,
         [canary.canary_id for canary in canaries],
         [canary.text for canary in canaries],
         [sequence for sequence, _ in encoded],
-        [mask for _, mask in encoded],
+        [sequence.loss_mask for sequence, _ in encoded],
     )
     coins = tuple(canary.inserted if canary.group else None for canary in canaries)
-    tokens = replace(tokens, groups=tuple(canary.group for canary in canaries), coins=coins)
+    secret_N = np.concatenate([np.array(secret)[np.array(sequence.loss_mask)] for sequence, secret in encoded])
+    tokens = replace(tokens, groups=tuple(canary.group for canary in canaries), coins=coins, secret_N=secret_N)
     return sum_up(tokens), tokens
 
 

@@ -110,7 +110,7 @@ def summarise(
         "attacks": attacked.get(smallest, {}),
         "exposure": {str(group): _exposure(rows, scored.references) for group, rows in scored.groups.items()},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
-        "sampling": extraction.summary(tokens, scores) if tokens is not None else None,
+        "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
         "epsilon_lower_bound": {**asdict(bound), "method": METHOD, "slope": scored.slope},
         "repeated": {
             str(group): _repeated(group, claim, attacked[group], tests.get(group))
@@ -139,7 +139,7 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
         raise ConfigError("the score table holds no references, so nothing can be ranked; run dpllm audit again.")
     by_token = {}
     if tokens is not None:
-        found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
+        found = {name: attack(tokens.secrets()).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
     slope = beside.slope
     if slope is None:

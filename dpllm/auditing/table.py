@@ -1,4 +1,4 @@
-"""Score tables: what two models say about every scored token and every secret, and no token or text.
+"""Score tables: what two models say about every trained token, every secret and every row, and no token or text.
 
 Comes in: scores, or the folder of an audit. Goes out: a parquet file with one row for each token, and one row for each
 candidate and reference. Torch is not imported, so that anyone can recompute a published audit from the files.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class TokenTable:
             temperature 1; -inf where it is none of them.
         groups: Of canaries: how often each is repeated, 0 for a reference.
         coins: Of canaries: what the coin said, None for a reference.
+        secret_N: Of canaries: whether a token is of the secret; None where nothing else was scored.
     """
 
     canary_ids: tuple[str, ...]
@@ -58,6 +59,16 @@ class TokenTable:
     base_top_k_log_prob_N: NDArray[np.float64]
     groups: tuple[int, ...] = ()
     coins: tuple[bool | None, ...] = ()
+    secret_N: NDArray[np.bool_] | None = None
+
+    def secrets(self) -> TokenTable:
+        """The same of the secrets' tokens alone."""
+        if self.secret_N is None:
+            return self
+        kept = {
+            field.name: getattr(self, field.name)[self.secret_N] for field in fields(self) if field.name[-2:] == "_N"
+        }
+        return replace(self, **{**kept, "secret_N": None})
 
     def starts(self) -> NDArray[np.int64]:
         """Shape (S,): where each sequence begins."""
@@ -67,6 +78,11 @@ class TokenTable:
         """Shape (S,): tokens of each sequence."""
         return np.diff(np.append(self.starts(), len(self.sequence_N)))
 
+    def spans(self) -> list[slice]:
+        """Where each sequence lies."""
+        starts = self.starts().tolist()
+        return [slice(*ends) for ends in zip(starts, [*starts[1:], len(self.sequence_N)], strict=True)]
+
     def sums(self, values_N: NDArray[Any]) -> NDArray[np.float64]:
         """Shape (S,): the sum of each sequence."""
         return np.bincount(self.sequence_N, weights=values_N, minlength=len(self.canary_ids)).astype(np.float64)
@@ -74,7 +90,7 @@ class TokenTable:
 
 @dataclass(frozen=True)
 class CanaryScores:
-    """What two models say about one secret. Log-probabilities are sums over the secret's tokens, in nats."""
+    """What two models say about one secret and its row. Log-probabilities are sums over their tokens, in nats."""
 
     canary_id: str
     group: int
@@ -88,10 +104,25 @@ class CanaryScores:
     """Greedy decoding of the tuned model after the carrier gives the secret."""
     base_greedy: bool
     """The same for the base model, which never saw it: the control."""
+    row_tokens: int = 0
+    """Tokens of the row that entered the loss, the secret's among them; 0: only the secret was scored."""
+    tuned_row_log_prob: float = 0.0
+    base_row_log_prob: float = 0.0
+
+    def row(self) -> CanaryScores:
+        """The same with the sums of the whole row in the places of the secret's."""
+        if not self.row_tokens:
+            return self
+        return replace(
+            self,
+            num_tokens=self.row_tokens,
+            tuned_log_prob=self.tuned_row_log_prob,
+            base_log_prob=self.base_row_log_prob,
+        )
 
 
 _TOKEN_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.startswith(("tuned_", "base_")))
-_CSV_COLUMNS = tuple(field.name for field in fields(CanaryScores))
+_CSV_COLUMNS = tuple(field.name for field in fields(CanaryScores) if field.default is MISSING)
 
 
 def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
@@ -104,19 +135,23 @@ def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
 
 def sum_up(tokens: TokenTable) -> tuple[CanaryScores, ...]:
     """The score table that a token table of canaries adds up to, one row for each canary in the same order."""
-    rows = zip(tokens.canary_ids, tokens.groups, tokens.coins, tokens.starts(), tokens.lengths(), strict=True)
+    secrets = tokens.secrets()
+    columns = tokens.canary_ids, tokens.groups, tokens.coins, secrets.spans(), tokens.spans()
     return tuple(
         CanaryScores(
             canary_id=canary_id,
             group=group,
             inserted=coin,
-            num_tokens=int(length),
-            tuned_log_prob=float(tokens.tuned_log_prob_N[start : start + length].sum()),
-            base_log_prob=float(tokens.base_log_prob_N[start : start + length].sum()),
-            tuned_greedy=bool(tokens.tuned_argmax_N[start : start + length].all()),
-            base_greedy=bool(tokens.base_argmax_N[start : start + length].all()),
+            num_tokens=secret.stop - secret.start,
+            tuned_log_prob=float(secrets.tuned_log_prob_N[secret].sum()),
+            base_log_prob=float(secrets.base_log_prob_N[secret].sum()),
+            tuned_greedy=bool(secrets.tuned_argmax_N[secret].all()),
+            base_greedy=bool(secrets.base_argmax_N[secret].all()),
+            row_tokens=row.stop - row.start if tokens.secret_N is not None else 0,
+            tuned_row_log_prob=float(tokens.tuned_log_prob_N[row].sum()),
+            base_row_log_prob=float(tokens.base_log_prob_N[row].sum()),
         )
-        for canary_id, group, coin, start, length in rows
+        for canary_id, group, coin, secret, row in zip(*columns, strict=True)
     )
 
 
@@ -131,6 +166,7 @@ def write_tokens(table: TokenTable, path: Path) -> None:
         "inserted": pyarrow.array(np.array(table.coins, dtype=object)[table.sequence_N], pyarrow.bool_()),
         "zlib_bytes": table.zlib_bytes_S[table.sequence_N],
         **{name.removesuffix("_N"): getattr(table, name) for name in _TOKEN_COLUMNS},
+        **({} if table.secret_N is None else {"secret": table.secret_N}),
     }
     content = io.BytesIO()
     parquet.write_table(pyarrow.table(columns), content)
@@ -160,11 +196,23 @@ def read_tokens(path: Path) -> TokenTable:
                 raise ValueError("a canary without a group")
             values["groups"] = tuple(first["group"].cast(pyarrow.int64()).to_pylist())
             values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
+        if "secret" in read.column_names:
+            values["secret_N"] = _one_run(read["secret"].cast(pyarrow.bool_()).to_numpy(), first_N)
         return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such token table; run dpllm audit first.") from None
     except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError):
         raise ConfigError(f"{path}: is no token table; the file is damaged. Run dpllm audit again.") from None
+
+
+def _one_run(secret_N: NDArray[Any], first_N: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The flags of secrets, each of which is one run of tokens of its sequence."""
+    if secret_N.dtype != np.bool_:  # with gaps
+        raise ValueError("a token that is neither of the secret nor of the rest")
+    begins_N = secret_N & (first_N | ~np.append(False, secret_N[:-1]))
+    if (np.add.reduceat(begins_N.astype(np.int64), np.flatnonzero(first_N)) != 1).any():
+        raise ValueError("a sequence without a secret, or with two")
+    return secret_N
 
 
 def read_scores(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:

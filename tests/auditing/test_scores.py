@@ -242,12 +242,11 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
     table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", 128, "truncate")
     assert tokens.canary_ids == tuple(row.canary_id for row in table)
-    assert tokens.lengths().tolist() == [row.num_tokens for row in table]
-    sums = np.add.reduceat(tokens.tuned_log_prob_N, tokens.starts())
-    np.testing.assert_allclose(sums, [row.tuned_log_prob for row in table])
-    np.testing.assert_allclose(
-        np.add.reduceat(tokens.base_log_prob_N, tokens.starts()), [row.base_log_prob for row in table]
-    )
+    for scored, rows in ((tokens.secrets(), table), (tokens, [row.row() for row in table])):
+        assert scored.lengths().tolist() == [row.num_tokens for row in rows]
+        for which in ("tuned", "base"):
+            sums = np.add.reduceat(getattr(scored, f"{which}_log_prob_N"), scored.starts())
+            np.testing.assert_allclose(sums, [getattr(row, f"{which}_log_prob") for row in rows])
     everyone = {canary.canary_id: canary for canary in (*plan.canaries, *plan.references)}
     assert sorted(row.canary_id for row in table) == sorted(everyone)
     for row in table[::17]:
@@ -256,6 +255,11 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         assert row.tuned_log_prob == pytest.approx(sum(naive(model, sequence, mask)[0]), abs=1e-3)
         assert row.base_log_prob == pytest.approx(sum(naive(base, sequence, mask)[0]), abs=1e-3)
         assert row.num_tokens == sum(mask)
+        trained = sequence.loss_mask
+        assert row.row_tokens == sum(trained) > sum(mask)
+        assert row.tuned_row_log_prob == pytest.approx(sum(naive(model, sequence, trained)[0]), abs=1e-3)
+        assert row.base_row_log_prob == pytest.approx(sum(naive(base, sequence, trained)[0]), abs=1e-3)
+        assert row.tuned_greedy == all(naive(model, sequence, mask)[1])
         assert row.group == canary.group
         assert row.inserted == (None if canary.canary_id.startswith("r") else canary.inserted)
 
