@@ -229,6 +229,7 @@ class RunPaths:
     private = _Below("private")
     """Mode 0700; never leaves."""
     canaries = _Below("private/canaries.json")
+    projections = _Below("private/gradient_canaries.npy")
     """Canary texts, coins and references: secret."""
     resume = _Below("private/resume")
     """The checkpoints that a resumed run starts from: secret."""

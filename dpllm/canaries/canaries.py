@@ -20,7 +20,7 @@ from dpllm.canaries import kinds
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.privacy.plan import slots_each
-from dpllm.recipe.config import CanaryConfig, DataConfig
+from dpllm.recipe.config import AuditConfig, CanaryConfig, DataConfig
 from dpllm.text.data import Format, TokenSequence, encode
 
 if TYPE_CHECKING:
@@ -75,10 +75,18 @@ class CanaryPlan:
     """log2 |R|, in bits: what the exposure of a secret cannot exceed. ``kinds.draw`` says what it is for each kind."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The other keys of audit.canaries that the texts follow from."""
+    gradient_key: str = field(default="", repr=False)
+    """16 random bytes in hexadecimal, from which the vectors of gradient canaries are drawn: secret, as the salt is."""
+    gradient_coins: tuple[bool, ...] = field(default=(), repr=False)
+    """Of each gradient canary."""
 
 
 def plan_canaries(
-    config: CanaryConfig, *, source: ModelSource | None = None, generator: random.Random | None = None
+    config: CanaryConfig,
+    *,
+    source: ModelSource | None = None,
+    gradient: int = 0,
+    generator: random.Random | None = None,
 ) -> CanaryPlan:
     """Draws carriers, secrets and coins.
 
@@ -91,6 +99,7 @@ def plan_canaries(
     Args:
         config: Kind, groups and number of references.
         source: The base model and how rows are encoded; digits and pii need none.
+        gradient: How many gradient canaries.
         generator: For tests only; the default is the operating system's entropy.
 
     Raises:
@@ -105,7 +114,10 @@ def plan_canaries(
     references = tuple(
         Canary(f"r{index:05d}", 0, *text, inserted=False) for index, text in enumerate(texts[len(groups) :])
     )
-    plan = CanaryPlan((), references, "", "", config.kind, drawn.log2_secrets, _settings(config))
+    settings = _settings(config)
+    plan = CanaryPlan(
+        (), references, "", "", config.kind, drawn.log2_secrets, settings, gradient_coins=(False,) * gradient
+    )
     return _toss(plan, canaries, generator)
 
 
@@ -118,16 +130,18 @@ def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) ->
     return _toss(plan, plan.canaries, generator or secrets.SystemRandom())
 
 
-def check_fits(plan: CanaryPlan, config: CanaryConfig, path: Path) -> CanaryPlan:
+def check_fits(plan: CanaryPlan, audit: AuditConfig, path: Path) -> CanaryPlan:
     """Makes sure that canaries planned earlier, in ``path``, are those that the recipe asks for, and returns them.
 
     Raises:
         ConfigError: Another kind, other groups, or another key that the texts follow from.
     """
-    planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": config.kind, **_settings(config)}
-    different = [key for key in wanted if planned.get(key) != wanted[key]]
+    assert audit.canaries is not None
+    planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": audit.canaries.kind, **_settings(audit.canaries)}
+    different = [f"audit.canaries.{key}" for key in wanted if planned.get(key) != wanted[key]]
+    different += ["audit.gradient_canaries"] * (len(plan.gradient_coins) != audit.gradient_canaries)
     if different:
-        keys = ", ".join(f"audit.canaries.{key}" for key in different)
+        keys = ", ".join(different)
         raise ConfigError(
             f"{path}: these canaries were planned with another {keys} than the recipe's, and the audit would read the recipe. "
             "Plan them again with dpllm canaries plan RECIPE --overwrite, or delete the file to have new ones drawn."
@@ -170,7 +184,8 @@ def load(path: Path) -> CanaryPlan:
         canaries = tuple(Canary(**entry) for entry in value["canaries"])
         references = tuple(Canary(**entry) for entry in value["references"])
         how = (value["kind"], value["log2_secrets"], dict(value["settings"]))
-        plan = CanaryPlan(canaries, references, value["commitment"], value["salt"], *how)
+        gradient = (value.get("gradient_key", ""), tuple(value.get("gradient_coins", ())))
+        plan = CanaryPlan(canaries, references, value["commitment"], value["salt"], *how, *gradient)
         commitment = _commit(plan)
     except (KeyError, TypeError, ValueError):
         raise ConfigError(f"{path}: is no plan of canaries; the file is damaged.") from None
@@ -225,6 +240,9 @@ def _find(secret: str, ids: Sequence[int], tokenizer: Any) -> tuple[int, int] | 
 def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
     tossed = tuple(replace(canary, inserted=bool(generator.getrandbits(1))) for canary in canaries)
     plan = replace(plan, canaries=tossed, salt=generator.randbytes(32).hex())
+    if plan.gradient_coins:
+        coins = tuple(bool(generator.getrandbits(1)) for _ in plan.gradient_coins)
+        plan = replace(plan, gradient_key=generator.randbytes(16).hex(), gradient_coins=coins)
     return replace(plan, commitment=_commit(plan))
 
 
@@ -234,7 +252,8 @@ def _settings(config: CanaryConfig) -> dict[str, Any]:
 
 
 def _content(plan: CanaryPlan) -> dict[str, Any]:
-    return {key: value for key, value in asdict(plan).items() if key not in ("commitment", "salt")}
+    left_out = {"commitment", "salt"} | (set() if plan.gradient_coins else {"gradient_key", "gradient_coins"})
+    return {key: value for key, value in asdict(plan).items() if key not in left_out}
 
 
 def _commit(plan: CanaryPlan) -> str:

@@ -49,7 +49,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         run_dir.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before a copy of private data lies in it
         run_dir.private.chmod(0o700)
         assert config.audit.canaries is not None
-        plan = canaries.plan_canaries(config.audit.canaries, source=_source(config, run_dir))
+        gradient = config.audit.gradient_canaries
+        plan = canaries.plan_canaries(config.audit.canaries, source=_source(config, run_dir), gradient=gradient)
         canaries.save(plan, run_dir.canaries)
     found = describe(plan, config)
     if known.json:
@@ -72,7 +73,8 @@ def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
         "kind": plan.kind,
         "groups": {str(group): candidates for group, candidates in sorted(settings.groups.items())},
         "candidates": len(plan.canaries),
-        "slots": num_slots(settings, config.data),
+        "gradient_canaries": len(plan.gradient_coins),
+        "slots": num_slots(config.audit, config.data),
         "references": len(plan.references),
         "log2_secrets": plan.log2_secrets,
         "commitment": plan.commitment,
@@ -88,7 +90,7 @@ def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
         raise ConfigError(
             "audit.canaries is null, so the recipe plants nothing. Set audit: {canaries: {}}, or keys of that section."
         )
-    num_slots(config.audit.canaries, config.data)
+    num_slots(config.audit, config.data)
     if run.config.exists():
         raise ConfigError(
             f"{run.root}: holds a run, whose audit needs the canaries that it was trained with. Type another --output_dir."
@@ -128,6 +130,8 @@ def _table(found: dict[str, Any]) -> Table:
     table.add_row("kind", found["kind"])
     for group, candidates in found["groups"].items():
         table.add_row(f"repeated {group}x", f"{candidates} candidates")
+    if found["gradient_canaries"]:
+        table.add_row("in gradients", f"{found['gradient_canaries']} candidates")
     table.add_row("slots in N", str(found["slots"]))
     table.add_row("references, never inserted", str(found["references"]))
     if found["log2_secrets"] is not None:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy.clipping import PerUnitClipper, PlainSum, Summer, refuse_foreign_gradients
+from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, example_means
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule, noise_scale, spacing_of
@@ -64,8 +65,11 @@ class Engine:
         Without a Plan: none.
 
     Attributes:
+        size: P, how many coordinates train.
         max_grad_norm: C of the next step: the Plan's, or with adaptive clipping what earlier releases made of it. Public.
         noisy_fraction: With adaptive clipping, the released share of unclipped gradients in the last step.
+        canaries: Vectors that coins plant in the sum; None: none are. Only the rank that adds noise may hold them.
+        projections: Shape (M,), what the last step released along them, over C; it holds the noise.
 
     References:
         Abadi et al. 2016, algorithm 1; Andrew et al. 2021, algorithm 1.
@@ -107,8 +111,10 @@ class Engine:
         self._token_losses = TokenLosses(model, self._device, autocast)
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
+        self.canaries: GradientCanaries | None = None
+        self.projections: Tensor | None = None
         self._stepping = False
-        self._size = sum(parameter.numel() for parameter in self.parameters.values())
+        self.size = sum(parameter.numel() for parameter in self.parameters.values())
         if plan is not None:
             self._check_exact(plan)
         self._summer = self._make_summer()
@@ -139,7 +145,7 @@ class Engine:
     def _noise_scale(self) -> float:
         """The standard deviation of this step's noise on a summed gradient."""
         assert self._plan is not None
-        return noise_scale(self._plan.gradient_noise_multiplier, self.max_grad_norm, self._size)
+        return noise_scale(self._plan.gradient_noise_multiplier, self.max_grad_norm, self.size)
 
     def _spacing(self) -> float:
         return spacing_of(self._noise_scale()) if self._plan is not None else 1.0
@@ -148,8 +154,8 @@ class Engine:
         """loss_R of one physical batch, through the model as it trains."""
         return example_means(self._token_losses(batch).nll_RT, batch.denominator_R)
 
-    def clipped_sum(self, batches: Sequence[PhysicalBatch]) -> tuple[Tensor, Diagnostics]:
-        """This rank's flat clipped sum over a logical batch, before noise: private.
+    def clipped_sum(self, batches: Sequence[PhysicalBatch], canaries: Sequence[int] = ()) -> tuple[Tensor, Diagnostics]:
+        """This rank's flat clipped sum over a logical batch and the gradient canaries in it, before noise: private.
 
         Returns:
             sum_P, if it was clipped in float64 and in multiples of the lattice's spacing, and diagnostics. With adaptive
@@ -157,7 +163,7 @@ class Engine:
         """
         counted = int(self._plan is not None and self._plan.adaptive is not None)
         dtype = torch.float32 if self._plan is None else torch.float64
-        flat_P = torch.zeros(self._size + counted, dtype=dtype, device=self._device)
+        flat_P = torch.zeros(self.size + counted, dtype=dtype, device=self._device)
         sums = self._views(flat_P)
         loss, units, clipped = 0.0, 0, 0
         spacing = self._spacing()
@@ -175,6 +181,8 @@ class Engine:
             loss += float(loss_R.sum())
             units += len(norm_U)
             clipped += int((~(norm_U <= self.max_grad_norm)).sum()) if self._plan is not None else 0
+        if self.canaries is not None:
+            self.canaries.add_to(flat_P[: self.size], canaries, self.max_grad_norm, spacing)
         flat_P *= spacing  # whole numbers until here
         if counted:
             flat_P[-1] = units / 2 - clipped
@@ -189,7 +197,7 @@ class Engine:
             torch.OutOfMemoryError: They do not fit.
             Refused: See ``step``; as far as the clipped sum is concerned.
         """
-        moments = 2 * self._size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
+        moments = 2 * self.size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
         devices = [self._device] if self._device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
@@ -197,7 +205,7 @@ class Engine:
                 state = torch.ones(moments, device=self._device)
                 flat_P, _ = self.clipped_sum(batches)
                 released_P = flat_P.float()
-                update = torch.ones(2 * self._size, device=self._device)  # what AdamW holds of all parameters at once
+                update = torch.ones(2 * self.size, device=self._device)  # what AdamW holds of all parameters at once
                 del state, flat_P, released_P, update
         except BaseException:
             recover(self._model)
@@ -208,8 +216,8 @@ class Engine:
             for parameter in self.parameters.values():
                 parameter.grad = None
 
-    def step(self, batches: Sequence[PhysicalBatch]) -> Diagnostics:
-        """One logical step: clipped sum, noise, update.
+    def step(self, batches: Sequence[PhysicalBatch], canaries: Sequence[int] = ()) -> Diagnostics:
+        """One logical step: clipped sum, noise, update; ``canaries`` are those that the sampler drew.
 
         Raises:
             Refused: A trainable parameter has no clipped sum of this step or holds a foreign gradient; model or optimizer
@@ -219,7 +227,7 @@ class Engine:
             _check_arguments(self._model, self._optimizer, self.parameters)  # what trains may have changed meanwhile
             refuse_foreign_gradients(self.parameters)
             _refuse_tf32()
-        flat_P, diagnostics = self.clipped_sum(batches)
+        flat_P, diagnostics = self.clipped_sum(batches, canaries)
         self._apply(self._release(flat_P))
         return diagnostics
 
@@ -231,11 +239,13 @@ class Engine:
         ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         adaptive = self._plan.adaptive if self._plan else None
         if self._plan is not None and (not ranks or distributed.get_rank() == 0):
-            self._noise.add_to(flat_P[: self._size], self._noise_scale())
+            self._noise.add_to(flat_P[: self.size], self._noise_scale())
             if adaptive:  # halves, which are multiples of the count's own lattice
-                self._noise.add_to(flat_P[self._size :], adaptive.count_noise_multiplier)
+                self._noise.add_to(flat_P[self.size :], adaptive.count_noise_multiplier)
         if ranks:
             distributed.all_reduce(flat_P)
+        if self.canaries is not None:
+            self.projections = self.canaries.project(flat_P[: self.size]) / self.max_grad_norm
         released_P = flat_P.float()
         released_P /= self._schedule.expected_batch_size
         if adaptive:
@@ -278,7 +288,7 @@ class Engine:
 
     def lattice(self) -> dict[str, float]:
         """What the card says of the noise: the coordinates that train, and its standard deviation over C."""
-        return {"coordinates": self._size, "noise_over_max_grad_norm": self._noise_scale() / self.max_grad_norm}
+        return {"coordinates": self.size, "noise_over_max_grad_norm": self._noise_scale() / self.max_grad_norm}
 
     def close(self) -> None:
         """Takes the hooks out of the model and the optimizer, so that they can be saved and used."""

@@ -18,7 +18,7 @@ from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.privacy import accounting, events, limits, renyi
 from dpllm.privacy.accounting import Event, Relation
 from dpllm.privacy.renyi import Fit
-from dpllm.recipe.config import CanaryConfig, DataConfig, RunConfig
+from dpllm.recipe.config import AuditConfig, DataConfig, RunConfig
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e
@@ -156,7 +156,7 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
         Refused: The logical batch is larger than the dataset.
         ConfigError: A canary of more rows than one unit may bring.
     """
-    slots = num_slots(config.audit.canaries, config.data) if config.audit.canaries else 0
+    slots = num_slots(config.audit, config.data)
     size = num_units + slots
     batch = config.train.batch_size
     if batch > size:
@@ -380,19 +380,24 @@ def auto_delta(dataset_size: int) -> float:
     return float(math.floor(bound / Fraction(10) ** exponent) * Fraction(10) ** exponent)
 
 
-def num_slots(config: CanaryConfig, data: DataConfig) -> int:
+def num_slots(audit: AuditConfig, data: DataConfig) -> int:
     """Slots in N: every candidate holds its own, whatever its coin says.
 
     Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
-    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
+    are drawn, each repetition holds one. A gradient canary holds one. More repetitions than one unit may bring are a
+    ConfigError.
     """
+    config = audit.canaries
+    if config is None:
+        return 0
     if data.max_examples_per_unit is not None and max(config.groups) > data.max_examples_per_unit:
         raise ConfigError(
             f"audit.canaries.groups: a canary is one {data.unit}, and of {max(config.groups)} repetitions only "
             f"data.max_examples_per_unit ({data.max_examples_per_unit}) could train. Lower the repetitions in "
             "audit.canaries.groups, or raise data.max_examples_per_unit."
         )
-    return sum(slots_each(group, data) * candidates for group, candidates in config.groups.items())
+    text = sum(slots_each(group, data) * candidates for group, candidates in config.groups.items())
+    return text + audit.gradient_canaries
 
 
 def slots_each(group: int, data: DataConfig) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
@@ -300,6 +300,9 @@ class AuditConfig(Section):
 
     canaries: CanaryConfig | None = None
     """null: no canaries, so the audit has nothing to measure."""
+    gradient_canaries: int = Field(default=0, ge=0, le=100_000)
+    """Vectors of length C that fair coins plant in the summed gradients, beside canaries of text: the strongest test there is of
+    sampling, clipping and noise, by somebody who sees every step. Each holds a slot in N, whatever its coin says."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Probability that the epsilon lower bound exceeds the truth."""
     guesses: list[PositiveInt] = Field(default_factory=lambda: [40, 120, 400], min_length=1)
@@ -307,6 +310,15 @@ class AuditConfig(Section):
     how many there are, those of guesses_in included."""
     guesses_in: list[PositiveInt] = Field(default_factory=lambda: [30, 120])
     """The same for guesses that are all in: stronger where only some canaries are memorised."""
+
+    @model_validator(mode="after")
+    def _beside_text(self) -> Self:
+        if self.gradient_canaries and self.canaries is None:
+            raise ValueError(
+                "gradient_canaries stand beside canaries of text, and there are none, so that nothing would be asked of the "
+                "weights. Set audit.canaries too: {}, or keys of that section"
+            )
+        return self
 
     def fixed(self) -> dict[str, Any]:
         """What of the test has to be fixed before training, as plan.json commits to it."""

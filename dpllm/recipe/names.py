@@ -85,6 +85,8 @@ def digest(config: RunConfig) -> str:
     recipe = publishable(config).model_dump(mode="json")
     # How long processes wait for each other says nothing of the result.
     del recipe["output_dir"], recipe["train"]["process_timeout"]
+    if not recipe["audit"]["gradient_canaries"]:  # so that recipes from before there were any keep their digest
+        del recipe["audit"]["gradient_canaries"]
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
         value = recipe[section][name]
         if value and not is_builtin(value):

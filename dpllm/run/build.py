@@ -28,6 +28,7 @@ from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import Engine
+from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.recipe.config import RunConfig, dump_config
@@ -157,6 +158,9 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     optimizer = make_optimizer(config.train, net)
     sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device)
+    if plan and main and planted and planted.gradient_coins:  # rank 0, which adds the noise, adds them too
+        key, coins, size = int(planted.gradient_key, 16), planted.gradient_coins, engine.size
+        engine.canaries = GradientCanaries(key, coins, size, plan.clipping, device)
     rows = memory.resolve(engine, config, vocabulary, device, world=state.num_processes)
     if plan:
         low, pad_id = is_low(config, net, device), tokenizer.pad_token_id or 0
@@ -201,8 +205,8 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
 
     Those of an earlier run in the same directory are never taken: what it published tells their coins.
     """
-    settings = config.audit.canaries
-    assert settings is not None
+    settings = config.audit
+    assert settings.canaries is not None
     if resume:
         plan = canaries.load(run.canaries)
         if run.plan.exists() and read_plan(run).canary_commitment != plan.commitment:
@@ -214,7 +218,8 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     if run.canaries.exists() and not run.config.exists():
         return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries)
     # Its base model, which some kinds load, is gone before the one that trains is built.
-    return canaries.plan_canaries(settings, source=ModelSource(config, tokenizer, device))
+    source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
+    return canaries.plan_canaries(settings.canaries, source=source, gradient=gradient)
 
 
 def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | None:
@@ -249,7 +254,7 @@ def _units(
         for slot in canaries.slots(planted, config.data):
             rows = [canary.example(table.format) for canary in slot]
             slots += data.encode_units([rows], table.format, tokenizer, config.data) if rows else [None]
-        units = units.with_slots(slots)
+        units = units.with_slots([*slots, *[None] * len(planted.gradient_coins)])
     if decision.resumed and decision.resumed.units not in (None, units.digest):
         raise Refused(
             f"{config.output_dir}: data.train now holds other units than the run began with (their rows, their owners or their "

@@ -99,10 +99,10 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
             rate = learning_rate(settings, step, total)
             for group in prepared.optimizer.param_groups:
                 group["lr"] = rate
-            batches = next(logical_batches)
+            batches, canaries = next(logical_batches)
             prepared.payment.charge(step + 1)  # written before the update exists
             with memory.explained(prepared.config, prepared.physical_batch_size):
-                mine = prepared.engine.step(batches)
+                mine = prepared.engine.step(batches, canaries)
             step += 1
             stop, loss_sum, units, clipped = processes.totals(len(stopping), mine.loss_sum, mine.units, mine.clipped)
             if step % COMPARE_EVERY == 0 or stop or step == total:
@@ -117,12 +117,14 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
     return step
 
 
-def _next_batches(prepared: Prepared, state: PartialState) -> list[PhysicalBatch]:
-    """This rank's part of the next logical batch, in physical batches."""
+def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[PhysicalBatch], list[int]]:
+    """This rank's part of the next logical batch, in physical batches, and the gradient canaries in it, which are rank 0's."""
     pad_id, longest = prepared.tokenizer.pad_token_id or 0, prepared.config.data.max_length
     rank, world, rows = state.process_index, state.num_processes, prepared.physical_batch_size
-    found = physical_batches(prepared.sampler.draw(), prepared.units, rows, pad_id, longest, rank, world)
-    return [batch.pinned() for batch in found] if state.device.type == "cuda" else found
+    drawn, first = prepared.sampler.draw(), len(prepared.units) - prepared.config.audit.gradient_canaries
+    found = physical_batches(drawn, prepared.units, rows, pad_id, longest, rank, world)
+    canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
+    return [batch.pinned() for batch in found] if state.device.type == "cuda" else found, canaries
 
 
 def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | None:

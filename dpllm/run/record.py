@@ -29,6 +29,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
 from dpllm.run.failures import StepDeadline
+from dpllm.run.projections import Projections
 from dpllm.statement import lineage
 from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan
 from dpllm.telemetry import EpsilonSpent, Telemetry
@@ -59,12 +60,17 @@ class Recorder:
         self._saved: int | None = None
         self._finishing = False  # from then on, run.json says what was done, or that the process was killed
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._projections: Projections | None = None
         self._progress = Progress(*columns, console=console, disable=not main)
         total = prepared.schedule.num_steps
         self._task = self._progress.add_task("training", total=total, completed=self._step)
 
     def __enter__(self) -> Self:
         if self._main:
+            if self._prepared.engine.canaries is not None:
+                place, schedule = self._prepared.run.projections, self._prepared.schedule
+                width = self._prepared.config.audit.gradient_canaries
+                self._projections = Projections(place, schedule.num_steps, width)
             self._write(None, "interrupted", "its process was killed; the ledger holds its steps")
             base_holds = lineage.why_not(self._prepared.decision.lineage) is None
             self._telemetry.begin(self._step, self._epsilon_after(self._step), base_holds=base_holds)
@@ -84,6 +90,9 @@ class Recorder:
     def step(self, step: int, rate: float, loss_sum: float, units: float, clipped: float) -> None:
         """Notes step ``step``, counted from 1: learning rate, and un-noised sums over its units."""
         self._step = step
+        projections = self._prepared.engine.projections
+        if self._projections is not None and projections is not None:
+            self._projections.write(step, projections.numpy())
         mean = loss_sum / units if units and math.isfinite(loss_sum) else None
         private = {"step": step, "loss": mean, "units": int(units), "clipped": int(clipped)}
         released = self._prepared.engine.released()

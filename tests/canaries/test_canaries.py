@@ -18,14 +18,15 @@ from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.canaries import canaries, kinds
-from dpllm.canaries.canaries import Canary, check_fits, load, plan_canaries, save, slots
+from dpllm.canaries.canaries import Canary, check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import num_slots
-from dpllm.recipe.config import CanaryConfig, DataConfig
+from dpllm.recipe.config import AuditConfig, CanaryConfig, DataConfig
 from dpllm.run.directory import RunDir
 
 ROWS = DataConfig(train="rows.jsonl")
 SMALL = CanaryConfig(groups={1: 30, 4: 5}, digits=6, references=100)
+ONLY_TEXT = AuditConfig(canaries=SMALL)
 
 
 def everyone(plan):
@@ -89,7 +90,7 @@ def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(groups, 
     config = CanaryConfig(groups=groups, references=100)
     plan = plan_canaries(config, generator=random.Random(entropy))
     filled = slots(plan, ROWS)
-    assert len(filled) == num_slots(config, ROWS) == sum(k * n for k, n in groups.items())
+    assert len(filled) == num_slots(AuditConfig(canaries=config), ROWS) == sum(k * n for k, n in groups.items())
     for canary in plan.canaries:
         held = sum(slot == (canary,) for slot in filled)
         assert held == (canary.group if canary.inserted else 0)
@@ -104,7 +105,7 @@ def test_where_units_are_drawn_a_canary_is_one_unit(groups, entropy):
     config = CanaryConfig(groups=groups, references=100)
     plan = plan_canaries(config, generator=random.Random(entropy))
     filled = slots(plan, UNITS)
-    assert len(filled) == num_slots(config, UNITS) == sum(groups.values())
+    assert len(filled) == num_slots(AuditConfig(canaries=config), UNITS) == sum(groups.values())
     for canary, slot in zip(plan.canaries, filled, strict=True):
         assert slot == ((canary,) * canary.group if canary.inserted else ())
 
@@ -112,7 +113,7 @@ def test_where_units_are_drawn_a_canary_is_one_unit(groups, entropy):
 def test_where_rows_are_drawn_each_repetition_holds_a_slot_and_one_unit_brings_them_all():
     rows = UNITS.model_copy(update={"sampling": "example"})
     plan = plan_canaries(SMALL)
-    assert len(slots(plan, rows)) == num_slots(SMALL, rows) == 30 + 4 * 5
+    assert len(slots(plan, rows)) == num_slots(ONLY_TEXT, rows) == 30 + 4 * 5
     assert slots(plan, rows) == slots(plan, ROWS)
 
 
@@ -122,8 +123,8 @@ def test_a_canary_of_more_rows_than_a_unit_may_bring_is_refused(sampling):
     with pytest.raises(
         ConfigError, match=r"audit\.canaries\.groups: a canary is one patient.*data\.max_examples_per_unit"
     ):
-        num_slots(SMALL, data)
-    assert num_slots(SMALL, data.model_copy(update={"max_examples_per_unit": 4})) > 0
+        num_slots(ONLY_TEXT, data)
+    assert num_slots(ONLY_TEXT, data.model_copy(update={"max_examples_per_unit": 4})) > 0
 
 
 @pytest.mark.parametrize("groups", [{33: 1}, {0: 1}, {1: 0}, {}])
@@ -140,12 +141,14 @@ def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
     plan = load(path)
     # The last key is not read by this kind, so the texts do not follow from it.
     for same in ({}, {"tokens": 9}):
-        assert check_fits(plan, SMALL.model_copy(update=same), path) is plan
+        assert check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update=same)), path) is plan
     for key, value in (("kind", "pii"), ("groups", {1: 30, 4: 6}), ("digits", 7), ("references", 101)):
         with pytest.raises(ConfigError, match=rf"audit\.canaries\.{key}.*canaries plan RECIPE --overwrite"):
-            check_fits(plan, SMALL.model_copy(update={key: value}), path)
+            check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update={key: value})), path)
     with pytest.raises(ConfigError, match=r"audit\.canaries\.groups"):
-        check_fits(replace(plan, settings={}), SMALL, path)
+        check_fits(replace(plan, settings={}), ONLY_TEXT, path)
+    with pytest.raises(ConfigError, match=r"audit\.gradient_canaries"):
+        check_fits(plan, AuditConfig(canaries=SMALL, gradient_canaries=3), path)
 
 
 def test_references_hold_no_slot():
@@ -264,3 +267,26 @@ def test_more_canaries_than_secrets_are_refused():
 def test_planning_and_statistics_do_not_import_torch():
     code = "import sys, dpllm.canaries.canaries, dpllm.auditing.summary, dpllm.auditing.figure; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_gradient_canaries_hold_slots_have_coins_of_their_own_and_are_committed_to(tmp_path):
+    both = AuditConfig(canaries=SMALL, gradient_canaries=400)
+    assert num_slots(both, ROWS) == num_slots(ONLY_TEXT, ROWS) + 400
+    plan, other = (plan_canaries(SMALL, gradient=400) for _ in range(2))
+    assert len(plan.gradient_coins) == 400
+    assert 140 < sum(plan.gradient_coins) < 260  # six standard deviations
+    assert plan.gradient_key != other.gradient_key
+    save(plan, tmp_path / "canaries.json")
+    assert load(tmp_path / "canaries.json") == plan
+    again = redraw_coins(plan)
+    assert (again.gradient_key, again.gradient_coins) != (plan.gradient_key, plan.gradient_coins)
+    edited = json.loads((tmp_path / "canaries.json").read_text())
+    edited["gradient_coins"][0] = not edited["gradient_coins"][0]
+    (tmp_path / "canaries.json").write_text(json.dumps(edited))
+    with pytest.raises(ConfigError, match="its own commitment"):
+        load(tmp_path / "canaries.json")
+
+
+def test_gradient_canaries_stand_beside_canaries_of_text():
+    with pytest.raises(ValidationError, match=r"Set audit\.canaries too"):
+        AuditConfig(gradient_canaries=10)

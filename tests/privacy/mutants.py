@@ -96,14 +96,14 @@ def shuffled(patch: pytest.MonkeyPatch) -> None:
 
 def parts_of_the_sum(value: Callable[[list[Any]], list[Any]]) -> Change:
     def change(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Engine, "clipped_sum", lambda self, batches: SUM(self, value(list(batches))))
+        patch.setattr(Engine, "clipped_sum", lambda self, batches, *rest: SUM(self, value(list(batches)), *rest))
 
     return change
 
 
 def divided_by_who_came(patch: pytest.MonkeyPatch) -> None:
-    def step(self: Engine, batches: Any) -> Any:
-        flat_P, seen = self.clipped_sum(batches)
+    def step(self: Engine, batches: Any, *canaries: Any) -> Any:
+        flat_P, seen = self.clipped_sum(batches, *canaries)
         self._apply(self._release(flat_P) * self._schedule.expected_batch_size / max(1, seen.units))
         return seen
 
@@ -130,8 +130,8 @@ def noise_follows_the_batch(patch: pytest.MonkeyPatch) -> None:
     """Smaller noise where fewer units came; on average it is right."""
     came: list[float] = [1.0]
 
-    def summed(self: Engine, batches: Any) -> Any:
-        found = SUM(self, batches)
+    def summed(self: Engine, batches: Any, *canaries: Any) -> Any:
+        found = SUM(self, batches, *canaries)
         came[0] = (found[1].units + 1) / (self._schedule.expected_batch_size + 1)
         return found
 
