@@ -20,6 +20,7 @@ from dpllm.comparison.rows import Row
 from dpllm.errors import ConfigError
 from dpllm.files import write_json, write_whole
 from dpllm.run.directory import RunDir
+from dpllm.telemetry import publish_baseline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +64,7 @@ def compare(
     losses: bool = False,
     console: Console | None = None,
 ) -> Comparison:
-    """Compares runs and writes ``comparison.json``, ``comparison.md`` and up to three pictures.
+    """Compares runs and writes ``comparison.json``, ``comparison.md``, up to three pictures, and metrics where a recipe asks.
 
     Args:
         runs: Two or more, on the same model, data, evaluation and canaries: at most one with ``privacy.enabled: false``.
@@ -89,6 +90,8 @@ def compare(
         sides, differences, target = _checked(runs, output, public)
         value = values.values(sides, differences, public=public)
         shown = rows.rows(value)
+        if any(side.config.telemetry.textfile for side in sides):
+            _publish_accuracy(sides if public else compared_runs.read(runs, public=True))
         return Comparison(value, shown, target, _write(value, shown, target, public))
 
 
@@ -162,6 +165,15 @@ def _checked(
                 "Choose a directory outside export/."
             )
     return sides, compared_runs.differences(sides, public=public), target
+
+
+def _publish_accuracy(sides: Sequence[compared_runs.Side]) -> None:
+    """Writes for each run with privacy what its accuracy is more than the baseline's, of figures that may be published."""
+    accuracy = [(side, side.evaluation.get("eval_accuracy_after")) for side in sides]
+    *private, (baseline, before) = accuracy  # the one without differential privacy comes last
+    for side, after in private:
+        if not baseline.private and before is not None and after is not None:
+            publish_baseline(side.run, side.config, baseline.run, after - before)
 
 
 def _write(value: Json, shown: Sequence[Row], target: Path, public: bool) -> tuple[Path, ...]:

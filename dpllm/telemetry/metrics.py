@@ -39,6 +39,13 @@ OPEN = ("reserved", "running")
 LEDGER = "dpllm-ledger.prom"
 INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
 
+ACCURACY_DELTA = (
+    "dp_training_accuracy_delta",
+    "Next-token accuracy after training less before, or less that of the run that the label baseline names, on an evaluation "
+    "set declared public.",
+)
+"""Name and meaning of one metric in two files, which must agree on it."""
+
 Json = dict[str, Any]
 
 
@@ -81,10 +88,7 @@ class RunValues:
     )
     step: int = _gauge("dp_training_step", "Logical batches executed.", 0)
     steps_planned: int = _gauge("dp_training_steps_planned", "Logical batches planned.", 0)
-    accuracy_delta: float | None = _gauge(
-        "dp_training_accuracy_delta",
-        "Next-token accuracy after training less before, on an evaluation set declared public.",
-    )
+    accuracy_delta: float | None = _gauge(*ACCURACY_DELTA)
     auc: float | None = _gauge(
         "dp_membership_inference_auc",
         "Area under the ROC curve of the audit's primary attack on planted canaries.",
@@ -137,6 +141,13 @@ def run_families(run: RunValues) -> list[Metric]:
             family.add_metric([names[label] for label in labels], value)
             families.append(family)
     return families
+
+
+def baseline_families(model: str, baseline: str, accuracy_delta: float) -> list[Metric]:
+    """What privacy cost in accuracy, beside a run without it."""
+    family = GaugeMetricFamily(*ACCURACY_DELTA, labels=("model", "baseline"))
+    family.add_metric((model, baseline), accuracy_delta)
+    return [family]
 
 
 # --- from the record of a run ----------------------------------------------------------------------------------------
@@ -351,6 +362,11 @@ def write(path: Path, families: Iterable[Metric]) -> None:
 def run_file(directory: Path, model: str) -> Path:
     """The file of a run; runs of one name share it, because their series do."""
     return directory / f"dpllm-run-{_slug(model)}.prom"
+
+
+def baseline_file(directory: Path, model: str) -> Path:
+    """The file of a run's comparison with its baseline, of which the latest counts."""
+    return directory / f"dpllm-baseline-{_slug(model)}.prom"
 
 
 def dataset_file(directory: Path, dataset: str) -> Path:
