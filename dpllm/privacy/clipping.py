@@ -72,6 +72,11 @@ def per_layer(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
     return factor_GU.clamp(max=1.0)
 
 
+def layers_of(parameters: Iterable[str]) -> list[str]:
+    """The modules that own the named parameters, each once and in their order: what per_layer clipping clips by itself."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
+
+
 # adaptive is flat clipping at a C that moves from step to step: see ``plan.AdaptiveClipping``.
 FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "flat": flat,
@@ -108,9 +113,10 @@ class PerUnitClipper:
     ) -> None:
         """Hooks into the model, of which ``parameters`` train; ``clipping`` is a key of ``FUNCTIONS``."""
         self._parameters, self._form, self._function = parameters, form, FUNCTIONS[clipping]
-        layers = [name.rpartition(".")[0] for name in parameters]
-        names = list(dict.fromkeys(layers)) if clipping == "per_layer" else [""]
-        self._group_L = [names.index(layer) if clipping == "per_layer" else 0 for layer in layers]
+        layers = layers_of(parameters)
+        self._layer_L = [layers.index(name.rpartition(".")[0]) for name in parameters]
+        self._group_L = self._layer_L if clipping == "per_layer" else [0] * len(parameters)
+        self._long: Tensor | None = None  # see clipped_by_layer
         self._gradients: dict[int, UnitGradients] = {}
         self._unfinished: list[Tensor] = []  # the gradient so far of a unit that goes on in the next physical batch
         self._rows_tokens = (0, 0)
@@ -121,8 +127,15 @@ class PerUnitClipper:
         self._taps.cleanup()
 
     def start(self) -> None:
-        """Forgets whatever an earlier logical batch that failed has left."""
-        self._unfinished = []
+        """Forgets whatever an earlier logical batch has left."""
+        self._unfinished, self._long = [], None
+
+    def clipped_by_layer(self) -> tuple[int, ...]:
+        """For each of G layers, how many units of the logical batch had a gradient there that was longer than C / sqrt(G).
+
+        With per_layer clipping, those that were clipped; with another, those whose gradient is long in that layer. Un-noised.
+        """
+        return tuple(self._long.tolist()) if self._long is not None else (0,) * (max(self._layer_L) + 1)
 
     def add(
         self,
@@ -178,12 +191,19 @@ class PerUnitClipper:
         norm_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(groups)]).sqrt_()
         norm_GU /= loss_scale
         norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
+        self._count_long(square_LU[:, : batch.num_units], max_grad_norm * loss_scale)
         counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)
         factor_GU = self._function(norm_GU, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
         counted = counted_U.tolist()
         for group, (name, parameter) in zip(self._group_L, self._parameters.items(), strict=True):
             gradients.pop(id(parameter)).add_to(sums[name], factor_GU[group], counted)
         return loss_R.detach(), norm_U[: batch.num_units]
+
+    def _count_long(self, square_LU: Tensor, max_grad_norm: float) -> None:
+        layer_L = torch.tensor(self._layer_L, device=square_LU.device)
+        square_GU = square_LU.new_zeros(max(self._layer_L) + 1, square_LU.shape[1]).index_add_(0, layer_L, square_LU)
+        long = (~(square_GU <= max_grad_norm**2 / len(square_GU))).sum(dim=1)
+        self._long = long if self._long is None else self._long + long
 
     def _receive(self, layer: nn.Module, name: str, rule: Rule, input: Tensor, backprop: Tensor) -> None:
         rows, tokens = self._rows_tokens
@@ -235,6 +255,10 @@ class PlainSum:
 
     def start(self) -> None:
         """Nothing is ever left."""
+
+    def clipped_by_layer(self) -> tuple[int, ...]:
+        """Nothing is clipped."""
+        return ()
 
     def add(
         self,

@@ -43,6 +43,7 @@ class Diagnostics:
     loss_sum: float  # of the units that this rank drew
     units: int
     clipped: int  # how many of them were longer than max_grad_norm
+    clipped_by_layer: tuple[int, ...] = ()  # see PerUnitClipper
 
     @property
     def loss(self) -> float:
@@ -186,7 +187,7 @@ class Engine:
         flat_P *= spacing  # whole numbers until here
         if counted:
             flat_P[-1] = units / 2 - clipped
-        return flat_P, Diagnostics(loss, units, clipped)
+        return flat_P, Diagnostics(loss, units, clipped, self._summer.clipped_by_layer())
 
     def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
         """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.

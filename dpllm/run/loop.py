@@ -104,10 +104,12 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
             with memory.explained(prepared.config, prepared.physical_batch_size):
                 mine = prepared.engine.step(batches, canaries)
             step += 1
-            stop, loss_sum, units, clipped = processes.totals(len(stopping), mine.loss_sum, mine.units, mine.clipped)
+            stop, *sums = processes.totals(
+                len(stopping), mine.loss_sum, mine.units, mine.clipped, *mine.clipped_by_layer
+            )
             if step % COMPARE_EVERY == 0 or stop or step == total:
                 processes.check_same_weights(prepared.engine.parameters.values(), step)
-            recorder.step(step, rate, loss_sum, units, clipped)
+            recorder.step(step, rate, *sums)
             deadline.rest()  # what comes now may take as long as it wants
             # once in a while:
             if settings.eval_every and step % settings.eval_every == 0 and step < total:

@@ -24,6 +24,7 @@ from dpllm.files import write_json
 from dpllm.model import environment, memory
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy import guards
+from dpllm.privacy.clipping import layers_of
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
@@ -87,7 +88,7 @@ class Recorder:
             self._write(self._step, "interrupted", why)
         self._telemetry.end()
 
-    def step(self, step: int, rate: float, loss_sum: float, units: float, clipped: float) -> None:
+    def step(self, step: int, rate: float, loss_sum: float, units: float, clipped: float, *by_layer: float) -> None:
         """Notes step ``step``, counted from 1: learning rate, and un-noised sums over its units."""
         self._step = step
         projections = self._prepared.engine.projections
@@ -96,7 +97,10 @@ class Recorder:
         mean = loss_sum / units if units and math.isfinite(loss_sum) else None
         private = {"step": step, "loss": mean, "units": int(units), "clipped": int(clipped)}
         released = self._prepared.engine.released()
-        self._log({**private, "released": released})
+        layers: dict[str, Any] = {"clipped_by_layer": list(map(int, by_layer))} if by_layer else {}
+        if by_layer and step == self._prepared.first_step + 1:  # once, because there can be hundreds
+            layers["layers"] = layers_of(self._prepared.engine.parameters)
+        self._log({**private, **layers, "released": released})
         self._telemetry.step(step, self._epsilon_after(step), rate, released, private)
         self._progress.update(self._task, completed=step, description=self._epsilon_after.words(step))
 

@@ -170,7 +170,13 @@ def test_the_ledger_shows_the_run(finished: Place) -> None:
 
 def test_metrics_are_one_json_value_a_line(finished: Place) -> None:
     lines = (finished.run / "private" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines] == list(range(1, STEPS + 1))
+    steps = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    layers = steps[0]["layers"]
+    assert all("lora_" in name for name in layers)
+    for line in steps:
+        assert len(line["clipped_by_layer"]) == len(layers)
+        assert all(0 <= number <= line["units"] for number in line["clipped_by_layer"])
 
 
 def test_the_next_run_adds_to_what_was_spent(finished: Place, place: Place) -> None:

@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import checks
 import pytest
 import tiny_models as tm
 import torch
@@ -68,6 +69,23 @@ def test_clipping_is_counted_and_losses_are_means_over_units() -> None:
     _, diagnostics = engine.clipped_sum(tm.batches(some))
     assert (diagnostics.units, diagnostics.clipped) == (3, 1)
     assert engine.clipped_sum([])[1].units == 0
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_long_gradients_are_counted_by_layer(clipping: str, mode: str) -> None:
+    """Each unit once, however many rows and batches it has; with per_layer clipping, what was clipped."""
+    some = tm.units([(5,), (9, 4, 6), (7,), (12,)])
+    net = tm.build("llama")
+    gradient_UP = tm.brute_force(net, some)
+    norm_GU = torch.stack([gradient_UP[:, place].norm(dim=1) for place in checks.layers(net)])
+    bound = float(norm_GU.median()) * len(norm_GU) ** 0.5 * 1.001
+    expected = tuple((norm_GU > bound / len(norm_GU) ** 0.5).sum(dim=1).tolist())
+    assert 0 < sum(expected) < norm_GU.numel()
+    engine = tm.make_engine(net, tm.plan(bound, clipping=clipping), grad_sample_mode=mode, loss_scale=1024.0)
+    for size in (1, 64):
+        assert engine.clipped_sum(tm.batches(some, size))[1].clipped_by_layer == expected
+    assert engine.clipped_sum([])[1].clipped_by_layer == (0,) * len(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
