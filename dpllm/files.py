@@ -26,7 +26,7 @@ UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
 
 _KNOWN = re.compile(
     r"README\.md|privacy\.(json|json\.sig|svg)|"
-    r"audit/(audit\.json|mechanism\.json|scores\.csv|tokens\.parquet|(roc|exposure|bound|extraction)\.png)|"
+    r"audit/(audit\.json|mechanism\.json|scores\.csv|(tokens|gradient)\.parquet|(roc|exposure|bound|extraction)\.png)|"
     r"adapter_config\.json|adapter_model\.safetensors|"
     r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
     r"tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.jinja|additional_chat_templates/[\w-]+\.jinja"
@@ -229,8 +229,9 @@ class RunPaths:
     private = _Below("private")
     """Mode 0700; never leaves."""
     canaries = _Below("private/canaries.json")
-    projections = _Below("private/gradient_canaries.npy")
     """Canary texts, coins and references: secret."""
+    projections = _Below("private/gradient_canaries.npy")
+    """What each step released along each gradient canary."""
     resume = _Below("private/resume")
     """The checkpoints that a resumed run starts from: secret."""
     metrics = _Below("private/metrics.jsonl")

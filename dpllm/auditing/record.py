@@ -30,7 +30,7 @@ from dpllm.statement.fields import (
     Share,
     Text,
 )
-from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction
+from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction, GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
 SCHEMA_VERSION = 4
@@ -187,6 +187,7 @@ class Summary(Record):
     """What once-planted canaries prove about epsilon."""
     repeated: ByCopies[Repeated]
     """The other groups."""
+    gradient: GradientAudit | None = None
     attacker_limits: AttackLimits | None
     """What the claim allows any attack on one unit."""
     roc_limit: tuple[tuple[Share, Share], ...] | None

@@ -22,6 +22,7 @@ import torch
 from dpllm.auditing import attacks, figure
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.generation import generate_attacks
+from dpllm.auditing.gradient import GradientTable, tabulate, write_gradient
 from dpllm.auditing.record import AuditRecord, Summary, read_audit
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, Beside, summarise
@@ -35,6 +36,7 @@ from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
+from dpllm.run.projections import read_projections
 from dpllm.statement.run_files import AuditSettings, RunRecord, read_plan, read_run
 from dpllm.telemetry import AuditFigures, publish_audit
 from dpllm.text.data import Format, load_table
@@ -98,6 +100,8 @@ def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scores.csv").unlink(missing_ok=True)  # of an audit before version 3 of audit.json
     write_tokens(examined.tokens, folder / "tokens.parquet")
+    if examined.gradient is not None:
+        write_gradient(examined.gradient, folder / "gradient.parquet")
     figure.draw(examined.table, report, folder)
     write_json(folder / "audit.json", report.to_json())
     return report
@@ -180,6 +184,7 @@ class _Examined:
     claim: Claim | None
     promise: dict[str, Any] | None
     words: dict[str, Any] | None
+    gradient: GradientTable | None
     beside: dict[str, Any]
     """Parts of the report beside the summary."""
 
@@ -195,6 +200,7 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
         claim,
         promise=promise,
         words=words_control(plan.canaries),
+        gradient=_gradient(run, plan) if claim and plan.gradient_coins else None,
         beside={
             "generation": generate_attacks(models, plan, *encoding) if generate else None,
             "canaries": _describe(plan),
@@ -204,8 +210,18 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
     )
 
 
+def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
+    """What the steps of a run with differential privacy released along its gradient canaries."""
+    lattice = read_run(run).lattice
+    assert lattice is not None
+    proj_TM, rate = read_projections(run.projections), read_plan(run).sampling_rate
+    if proj_TM.shape[1] != len(plan.gradient_coins):
+        raise ConfigError(f"{run.projections}: is of other gradient canaries. Restore it, or train again.")
+    return tabulate(proj_TM, plan.gradient_coins, rate, lattice.noise_over_max_grad_norm)
+
+
 def _summary(examined: _Examined, twin: str | None) -> Summary:
-    beside = Beside(promise=examined.promise, words=examined.words, twin=twin)
+    beside = Beside(promise=examined.promise, words=examined.words, twin=twin, gradient=examined.gradient)
     settings = AuditSettings.pick(examined.beside["settings"])
     return summarise(examined.table, examined.claim, settings, tokens=examined.tokens, beside=beside)
 

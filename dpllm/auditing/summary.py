@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dpllm.auditing import attacks, extraction, statistics
+from dpllm.auditing import gradient as gradient_canaries
 from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
+from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Summary
 from dpllm.auditing.statistics import Floats
@@ -22,6 +24,7 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
+from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
 CONFIDENCE = 0.95
@@ -47,6 +50,7 @@ class Beside:
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
         slope: Of ``attacks.slope``; None: fitted on the candidates.
+        gradient: Of the gradient canaries; None: there were none.
         version: Of audit.json: by which intervals an earlier one was made, see ``record.SCHEMA_VERSION``.
     """
 
@@ -55,6 +59,7 @@ class Beside:
     twin: str | None = None
     slope: float | None = None
     version: int = SCHEMA_VERSION
+    gradient: GradientTable | None = None
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,20 @@ def summarise(
         ConfigError: The table holds no references.
     """
     scored = _sorted(scores, tokens, beside)
+    gradient = _gradient(beside.gradient, claim, settings)
+    if gradient:  # which took its part
+        settings = settings.model_copy(update={"alpha": settings.alpha * (1 - gradient_canaries.SHARE_OF_ALPHA)})
     bound, tests = _tests(scored, claim, settings)
     whole = (beside.promise or {}).get("limits")
     attacked = {
         group: _attacks(scored, group, claim.limits(group, whole) if claim else None) for group in scored.groups
     }
     controls = _controls(scored, attacked, beside, settings.control_level)
-    word, reason = judge(claim, bound, tests, len(attacks.members(scored.groups.get(1, []))), controls)
+    if beside.gradient is not None and controls.positive is None:
+        where = gradient_canaries.seen(beside.gradient, settings.control_level)
+        controls = replace(controls, positive=where or None)
+    once = len(attacks.members(scored.groups.get(1, [])))
+    word, reason = judge(claim, bound, tests, once, controls, gradient)
     smallest = min(scored.groups, default=1)
     values = {
         "schema_version": beside.version,
@@ -112,6 +124,7 @@ def summarise(
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
         "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
         "epsilon_lower_bound": {**asdict(bound), "method": METHOD, "slope": scored.slope},
+        **({"gradient": gradient} if gradient else {}),
         "repeated": {
             str(group): _repeated(group, claim, attacked[group], tests.get(group))
             for group in scored.groups
@@ -166,6 +179,14 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
             found = bound(scored.groups[group], delta=target.delta, alpha=own_level, guesses=own, guesses_in=own_in)
             tests[group] = Test(target, found)
     return once, tests
+
+
+def _gradient(table: GradientTable | None, claim: Claim | None, settings: AuditSettings) -> GradientAudit | None:
+    if table is None or claim is None:
+        return None
+    guesses, guesses_in = grid(len(table.inserted_M), settings.guesses, settings.guesses_in)
+    ways = {"guesses": guesses, "guesses_in": guesses_in}
+    return gradient_canaries.examine(table, delta=claim.delta, alpha=settings.alpha, ways=ways)
 
 
 def _repeated(group: int, claim: Claim | None, attacked: Json, test: Test | None) -> Json:

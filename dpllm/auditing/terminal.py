@@ -97,6 +97,14 @@ def _controls(report: Summary, groups: Sequence[str]) -> Table:
             "too few runs" if many["value"] is None else f"{many['value']:.3g} (they could show {many['ceiling']:.3g})"
         )
         result.add_row("epsilon is at least, from many runs", value)
+    if (gradient := report.gradient) and gradient.noise is not None:
+        sure, most = f"{100 * (1 - gradient.alpha):.4g}% sure", f"a perfect attack: {gradient.ceiling:.3g}"
+        result.add_row(
+            "epsilon is at least, on gradient canaries, for whoever saw every step",
+            f"{gradient.epsilon_lower_bound:.3g} ({sure}; {most})",
+        )
+        measured = _interval(gradient.noise, gradient.noise_interval)
+        result.add_row("noise over C, as measured on them", f"{measured}; planned {gradient.noise_planned:.3f}")
     details = beside.generation.personal if beside and beside.generation else None
     if details:
         inserted, base, held_out = (

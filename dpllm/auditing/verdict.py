@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dpllm.auditing.bounds import GroupClaim, OneRunBound, group_claim, one_run_ceiling
 from dpllm.privacy.limits import attacker_limits
+from dpllm.statement.privacy_record import GradientAudit
 
 CONTROL_LEVEL = 0.001
 """A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
@@ -100,7 +101,12 @@ def grid(size: int, guesses: Sequence[int], guesses_in: Sequence[int]) -> tuple[
 
 
 def judge(
-    claim: Claim | None, bound: OneRunBound, repeated: Mapping[int, Test], num_inserted: int, controls: Controls
+    claim: Claim | None,
+    bound: OneRunBound,
+    repeated: Mapping[int, Test],
+    num_inserted: int,
+    controls: Controls,
+    gradient: GradientAudit | None = None,
 ) -> tuple[str, str]:
     """What the tests say about the claim: falsified, inconclusive, consistent or no_claim, with the reason.
 
@@ -114,12 +120,15 @@ def judge(
         repeated: The tests of the other groups.
         num_inserted: By their coins.
         controls: Of this audit.
+        gradient: What gradient canaries show; None: there were none.
     """
     shown = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
     if claim is None:
         return "no_claim", f"The run makes no privacy claim; epsilon {shown}, delta {bound.delta:g}."
     claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
     broken = {group: test for group, test in repeated.items() if test.refuted}
+    if wrong := _contradiction(gradient, claim.epsilon):
+        return "falsified", f"{wrong}, so {claimed} does not hold."
     # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
     if failed := _failed(controls):
         return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
@@ -151,7 +160,35 @@ def judge(
     return "consistent", (
         f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "
         f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more. The attack works where it should: "
-        f"{controls.positive}."
+        f"{controls.positive}.{_beside(gradient)}"
+    )
+
+
+def _contradiction(gradient: GradientAudit | None, epsilon: float) -> str:
+    """What the gradient canaries refute of the Plan; empty: nothing."""
+    if gradient is None:
+        return ""
+    if gradient.noise_refuted and gradient.noise is not None:
+        return (
+            f"The noise, measured on {gradient.canaries} gradient canaries, is {gradient.noise:.3g} C where the Plan has "
+            f"{gradient.noise_planned:.3g} C: too little was added, or the same twice"
+        )
+    if gradient.drawn_refuted and gradient.drawn is not None:
+        return (
+            f"The sums hold each gradient canary {gradient.drawn:.3g} C far where the Plan has {gradient.drawn_planned:.3g} C: "
+            "units were drawn too often, or counted for more than C"
+        )
+    if gradient.epsilon_lower_bound > epsilon:
+        return f"The lower bound {gradient.epsilon_lower_bound:.3g} of the gradient canaries is larger"
+    return ""
+
+
+def _beside(gradient: GradientAudit | None) -> str:
+    if gradient is None or gradient.noise is None:
+        return ""
+    return (
+        f" Whoever saw every step could show {gradient.epsilon_lower_bound:.3g} on gradient canaries; the noise measured on them "
+        f"is {gradient.noise:.3g} C of {gradient.noise_planned:.3g} C planned."
     )
 
 

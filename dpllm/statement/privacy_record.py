@@ -23,6 +23,7 @@ from dpllm.statement.fields import (
     MergedFrom,
     NotAStatement,
     Number,
+    Positive,
     Record,
     Sha256,
     Share,
@@ -162,6 +163,45 @@ class Canaries(Record):
     """Canaries that no coin could plant."""
 
 
+class GradientAudit(Record):
+    """What every step of the run showed of vectors that coins planted in its sums; absent where there were none."""
+
+    canaries: AtLeast1
+    """Vectors with a coin each."""
+    inserted: Count
+    """Of these, planted by their coin."""
+    steps: Count
+    """Steps that were seen."""
+    epsilon_lower_bound: Number
+    """What whoever saw every step could prove about epsilon."""
+    alpha: Between0And1
+    """Probability that it exceeds the truth."""
+    delta: Share
+    """Delta at which it is stated."""
+    ceiling: Number
+    """The most that an attack which is always right would have shown."""
+    auc: Share | None
+    """Area under the ROC curve of the scores behind it."""
+    auc_interval: tuple[Number, Number] | None
+    """Its 95% interval."""
+    noise: Number | None
+    """Standard deviation of the noise over C, as measured on vectors that were not planted."""
+    noise_interval: tuple[Number, Number] | None
+    """Its 95% interval."""
+    noise_planned: Positive
+    """The same by the Plan."""
+    noise_refuted: bool
+    """Whether less was measured than chance allows."""
+    drawn: Number | None
+    """How often a planted vector was drawn, on average, as measured."""
+    drawn_standard_error: Number | None
+    """Of it."""
+    drawn_planned: Number
+    """The same by the Plan."""
+    drawn_refuted: bool
+    """Whether more was measured than chance allows."""
+
+
 class Audit(Record):
     """The audit of these weights with planted canaries; null where none is published, as without differential privacy."""
 
@@ -184,6 +224,7 @@ class Audit(Record):
     """Hash of the canaries and their coins, fixed before training."""
     weights: dict[Text, Sha256]
     """SHA-256 of the weight files that were attacked."""
+    gradient: GradientAudit | None = None
 
 
 class MechanismAudit(Record):

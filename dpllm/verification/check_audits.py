@@ -17,6 +17,7 @@ from typing import Any
 
 from dpllm.auditing import mechanism_report
 from dpllm.auditing.bounds import OneRunBound, epsilon_from_guesses, one_run_ceiling
+from dpllm.auditing.gradient import COLUMNS, GradientTable, read_gradient
 from dpllm.auditing.mechanism_report import MechanismReport, Pair, ReleaseTest
 from dpllm.auditing.record import AuditRecord, Summary, parse_audit
 from dpllm.auditing.summary import Beside, summarise
@@ -67,8 +68,9 @@ def check(found: Published) -> Iterator[Check]:
     yield _belongs(found, stated.terms, report)
     yield _in_block(stated, stated.audit, report)
     table, tokens = _tables(folder)
+    gradient = _gradient(folder, stated.terms, report)
     yield _rows(stated.terms, table, tokens, report)
-    yield _statistics(stated.terms, report, table, tokens)
+    yield _statistics(stated.terms, report, table, tokens, gradient)
     left = [name for name in ("estimates", "exposure_tail", "generation", "shadows") if getattr(report, name)]
     if report.controls.words:
         left.append("the control by words")
@@ -147,27 +149,35 @@ def _read_tables(folder: Path, *seen: tuple[int, int]) -> tuple[tuple[CanaryScor
 
 def _only_numbers(path: Path, *, coins: bool) -> None:
     """The columns of a token table and nothing else, before any of it is unpacked."""
+    from pyarrow import parquet
+
+    wanted = {"canary_id", "zlib_bytes"} | ({"group", "inserted"} if coins else set())
+    wanted |= {
+        field.name.removesuffix("_N") for field in fields(TokenTable) if field.name.startswith(("tuned", "base"))
+    }
+    _described(path, wanted, MOST_TOKENS)
+    # As a dictionary: a few bytes can stand for any number of long names.
+    names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"])["canary_id"]
+    if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
+        raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
+
+
+def _described(path: Path, wanted: set[str], most: int) -> Any:
+    """The Arrow schema of a parquet file that has these columns, no text beside them, and at most so many rows."""
     from pyarrow import ArrowException, parquet
 
     try:
         described = parquet.read_metadata(path)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is no parquet file. {_AUDIT_AGAIN}") from None
-    wanted = {"canary_id", "zlib_bytes"} | ({"group", "inserted"} if coins else set())
-    wanted |= {
-        field.name.removesuffix("_N") for field in fields(TokenTable) if field.name.startswith(("tuned", "base"))
-    }
     if set(described.schema.names) - {"secret"} != wanted or (described.metadata or {}).keys() - {b"ARROW:schema"}:
-        raise Wrong(f"{path.name} holds other columns than a token table, which could be text. {_AUDIT_AGAIN}")
+        raise Wrong(f"{path.name} holds other columns than a table of dpllm, which could be text. {_AUDIT_AGAIN}")
     fields_of = described.schema.to_arrow_schema()
     if fields_of.metadata or any(one.metadata for one in fields_of):
         raise Wrong(f"{path.name} describes its columns in text of its own. {_AUDIT_AGAIN}")
-    if described.num_rows > MOST_TOKENS:
+    if described.num_rows > most:
         raise Wrong(f"{path.name} has {described.num_rows:,} rows, more than any audit of dpllm. {_AUDIT_AGAIN}")
-    # As a dictionary: a few bytes can stand for any number of long names.
-    names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"])["canary_id"]
-    if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
-        raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
+    return fields_of
 
 
 def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
@@ -192,6 +202,7 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
         raise Wrong(f"its table holds other canaries than audit.json counts. {_AUDIT_AGAIN}")
     row_by_row = terms.unit == "example" or terms.sampling.of == "example"
     slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())
+    slots += report.gradient.canaries if report.gradient else 0
     if terms.sampling.canary_slots != slots:
         raise Wrong(
             f"the canaries that were scored hold {slots} slots of N, and canary_slots is another number. {_AUDIT_AGAIN}"
@@ -208,7 +219,37 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
 
 
-def _statistics(terms: Terms, report: AuditRecord, table: tuple[CanaryScores, ...], tokens: TokenTable) -> Check:
+def _gradient(folder: Path, terms: Terms, report: AuditRecord) -> GradientTable | None:
+    """The table of gradient canaries, where the audit names some."""
+    path = folder / "gradient.parquet"
+    if report.gradient is None:
+        if path.exists():
+            raise Wrong(f"gradient.parquet lies there, and audit.json names no gradient canaries. {_AUDIT_AGAIN}")
+        return None
+    read_bytes(path)
+    if any(
+        "string" in str(column.type) or "binary" in str(column.type) for column in _described(path, COLUMNS, MOST_ROWS)
+    ):
+        raise Wrong(f"gradient.parquet holds text. {_AUDIT_AGAIN}")
+    lattice = terms.randomness.lattice
+    if lattice is None:
+        raise Wrong(f"the card does not say how large the noise was, which gradient canaries measure. {_AUDIT_AGAIN}")
+    try:
+        table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm)
+    except ConfigError as error:
+        raise Wrong(str(error).replace(f"{folder}/", "")) from None
+    if not 0 <= 2 * table.pairs <= table.steps:
+        raise Wrong(f"gradient.parquet counts more pairs of steps than it has steps. {_AUDIT_AGAIN}")
+    return table
+
+
+def _statistics(
+    terms: Terms,
+    report: AuditRecord,
+    table: tuple[CanaryScores, ...],
+    tokens: TokenTable,
+    gradient: GradientTable | None,
+) -> Check:
     """Everything that the summary of an audit says, computed again from the tables."""
     costs.bounded(terms.event)
     stated_terms = terms.to_json()
@@ -228,7 +269,7 @@ def _statistics(terms: Terms, report: AuditRecord, table: tuple[CanaryScores, ..
             "version": report.schema_version,
         },
     }
-    fresh = _summary(table, tokens, json.dumps(fixed, sort_keys=True))
+    fresh = _summary(table, tokens, json.dumps(fixed, sort_keys=True), gradient)
     stated = {name: value for name, value in report.to_json().items() if name in Summary.model_fields}
     if wrong := list(differences(stated, fresh.to_json(), tolerance=costs.MAGNIFIED)):
         raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
@@ -241,9 +282,11 @@ def _statistics(terms: Terms, report: AuditRecord, table: tuple[CanaryScores, ..
 
 
 @lru_cache(maxsize=8)
-def _summary(table: tuple[CanaryScores, ...], tokens: TokenTable, fixed: str) -> Summary:
+def _summary(
+    table: tuple[CanaryScores, ...], tokens: TokenTable, fixed: str, gradient: GradientTable | None
+) -> Summary:
     given: dict[str, Any] = json.loads(fixed)
-    claimed, beside = Claim(**given["claim"]), Beside(**given["beside"])
+    claimed, beside = Claim(**given["claim"]), Beside(**given["beside"], gradient=gradient)
     return summarise(table, claimed, AuditSettings.pick(given["settings"]), tokens=tokens, beside=beside)
 
 

@@ -1,0 +1,201 @@
+"""What a run shows of its gradient canaries: a lower bound on epsilon, the noise, and how often they were drawn.
+
+Comes in: what each step released along each canary, and the coins. Goes out: a table of four columns, which is published, and
+what follows from it. Torch is not imported, so that anyone can compute it again.
+
+Shape suffixes: T steps, M canaries, I those whose coins said in, O the others.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+from dpllm.auditing import statistics
+from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.statistics import Floats
+from dpllm.errors import ConfigError
+from dpllm.files import write_whole
+from dpllm.statement.privacy_record import GradientAudit
+
+SHARE_OF_ALPHA = 0.5
+"""Of the audit's alpha, what the tests of gradient canaries take together."""
+SHARE_OF_MEASURES = 0.05
+"""Of the audit's alpha, what the test of the noise takes, and that of the draws: they are powerful, and the bound is not."""
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, eq=False)
+class GradientTable:
+    """One row for each gradient canary, from the steps that were seen.
+
+    Attributes:
+        inserted_M: The coins.
+        score_M: Logarithm of the likelihood ratio of "joins with probability q" against "never", summed over steps.
+        squares_M: Sum over disjoint pairs of neighbouring steps of (x_{t+1} - x_t)^2 / 2, x what was released along the canary
+            over C: the square of the noise, whatever the two steps have in common.
+        total_M: Sum of x over steps: how often it was drawn, and noise.
+        steps: How many were seen.
+        pairs: How many pairs of them.
+        sampling_rate: q of the Plan, in (0, 1].
+        noise: Standard deviation of the Plan's noise over C, > 0.
+    """
+
+    inserted_M: NDArray[np.bool_]
+    score_M: Floats
+    squares_M: Floats
+    total_M: Floats
+    steps: int
+    pairs: int
+    sampling_rate: float
+    noise: float
+
+
+def tabulate(proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: float) -> GradientTable:
+    """The table of a run.
+
+    Args:
+        proj_TM: What was released along each canary, over C; a step with a nan was not seen.
+        coins: Shape (M,).
+        sampling_rate: See ``GradientTable``.
+        noise: See ``GradientTable``.
+
+    References:
+        The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power and
+        not validity. The squares: von Neumann 1941, "Distribution of the Ratio of the Mean Square Successive Difference to
+        the Variance".
+    """
+    proj_TM = np.asarray(proj_TM, dtype=np.float64)
+    seen_T = np.isfinite(proj_TM).all(axis=1)
+    pairs = [step for step in range(0, len(seen_T) - 1, 2) if seen_T[step] and seen_T[step + 1]]
+    differences = proj_TM[[step + 1 for step in pairs]] - proj_TM[pairs]
+    known_TM = proj_TM[seen_T]
+    absent = math.log1p(-sampling_rate) if sampling_rate < 1 else -math.inf
+    joined_TM = math.log(sampling_rate) + (known_TM - 0.5) / noise**2
+    return GradientTable(
+        np.asarray(coins, dtype=bool),
+        np.logaddexp(absent, joined_TM).sum(axis=0),
+        np.square(differences).sum(axis=0) / 2,
+        known_TM.sum(axis=0),
+        len(known_TM),
+        len(pairs),
+        sampling_rate,
+        noise,
+    )
+
+
+def examine(table: GradientTable, *, delta: float, alpha: float, ways: Mapping[str, Any]) -> GradientAudit:
+    """What the table proves about the run, and what it measures of its noise and its sampling.
+
+    Guarantee:
+        Of a run that kept its Plan, the bound exceeds epsilon, or noise or draws are called wrong, with probability at most
+        ``SHARE_OF_ALPHA`` alpha: coins are fair, vectors do not depend on data. The noise is tested one-sided, on canaries that
+        were not inserted: whatever gradients add to their differences only makes them longer, so that less than chi-square
+        allows is noise that is missing or was used twice. The draws are tested one-sided, on how much further the totals of
+        inserted canaries lie, in normal approximation.
+
+    Args:
+        table: Of the run.
+        delta: Of the claim.
+        alpha: Of the audit.
+        ways: How to guess, as ``epsilon_lower_bound`` takes it.
+
+    References:
+        ``GradientCanaries``, ``epsilon_lower_bound``.
+    """
+    inside, level = table.inserted_M, SHARE_OF_MEASURES * alpha
+    of_bound = SHARE_OF_ALPHA * alpha - 2 * level
+    bound = epsilon_lower_bound(table.score_M, inside, delta=delta, alpha=of_bound, **ways)
+    area = statistics.auc(table.score_M[inside], table.score_M[~inside], CONFIDENCE)
+    square, degrees = float(table.squares_M[~inside].sum()), int((~inside).sum()) * table.pairs
+    tails = np.array([(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2])
+    low, high = np.sqrt(square / stats.chi2.ppf(tails, degrees)) if degrees else (0.0, 0.0)
+    drawn, error = _drawn(table.total_M[inside], table.total_M[~inside])
+    expected = table.sampling_rate * table.steps
+    noise_p = float(stats.chi2.cdf(square / table.noise**2, degrees)) if degrees else 1.0
+    drawn_p = float(stats.norm.sf((drawn - expected) / error)) if error > 0 else 1.0
+    return GradientAudit.pick(
+        {
+            "canaries": len(inside),
+            "inserted": int(inside.sum()),
+            "steps": table.steps,
+            "epsilon_lower_bound": bound.value,
+            "alpha": of_bound,
+            "delta": delta,
+            "ceiling": bound.ceiling,
+            "auc": area.value if area else None,
+            "auc_interval": [area.low, area.high] if area else None,
+            "noise": math.sqrt(square / degrees) if degrees else None,
+            "noise_interval": [float(low), float(high)] if degrees else None,
+            "noise_planned": table.noise,
+            "drawn": drawn if error > 0 else None,
+            "drawn_standard_error": error if error > 0 else None,
+            "drawn_planned": expected,
+            "noise_refuted": noise_p < level,
+            "drawn_refuted": drawn_p < level,
+        }
+    )
+
+
+def seen(table: GradientTable, level: float) -> str:
+    """Where the attack on gradient canaries was seen to work, in words, at this level; empty: it was not."""
+    inside, outside = table.score_M[table.inserted_M], table.score_M[~table.inserted_M]
+    p_value, area = statistics.rank_sum_p_value(inside, outside), statistics.auc(inside, outside)
+    return f"AUC {area.value:.2f} on the gradient canaries" if area and p_value is not None and p_value < level else ""
+
+
+def _drawn(total_I: Floats, total_O: Floats) -> tuple[float, float]:
+    """How often an inserted canary was drawn, by the mean of totals, and the standard error; 0 and 0 where nothing tells."""
+    if min(len(total_I), len(total_O)) < 2:
+        return 0.0, 0.0
+    variance = float(total_I.var(ddof=1)) / len(total_I) + float(total_O.var(ddof=1)) / len(total_O)
+    return float(total_I.mean() - total_O.mean()), math.sqrt(variance)
+
+
+_ARRAYS = {"inserted": "inserted_M", "score": "score_M", "squares": "squares_M", "total": "total_M"}
+COLUMNS = {*_ARRAYS, "steps", "pairs"}
+"""Of gradient.parquet: the fields of ``GradientTable``."""
+
+
+def write_gradient(table: GradientTable, path: Path) -> None:
+    """Writes the table atomically; floats read back exactly."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = len(table.inserted_M)
+    columns = {name: getattr(table, attribute) for name, attribute in _ARRAYS.items()}
+    columns |= {name: np.full(rows, getattr(table, name), dtype=np.int64) for name in ("steps", "pairs")}
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), content)
+    write_whole(path, content.getvalue())
+
+
+def read_gradient(path: Path, sampling_rate: float, noise: float) -> GradientTable:
+    """Reads what ``write_gradient`` wrote, of a run with this q and this noise.
+
+    Raises:
+        ConfigError: Missing or damaged file, or one that holds something else.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        read = parquet.read_table(path)
+        if set(read.column_names) != COLUMNS or not read.num_rows:
+            raise ValueError("other columns")
+        score_M, squares_M, total_M = (read[name].cast(pyarrow.float64()).to_numpy() for name in list(_ARRAYS)[1:])
+        if not all(np.isfinite(column).all() for column in (score_M, squares_M, total_M)):
+            raise ValueError("no number")
+        inserted_M = read["inserted"].cast(pyarrow.bool_()).to_numpy(zero_copy_only=False)
+        steps, pairs = (int(read[name][0].as_py()) for name in ("steps", "pairs"))
+        return GradientTable(inserted_M, score_M, squares_M, total_M, steps, pairs, sampling_rate, noise)
+    except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError, TypeError):
+        raise ConfigError(f"{path}: is no table of gradient canaries, or is missing. Run dpllm audit again.") from None

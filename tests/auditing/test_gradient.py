@@ -1,0 +1,133 @@
+"""What gradient canaries show: of a mechanism that keeps its Plan nothing false, of one that does not the difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpllm.auditing.gradient import GradientTable, examine, read_gradient, seen, tabulate, write_gradient
+from dpllm.errors import ConfigError
+
+RATE, STEPS, NOISE, DELTA, ALPHA = 0.05, 40, 0.7, 1e-5, 0.05
+WAYS = {"guesses": [40, 120], "guesses_in": [30]}
+
+
+def run(
+    seed: int,
+    canaries: int = 1000,
+    *,
+    noise: float = NOISE,
+    rate: float = RATE,
+    length: float = 1.0,
+    drift: float = 0.0,
+    again: bool = False,
+) -> GradientTable:
+    """What a run would release, with gradients of the data that drift along each canary; ``again``: one noise for all steps."""
+    generator = np.random.default_rng(seed)
+    coins_M = generator.random(canaries) < 0.5
+    noise_TM = generator.normal(0.0, noise, (1 if again else STEPS, canaries))
+    drawn_TM = (generator.random((STEPS, canaries)) < rate) & coins_M
+    drift_TM = drift * generator.normal(size=canaries) * np.linspace(1.0, 0.5, STEPS)[:, None]
+    return tabulate(noise_TM + length * drawn_TM + drift_TM, coins_M, RATE, NOISE)
+
+
+def examined(table: GradientTable) -> Any:
+    return examine(table, delta=DELTA, alpha=ALPHA, ways=WAYS)
+
+
+def test_a_run_as_planned_is_measured_within_its_intervals() -> None:
+    noise_covered, drawn = 0, []
+    for seed in range(100):
+        found = examined(run(seed, 400))
+        assert found.noise is not None
+        noise_covered += found.noise_interval[0] <= NOISE <= found.noise_interval[1]
+        drawn.append((found.drawn - found.drawn_planned) / found.drawn_standard_error)
+    assert noise_covered >= 89  # 95 expected; P < 1e-2
+    assert stats.kstest(drawn, "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("canaries", [200, 1000])
+@pytest.mark.parametrize("drift", [0.0, 2.0])
+def test_noise_and_draws_as_planned_are_not_refuted(canaries: int, drift: float, full: bool) -> None:
+    """At most half of a hundredth each; what gradients add makes neither too small nor too large."""
+    audits = 2000 if full else 300
+    refuted = [examined(run(seed, canaries, drift=drift)) for seed in range(audits)]
+    for name in ("noise_refuted", "drawn_refuted"):
+        assert stats.binom.sf(sum(getattr(one, name) for one in refuted) - 1, audits, 0.05 * ALPHA) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        ({"noise": NOISE / 2}, "noise_refuted"),
+        ({"again": True}, "noise_refuted"),
+        ({"rate": 2 * RATE}, "drawn_refuted"),
+        ({"length": 1000.0}, "drawn_refuted"),
+    ],
+    ids=["half the noise", "the same noise in every step", "twice the sampling rate", "no clipping"],
+)
+def test_what_breaks_the_plan_is_refuted_in_nine_of_ten_runs(broken: dict[str, Any], what: str) -> None:
+    found = [getattr(examined(run(seed, **broken, drift=0.05)), what) for seed in range(20)]
+    assert sum(found) >= 18
+
+
+def test_whoever_sees_the_steps_proves_something_and_never_more_than_the_mechanism_has() -> None:
+    from dpllm.privacy import accounting, events
+
+    epsilon = accounting.epsilon(events.dp_sgd_event(RATE, NOISE, STEPS), DELTA, "zero_out")
+    bounds = [examined(run(seed)).epsilon_lower_bound for seed in range(20)]
+    assert np.mean(bounds) > 0.1 * epsilon
+    assert max(bounds) <= epsilon
+
+
+def test_steps_that_a_crash_took_are_left_out() -> None:
+    generator = np.random.default_rng(0)
+    proj_TM, coins_M = generator.normal(0, NOISE, (6, 50)), generator.random(50) < 0.5
+    proj_TM[2, 7] = np.nan
+    table = tabulate(proj_TM, coins_M, RATE, NOISE)
+    assert (table.steps, table.pairs) == (5, 2)
+    expected = ((proj_TM[1] - proj_TM[0]) ** 2 + (proj_TM[5] - proj_TM[4]) ** 2) / 2
+    np.testing.assert_allclose(table.squares_M, expected)
+    np.testing.assert_allclose(table.total_M, proj_TM[[0, 1, 3, 4, 5]].sum(axis=0))
+
+
+def test_the_score_is_the_likelihood_ratio_of_each_step() -> None:
+    generator = np.random.default_rng(1)
+    proj_TM = generator.normal(0, NOISE, (5, 8))
+    ratio_TM = 1 - RATE + RATE * stats.norm.pdf(proj_TM, 1, NOISE) / stats.norm.pdf(proj_TM, 0, NOISE)
+    table = tabulate(proj_TM, [True] * 8, RATE, NOISE)
+    np.testing.assert_allclose(table.score_M, np.log(ratio_TM).sum(axis=0), rtol=1e-9)
+    always = tabulate(proj_TM, [True] * 8, 1.0, NOISE)
+    np.testing.assert_allclose(always.score_M, ((proj_TM - 0.5) / NOISE**2).sum(axis=0), rtol=1e-9)
+
+
+@pytest.mark.parametrize("coins", [[True] * 30, [False] * 30, [True], [True, False]])
+def test_too_few_of_a_side_measure_nothing_and_refute_nothing(coins: list[bool]) -> None:
+    proj_TM = np.random.default_rng(2).normal(0, NOISE, (1, len(coins)))
+    found = examined(tabulate(proj_TM, coins, RATE, NOISE))
+    assert found.noise is None
+    assert not found.noise_refuted
+    assert not found.drawn_refuted
+    assert found.epsilon_lower_bound == 0
+
+
+def test_the_attack_is_seen_where_it_works_and_not_elsewhere() -> None:
+    assert seen(run(3), 0.001).startswith("AUC 0.")
+    assert seen(run(4, rate=0.0), 0.001) == ""
+
+
+def test_a_table_reads_back_exactly_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    table, path = run(5, 60), tmp_path / "gradient.parquet"
+    write_gradient(table, path)
+    again = read_gradient(path, RATE, NOISE)
+    for name in ("inserted_M", "score_M", "squares_M", "total_M"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(table, name))
+    assert (again.steps, again.pairs) == (table.steps, table.pairs)
+    for content in (b"", b"PAR1", path.read_bytes()[:-9]):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="no table of gradient canaries"):
+            read_gradient(path, RATE, NOISE)
