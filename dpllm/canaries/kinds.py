@@ -8,6 +8,7 @@ imports no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ RAREST = 1 / 8
 """Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
 SENTENCES_ASKED = 64
 """After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
+SPARE = 16
+"""So many runs of rare tokens stand behind each secret that is drawn, since some are not read back as they were drawn."""
 TRIES = 400
 """Draws for one secret before a kind is given up."""
 AREA_CODES = tuple(f"{code}" for code in range(200, 990) if code % 100 // 10 < 9 and code % 100 != 11)
@@ -100,7 +103,7 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
 
     - digits: exact.
     - random_tokens: an upper bound, since tokens that their own text is not encoded as are not counted out.
-    - new_tokens: exact; the pool of tokens from which one was given to each canary.
+    - new_tokens: exact for single tokens, the pool from which one was given to each canary; of runs of them an upper bound.
     - pii: exact for phone numbers, the smallest of its three spaces, and so no more than any canary's own.
 
     Raises:
@@ -122,10 +125,11 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
             f"audit.canaries.kind {config.kind} is made of the base model's tokens, and no model was given. "
             "Plan with a recipe, or use kind digits."
         )
-    source.check_room(sentences, 1 if config.kind == "new_tokens" else config.tokens)
     if config.kind == "new_tokens":
         return _new_tokens(sentences, generator, source)
-    return _random_tokens(config, sentences, generator, source)
+    source.check_room(sentences, config.tokens)
+    ids = source.first_ids, source.ordinary_ids, config.tokens
+    return _random_tokens(config.kind, ids, sentences, generator, source)
 
 
 def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Random) -> Drawn:
@@ -140,43 +144,45 @@ def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Ra
 
 
 def _random_tokens(
-    config: CanaryConfig, sentences: Sequence[str], generator: random.Random, source: ModelSource
+    kind: str,
+    ids: tuple[Sequence[int], Sequence[int], int],
+    sentences: Sequence[str],
+    generator: random.Random,
+    source: ModelSource,
 ) -> Drawn:
-    """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence."""
-    first, later, total = source.first_ids, source.ordinary_ids, len(sentences)
+    """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence.
+
+    ``ids`` are those with which a secret begins, those that follow, and how many there are in all.
+    """
+    (first, later, tokens), total = ids, len(sentences)
     if not first or not later:
-        raise _unreadable(config.kind)
-    log2_secrets = math.log2(len(first)) + (config.tokens - 1) * math.log2(len(later))
+        raise _unreadable(kind)
+    log2_secrets = math.log2(len(first)) + (tokens - 1) * math.log2(len(later))
     if log2_secrets < math.log2(total):
-        raise _too_few(total, f"there are {2**log2_secrets:.0f} of {config.tokens} such tokens")
+        raise _too_few(total, f"there are {2**log2_secrets:.0f} of {tokens} such tokens")
     everything, secrets = "\n".join(sentences), dict[str, str]()
     open_sentences = sentences
     for tries in range(TRIES):
         left = []
         for sentence in open_sentences:
-            ids = (generator.choice(first), *generator.choices(later, k=config.tokens - 1))
-            secret = source.text(ids)
+            drawn = (generator.choice(first), *generator.choices(later, k=tokens - 1))
+            secret = source.text(drawn)
             usable = secret and secret == secret.strip() and secret not in secrets and secret not in everything
-            if usable and source.reads(sentence, secret, ids):
+            if usable and source.reads(sentence, secret, drawn):
                 secrets[secret] = sentence
             else:
                 left.append(sentence)
         if not left:
             return Drawn(tuple((sentence, secret) for secret, sentence in secrets.items()), log2_secrets)
         if not secrets and tries * total >= TRIES:
-            raise _unreadable(config.kind)
+            raise _unreadable(kind)
         open_sentences = left
     raise _too_few(total, f"{len(secrets)} were found")
 
 
 def _new_tokens(sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
-    """One token for each canary, of those that the base model expects least."""
-    if not source.head_trains():
-        raise ConfigError(
-            "audit.canaries.kind new_tokens needs an output head that trains: with a frozen head the row of a token that the "
-            "model hardly knows never moves, so nothing could be remembered. Set adapter.modules_to_save: [lm_head] (or "
-            "adapter.lm_head: true with frozen layers), or use kind random_tokens."
-        )
+    """For each canary one of the tokens that the base model expects least; where they are too few, a short run of such tokens."""
+    source.check_room(sentences, 1)
     everything, total = "\n".join(sentences), len(sentences)
     wanted = max(2 * total, int(RAREST * len(source.first_ids)))
     pool: dict[str, int] = {}
@@ -190,11 +196,13 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Mode
         if len(pool) == wanted:
             break
     if len(pool) < total:
-        raise ConfigError(
-            f"audit.canaries: {total} canaries and references of kind new_tokens need a token each, and {len(pool)} tokens of "
-            "this vocabulary can stand alone behind a carrier; lower audit.canaries.groups and references, or use kind "
-            "random_tokens."
-        )
+        rare = sorted(source.ordinary_ids, key=lambda token: (expected_V[token], token))
+        first, later = (ids[: math.ceil(RAREST * len(ids))] for ids in (list(pool.values()), rare))
+        if not first or len(later) < 2:
+            raise _unreadable("new_tokens")
+        tokens = next(n for n in itertools.count(2) if len(first) * len(later) ** (n - 1) >= SPARE * total)
+        source.check_room(sentences, tokens)
+        return _random_tokens("new_tokens", (first, later, tokens), sentences, generator, source)
     chosen = generator.sample(sorted(pool), total)
     for sentence, secret in zip(sentences, chosen, strict=True):
         if not source.reads(sentence, secret, (pool[secret],)):

@@ -21,7 +21,7 @@ from dpllm.canaries import kinds
 from dpllm.canaries.canaries import Canary, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import loading
-from dpllm.recipe.config import FrozenConfig, RunConfig
+from dpllm.recipe.config import RunConfig
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
@@ -91,17 +91,6 @@ class ModelSource:
                 )
             total_V = total_V + torch.log_softmax(logits_V, dim=-1)
         return np.asarray((total_V / len(sentences)).numpy(), dtype=np.float64)
-
-    def head_trains(self) -> bool:
-        """Whether the recipe trains the rows of the output head."""
-        adapter, head = self._config.adapter, self._model.get_output_embeddings()
-        if isinstance(adapter, FrozenConfig):
-            return adapter.lm_head
-        names = [name for name, module in self._model.named_modules() if module is head]
-        chosen = [*adapter.modules_to_save]
-        if not isinstance(adapter.target_modules, str):
-            chosen += adapter.target_modules
-        return any(name == word or name.endswith(f".{word}") for name in names for word in chosen)
 
     @cached_property
     def _model(self) -> Any:

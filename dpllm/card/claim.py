@@ -322,7 +322,7 @@ def _secrets(canaries: Canaries) -> str:
         "digits": f"random secrets of {settings.get('digits')} digits",
         "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
         "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",
-        "new_tokens": "secrets of tokens that no text has",
+        "new_tokens": "secrets of tokens that the base model hardly expects",
         "synthetic": f"secrets of {settings.get('tokens')} tokens that the base model made up",
         "pii": "invented personal details",
     }[canaries.kind]

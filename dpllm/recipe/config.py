@@ -272,8 +272,8 @@ class CanaryConfig(Section):
 
     kind: Literal["digits", "random_tokens", "new_tokens", "pii"] = "digits"
     """What the secrets are. digits: a number. random_tokens: any ordinary tokens. new_tokens: for each canary one token that
-    the base model hardly expects behind a carrier, where the output head trains (none is added to the vocabulary). pii:
-    invented phone numbers, card numbers and e-mail addresses of invented people."""
+    the base model hardly expects behind a carrier, or a short run of such tokens where the vocabulary has too few (none is added
+    to it). pii: invented phone numbers, card numbers and e-mail addresses of invented people."""
     groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
         default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
     )

@@ -194,26 +194,20 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
-@pytest.mark.parametrize(
-    ("adapter", "trains"),
-    [
-        (HEAD, True),
-        ({"method": "lora", "target_modules": ["q_proj", "lm_head"]}, True),
-        ({"method": "frozen", "lm_head": True}, True),
-        ({"method": "lora"}, False),
-        ({"method": "lora", "modules_to_save": ["embed_tokens"]}, False),  # a copy: the tied head stays as it was
-        ({"method": "lora", "target_modules": ["q_proj"]}, False),
-        ({"method": "frozen"}, False),
-    ],
-)
-def test_new_tokens_need_an_output_head_that_trains(adapter, trains, tokenizer):
+@pytest.mark.parametrize("adapter", [HEAD, {"method": "lora"}, {"method": "frozen"}])
+def test_where_single_tokens_are_too_few_rare_ones_stand_in_a_run(adapter, tokenizer):
+    """The builtin vocabulary has a thousand tokens; a recipe's default is two thousand canaries and references."""
     own = ModelSource(recipe(adapter), tokenizer, torch.device("cpu"))
-    built = loading.build(recipe(adapter), torch.device("cpu"))
-    weights = {id(parameter) for parameter in built.get_output_embeddings().parameters() if parameter.requires_grad}
-    assert own.head_trains() == trains == bool(weights)
-    if not trains:
-        with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: \[lm_head\].*random_tokens"):
-            plan_canaries(config("new_tokens", once=10), source=own)
+    plan = plan_canaries(CanaryConfig(kind="new_tokens"), source=own, generator=random.Random(9))
+    used = [encoded(canary, tokenizer) for canary in everyone(plan)]
+    assert len({tuple(ids) for ids in used}) == 2040
+    lengths = {len(ids) for ids in used}
+    assert lengths == {3}
+    asked = random.Random(0).sample(range(kinds.NUM_CARRIERS), kinds.SENTENCES_ASKED)
+    expected = mean_log_probs(tokenizer, [kinds.carrier(index) for index in asked])
+    rare = np.quantile(expected[own.ordinary_ids], kinds.RAREST)
+    assert max(expected[ids[1:]].max() for ids in used) <= rare
+    assert math.log2(kinds.SPARE * 2040) <= plan.log2_secrets < math.log2(len(tokenizer)) * 3
 
 
 def test_personal_details_belong_to_nobody(seed):
@@ -270,7 +264,6 @@ def test_kinds_of_the_base_model_need_one():
             CanaryConfig(kind="random_tokens", tokens=1, groups={1: 900}, references=100),
             r"raise audit\.canaries\.tokens",
         ),
-        (CanaryConfig(kind="new_tokens", groups={1: 300}, references=100), "need a token each"),
         (CanaryConfig(kind="pii", groups={1: 500}, references=100), "lower audit.canaries.groups"),
         (CanaryConfig(groups={1: 9_000_000_000}), "distinct sentences"),
     ],

@@ -161,15 +161,15 @@ def test_every_kind_is_trained_on_and_audited(place, kind):
 
 
 @pytest.mark.full
-def test_new_tokens_are_trained_on_where_the_head_is(base, tmp_path):
+def test_new_tokens_are_trained_on_and_audited_with_a_head_that_trains_or_not(base, tmp_path):
     place = make_place(tmp_path / "head", base)
     few = {"kind": "new_tokens", "groups": {1: 4}, "references": 100}
     place.write({"audit.canaries": few, "model.name_or_path": "builtin:tiny"})
-    answer = dpllm_("train", place.recipe)
-    assert (answer.code, "output head that trains" in answer.err) == (2, True)
-    assert not place.ledger.exists()
-    place.write({"audit.canaries": few, "model.name_or_path": "builtin:tiny", "adapter.modules_to_save": ["lm_head"]})
     done("train", place.recipe)
+    report = json.loads(done("audit", place.run, "--json").out)
+    assert report["canaries"]["kind"] == canaries.load(manifest(place)).kind == "new_tokens"
+    place.write({"audit.canaries": few, "model.name_or_path": "builtin:tiny", "adapter.modules_to_save": ["lm_head"]})
+    done("train", place.recipe, "--overwrite")
     assert canaries.load(manifest(place)).kind == "new_tokens"
 
 
