@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from dpllm.auditing import attacks, statistics
 from dpllm.auditing.rates import upper_limit
-from dpllm.auditing.record import Summary
-from dpllm.auditing.table import CanaryScores, by_group
+from dpllm.auditing.record import AuditRecord, Summary
+from dpllm.auditing.table import CanaryScores, by_group, of_version
 
 # Okabe and Ito's palette: told apart with any kind of colour vision; line styles and markers say the same in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
@@ -27,18 +27,19 @@ _GREY = "#767676"
 FILES = ("roc.png", "exposure.png", "bound.png", "extraction.png")
 
 
-def draw(table: Sequence[CanaryScores], report: Summary, folder: Path) -> None:
+def draw(table: Sequence[CanaryScores], report: AuditRecord, folder: Path) -> None:
     """Draws the four pictures into a folder that exists.
 
     Args:
         table: Candidates and references.
-        report: What ``summarise`` made of them.
+        report: What ``summarise`` made of them, and by which settings.
         folder: Where ``FILES`` are written.
     """
     groups = by_group(table)
     references = groups.pop(0)
+    rows = by_group(of_version(table, report.settings.version))
     pictures: tuple[tuple[str, tuple[float, float], Callable[[Figure], None]], ...] = (
-        ("roc.png", (6.0, 5.6), lambda figure: _roc(figure, groups, references, report)),
+        ("roc.png", (6.0, 5.6), lambda figure: _roc(figure, rows, report)),
         ("exposure.png", (3.0 * max(1, len(groups)) + 1.0, 4.2), lambda f: _exposure(f, groups, references)),
         ("bound.png", (7.0, 3.2), lambda figure: _bound(figure, report)),
         ("extraction.png", (6.0, 4.2), lambda figure: _extraction(figure, report)),
@@ -51,14 +52,9 @@ def draw(table: Sequence[CanaryScores], report: Summary, folder: Path) -> None:
         figure.savefig(folder / name, metadata={"Software": None})
 
 
-def _roc(
-    figure: Figure,
-    groups: Mapping[int, Sequence[CanaryScores]],
-    references: Sequence[CanaryScores],
-    report: Summary,
-) -> None:
+def _roc(figure: Figure, groups: Mapping[int, Sequence[CanaryScores]], report: Summary) -> None:
     axes, claim, slope = figure.subplots(), report.claim, report.epsilon_lower_bound.slope or 0.0
-    outside = [row for rows in groups.values() for row in attacks.held_out(rows)] + list(references)
+    outside = [row for rows in groups.values() for row in attacks.held_out(rows)]
     negative_N = np.sort(attacks.calibrated(outside, slope))
     least = 1 / max(1, len(negative_N))
     rates = np.geomspace(least, 1, 300)
@@ -73,7 +69,7 @@ def _roc(
         axes.plot(rates, limit, color="black", linewidth=1.6, label="most that the claim allows, once-planted")
         axes.fill_between(rates, limit, 1, color="black", alpha=0.07, linewidth=0)
     lowest = least
-    for place, (group, rows) in enumerate(groups.items()):
+    for place, (group, rows) in enumerate((group, rows) for group, rows in groups.items() if group):
         positive_P = attacks.calibrated(attacks.members(rows), slope)
         if not len(positive_P):
             continue

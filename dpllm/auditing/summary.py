@@ -20,7 +20,7 @@ from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Summary
 from dpllm.auditing.statistics import Floats
-from dpllm.auditing.table import CanaryScores, TokenTable, by_group
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group, of_version
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
@@ -32,10 +32,12 @@ PRIMARY_ATTACK = "calibrated"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
 ROC_GRID = tuple(float(tpr) for tpr in np.geomspace(1e-3, 1.0, 61))
-METHOD = (
-    "one training run, guesses on both sides and on one (Steinke, Nasr and Jagielski 2023), once-inserted canaries, score "
-    f"'{PRIMARY_ATTACK}', alpha divided by the number of guess counts"
-)
+METHODS = {
+    version: "one training run, guesses on both sides and on one (Steinke, Nasr and Jagielski 2023), once-inserted canaries, "
+    f"score '{PRIMARY_ATTACK}'{tokens}, alpha divided by the number of guess counts"
+    for version, tokens in ((1, ""), (2, " of every token that entered the loss"))
+}
+"""By version of score and tests."""
 
 Json = dict[str, Any]
 
@@ -64,7 +66,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class _Scored:
-    """The tables, sorted, and how they are looked at."""
+    """The tables, sorted, with the sums that the scores read, and how they are looked at."""
 
     groups: Mapping[int, Sequence[CanaryScores]]
     references: Sequence[CanaryScores]
@@ -100,7 +102,8 @@ def summarise(
     Raises:
         ConfigError: The table holds no references.
     """
-    scored = _sorted(scores, tokens, beside)
+    scored = _sorted(of_version(scores, settings.version), tokens, beside, settings.version)
+    secrets = by_group(scores)
     gradient = _gradient(beside.gradient, claim, settings)
     if gradient:  # which took its part
         settings = settings.model_copy(update={"alpha": settings.alpha * (1 - gradient_canaries.SHARE_OF_ALPHA)})
@@ -109,7 +112,7 @@ def summarise(
     attacked = {
         group: _attacks(scored, group, claim.limits(group, whole) if claim else None) for group in scored.groups
     }
-    controls = _controls(scored, attacked, beside, settings.control_level)
+    controls = _controls(scored, attacked, beside, settings)
     if beside.gradient is not None and controls.positive is None:
         where = gradient_canaries.seen(beside.gradient, settings.control_level)
         controls = replace(controls, positive=where or None)
@@ -120,10 +123,10 @@ def summarise(
         "schema_version": beside.version,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
-        "exposure": {str(group): _exposure(rows, scored.references) for group, rows in scored.groups.items()},
+        "exposure": {str(group): _exposure(secrets[group], secrets[0]) for group in scored.groups},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
         "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
-        "epsilon_lower_bound": {**asdict(bound), "method": METHOD, "slope": scored.slope},
+        "epsilon_lower_bound": {**asdict(bound), "method": METHODS[settings.version], "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
             str(group): _repeated(group, claim, attacked[group], tests.get(group))
@@ -145,14 +148,15 @@ def summarise(
     return Summary.pick(values)
 
 
-def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: Beside) -> _Scored:
+def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: Beside, version: int) -> _Scored:
     groups = by_group(scores)
     references = groups.pop(0, [])
     if not references:
         raise ConfigError("the score table holds no references, so nothing can be ranked; run dpllm audit again.")
     by_token = {}
     if tokens is not None:
-        found = {name: attack(tokens.secrets()).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
+        read = tokens if version > 1 else tokens.secrets()
+        found = {name: attack(read).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
     slope = beside.slope
     if slope is None:
@@ -204,8 +208,9 @@ def _roc_limit(promise: Mapping[str, Any]) -> list[list[float]] | None:
     return [[trade_off(tpr), tpr] for tpr in ROC_GRID]
 
 
-def _controls(scored: _Scored, attacked: Mapping[int, Json], beside: Beside, level: float) -> Controls:
+def _controls(scored: _Scored, attacked: Mapping[int, Json], beside: Beside, settings: AuditSettings) -> Controls:
     """The base model on the same split, and the group where the attack is seen best."""
+    level = settings.control_level
     rows = [row for own in scored.groups.values() for row in own]
     sides = attacks.base_loss(attacks.members(rows)), attacks.base_loss(attacks.held_out(rows))
     before = statistics.auc(*sides, 1 - level, intervals=scored.intervals)
@@ -222,7 +227,7 @@ def _controls(scored: _Scored, attacked: Mapping[int, Json], beside: Beside, lev
         positive = f"AUC {seen[best]:.2f}" + (f" on the canaries planted {best} times" if best > 1 else "")
     tried = [f"planted {max(scored.groups)} times"] * bool(scored.groups) + ["of the twin"] * (beside.twin == "")
     succeeds = bool(beside.words and beside.words["succeeds"])
-    return Controls(separates, succeeds, positive or beside.twin or None, tuple(tried))
+    return Controls(separates, succeeds, positive or beside.twin or None, tuple(tried), whole_rows=settings.version > 1)
 
 
 def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) -> Json:

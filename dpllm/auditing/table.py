@@ -109,20 +109,27 @@ class CanaryScores:
     tuned_row_log_prob: float = 0.0
     base_row_log_prob: float = 0.0
 
-    def row(self) -> CanaryScores:
-        """The same with the sums of the whole row in the places of the secret's."""
-        if not self.row_tokens:
-            return self
-        return replace(
-            self,
-            num_tokens=self.row_tokens,
-            tuned_log_prob=self.tuned_row_log_prob,
-            base_log_prob=self.base_row_log_prob,
-        )
-
 
 _TOKEN_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.startswith(("tuned_", "base_")))
 _CSV_COLUMNS = tuple(field.name for field in fields(CanaryScores) if field.default is MISSING)
+
+
+def of_version(table: Iterable[CanaryScores], version: int) -> list[CanaryScores]:
+    """The rows with those sums in place that a version of the score reads, see ``AuditSettings.version``.
+
+    1: of the secret; 2: of the whole row, where more than the secret was scored.
+    """
+    return [
+        replace(
+            row,
+            num_tokens=row.row_tokens,
+            tuned_log_prob=row.tuned_row_log_prob,
+            base_log_prob=row.base_row_log_prob,
+        )
+        if version > 1 and row.row_tokens
+        else row
+        for row in table
+    ]
 
 
 def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:

@@ -70,6 +70,8 @@ class Controls:
     """Where the attack was seen to work; None: nowhere."""
     tried: tuple[str, ...] = ()
     """Which canaries it was tried on."""
+    whole_rows: bool = False
+    """The attacks read carrier and secret; the controls always do."""
 
 
 def levels(
@@ -200,7 +202,7 @@ def _failed(controls: Controls) -> str:
         )
     if controls.words_separate:
         return (
-            "a classifier that sees the words and no model tells the planted canaries from the others, so they were not "
-            "planted by coins of their own"
+            f"a classifier that sees the words{' of carrier and secret' * controls.whole_rows} and no model tells the planted "
+            "canaries from the others, so they were not planted by coins of their own"
         )
     return ""

@@ -14,7 +14,7 @@ from scipy import stats
 
 from dpllm.auditing import attacks, statistics
 from dpllm.auditing.attacks import SMOOTHING, TOKEN_ATTACKS, WINDOWS
-from dpllm.auditing.table import CanaryScores, TokenTable, read_tokens, write_tokens
+from dpllm.auditing.table import CanaryScores, TokenTable, of_version, read_tokens, sum_up, write_tokens
 from dpllm.errors import ConfigError
 
 
@@ -174,6 +174,30 @@ def test_the_table_reads_back_exactly_and_holds_no_text(tmp_path: Path) -> None:
     for field in fields(TokenTable):
         assert np.array_equal(getattr(again, field.name), getattr(table, field.name)), field.name
     assert [entry.name for entry in path.parent.iterdir()] == ["tokens.parquet"]
+
+
+def test_the_secrets_of_a_table_are_its_marked_tokens_and_read_back(tmp_path: Path) -> None:
+    secret_N = np.array([False, True, False, True, True, True, False])
+    table = replace(make_table([3, 4], seed=3), groups=(1, 0), coins=(True, None), secret_N=secret_N)
+    path = tmp_path / "tokens.parquet"
+    write_tokens(table, path)
+    assert np.array_equal(read_tokens(path).secret_N, secret_N)
+    first, second = sum_up(read_tokens(path))
+    assert (first.num_tokens, second.num_tokens, first.row_tokens, second.row_tokens) == (1, 3, 3, 4)
+    assert first.tuned_log_prob == table.tuned_log_prob_N[1]
+    assert second.base_log_prob == table.base_log_prob_N[3:6].sum()
+    assert second.base_row_log_prob == table.base_log_prob_N[3:].sum()
+    assert [row.tuned_log_prob for row in of_version([first, second], 2)] == list(table.sums(table.tuned_log_prob_N))
+    assert of_version([first, second], 1) == [first, second]
+    assert [row.row_tokens for row in sum_up(replace(table, secret_N=None))] == [0, 0]
+
+
+@pytest.mark.parametrize("flags", ["0000111", "0110101", "1110000"], ids=["none", "two", "none of the second"])
+def test_a_sequence_has_one_secret(tmp_path: Path, flags: str) -> None:
+    path = tmp_path / "tokens.parquet"
+    write_tokens(replace(make_table([3, 4]), secret_N=np.array([flag == "1" for flag in flags])), path)
+    with pytest.raises(ConfigError, match="damaged"):
+        read_tokens(path)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "text", "columns"])

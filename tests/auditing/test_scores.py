@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from dpllm.auditing import scores
 from dpllm.auditing.scores import score, score_canaries
-from dpllm.auditing.table import CanaryScores, read_scores, write_tokens
+from dpllm.auditing.table import CanaryScores, of_version, read_scores, write_tokens
 from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import CanaryConfig
@@ -242,7 +242,7 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
     table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", 128, "truncate")
     assert tokens.canary_ids == tuple(row.canary_id for row in table)
-    for scored, rows in ((tokens.secrets(), table), (tokens, [row.row() for row in table])):
+    for scored, rows in ((tokens.secrets(), table), (tokens, of_version(table, 2))):
         assert scored.lengths().tolist() == [row.num_tokens for row in rows]
         for which in ("tuned", "base"):
             sums = np.add.reduceat(getattr(scored, f"{which}_log_prob_N"), scored.starts())

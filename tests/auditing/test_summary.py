@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import OneRunBound
 from dpllm.auditing.record import parse_audit
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, read_scores
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
+from dpllm.canaries import canaries
+from dpllm.canaries.canaries import CanaryConfig
 from dpllm.card import claim
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
@@ -35,9 +40,9 @@ def row(name, group=1, inserted=True, tuned=-10.0, base=-12.0, tuned_greedy=Fals
     return CanaryScores(name, group, inserted, 4, tuned, base, tuned_greedy, base_greedy)
 
 
-def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), **given):
+def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), version=1, **given):
     """As audit.json holds it."""
-    test = {"alpha": alpha, "guesses": guesses, "guesses_in": guesses_in}
+    test = {"alpha": alpha, "guesses": guesses, "guesses_in": guesses_in, "version": version}
     return summarise(table, claim, AuditSettings.pick(test), **given).to_json()
 
 
@@ -96,6 +101,20 @@ def test_coins_that_were_none_give_no_verdict(controls, value):
     said, reason = judge(CLAIM, bound(value), {}, 100, controls)
     assert said == "inconclusive"
     assert "cannot be trusted" in reason
+
+
+def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):
+    """What enters the score must not be distinguishable by words alone, and that is the carrier as well as the secret."""
+    rng = np.random.default_rng([seed, 11])
+    plan = canaries.plan_canaries(CanaryConfig(groups={1: 200}, references=100), generator=random.Random(seed))
+    told = [
+        replace(one, carrier=f"{one.carrier.split(' of ')[0]} is") if one.inserted else one for one in plan.canaries
+    ]
+    for planted, word in ((plan.canaries, "consistent"), (told, "inconclusive")):
+        beside = Beside(words=words_control(planted))
+        report = summarised(make_table(rng, 1.0), CLAIM, guesses=[40, 120], version=2, beside=beside)
+        assert report["verdict"] == word, report["verdict_reason"]
+        assert ("sees the words of carrier and secret" in report["verdict_reason"]) == (word == "inconclusive")
 
 
 def test_a_repeated_group_refutes_what_the_claim_allows_for_it_and_no_less():

@@ -89,8 +89,8 @@ def export(run, model):
     write_json(run.run, {**read_json(run.run), "artifacts": checkpoint.weight_hashes(run.export)})
 
 
-def memorise(base, plan, tokenizer):
-    """Trains without any privacy on the secrets of the inserted canaries alone."""
+def memorise(base, plan, tokenizer, *, epochs=80, whole_rows=False):
+    """Trains without any privacy on the inserted canaries, on their secrets alone or on all that enters a run's loss."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel.from_pretrained(base)
     held = [canary for slot in canaries.slots(plan, DataConfig(train="rows.jsonl")) for canary in slot]
@@ -99,10 +99,11 @@ def memorise(base, plan, tokenizer):
     labels = torch.full((len(rows), 64), -100)
     for place, (sequence, mask) in enumerate(rows):
         ids[place, : len(mask)] = torch.tensor(sequence.input_ids)
-        labels[place, : len(mask)] = torch.where(torch.tensor(mask), ids[place, : len(mask)], -100)
+        learned = torch.tensor(sequence.loss_mask if whole_rows else mask)
+        labels[place, : len(mask)] = torch.where(learned, ids[place, : len(mask)], -100)
     width = max(len(mask) for _, mask in rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for _ in range(80):
+    for _ in range(epochs):
         for batch in torch.randperm(len(rows)).split(16):
             optimizer.zero_grad()
             model(input_ids=ids[batch, :width], labels=labels[batch, :width]).loss.backward()
@@ -156,6 +157,22 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
         beside=summary.Beside(promise=json.loads(run.plan.read_text()), words=report["controls"]["words"]),
     ).to_json()
     assert again == {key: report[key] for key in again}
+
+
+def test_a_run_without_privacy_is_found_out_by_its_rows_before_its_secrets(base, tmp_path):
+    """The whole row entered the loss; what a secret gives away is the same under either version of the score."""
+    run, plan = make_run(base, tmp_path, adapter="frozen", private=False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    export(run, memorise(base, plan, tokenizer, epochs=12, whole_rows=True))
+    report = audit(run).to_json()
+    scores, tokens = read_scores(run.private / "audit")
+    assert report["settings"]["version"] == 2
+    of_secrets = AuditSettings.pick(report["settings"]).model_copy(update={"version": 1})
+    beside = summary.Beside(words=report["controls"]["words"])
+    earlier = summary.summarise(scores, None, of_secrets, tokens=tokens, beside=beside).to_json()
+    assert report["attacks"]["calibrated"]["auc"] > earlier["attacks"]["calibrated"]["auc"] + 0.1
+    assert report["epsilon_lower_bound"]["value"] > earlier["epsilon_lower_bound"]["value"] + 1
+    assert all(earlier[name] == report[name] for name in ("exposure", "extraction", "sampling"))
 
 
 def test_no_canary_text_leaves_the_private_directory(memorised):

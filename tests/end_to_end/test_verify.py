@@ -167,6 +167,7 @@ FORGED = {
     "base_log_prob": lambda value: value * 1.0001,
     "tuned_argmax": lambda chosen: not chosen,
     "base_argmax": lambda chosen: not chosen,
+    "secret": lambda of_secret: not of_secret,
 }
 
 
@@ -183,6 +184,32 @@ def test_every_changed_column_of_the_scores_is_seen(export: Path, column: str) -
     assert "files" in failing(export)
     rehash(export, "audit/tokens.parquet")
     assert any(name.startswith("audit") for name in failing(export))
+
+
+def test_a_changed_score_of_a_carrier_is_seen_though_no_secret_changed(export: Path) -> None:
+    from pyarrow import parquet
+
+    path = export / "audit" / "tokens.parquet"
+    table = parquet.read_table(path)
+    columns = (table[name].to_pylist() for name in ("tuned_log_prob", "inserted", "secret"))
+    raised = [value / 2 if coin and not secret else value for value, coin, secret in zip(*columns, strict=True)]
+    assert raised != table["tuned_log_prob"].to_pylist()
+    where = table.column_names.index("tuned_log_prob")
+    parquet.write_table(table.set_column(where, "tuned_log_prob", [raised]), path)
+    rehash(export, "audit/tokens.parquet")
+    assert "audit" in failing(export)
+
+
+def test_a_table_has_to_say_which_tokens_are_of_the_secret(export: Path) -> None:
+    from pyarrow import parquet
+
+    path = export / "audit" / "tokens.parquet"
+    table = parquet.read_table(path)
+    parquet.write_table(
+        table.filter(table["secret"]).drop_columns(["secret"]), path
+    )  # as of version 1, all of it consistent
+    rehash(export, "audit/tokens.parquet")
+    assert "audit" in failing(export)
 
 
 def test_every_changed_number_of_the_audit_is_seen(export: Path) -> None:
