@@ -33,11 +33,11 @@ def at_step(number: int, act: Callable[[Engine], object]) -> None:
     """Before the given step of this process, ``act``."""
     step, taken = Engine.step, [0]
 
-    def acting(engine: Engine, batches: object) -> object:
+    def acting(engine: Engine, *batches: object) -> object:
         taken[0] += 1
         if taken[0] == number:
             act(engine)
-        return step(engine, batches)  # type: ignore[arg-type]
+        return step(engine, *batches)  # type: ignore[arg-type]
 
     Engine.step = acting  # type: ignore[method-assign, assignment]
 

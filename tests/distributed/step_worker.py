@@ -9,6 +9,7 @@ import tiny_models as tm
 import torch
 from torch import distributed
 
+from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
 from dpllm.text.data import Unit
 
@@ -30,15 +31,19 @@ def steps(rank: int, world: int) -> Results:
     # The other ranks are given another noise key: only rank 0's may reach the update.
     engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=1234 if rank == 0 else 999)
     engine.self_check(tm.VOCABULARY, 32)
+    if rank == 0:  # as in a run, where rank 0 holds the gradient canaries
+        engine.canaries = GradientCanaries(5, (True, False, True), engine.size, "flat", torch.device("cpu"))
     sampler = PoissonSampler(promise.schedule, len(slots), entropy=77)
     found: Results = {}
     for step in range(STEPS):
         mine = physical_batches(sampler.draw(), slots, 4, 0, 32, rank, world)
-        sum_P, diagnostics = engine.clipped_sum(mine)
+        sum_P, diagnostics = engine.clipped_sum(mine, [0, 1, 2] if rank == 0 else [])
         found[f"sum{step}"], found[f"units{step}"] = sum_P, torch.tensor(diagnostics.units)
         found[f"batches{step}"] = torch.tensor(len(mine))
         released_P = engine._release(sum_P.clone())
         found[f"released{step}"] = released_P
+        if engine.projections is not None:
+            found[f"projections{step}"] = engine.projections
         engine._apply(released_P)
     found["weights"] = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
     return found

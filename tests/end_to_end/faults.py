@@ -86,11 +86,11 @@ def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) ->
         charge(book, entry, number)
         charged.append((entry, number))
 
-    def stepping(engine: Any, batches: Any) -> Any:
+    def stepping(engine: Any, *batches: Any) -> Any:
         if charged[-1][1] == die_in_step:
             os.kill(os.getpid(), signal.SIGKILL)
         say("+step")
-        result = step(engine, batches)
+        result = step(engine, *batches)
         say("-step")
         return result
 

@@ -87,11 +87,11 @@ def test_resuming_under_an_adaptive_budget_keeps_the_noise(place: Place, monkeyp
     place.write({"train.checkpoint_every": 1})
     step, calls = Engine.step, []
 
-    def fail(engine: Engine, batches: object) -> object:
+    def fail(engine: Engine, *batches: object) -> object:
         calls.append(1)
         if len(calls) == 3:
             raise FloatingPointError
-        return step(engine, batches)  # type: ignore[arg-type]
+        return step(engine, *batches)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "step", fail)
     with pytest.raises(FloatingPointError):

@@ -175,11 +175,11 @@ def stopping_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """The process fails in the step after so many more."""
     step, calls = STEP, []
 
-    def stop(engine: Engine, batches: Any) -> Any:
+    def stop(engine: Engine, *batches: Any) -> Any:
         calls.append(1)
         if len(calls) > steps:
             raise FloatingPointError
-        return step(engine, batches)
+        return step(engine, *batches)
 
     monkeypatch.setattr(Engine, "step", stop)
 

@@ -27,11 +27,11 @@ from dpllm.cli import main
 from dpllm.privacy.engine import Engine
 step, calls = Engine.step, []
 
-def stop(engine, batches):
+def stop(engine, *batches):
     calls.append(batches)
     if len(calls) == 3:
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-    return step(engine, batches)
+    return step(engine, *batches)
 
 Engine.step = stop
 sys.exit(main(["train", *sys.argv[2:]]))
@@ -206,11 +206,11 @@ def test_the_same_rows_of_other_owners_are_refused(place: Place, monkeypatch: py
     tiny.write_rows(place.train, some)
     step, calls = Engine.step, []
 
-    def stop(engine: Engine, batches: Any) -> Any:
+    def stop(engine: Engine, *batches: Any) -> Any:
         calls.append(batches)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(engine, batches)
+        return step(engine, *batches)
 
     monkeypatch.setattr(Engine, "step", stop)
     assert dpllm_("train", place.recipe).code == 1
@@ -314,7 +314,7 @@ KILLED_AT_ONCE = """
 import os, signal, sys
 from dpllm.cli import main
 from dpllm.privacy.engine import Engine
-Engine.step = lambda engine, batches: os.kill(os.getpid(), signal.SIGKILL)
+Engine.step = lambda engine, *batches: os.kill(os.getpid(), signal.SIGKILL)
 main(["train", *sys.argv[1:]])
 """
 
@@ -444,7 +444,7 @@ def test_a_killed_run_is_not_replaced_unasked(killed: tuple[Place, int, str], tm
 
 
 def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(engine: Engine, batches: Any) -> None:
+    def fail(engine: Engine, *batches: Any) -> None:
         raise FloatingPointError
 
     monkeypatch.setattr(Engine, "step", fail)
@@ -459,9 +459,9 @@ def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeyp
 def test_every_step_is_charged_before_it_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, step = [], Engine.step
 
-    def look(engine: Engine, batches: Any) -> Any:
+    def look(engine: Engine, *batches: Any) -> Any:
         seen.append(charged(place)[1])
-        return step(engine, batches)
+        return step(engine, *batches)
 
     monkeypatch.setattr(Engine, "step", look)
     done("train", place.recipe)
@@ -504,11 +504,11 @@ def test_a_baseline_resumes_without_a_ledger(place: Place, monkeypatch: pytest.M
 
     step, calls = Engine.step, []
 
-    def stop(engine: Engine, batches: Any) -> Any:
+    def stop(engine: Engine, *batches: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(engine, batches)
+        return step(engine, *batches)
 
     monkeypatch.setattr(Engine, "step", stop)
     place.write({"privacy.enabled": False, "data.public": True})
@@ -524,11 +524,11 @@ def test_adaptive_clipping_goes_on_where_it_stopped(place: Place, monkeypatch: p
     place.write({"train.steps": TOTAL, "train.checkpoint_every": 1, "privacy.clipping": "adaptive"})
     step, norms = Engine.step, []
 
-    def stop(engine: Engine, batches: Any) -> Any:
+    def stop(engine: Engine, *batches: Any) -> Any:
         norms.append(engine.max_grad_norm)
         if len(norms) == 3:
             raise RuntimeError
-        return step(engine, batches)
+        return step(engine, *batches)
 
     monkeypatch.setattr(Engine, "step", stop)
     with pytest.raises(RuntimeError):

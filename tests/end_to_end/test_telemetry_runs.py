@@ -60,9 +60,9 @@ class Watched:
         self.scraped: list[str] = []
         step, held_out = Engine.step, evaluate.held_out_loss
 
-        def with_known_figures(engine: Engine, batches: Any) -> Diagnostics:
+        def with_known_figures(engine: Engine, *batches: Any) -> Diagnostics:
             self.scraped.append(scrape(self.port).decode())
-            step(engine, batches)
+            step(engine, *batches)
             return Diagnostics(LOSS * UNITS, UNITS, CLIPPED)
 
         def with_known_scores(*arguments: Any) -> evaluate.HeldOut:
@@ -296,10 +296,10 @@ def test_a_refused_run_is_counted(place: Place) -> None:
 def crash(monkeypatch: pytest.MonkeyPatch) -> None:
     step, count = Engine.step, iter(range(100))
 
-    def fails(engine: Engine, batches: Any) -> Diagnostics:
+    def fails(engine: Engine, *batches: Any) -> Diagnostics:
         if next(count) == 2:
             raise RuntimeError("the device is gone")
-        return step(engine, batches)
+        return step(engine, *batches)
 
     monkeypatch.setattr(Engine, "step", fails)
 
@@ -325,10 +325,10 @@ from dpllm.privacy.engine import Engine
 from dpllm.telemetry import live
 live.INTERVAL_SECONDS = 0.0
 step, count = Engine.step, iter(range(100))
-def killed(engine, batches):
+def killed(engine, *batches):
     if next(count) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    return step(engine, batches)
+    return step(engine, *batches)
 Engine.step = killed
 main(["train", sys.argv[1]])
 """

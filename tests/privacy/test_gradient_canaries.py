@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ import torch
 from scipy import stats
 from tiny_models import CPU, Toy
 
+from dpllm.auditing.gradient import examine, tabulate
 from dpllm.errors import Refused
-from dpllm.privacy import clipping
+from dpllm.privacy import accounting, clipping, events
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradient_canaries import GradientCanaries
+from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import adaptive_clipping, spacing_of
+from dpllm.privacy.sampling import PoissonSampler, physical_batches
 
 COINS = (True, False, True, True, False, True, False)
 SLACK = 1e-6
@@ -91,3 +95,67 @@ def test_with_adaptive_clipping_they_follow_c_and_leave_the_count_alone() -> Non
 def test_more_canaries_than_coordinates_are_refused() -> None:
     with pytest.raises(Refused, match=r"Set audit\.gradient_canaries to 4 or less"):
         GradientCanaries(5, (True,) * 65, 64, "flat", CPU)
+
+
+# --- whole runs of the engine, broken on purpose -------------------------------------------------------------------------
+
+ROWS, CANARIES, STEPS, SIGMA = 40, 1000, 30, 0.6
+DRAW, JOIN = GaussianNoise.draw, PoissonSampler.draw
+
+
+def half_the_noise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GaussianNoise, "draw", lambda self, size: DRAW(self, size) / 2)
+
+
+def the_same_noise_again(patch: pytest.MonkeyPatch) -> None:
+    kept: dict[tuple[int, int], Any] = {}
+    patch.setattr(GaussianNoise, "draw", lambda self, size: kept.setdefault((id(self), size), DRAW(self, size)))
+
+
+def twice_the_rate(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PoissonSampler, "draw", lambda self: sorted({*JOIN(self), *JOIN(self)}))
+
+
+def no_clipping(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(clipping.FUNCTIONS, "flat", lambda norm, c: torch.ones_like(norm))
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "half the noise": half_the_noise,
+    "the same noise again": the_same_noise_again,
+    "twice the rate": twice_the_rate,
+    "no clipping": no_clipping,
+}
+
+
+def falsified(seed: int) -> bool:
+    """Whether a run of the engine on rows and gradient canaries contradicts its Plan."""
+    generator = np.random.default_rng([seed, 3])
+    coins = tuple((generator.random(CANARIES) < 0.5).tolist())
+    slots = [*tm.units([(8,)] * ROWS, seed), *[None] * CANARIES]
+    promise = tm.plan(0.05, SIGMA, tm.schedule(len(slots), 64, STEPS))
+    engine = planted(promise, coins, tm.build("llama", tm.FROZEN), noise_entropy=seed + 2**80)
+    sampler = PoissonSampler(promise.schedule, len(slots), entropy=seed)
+    seen_TM = []
+    for _ in range(STEPS):
+        drawn = sampler.draw()
+        engine.step(physical_batches(drawn, slots, 8, 0, 32), [slot - ROWS for slot in drawn if slot >= ROWS])
+        assert engine.projections is not None
+        seen_TM.append(engine.projections.numpy())
+    noise = engine.lattice()["noise_over_max_grad_norm"]
+    table = tabulate(seen_TM, coins, promise.schedule.sampling_rate, noise)
+    found = examine(table, delta=1e-5, alpha=0.05, ways={"guesses": [40, 120, 400]})
+    return found.noise_refuted or found.drawn_refuted or found.epsilon_lower_bound > EPSILON
+
+
+EPSILON = accounting.epsilon(events.dp_sgd_event(64 / (ROWS + CANARIES), SIGMA, STEPS), 1e-5, "zero_out")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_engine_is_falsified_in_nine_of_ten_runs(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[mutant](monkeypatch)
+    assert sum(map(falsified, range(10))) >= 9
+
+
+def test_the_engine_as_it_is_is_falsified_in_at_most_one_of_twenty() -> None:
+    assert sum(map(falsified, range(20))) <= 1

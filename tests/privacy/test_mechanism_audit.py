@@ -228,8 +228,8 @@ def test_replay_sees_noise_that_depends_on_the_data(plans, monkeypatch, seed):
     """One variate more is drawn for every unit, so that the two streams part."""
     summed = Engine.clipped_sum
 
-    def drawing(self: Engine, batches: Any) -> Any:
-        found = summed(self, batches)
+    def drawing(self: Engine, *batches: Any) -> Any:
+        found = summed(self, *batches)
         self._noise.draw(1 + found[1].units)
         return found
 

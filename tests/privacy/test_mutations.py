@@ -145,8 +145,8 @@ def c_follows_the_exact_share(patch: pytest.MonkeyPatch) -> None:
 def count_from_zero_to_one(patch: pytest.MonkeyPatch) -> None:
     summed = Engine.clipped_sum
 
-    def counted(self: Engine, batches: Any) -> Any:
-        flat_P, seen = summed(self, batches)
+    def counted(self: Engine, *batches: Any) -> Any:
+        flat_P, seen = summed(self, *batches)
         flat_P[-1] = seen.units - seen.clipped
         return flat_P, seen
 

@@ -1,0 +1,149 @@
+"""Gradient canaries in whole runs: what is kept, published, checked again, and what a broken engine is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from running import Place, done, dpllm_, make_place
+
+from dpllm.canaries import canaries
+from dpllm.privacy.engine import Engine
+from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.plan import make_plan
+from dpllm.recipe.config import load_config
+from dpllm.run.directory import RunDir
+
+CANARIES = 60
+SETTINGS = {
+    "audit.canaries": {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12},
+    "audit.gradient_canaries": CANARIES,
+    "train.steps": 6,
+}
+
+
+@pytest.fixture(scope="session")
+def planted(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
+    """A private run with gradient canaries, from training to card; read only."""
+    place = make_place(tmp_path_factory.mktemp("planted"), base, SETTINGS)
+    done("train", place.recipe)
+    done("audit", place.run)
+    done("card", place.run)
+    return place
+
+
+def test_they_are_units_of_the_plan_and_nothing_else_of_it_changes(planted: Place) -> None:
+    promised, config = planted.json("plan.json"), load_config(planted.recipe)
+    assert promised["canary_slots"] == 20 + 4 * 4 + CANARIES
+    without = config.model_copy(update={"audit": config.audit.model_copy(update={"gradient_canaries": 0})})
+    more_data = make_plan(without, promised["dataset_size"] - 20 - 4 * 4)
+    for name in ("epsilon", "noise_multiplier", "sampling_rate", "delta", "event"):
+        assert json.loads(json.dumps(getattr(more_data, name, None) or promised[name])) == promised[name]
+
+
+def test_what_each_step_showed_is_kept_in_private_and_scores_are_published(planted: Place) -> None:
+    run = RunDir(planted.run)
+    assert stat.S_IMODE(run.private.stat().st_mode) == 0o700
+    proj_TM = np.load(run.projections)
+    assert proj_TM.shape == (6, CANARIES)
+    assert np.isfinite(proj_TM).all()
+    published = parquet.read_table(run.export / "audit" / "gradient.parquet")
+    assert set(published.column_names) == {"inserted", "score", "squares", "total", "steps", "pairs"}
+    assert tuple(published["inserted"].to_pylist()) == canaries.load(run.canaries).gradient_coins
+    everything = b"".join(path.read_bytes() for path in run.export.rglob("*") if path.is_file())
+    assert canaries.load(run.canaries).gradient_key.encode() not in everything
+
+
+def test_the_card_says_what_they_show_and_what_they_do_not(planted: Place) -> None:
+    card = (planted.run / "export" / "README.md").read_text("utf-8")
+    found = planted.json("export/privacy.json")["audit"]["gradient"]
+    assert f"measured noise {found['noise']:.3f} C of {found['noise_planned']:.3f} C planned" in card
+    assert "Whoever saw the noised sum of each of 6 steps" in card
+    assert "who holds the weights alone sees less" in card
+
+
+def test_verify_computes_them_again_and_sees_an_edit(planted: Place, tmp_path: Path) -> None:
+    export = shutil.copytree(planted.run / "export", tmp_path / "export")
+    assert dpllm_("verify", export).code == 0
+    path = export / "audit" / "gradient.parquet"
+    table = parquet.read_table(path)
+    column = pyarrow.array(np.array(table["squares"]) * 1.3)
+    parquet.write_table(table.set_column(table.column_names.index("squares"), "squares", column), path)
+    answer = dpllm_("verify", export, "--json")
+    assert answer.code == 4
+    assert "gradient" in answer.out
+
+
+@pytest.mark.parametrize("change", ["text", "more", "missing"])
+def test_verify_refuses_a_table_that_holds_something_else(planted: Place, tmp_path: Path, change: str) -> None:
+    export = shutil.copytree(planted.run / "export", tmp_path / "export")
+    path = export / "audit" / "gradient.parquet"
+    table = parquet.read_table(path)
+    if change == "text":
+        table = table.set_column(1, "score", pyarrow.array(["0.25"] * table.num_rows))
+    elif change == "more":
+        table = table.append_column("note", pyarrow.array(["a patient"] * table.num_rows))
+    parquet.write_table(table, path)
+    if change == "missing":
+        path.unlink()
+    assert dpllm_("verify", export).code == 4
+
+
+def test_a_run_without_privacy_holds_their_slots_and_plants_none(place: Place) -> None:
+    place.write({**SETTINGS, "privacy.enabled": False, "data.public": True})
+    done("train", place.recipe)
+    assert not RunDir(place.run).projections.exists()
+    done("audit", place.run)
+    assert "gradient" not in json.loads((place.run / "private" / "audit" / "audit.json").read_text())
+
+
+def test_a_resumed_run_goes_on_with_the_same_vectors_and_coins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = Engine.step, []
+
+    def stop(engine: Engine, *batches: Any) -> Any:
+        calls.append(engine.canaries)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(engine, *batches)
+
+    monkeypatch.setattr(Engine, "step", stop)
+    place.write({**SETTINGS, "train.checkpoint_every": 1})
+    assert dpllm_("train", place.recipe).code == 1
+    run = RunDir(place.run)
+    before, coins = np.load(run.projections), run.canaries.read_bytes()
+    assert np.isnan(before[3:]).all()
+    done("train", place.recipe, "--resume")
+    after = np.load(run.projections)
+    np.testing.assert_array_equal(after[:3], before[:3])
+    assert np.isfinite(after).all()
+    assert run.canaries.read_bytes() == coins
+    assert (calls[0]._sign_KM == calls[-1]._sign_KM).all()
+    done("audit", place.run)
+
+
+@pytest.mark.parametrize("noise", [0.5, 1.0])
+def test_half_the_noise_is_falsified_by_what_is_measured_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    draw = GaussianNoise.draw
+    monkeypatch.setattr(GaussianNoise, "draw", lambda stream, size: draw(stream, size) * noise)
+    place.write({**SETTINGS, "audit.gradient_canaries": 200, "train.steps": 8})
+    done("train", place.recipe)
+    answer = dpllm_("audit", place.run)
+    found = json.loads((place.run / "export" / "audit" / "audit.json").read_text())
+    assert found["gradient"]["noise_refuted"] == (noise < 1)
+    assert answer.code == (4 if noise < 1 else 0)
+    if noise < 1:
+        assert found["verdict"] == "falsified"
+        assert "too little was added, or the same twice" in found["verdict_reason"]
+        assert dpllm_("card", place.run).code in (0, 4)
+        assert "falsified" in (place.run / "export" / "README.md").read_text("utf-8")
