@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpllm.auditing.blind import words_control
+from dpllm.auditing.gradient import read_gradient
 from dpllm.auditing.table import read_scores
 from dpllm.canaries import canaries
 from dpllm.card import claim
@@ -99,6 +100,10 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     references = {row.canary_id for row in table if not row.group}
     if scored != coins or references != {reference.canary_id for reference in plan.references}:
         raise Wrong("the audit has other coins or canaries than were committed to before training. Audit again.")
+    if plan.gradient_coins and audit.gradient:
+        gradient = read_gradient(found.directory / "audit" / "gradient.parquet", 1.0, audit.gradient.noise_planned)
+        if tuple(gradient.inserted_M.tolist()) != plan.gradient_coins:
+            raise Wrong("the audit has other coins of gradient canaries than were committed to. Audit again.")
     stated = check_audits.published_audit(found.directory / "audit").controls.words
     if any(differences(stated.to_json() if stated else None, words_control(plan.canaries))):
         raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")

@@ -98,6 +98,21 @@ def test_verify_refuses_a_table_that_holds_something_else(planted: Place, tmp_pa
     assert dpllm_("verify", export).code == 4
 
 
+def test_coins_other_than_those_committed_to_are_seen_beside_the_run(planted: Place, tmp_path: Path) -> None:
+    run = shutil.copytree(planted.run, tmp_path / "run")
+    assert "audit: canaries" not in failures(run)
+    path = run / "export" / "audit" / "gradient.parquet"
+    table = parquet.read_table(path)
+    turned = pyarrow.array([not coin for coin in table["inserted"].to_pylist()])
+    parquet.write_table(table.set_column(table.column_names.index("inserted"), "inserted", turned), path)
+    assert "audit: canaries" in failures(run)
+
+
+def failures(run: Path) -> set[str]:
+    found = json.loads(dpllm_("verify", run, "--json").out)
+    return {one["name"] for one in found["checks"] if one["status"] == "failed"}
+
+
 def test_a_run_without_privacy_holds_their_slots_and_plants_none(place: Place) -> None:
     place.write({**SETTINGS, "privacy.enabled": False, "data.public": True})
     done("train", place.recipe)
