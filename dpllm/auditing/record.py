@@ -281,7 +281,7 @@ class Canaries(Record):
     """What was planted, without its text."""
 
     kind: Literal["digits", "random_tokens", "rare_tokens", "new_tokens", "synthetic", "pii"]
-    """Kind of secret; rare_tokens and synthetic: of earlier audits."""
+    """Kind of secret; rare_tokens, and synthetic with a number of tokens: of earlier audits."""
     settings: Json
     """What the texts follow from."""
     log2_secrets: Number | None

@@ -323,7 +323,9 @@ def _secrets(canaries: Canaries) -> str:
         "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
         "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",
         "new_tokens": "secrets of tokens that the base model hardly expects",
-        "synthetic": f"secrets of {settings.get('tokens')} tokens that the base model made up",
+        "synthetic": f"secrets of {settings['tokens']} tokens that the base model made up"
+        if "tokens" in settings  # of earlier audits
+        else "rows written by the base model",
         "pii": "invented personal details",
     }[canaries.kind]
 

@@ -19,7 +19,6 @@ from dpllm.recipe.section import Section, explain, read_recipe
 # What a recipe may no longer say -> what to write instead.
 RETIRED = {
     "audit.canaries.kind: rare_tokens": "rare_tokens is planted no more; use audit.canaries.kind: random_tokens, or digits",
-    "audit.canaries.kind: synthetic": "synthetic is planted no more; use audit.canaries.kind: random_tokens, or digits",
     "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
 }
 
@@ -270,10 +269,11 @@ class TrainConfig(Section):
 class CanaryConfig(Section):
     """Random secrets behind carrier sentences, each inserted or not by its own fair coin."""
 
-    kind: Literal["digits", "random_tokens", "new_tokens", "pii"] = "digits"
+    kind: Literal["digits", "random_tokens", "new_tokens", "synthetic", "pii"] = "digits"
     """What the secrets are. digits: a number. random_tokens: any ordinary tokens. new_tokens: for each canary one token that
     the base model hardly expects behind a carrier, or a short run of such tokens where the vocabulary has too few (none is added
-    to it). pii: invented phone numbers, card numbers and e-mail addresses of invented people."""
+    to it). synthetic: whole rows that the base model writes, as real ones look; their first words are the carrier. pii: invented
+    phone numbers, card numbers and e-mail addresses of invented people."""
     groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
         default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
     )
@@ -282,6 +282,8 @@ class CanaryConfig(Section):
     """With kind: digits: length of the secret; it is one of 10^digits."""
     tokens: int = Field(default=6, ge=1, le=32)
     """With kind: random_tokens: length of the secret, in tokens of the base model."""
+    prompt: str = ""
+    """With kind: synthetic: how every row begins, in words of the domain that are public: they are published with the audit."""
     temperature: float = 1.0
     """Only 1.0 is possible; the key stands in the recipes of earlier runs, and so in their digests."""
     references: int = Field(default=1000, ge=100)
@@ -291,7 +293,7 @@ class CanaryConfig(Section):
     @classmethod
     def _retired_temperature(cls, value: float) -> float:
         if value != 1.0:
-            raise ValueError("was for kind synthetic, which is planted no more; leave the key out")
+            raise ValueError("is always 1, at which a row is as likely as the base model says; leave the key out")
         return value
 
 

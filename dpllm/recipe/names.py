@@ -87,6 +87,8 @@ def digest(config: RunConfig) -> str:
     del recipe["output_dir"], recipe["train"]["process_timeout"]
     if not recipe["audit"]["gradient_canaries"]:  # so that recipes from before there were any keep their digest
         del recipe["audit"]["gradient_canaries"]
+    if recipe["audit"]["canaries"] and not recipe["audit"]["canaries"]["prompt"]:
+        del recipe["audit"]["canaries"]["prompt"]
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
         value = recipe[section][name]
         if value and not is_builtin(value):
