@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,12 +31,12 @@ WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 
 
 def ratio(table: Iterable[CanaryScores]) -> Floats:
-    """How much likelier the secret became: sum of log p_tuned - log p_base, in nats."""
+    """How much likelier the text became: sum of log p_tuned - log p_base, in nats."""
     return np.array([row.tuned_log_prob - row.base_log_prob for row in table], dtype=np.float64)
 
 
 def loss(table: Iterable[CanaryScores]) -> Floats:
-    """How likely the secret is: sum of log p_tuned, in nats."""
+    """How likely the text is: sum of log p_tuned, in nats."""
     return np.array([row.tuned_log_prob for row in table], dtype=np.float64)
 
 
@@ -45,27 +46,68 @@ def base_loss(table: Iterable[CanaryScores]) -> Floats:
 
 
 def slope(candidates: Iterable[CanaryScores]) -> float:
-    """How much of a secret's log-probability before training is left after it: the slope of tuned on base; 1 if unknown.
+    """How much of a log-probability before training is left after it: the slope of tuned on base; 1 if unknown.
 
     It is fitted on all candidates alike, whatever their coins, so that a score made with it depends on coins through the
     model only. A model that hardly moved has a slope near 1, one that learned to write digits anew a slope near 0.
     """
-    rows = list(candidates)
-    return fit_slope(base_loss(rows), loss(rows))
+    tuned, base = _left(candidates)
+    return fit_slope(base, tuned)
 
 
 def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
     """What the base model's log-probability does not explain: sum of log p_tuned - slope * log p_base, in nats.
 
     The best use of the base as a control variate: ``ratio`` for a slope of 1, ``loss`` for one of 0, and never noisier
-    than both.
+    than both. Of whole rows both are first freed of what their words explain, see ``unexplained``.
 
     References:
         Watson et al. 2022, "On the Importance of Difficulty Calibration in Membership Inference Attacks" (a reference
-        model's score is subtracted); the slope is ours.
+        model's score is subtracted); the slope and the words are ours.
     """
+    tuned, base = _left(table)
+    return tuned - slope * base
+
+
+def _left(table: Iterable[CanaryScores]) -> tuple[Floats, Floats]:
     rows = list(table)
-    return loss(rows) - slope * base_loss(rows)
+    if any(row.tuned_left is None for row in rows):
+        return loss(rows), base_loss(rows)
+    tuned, base = np.array([(row.tuned_left, row.base_left) for row in rows], dtype=np.float64).reshape(-1, 2).T
+    return tuned, base
+
+
+def unexplained(table: TokenTable, log_prob_N: Floats) -> Floats:
+    """Shape (S,): what a row's log-probability has above that of the same words in the other rows, in nats.
+
+    From each token's the mean over all tokens is taken, then the mean of what is left over all tokens that are the same, then
+    that over all that also stand behind the same. The last two means count one token more, of 0, so that of a token that
+    stands nowhere else half is left each time. Every row counts alike, whatever its coin.
+    """
+    assert table.word_N is not None
+    before_N = np.append(-1, table.word_N[:-1])
+    before_N[table.starts()] = -1
+    left_N = log_prob_N - log_prob_N.mean()
+    for kind_N in (table.word_N, table.word_N * (len(left_N) + 1) + before_N):
+        _, which_N, often_K = np.unique(kind_N, return_inverse=True, return_counts=True)
+        left_N = left_N - (np.bincount(which_N, left_N) / (often_K + 1))[which_N]
+    return table.sums(left_N)
+
+
+def of_version(table: Iterable[CanaryScores], tokens: TokenTable | None, version: int) -> list[CanaryScores]:
+    """What a version of the score reads, see ``AuditSettings.version``: 1 the secrets, 2 their whole rows, if all was scored."""
+    if version == 1 or tokens is None or tokens.secret_N is None:
+        return list(table)
+    log_probs = {"tuned": tokens.tuned_log_prob_N, "base": tokens.base_log_prob_N}
+    columns = {
+        "num_tokens": tokens.lengths(),
+        **{f"{model}_log_prob": tokens.sums(log_prob_N) for model, log_prob_N in log_probs.items()},
+        **{f"{model}_left": unexplained(tokens, log_prob_N) for model, log_prob_N in log_probs.items()},
+    }
+    place = {canary_id: index for index, canary_id in enumerate(tokens.canary_ids)}
+    return [
+        replace(row, **{name: column[place[row.canary_id]].item() for name, column in columns.items()}) for row in table
+    ]
 
 
 def members(rows: Iterable[CanaryScores]) -> list[CanaryScores]:

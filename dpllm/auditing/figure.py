@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from dpllm.auditing import attacks, statistics
 from dpllm.auditing.rates import upper_limit
 from dpllm.auditing.record import AuditRecord, Summary
-from dpllm.auditing.table import CanaryScores, by_group, of_version
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 
 # Okabe and Ito's palette: told apart with any kind of colour vision; line styles and markers say the same in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
@@ -27,17 +27,18 @@ _GREY = "#767676"
 FILES = ("roc.png", "exposure.png", "bound.png", "extraction.png")
 
 
-def draw(table: Sequence[CanaryScores], report: AuditRecord, folder: Path) -> None:
+def draw(table: Sequence[CanaryScores], tokens: TokenTable, report: AuditRecord, folder: Path) -> None:
     """Draws the four pictures into a folder that exists.
 
     Args:
         table: Candidates and references.
+        tokens: Of the same ones.
         report: What ``summarise`` made of them, and by which settings.
         folder: Where ``FILES`` are written.
     """
     groups = by_group(table)
     references = groups.pop(0)
-    rows = by_group(of_version(table, report.settings.version))
+    rows = by_group(attacks.of_version(table, tokens, report.settings.version))
     pictures: tuple[tuple[str, tuple[float, float], Callable[[Figure], None]], ...] = (
         ("roc.png", (6.0, 5.6), lambda figure: _roc(figure, rows, report)),
         ("exposure.png", (3.0 * max(1, len(groups)) + 1.0, 4.2), lambda f: _exposure(f, groups, references)),

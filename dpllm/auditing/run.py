@@ -102,7 +102,7 @@ def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord
     write_tokens(examined.tokens, folder / "tokens.parquet")
     if examined.gradient is not None:
         write_gradient(examined.gradient, folder / "gradient.parquet")
-    figure.draw(examined.table, report, folder)
+    figure.draw(examined.table, examined.tokens, report, folder)
     write_json(folder / "audit.json", report.to_json())
     return report
 

@@ -131,8 +131,12 @@ def score_encoded(
         [sequence.loss_mask for sequence, _ in encoded],
     )
     coins = tuple(canary.inserted if canary.group else None for canary in canaries)
-    secret_N = np.concatenate([np.array(secret)[np.array(sequence.loss_mask)] for sequence, secret in encoded])
-    tokens = replace(tokens, groups=tuple(canary.group for canary in canaries), coins=coins, secret_N=secret_N)
+    trained = [(sequence, secret, np.array(sequence.loss_mask)) for sequence, secret in encoded]
+    secret_N = np.concatenate([np.array(secret)[mask] for _, secret, mask in trained])
+    ids_N = np.concatenate([np.array(sequence.input_ids)[mask] for sequence, _, mask in trained])
+    word_N = np.unique(ids_N, return_inverse=True)[1]
+    groups = tuple(canary.group for canary in canaries)
+    tokens = replace(tokens, groups=groups, coins=coins, secret_N=secret_N, word_N=word_N)
     return sum_up(tokens), tokens
 
 

@@ -20,7 +20,7 @@ from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Summary
 from dpllm.auditing.statistics import Floats
-from dpllm.auditing.table import CanaryScores, TokenTable, by_group, of_version
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
@@ -35,7 +35,7 @@ ROC_GRID = tuple(float(tpr) for tpr in np.geomspace(1e-3, 1.0, 61))
 METHODS = {
     version: "one training run, guesses on both sides and on one (Steinke, Nasr and Jagielski 2023), once-inserted canaries, "
     f"score '{PRIMARY_ATTACK}'{tokens}, alpha divided by the number of guess counts"
-    for version, tokens in ((1, ""), (2, " of every token that entered the loss"))
+    for version, tokens in ((1, ""), (2, " of every token that entered the loss, less what its words explain"))
 }
 """By version of score and tests."""
 
@@ -102,7 +102,7 @@ def summarise(
     Raises:
         ConfigError: The table holds no references.
     """
-    scored = _sorted(of_version(scores, settings.version), tokens, beside, settings.version)
+    scored = _sorted(attacks.of_version(scores, tokens, settings.version), tokens, beside, settings.version)
     secrets = by_group(scores)
     gradient = _gradient(beside.gradient, claim, settings)
     if gradient:  # which took its part

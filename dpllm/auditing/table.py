@@ -42,6 +42,7 @@ class TokenTable:
         groups: Of canaries: how often each is repeated, 0 for a reference.
         coins: Of canaries: what the coin said, None for a reference.
         secret_N: Of canaries: whether a token is of the secret; None where nothing else was scored.
+        word_N: Of canaries: a number that stands for the token, the same wherever it stands, from 0; beside ``secret_N``.
     """
 
     canary_ids: tuple[str, ...]
@@ -60,15 +61,15 @@ class TokenTable:
     groups: tuple[int, ...] = ()
     coins: tuple[bool | None, ...] = ()
     secret_N: NDArray[np.bool_] | None = None
+    word_N: NDArray[np.int64] | None = None
 
     def secrets(self) -> TokenTable:
         """The same of the secrets' tokens alone."""
         if self.secret_N is None:
             return self
-        kept = {
-            field.name: getattr(self, field.name)[self.secret_N] for field in fields(self) if field.name[-2:] == "_N"
-        }
-        return replace(self, **{**kept, "secret_N": None})
+        names = [field.name for field in fields(self) if field.name.endswith("_N")]
+        kept = {name: getattr(self, name)[self.secret_N] for name in names}
+        return replace(self, **{**kept, "secret_N": None, "word_N": None})
 
     def starts(self) -> NDArray[np.int64]:
         """Shape (S,): where each sequence begins."""
@@ -78,11 +79,6 @@ class TokenTable:
         """Shape (S,): tokens of each sequence."""
         return np.diff(np.append(self.starts(), len(self.sequence_N)))
 
-    def spans(self) -> list[slice]:
-        """Where each sequence lies."""
-        starts = self.starts().tolist()
-        return [slice(*ends) for ends in zip(starts, [*starts[1:], len(self.sequence_N)], strict=True)]
-
     def sums(self, values_N: NDArray[Any]) -> NDArray[np.float64]:
         """Shape (S,): the sum of each sequence."""
         return np.bincount(self.sequence_N, weights=values_N, minlength=len(self.canary_ids)).astype(np.float64)
@@ -90,7 +86,7 @@ class TokenTable:
 
 @dataclass(frozen=True)
 class CanaryScores:
-    """What two models say about one secret and its row. Log-probabilities are sums over their tokens, in nats."""
+    """What two models say about one secret, or about its whole row. Log-probabilities are sums over its tokens, in nats."""
 
     canary_id: str
     group: int
@@ -104,32 +100,13 @@ class CanaryScores:
     """Greedy decoding of the tuned model after the carrier gives the secret."""
     base_greedy: bool
     """The same for the base model, which never saw it: the control."""
-    row_tokens: int = 0
-    """Tokens of the row that entered the loss, the secret's among them; 0: only the secret was scored."""
-    tuned_row_log_prob: float = 0.0
-    base_row_log_prob: float = 0.0
+    tuned_left: float | None = None
+    """Of a whole row: what is left of its log-probability, see ``attacks.unexplained``, in nats."""
+    base_left: float | None = None
 
 
 _TOKEN_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.startswith(("tuned_", "base_")))
 _CSV_COLUMNS = tuple(field.name for field in fields(CanaryScores) if field.default is MISSING)
-
-
-def of_version(table: Iterable[CanaryScores], version: int) -> list[CanaryScores]:
-    """The rows with those sums in place that a version of the score reads, see ``AuditSettings.version``.
-
-    1: of the secret; 2: of the whole row, where more than the secret was scored.
-    """
-    return [
-        replace(
-            row,
-            num_tokens=row.row_tokens,
-            tuned_log_prob=row.tuned_row_log_prob,
-            base_log_prob=row.base_row_log_prob,
-        )
-        if version > 1 and row.row_tokens
-        else row
-        for row in table
-    ]
 
 
 def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
@@ -141,24 +118,21 @@ def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
 
 
 def sum_up(tokens: TokenTable) -> tuple[CanaryScores, ...]:
-    """The score table that a token table of canaries adds up to, one row for each canary in the same order."""
+    """The score table that a token table of canaries adds up to, one row for each secret in the same order."""
     secrets = tokens.secrets()
-    columns = tokens.canary_ids, tokens.groups, tokens.coins, secrets.spans(), tokens.spans()
+    rows = zip(tokens.canary_ids, tokens.groups, tokens.coins, secrets.starts(), secrets.lengths(), strict=True)
     return tuple(
         CanaryScores(
             canary_id=canary_id,
             group=group,
             inserted=coin,
-            num_tokens=secret.stop - secret.start,
-            tuned_log_prob=float(secrets.tuned_log_prob_N[secret].sum()),
-            base_log_prob=float(secrets.base_log_prob_N[secret].sum()),
-            tuned_greedy=bool(secrets.tuned_argmax_N[secret].all()),
-            base_greedy=bool(secrets.base_argmax_N[secret].all()),
-            row_tokens=row.stop - row.start if tokens.secret_N is not None else 0,
-            tuned_row_log_prob=float(tokens.tuned_log_prob_N[row].sum()),
-            base_row_log_prob=float(tokens.base_log_prob_N[row].sum()),
+            num_tokens=int(length),
+            tuned_log_prob=float(secrets.tuned_log_prob_N[start : start + length].sum()),
+            base_log_prob=float(secrets.base_log_prob_N[start : start + length].sum()),
+            tuned_greedy=bool(secrets.tuned_argmax_N[start : start + length].all()),
+            base_greedy=bool(secrets.base_argmax_N[start : start + length].all()),
         )
-        for canary_id, group, coin, secret, row in zip(*columns, strict=True)
+        for canary_id, group, coin, start, length in rows
     )
 
 
@@ -173,7 +147,7 @@ def write_tokens(table: TokenTable, path: Path) -> None:
         "inserted": pyarrow.array(np.array(table.coins, dtype=object)[table.sequence_N], pyarrow.bool_()),
         "zlib_bytes": table.zlib_bytes_S[table.sequence_N],
         **{name.removesuffix("_N"): getattr(table, name) for name in _TOKEN_COLUMNS},
-        **({} if table.secret_N is None else {"secret": table.secret_N}),
+        **({} if table.secret_N is None else {"secret": table.secret_N, "word": table.word_N}),
     }
     content = io.BytesIO()
     parquet.write_table(pyarrow.table(columns), content)
@@ -205,6 +179,9 @@ def read_tokens(path: Path) -> TokenTable:
             values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
         if "secret" in read.column_names:
             values["secret_N"] = _one_run(read["secret"].cast(pyarrow.bool_()).to_numpy(), first_N)
+            values["word_N"] = read["word"].cast(pyarrow.int64()).to_numpy()
+            if not np.isin(values["word_N"], np.arange(len(first_N))).all():  # a gap among them
+                raise ValueError("a number for a token that is none")
         return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such token table; run dpllm audit first.") from None

@@ -22,7 +22,7 @@ from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.record import Bound, Summary
 from dpllm.auditing.summary import Beside, summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, of_version
+from dpllm.auditing.table import CanaryScores, TokenTable
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import Canary
@@ -185,10 +185,8 @@ def _without_references(rows: Sequence[CanaryScores], claim: Claim | None, chose
     So the report is made of two: in one they are references and have no coins, in the other, of which only what rests on
     coins is taken, they are both.
     """
-    chosen = {
-        **chosen,
-        "beside": replace(chosen["beside"], slope=attacks.slope(of_version(rows, chosen["settings"].version))),
-    }
+    slope = attacks.slope(attacks.of_version(rows, chosen["tokens"], chosen["settings"].version))
+    chosen = {**chosen, "beside": replace(chosen["beside"], slope=slope)}
     stand_ins = [replace(row, group=0, inserted=None) for row in rows if not row.inserted]
     ranked = summarise([*(row for row in rows if row.inserted), *stand_ins], claim, **chosen)
     tested = summarise([*rows, *stand_ins], claim, **chosen)

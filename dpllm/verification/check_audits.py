@@ -21,7 +21,7 @@ from dpllm.auditing.gradient import COLUMNS, GradientTable, read_gradient
 from dpllm.auditing.mechanism_report import MechanismReport, Pair, ReleaseTest
 from dpllm.auditing.record import AuditRecord, Summary, parse_audit
 from dpllm.auditing.summary import Beside, summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, by_group, of_version, read_scores, sum_up
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores, sum_up
 from dpllm.auditing.verdict import Claim
 from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
@@ -170,7 +170,8 @@ def _described(path: Path, wanted: set[str], most: int) -> Any:
         described = parquet.read_metadata(path)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is no parquet file. {_AUDIT_AGAIN}") from None
-    if set(described.schema.names) - {"secret"} != wanted or (described.metadata or {}).keys() - {b"ARROW:schema"}:
+    names = set(described.schema.names)
+    if names not in (wanted, wanted | {"secret", "word"}) or (described.metadata or {}).keys() - {b"ARROW:schema"}:
         raise Wrong(f"{path.name} holds other columns than a table of dpllm, which could be text. {_AUDIT_AGAIN}")
     fields_of = described.schema.to_arrow_schema()
     if fields_of.metadata or any(one.metadata for one in fields_of):
@@ -183,7 +184,10 @@ def _described(path: Path, wanted: set[str], most: int) -> Any:
 def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
     """Scores, tokens and the numbers of canaries speak of the same canaries."""
     rows = {row.canary_id: row for row in table}
-    values = [value for row in (*table, *of_version(table, 2)) for value in (row.tuned_log_prob, row.base_log_prob)]
+    values = [value for row in table for value in (row.tuned_log_prob, row.base_log_prob)]
+    values += [
+        float(edge) for one in (tokens.tuned_log_prob_N, tokens.base_log_prob_N) for edge in (one.min(), one.max())
+    ]
     if not all(_ID.fullmatch(row.canary_id) for row in table):
         raise Wrong(f"its table names a canary in another way than dpllm does, which could be text. {_AUDIT_AGAIN}")
     if len(rows) != len(table) or not all(math.isfinite(value) and value <= 0 for value in values):
@@ -210,7 +214,7 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     if (tokens.secret_N is None) == (report.schema_version > 3):
         raise Wrong(
             f"tokens.parquet and version {report.schema_version} of audit.json do not go together: from version 4 on, and not "
-            f"before, it says which tokens are of the secret. {_AUDIT_AGAIN}"
+            f"before, it says which tokens are of the secret, and which are the same. {_AUDIT_AGAIN}"
         )
     if set(tokens.canary_ids) != rows.keys():
         raise Wrong(f"tokens.parquet is about other canaries than scores.csv. {_AUDIT_AGAIN}")

@@ -14,7 +14,7 @@ from scipy import stats
 
 from dpllm.auditing import attacks, statistics
 from dpllm.auditing.attacks import SMOOTHING, TOKEN_ATTACKS, WINDOWS
-from dpllm.auditing.table import CanaryScores, TokenTable, of_version, read_tokens, sum_up, write_tokens
+from dpllm.auditing.table import CanaryScores, TokenTable, read_tokens, sum_up, write_tokens
 from dpllm.errors import ConfigError
 
 
@@ -176,26 +176,57 @@ def test_the_table_reads_back_exactly_and_holds_no_text(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["tokens.parquet"]
 
 
+def make_rows(flags: str = "0101110", words: str = "0120121") -> TokenTable:
+    """A row of three tokens and one of four, with the marks of secrets and the numbers of tokens."""
+    marks = {"secret_N": np.array([flag == "1" for flag in flags]), "word_N": np.array([int(word) for word in words])}
+    return replace(make_table([3, 4], seed=3), groups=(1, 0), coins=(True, None), **marks)
+
+
 def test_the_secrets_of_a_table_are_its_marked_tokens_and_read_back(tmp_path: Path) -> None:
-    secret_N = np.array([False, True, False, True, True, True, False])
-    table = replace(make_table([3, 4], seed=3), groups=(1, 0), coins=(True, None), secret_N=secret_N)
-    path = tmp_path / "tokens.parquet"
+    table, path = make_rows(), tmp_path / "tokens.parquet"
     write_tokens(table, path)
-    assert np.array_equal(read_tokens(path).secret_N, secret_N)
-    first, second = sum_up(read_tokens(path))
-    assert (first.num_tokens, second.num_tokens, first.row_tokens, second.row_tokens) == (1, 3, 3, 4)
+    again = read_tokens(path)
+    assert np.array_equal(again.secret_N, table.secret_N)
+    assert np.array_equal(again.word_N, table.word_N)
+    first, second = sum_up(again)
+    assert (first.num_tokens, second.num_tokens) == (1, 3)
     assert first.tuned_log_prob == table.tuned_log_prob_N[1]
     assert second.base_log_prob == table.base_log_prob_N[3:6].sum()
-    assert second.base_row_log_prob == table.base_log_prob_N[3:].sum()
-    assert [row.tuned_log_prob for row in of_version([first, second], 2)] == list(table.sums(table.tuned_log_prob_N))
-    assert of_version([first, second], 1) == [first, second]
-    assert [row.row_tokens for row in sum_up(replace(table, secret_N=None))] == [0, 0]
+    assert first.tuned_greedy == table.tuned_argmax_N[1]
+    whole = attacks.of_version([second], table, 2)[0]
+    assert (whole.num_tokens, whole.base_log_prob) == (4, pytest.approx(table.base_log_prob_N[3:].sum()))
+    assert whole.tuned_greedy == second.tuned_greedy  # still of the secret
+    assert attacks.of_version([first], table, 1) == [first]
+    alone = table.secrets()
+    assert (alone.secret_N, attacks.of_version([first], alone, 2)) == (None, [first])
 
 
-@pytest.mark.parametrize("flags", ["0000111", "0110101", "1110000"], ids=["none", "two", "none of the second"])
-def test_a_sequence_has_one_secret(tmp_path: Path, flags: str) -> None:
+def test_what_a_row_has_above_the_same_words_elsewhere() -> None:
+    table = make_rows(words="0120120")
+    left = table.tuned_log_prob_N - table.tuned_log_prob_N.mean()
+    own = [(0,), (1,), (2,), (0,), (1,), (2,), (0,)]
+    behind = [(0, None), (1, 0), (2, 1), (0, None), (1, 0), (2, 1), (0, 2)]
+    for kinds in (own, behind):
+        left = [
+            value - sum(x for x, other in zip(left, kinds, strict=True) if other == kind) / (kinds.count(kind) + 1)
+            for value, kind in zip(left, kinds, strict=True)
+        ]
+    found = attacks.unexplained(table, table.tuned_log_prob_N)
+    assert found == pytest.approx([sum(left[:3]), sum(left[3:])])
+    rows = attacks.of_version(sum_up(table), table, 2)
+    base = attacks.unexplained(table, table.base_log_prob_N)
+    assert attacks.calibrated(rows, 0.5) == pytest.approx(found - 0.5 * base)
+    assert attacks.slope(rows) == pytest.approx(statistics.fit_slope(base, found))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [("0000111", "0120121"), ("0110101", "0120121"), ("1110000", "0120121"), ("0101110", "0120129")],
+    ids=["none", "two", "none of the second", "a number of no token"],
+)
+def test_a_sequence_has_one_secret_and_a_number_for_every_token(tmp_path: Path, flags: str, words: str) -> None:
     path = tmp_path / "tokens.parquet"
-    write_tokens(replace(make_table([3, 4]), secret_N=np.array([flag == "1" for flag in flags])), path)
+    write_tokens(make_rows(flags, words), path)
     with pytest.raises(ConfigError, match="damaged"):
         read_tokens(path)
 

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dpllm.auditing import scores
+from dpllm.auditing import attacks, scores
 from dpllm.auditing.scores import score, score_canaries
-from dpllm.auditing.table import CanaryScores, of_version, read_scores, write_tokens
+from dpllm.auditing.table import CanaryScores, read_scores, write_tokens
 from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import CanaryConfig
@@ -242,13 +242,14 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
     table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", 128, "truncate")
     assert tokens.canary_ids == tuple(row.canary_id for row in table)
-    for scored, rows in ((tokens.secrets(), table), (tokens, of_version(table, 2))):
+    for scored, rows in ((tokens.secrets(), table), (tokens, attacks.of_version(table, tokens, 2))):
         assert scored.lengths().tolist() == [row.num_tokens for row in rows]
         for which in ("tuned", "base"):
             sums = np.add.reduceat(getattr(scored, f"{which}_log_prob_N"), scored.starts())
             np.testing.assert_allclose(sums, [getattr(row, f"{which}_log_prob") for row in rows])
     everyone = {canary.canary_id: canary for canary in (*plan.canaries, *plan.references)}
     assert sorted(row.canary_id for row in table) == sorted(everyone)
+    words: set[tuple[int, int]] = set()
     for row in table[::17]:
         canary = everyone[row.canary_id]
         sequence, mask = encode_secret(canary, "text", tokenizer, 128, "truncate")
@@ -256,12 +257,17 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         assert row.base_log_prob == pytest.approx(sum(naive(base, sequence, mask)[0]), abs=1e-3)
         assert row.num_tokens == sum(mask)
         trained = sequence.loss_mask
-        assert row.row_tokens == sum(trained) > sum(mask)
-        assert row.tuned_row_log_prob == pytest.approx(sum(naive(model, sequence, trained)[0]), abs=1e-3)
-        assert row.base_row_log_prob == pytest.approx(sum(naive(base, sequence, trained)[0]), abs=1e-3)
+        (whole,) = attacks.of_version([row], tokens, 2)
+        assert whole.num_tokens == sum(trained) > sum(mask)
+        assert whole.tuned_log_prob == pytest.approx(sum(naive(model, sequence, trained)[0]), abs=1e-3)
+        assert whole.base_log_prob == pytest.approx(sum(naive(base, sequence, trained)[0]), abs=1e-3)
+        ids = [token for token, learned in zip(sequence.input_ids, trained, strict=True) if learned]
+        numbers = tokens.word_N[tokens.sequence_N == tokens.canary_ids.index(row.canary_id)].tolist()
+        words |= set(zip(numbers, ids, strict=True))
         assert row.tuned_greedy == all(naive(model, sequence, mask)[1])
         assert row.group == canary.group
         assert row.inserted == (None if canary.canary_id.startswith("r") else canary.inserted)
+    assert len({number for number, _ in words}) == len({token for _, token in words}) == len(words)
 
 
 def test_the_tables_of_an_audit_come_back_exactly_and_hold_no_text(tokenizer, model, tmp_path):

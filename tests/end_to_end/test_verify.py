@@ -168,6 +168,7 @@ FORGED = {
     "tuned_argmax": lambda chosen: not chosen,
     "base_argmax": lambda chosen: not chosen,
     "secret": lambda of_secret: not of_secret,
+    "word": lambda number: number // 2,
 }
 
 
@@ -206,7 +207,7 @@ def test_a_table_has_to_say_which_tokens_are_of_the_secret(export: Path) -> None
     path = export / "audit" / "tokens.parquet"
     table = parquet.read_table(path)
     parquet.write_table(
-        table.filter(table["secret"]).drop_columns(["secret"]), path
+        table.filter(table["secret"]).drop_columns(["secret", "word"]), path
     )  # as of version 1, all of it consistent
     rehash(export, "audit/tokens.parquet")
     assert "audit" in failing(export)
