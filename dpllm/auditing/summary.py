@@ -103,7 +103,6 @@ def summarise(
         ConfigError: The table holds no references.
     """
     scored = _sorted(attacks.of_version(scores, tokens, settings.version), tokens, beside, settings.version)
-    secrets = by_group(scores)
     gradient = _gradient(beside.gradient, claim, settings)
     if gradient:  # which took its part
         settings = settings.model_copy(update={"alpha": settings.alpha * (1 - gradient_canaries.SHARE_OF_ALPHA)})
@@ -123,14 +122,14 @@ def summarise(
         "schema_version": beside.version,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
-        "exposure": {str(group): _exposure(secrets[group], secrets[0]) for group in scored.groups},
+        "exposure": _exposures(by_group(scores)),
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
         "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
         "epsilon_lower_bound": {**asdict(bound), "method": METHODS[settings.version], "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
-            str(group): _repeated(group, claim, attacked[group], tests.get(group))
-            for group in scored.groups
+            str(group): _repeated(group, claim, seen, tests.get(group))
+            for group, seen in attacked.items()
             if group != smallest
         },
         "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
@@ -265,6 +264,10 @@ def separation(positives: Floats, negatives: Floats, intervals: int = statistics
         values[name] = estimate.value if estimate else None
         values[f"{name}_interval"] = [estimate.low, estimate.high] if estimate else None
     return values
+
+
+def _exposures(secrets: Mapping[int, Sequence[CanaryScores]]) -> Json:
+    return {str(group): _exposure(rows, secrets[0]) for group, rows in secrets.items() if group}
 
 
 def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> Json:

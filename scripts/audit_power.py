@@ -1,0 +1,131 @@
+"""How much an audit finds: runs of the smoke recipe, each audited by both versions of the primary score and its tests.
+
+    python scripts/audit_power.py                                    all 24 runs: about half an hour on two cores
+    python scripts/audit_power.py --epsilons inf,8 --sizes 200 --repetitions 1 --output power.json
+
+What a run showed is kept in --output, and what stands there is not made again, so that the table can be made in parts. Runs that
+lie in --runs are audited and not trained again. Prints the table as Markdown. "before": version 1 of the score with the tests of
+its time; "after": those of today. Each bound has the whole alpha to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _machine import commit, machine, versions
+
+from dpllm.auditing import attacks, statistics
+from dpllm.auditing.run import audit
+from dpllm.auditing.summary import summarise
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
+from dpllm.files import read_json, write_json
+from dpllm.recipe.config import load_config
+from dpllm.run.directory import RunDir
+from dpllm.run.loop import train
+from dpllm.statement.run_files import AuditSettings
+
+RECIPE = "recipes/smoke/clinic.yaml"
+REPEATED = {4: 20, 32: 20}
+BEFORE = AuditSettings(alpha=0.05, guesses=(40, 120, 400), guesses_in=(30, 120))
+SHOWN = ("calibrated", "gains_over_losses", "windows")  # the primary score, EZ-MIA, WBC
+
+Json = dict[str, Any]
+
+
+def measure(epsilon: str, size: int, steps: int, folder: Path) -> Json:
+    """Trains one run, if it does not lie there, and audits it."""
+    wanted: Json = {"train.steps": steps, "audit.canaries.groups": {1: size, **REPEATED}}
+    wanted |= {"privacy.ledger": str(folder / "ledger.sqlite"), "output_dir": str(folder / "run")}
+    wanted |= {"privacy.enabled": False} if epsilon == "inf" else {"privacy.epsilon": float(epsilon)}
+    config, run = load_config(RECIPE, wanted), RunDir(folder / "run")
+    if not run.export.exists():
+        train(config)
+    report = audit(run, generate=False)
+    scores, tokens = read_scores(run.audit_dir(report.published))
+    settings = {"before": BEFORE, "after": AuditSettings.pick(config.audit.fixed())}
+    bounds = {
+        when: summarise(scores, report.claim, test, tokens=tokens).epsilon_lower_bound
+        for when, test in settings.items()
+    }
+    gradient = report.to_json().get("gradient")
+    return {
+        "bound": {when: bound.value for when, bound in bounds.items()},
+        "ceiling": {when: bound.ceiling for when, bound in bounds.items()},
+        "auc": {when: areas(scores, tokens, test.version) for when, test in settings.items()},
+        "gradient": gradient and gradient.get("bound", gradient),
+    }
+
+
+def areas(scores: Sequence[CanaryScores], tokens: TokenTable, version: int) -> dict[str, dict[str, float | None]]:
+    """Attack -> repetitions -> area under the curve, against all that were never planted."""
+    groups = by_group(attacks.of_version(scores, tokens, version))
+    references, slope = groups.pop(0), attacks.slope(row for rows in groups.values() for row in rows)
+    read = tokens if version > 1 else tokens.secrets()
+    found = {name: dict(zip(read.canary_ids, attacks.TOKEN_ATTACKS[name](read), strict=True)) for name in SHOWN[1:]}
+
+    def score(name: str, rows: Sequence[CanaryScores]) -> statistics.Floats:
+        of_tokens = found.get(name)
+        return np.array([of_tokens[row.canary_id] for row in rows]) if of_tokens else attacks.calibrated(rows, slope)
+
+    result: dict[str, dict[str, float | None]] = {name: {} for name in SHOWN}
+    for name, (group, rows) in itertools.product(SHOWN, groups.items()):
+        sides = attacks.members(rows), [*attacks.held_out(rows), *references]
+        area = statistics.auc(*(score(name, side) for side in sides), 0.95)
+        result[name][str(group)] = area.value if area else None
+    return result
+
+
+def table(runs: Sequence[Json]) -> str:
+    """Means over repetitions, one line for each epsilon and size; AUC of canaries planted once, 4 and 32 times."""
+    lines = [
+        "| epsilon | m | runs | bound before | after | AUC before | after | EZ-MIA | WBC | bound of gradient canaries |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    cells = dict.fromkeys((run["epsilon"], run["size"]) for run in runs)
+    for epsilon, size in cells:
+        own = [run for run in runs if (run["epsilon"], run["size"]) == (epsilon, size)]
+        bounds = [" ".join(f"{run['bound'][when]:.2f}" for run in own) for when in ("before", "after")]
+        columns = (("before", SHOWN[0]), *(("after", name) for name in SHOWN))
+        areas = [
+            " / ".join(
+                f"{np.mean([run['auc'][when][name][group] for run in own]):.3f}" for group in ("1", *map(str, REPEATED))
+            )
+            for when, name in columns
+        ]
+        gradient = " ".join(f"{run['gradient']['value']:.2f}" for run in own if run["gradient"])
+        known = "none" if epsilon == "inf" else epsilon
+        lines.append(" | ".join([f"| {known}", f"{size:,}", str(len(own)), *bounds, *areas, f"{gradient} |"]))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epsilons", default="inf,8,3,1")
+    parser.add_argument("--sizes", default="200,1000", help="candidates planted once")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--runs", type=Path, default=Path("runs/audit_power"), help="where the runs are kept")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/audit-power-cpu.json"))
+    given = parser.parse_args()
+    runs: list[Json] = read_json(given.output)["runs"] if given.output.exists() else []
+    sizes = [int(size) for size in given.sizes.split(",")]
+    for repetition, epsilon, size in itertools.product(range(given.repetitions), given.epsilons.split(","), sizes):
+        key = {"epsilon": epsilon, "size": size, "steps": given.steps, "repetition": repetition}
+        if any(key.items() <= run.items() for run in runs):
+            continue
+        folder = given.runs / "-".join(map(str, key.values()))
+        runs.append({**key, **measure(epsilon, size, given.steps, folder), "commit": commit()})
+        about = {"machine": machine(), "versions": versions("torch", "transformers", "dpllm"), "recipe": RECIPE}
+        write_json(given.output, {**about, "runs": runs})
+        print(key, runs[-1]["bound"], runs[-1]["auc"], flush=True)
+    runs.sort(key=lambda run: (-float(run["epsilon"]), run["size"], run["repetition"]))
+    print(table([run for run in runs if run["steps"] == given.steps]))
+
+
+if __name__ == "__main__":
+    main()
