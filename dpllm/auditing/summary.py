@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -112,9 +112,6 @@ def summarise(
         group: _attacks(scored, group, claim.limits(group, whole) if claim else None) for group in scored.groups
     }
     controls = _controls(scored, attacked, beside, settings)
-    if beside.gradient is not None and controls.positive is None:
-        where = gradient_canaries.seen(beside.gradient, settings.control_level)
-        controls = replace(controls, positive=where or None)
     once = len(attacks.members(scored.groups.get(1, [])))
     word, reason = judge(claim, bound, tests, once, controls, gradient)
     smallest = min(scored.groups, default=1)
@@ -226,7 +223,10 @@ def _controls(scored: _Scored, attacked: Mapping[int, Json], beside: Beside, set
         positive = f"AUC {seen[best]:.2f}" + (f" on the canaries planted {best} times" if best > 1 else "")
     tried = [f"planted {max(scored.groups)} times"] * bool(scored.groups) + ["of the twin"] * (beside.twin == "")
     succeeds = bool(beside.words and beside.words["succeeds"])
-    return Controls(separates, succeeds, positive or beside.twin or None, tuple(tried), whole_rows=settings.version > 1)
+    positive = positive or beside.twin
+    if beside.gradient is not None and not positive:
+        positive = gradient_canaries.seen(beside.gradient, level)
+    return Controls(separates, succeeds, positive or None, tuple(tried), whole_rows=settings.version > 1)
 
 
 def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) -> Json:
