@@ -188,8 +188,7 @@ class PerUnitClipper:
         square_LU = torch.stack([gradient.square_norm() for gradient in gradients.values()])
         group_L = torch.tensor(self._group_L, device=square_LU.device)
         groups = max(self._group_L) + 1
-        norm_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(groups)]).sqrt_()
-        norm_GU /= loss_scale
+        norm_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(groups)]).sqrt_() / loss_scale
         norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
         self._count_long(square_LU[:, : batch.num_units], max_grad_norm * loss_scale)
         counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dpllm.errors import Refused, RoundsByCompany
+from dpllm.privacy import guards
 from dpllm.privacy.clipping import PerUnitClipper, PlainSum, Summer, refuse_foreign_gradients
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, example_means
@@ -227,7 +228,7 @@ class Engine:
         if self._plan is not None:
             _check_arguments(self._model, self._optimizer, self.parameters)  # what trains may have changed meanwhile
             refuse_foreign_gradients(self.parameters)
-            _refuse_tf32()
+            guards.check_float32()
         flat_P, diagnostics = self.clipped_sum(batches, canaries)
         self._apply(self._release(flat_P))
         return diagnostics
@@ -362,18 +363,6 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         ) from None
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def _refuse_tf32() -> None:
-    try:
-        exact = torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # torch's new switches were used, and the old one then does not answer
-        exact = False
-    if not exact:
-        raise Refused(
-            "TF32 or another short cut for float32 products is on, so that gradients would have 10 bits or fewer. Call "
-            "torch.set_float32_matmul_precision('highest'), and leave fp32_precision alone."
-        )
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:

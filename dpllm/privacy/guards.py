@@ -63,3 +63,18 @@ def check_model(model: nn.Module) -> None:
             )
         if parameter.requires_grad and any("magnitude_vector" in part for part in parts):
             raise Refused(f"{name} is a DoRA magnitude, whose layer is called twice. Use LoRA without DoRA.")
+
+
+def check_float32() -> None:
+    """Refuses TF32 and other short cuts of products of float32."""
+    import torch
+
+    try:
+        exact = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # torch's new switches were used, and the old one then does not answer
+        exact = False
+    if not exact:
+        raise Refused(
+            "TF32 or another short cut for float32 products is on, so that gradients would have 10 bits or fewer. Call "
+            "torch.set_float32_matmul_precision('highest'), and leave fp32_precision alone."
+        )

@@ -381,23 +381,19 @@ def auto_delta(dataset_size: int) -> float:
 
 
 def num_slots(audit: AuditConfig, data: DataConfig) -> int:
-    """Slots in N: every candidate holds its own, whatever its coin says.
+    """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
 
     Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
-    are drawn, each repetition holds one. A gradient canary holds one. More repetitions than one unit may bring are a
-    ConfigError.
+    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
     """
-    config = audit.canaries
-    if config is None:
-        return 0
-    if data.max_examples_per_unit is not None and max(config.groups) > data.max_examples_per_unit:
+    groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
+    if most is not None and max(groups, default=0) > most:
         raise ConfigError(
-            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(config.groups)} repetitions only "
-            f"data.max_examples_per_unit ({data.max_examples_per_unit}) could train. Lower the repetitions in "
-            "audit.canaries.groups, or raise data.max_examples_per_unit."
+            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(groups)} repetitions only "
+            f"data.max_examples_per_unit ({most}) could train. Lower the repetitions in audit.canaries.groups, or raise "
+            "data.max_examples_per_unit."
         )
-    text = sum(slots_each(group, data) * candidates for group, candidates in config.groups.items())
-    return text + audit.gradient_canaries
+    return sum(slots_each(group, data) * number for group, number in groups.items()) + audit.gradient_canaries
 
 
 def slots_each(group: int, data: DataConfig) -> int:

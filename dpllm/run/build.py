@@ -158,9 +158,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     optimizer = make_optimizer(config.train, net)
     sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device)
-    if plan and main and planted and planted.gradient_coins:  # rank 0, which adds the noise, adds them too
-        key, coins, size = int(planted.gradient_key, 16), planted.gradient_coins, engine.size
-        engine.canaries = GradientCanaries(key, coins, size, plan.clipping, device)
+    if plan and main and planted:  # rank 0, which adds the noise, adds gradient canaries too
+        engine.canaries = _gradient_canaries(planted, engine.size, plan.clipping, device)
     rows = memory.resolve(engine, config, vocabulary, device, world=state.num_processes)
     if plan:
         low, pad_id = is_low(config, net, device), tokenizer.pad_token_id or 0
@@ -220,6 +219,11 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
     return canaries.plan_canaries(settings.canaries, source=source, gradient=gradient)
+
+
+def _gradient_canaries(planted: CanaryPlan, size: int, clipping: str, device: torch.device) -> GradientCanaries | None:
+    coins = planted.gradient_coins
+    return GradientCanaries(int(planted.gradient_key, 16), coins, size, clipping, device) if coins else None
 
 
 def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | None:
