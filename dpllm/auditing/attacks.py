@@ -1,4 +1,4 @@
-"""Attacks: scores of the secrets and of their tokens, higher = more likely a member.
+"""Attacks: scores of the canaries' rows and of their tokens, higher = more likely a member.
 
 Comes in: the score and token tables. Goes out: one array for each attack, and counts of secrets that greedy decoding gives
 away. Directions and settings are fixed here and are never turned round or tuned on coins. Knows no model and no text.

@@ -105,7 +105,7 @@ class Bound(OneRun):
     method: str
     """How it was computed."""
     slope: Number | None = None
-    """How much of a secret's log-probability before training is left after it; absent where nothing was ranked."""
+    """How much of a log-probability before training is left after it; absent where nothing was ranked."""
 
 
 class GroupTest(OneRun):

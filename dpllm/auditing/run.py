@@ -3,7 +3,7 @@
 Comes in: a run directory. Goes out: audit.json, tokens.parquet and four pictures. A run with differential
 privacy publishes them: they are computed from its output, from texts drawn before it saw any data, and from their coins. A
 run without keeps them private. No canary's text is written outside private/; who knows the generator and the base model can
-search for the texts that give the published numbers.
+find the texts that give the published numbers, token by token.
 """
 
 from __future__ import annotations

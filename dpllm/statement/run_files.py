@@ -55,7 +55,7 @@ class AuditSettings(Record):
     """Behind the lower bound."""
     version: Literal[1, 2] = 1
     """Of score and tests: 1 sums over the tokens of the secret and orders equal scores by a fixed shuffle; 2 sums over every
-    token that entered the loss, and equal scores share their weights."""
+    token that entered the loss what its word in other rows does not explain, and equal scores share their weights."""
     control_level: Between0And1 = 0.001
     """At which a control counts as seen, or as failed."""
 

@@ -16,7 +16,7 @@ from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import OneRunBound
 from dpllm.auditing.record import parse_audit
 from dpllm.auditing.summary import Beside, summarise
-from dpllm.auditing.table import CanaryScores, read_scores
+from dpllm.auditing.table import CanaryScores, TokenTable, read_scores, sum_up
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryConfig
@@ -156,6 +156,52 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
         found = summarised(rows, claim, alpha=0.05, guesses=(40, 120), guesses_in=(30,))
         false += found["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
+
+
+@pytest.mark.parametrize("order", ["members first", "members last", "heavy ties"])
+def test_scores_of_whole_rows_falsify_a_true_claim_no_more_often_than_alpha(order, seed, full):
+    """The row's score reads what all other rows hold, and that is no more than the mechanism released."""
+    rng, claim, audits, false = np.random.default_rng([seed, 12]), Claim(1.0, 0.0, "example"), 2000 if full else 200, 0
+    for _ in range(audits):
+        coins = rng.random(200) < 0.5
+        if order != "heavy ties":
+            coins = np.sort(coins) if order == "members last" else np.sort(coins)[::-1]
+        truthful = rng.random(200) < 1 / (1 + np.exp(-claim.epsilon))
+        table = rows_of_tokens(
+            rng, np.where(truthful, coins, ~coins), coins, noise=0.0 if order == "heavy ties" else 0.2
+        )
+        found = summarised(sum_up(table), claim, guesses=[40, 120], guesses_in=[30], version=2, tokens=table)
+        false += found["verdict"] == "falsified"
+    assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
+
+
+def rows_of_tokens(rng, answers, coins, *, noise, references=20, tokens=8):
+    """Rows whose tokens got likelier where the answer says so, as far as their words let them."""
+    size = len(answers) + references
+    word_N, sequence_N = rng.integers(0, 30, size * tokens), np.repeat(np.arange(size), tokens)
+    lifts = np.append(answers, np.zeros(references))[sequence_N]
+    base_N = np.round(-6 - np.sin(word_N), 1)
+    tuned_N = base_N + np.cos(word_N) + 0.5 * lifts + rng.uniform(-noise, noise, len(word_N))
+    same = {
+        "mean_N": np.full(len(word_N), -7.0),
+        "variance_N": np.ones(len(word_N)),
+        "argmax_N": np.zeros(len(word_N), dtype=bool),
+    }
+    both = {f"{which}_{name}": column for which in ("tuned", "base") for name, column in same.items()}
+    return TokenTable(
+        tuple(f"c{index:05d}" for index in range(size)),
+        np.full(size, 40),
+        sequence_N,
+        tuned_log_prob_N=tuned_N,
+        base_log_prob_N=base_N,
+        tuned_top_k_log_prob_N=tuned_N,
+        base_top_k_log_prob_N=base_N,
+        **both,
+        groups=(1,) * len(answers) + (0,) * references,
+        coins=(*map(bool, coins), *([None] * references)),
+        secret_N=np.tile(np.arange(tokens) == tokens - 1, size),
+        word_N=word_N,
+    )
 
 
 def test_repeated_groups_find_a_broken_claim_that_the_once_planted_cannot_show(seed):
