@@ -95,6 +95,8 @@ def test_diagnostics_count_all_processes(complete: Path) -> None:
     )
     for one, two, three in zip(*steps, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-3) == pytest.approx(three["loss"], rel=1e-3)
+        for number, *others in zip(*(row["clipped_by_layer"] for row in (one, two, three)), strict=True):
+            assert max(abs(number - other) for other in others) <= 1  # of a norm that is just about the bound
 
 
 def test_the_adapter_of_two_processes_loads_in_one(complete: Path) -> None:
