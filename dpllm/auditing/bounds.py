@@ -3,37 +3,44 @@
 Comes in: one score for each canary of a repetition group, and the coins; or how many guesses were right. Goes out: a
 number that exceeds the true epsilon with probability at most alpha, and the claim that repeated canaries are under.
 Knows neither models nor texts.
+
+A guess has a weight from 1 to K, and a test looks at W, the weights of all right guesses together. "both" and "in" give every
+guess the weight 1. "falling" and "falling_in" give large weights to the most extreme scores and smaller ones to the next: they
+add up K tests of weight 1, of which the second guesses twice as many canaries as the first, and the last one r.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import optimize
+from scipy import fft, optimize
 from scipy.special import gammaln
 
-# A legend of shapes: M candidates, R + 1 outcomes of a binomial.
+# A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies.
 
 LARGEST_EPSILON = 64.0
 """No bound is sought above it."""
 _TOLERANCE = 1e-9
+_WEIGHTS = 8  # K: twice as many find 0.5% more, and take twice as long
 
-Side = Literal["both", "in"]
-"""Guesses on both ends of the ranking, half of them "in", or "in" for the highest scores alone."""
+Side = Literal["both", "in", "falling", "falling_in"]
+"""Guesses on both ends of the ranking, half of them "in", or "in" for the highest scores alone; with equal weights, or with
+falling ones."""
 
 
 class Outcome(NamedTuple):
-    """One way to guess, and how it went: v of r guesses were right."""
+    """One way to guess, and how it went: v of r guesses were right, and their weights add up to ``weight``."""
 
     side: Side
     guesses: int
     correct: int
+    weight: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class OneRunBound:
     """Probability that ``value`` exceeds the true epsilon."""
     delta: float
     guesses: tuple[int, ...]
-    """The numbers of guesses tried on both sides; each test has level alpha / (len(guesses) + len(guesses_in))."""
+    """The numbers of guesses tried on both sides; each test of whatever side has the same part of alpha."""
     best_guesses: int | None
     """The number of guesses that gave ``value`` (the largest one, where nothing is shown)."""
     correct: int | None
@@ -58,7 +65,25 @@ class OneRunBound:
     guesses_in: tuple[int, ...] = ()
     """The numbers of guesses tried on the highest scores alone."""
     best_side: Side | None = None
-    """Which of the two gave ``value``."""
+    """Which kind of test gave ``value``."""
+    falling: tuple[int, ...] = ()
+    """The numbers of guesses on both sides with falling weights."""
+    falling_in: tuple[int, ...] = ()
+    """The same on the highest scores alone."""
+    weight: int | None = None
+    """Sum of the weights of the right guesses; None where all weights are 1."""
+
+    @property
+    def level(self) -> float:
+        """Of each test."""
+        tests = len(self.guesses) + len(self.guesses_in) + len(self.falling) + len(self.falling_in)
+        return self.alpha / max(1, tests)
+
+    def to_json(self) -> dict[str, Any]:
+        """As files hold it; what earlier versions did not know is left out where it says nothing."""
+        later = ("falling", "falling_in", "weight")
+        values = {name: list(one) if isinstance(one, tuple) else one for name, one in asdict(self).items()}
+        return {name: value for name, value in values.items() if value or name not in later}
 
 
 @dataclass(frozen=True)
@@ -91,39 +116,29 @@ def one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, epsil
         Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run" (arXiv 2305.08846), the bound
         for (epsilon, delta)-DP: P[B >= v] + 2 m delta max_i P[v - i <= B < v] / i, B ~ Bin(r, e^eps / (1 + e^eps)).
     """
-    return min(1.0, _p_value(num_canaries, _log_choose(num_guesses), num_correct, epsilon, delta))
+    return min(1.0, _p_value(num_canaries, (num_guesses,), num_correct, epsilon, delta))
 
 
-@lru_cache(maxsize=100_000)  # one simulation: m, r, delta and level stay, v takes some hundred values
 def epsilon_from_guesses(num_canaries: int, num_guesses: int, num_correct: int, *, delta: float, alpha: float) -> float:
-    """The largest epsilon that so many right guesses refute at level alpha, at most 1e-9 too small; 0 if none.
+    """``epsilon_of`` so many guesses of weight 1, ``num_correct`` of them right."""
+    return _inverse(num_canaries, (num_guesses,), num_correct, delta, alpha)
+
+
+def epsilon_of(num_canaries: int, side: Side, num_guesses: int, weight: int, *, delta: float, alpha: float) -> float:
+    """The largest epsilon that right guesses of that ``weight`` refute at level alpha, at most 1e-9 too small; 0 if none.
 
     Guarantee:
-        Under the assumptions of ``one_run_p_value``, r chosen in advance: exceeds epsilon with probability <= alpha.
+        Under the assumptions of ``one_run_p_value``, the test chosen in advance: exceeds epsilon with probability <= alpha.
 
     References:
-        ``one_run_p_value``, inverted. With B + F for the right guesses, F >= 0 the ones that delta pays for and of mean
-        at most 2 m delta, the largest P[B + F >= v] over all laws of F grows with epsilon, because B does. The p-value
-        is never below it, so whatever epsilon the p-value refutes, all smaller ones are refuted too.
+        Steinke, Nasr and Jagielski 2023, theorem 5.2 and the lemmas behind it: given the output, W is stochastically
+        dominated by W* + K F, where W* is the same sum with every guess right by a coin of its own, with probability
+        e^eps / (1 + e^eps), and F >= 0 is a count with mean at most 2 m delta over all outputs. The law of W* is the same for
+        every output, so that P[W >= v] <= g(0) + 2 m delta max_i (g(i) - g(0)) / i, g(i) = P[W* >= v - i K]; with K = 1 this
+        is ``one_run_p_value``. It is inverted: the largest P[W* + K F >= v] over all laws of F grows with epsilon, because
+        W* does. The p-value is never below it, so whatever epsilon the p-value refutes, all smaller ones are refuted too.
     """
-    log_choose_R = _log_choose(num_guesses)
-
-    def gap(epsilon: float) -> float:
-        """Below 0 where epsilon is refuted; logarithms make it nearly straight."""
-        p = _p_value(num_canaries, log_choose_R, num_correct, epsilon, delta)
-        return math.log(max(p, 1e-300) / alpha)
-
-    if gap(0.0) > 0:
-        return 0.0
-    high = 1.0
-    while gap(high) <= 0:
-        high *= 2
-        if high > LARGEST_EPSILON:
-            return LARGEST_EPSILON
-    root = float(optimize.brentq(gap, 0.0, high, xtol=_TOLERANCE / 4))
-    while root > 0 and gap(root) > 0:
-        root = max(0.0, root - _TOLERANCE / 2)
-    return root
+    return _inverse(num_canaries, _counts(side, num_guesses), weight, delta, alpha)
 
 
 def epsilon_lower_bound(
@@ -132,23 +147,27 @@ def epsilon_lower_bound(
     *,
     delta: float,
     alpha: float,
-    guesses: Sequence[int],
+    guesses: Sequence[int] = (),
     guesses_in: Sequence[int] = (),
+    falling: Sequence[int] = (),
+    falling_in: Sequence[int] = (),
 ) -> OneRunBound:
     """A lower bound on epsilon from one run, by guessing the coins of extreme scores and abstaining on the rest.
 
     For each r of ``guesses``, the r // 2 highest scores are guessed in, the r - r // 2 lowest out: best where the scores of
     members are shifted. For each r of ``guesses_in``, the r highest are guessed in and nothing is guessed out: best where
-    only some members left a trace. Each is a test of its own at level alpha / K, and the best of all K counts. Entries
-    that cannot be played, above m, or above m / 2 in ``guesses_in``, are dropped before K is counted, which is fair
-    because m is in the recipe.
+    only some members left a trace. ``falling`` and ``falling_in`` are the same with weights that fall with the rank, so that
+    r has less to be right. Each is a test of its own at level alpha / K, and the best of all K counts. Entries that cannot be
+    played, above m, or above m / 2 where all are guessed in, are dropped before K is counted, which is fair because m is in
+    the recipe.
 
     Guarantee:
         P[value > epsilon] <= alpha for every mechanism that is (epsilon, delta)-DP when one canary, with all its
         repetitions, is added, removed or zeroed out (see ``group_claim``). Assumes: each canary was inserted by its own
         fair coin, independent of everything else; the scores depend on the coins only through the mechanism's output;
-        higher means in, decided in advance; both grids and ``alpha`` were fixed before the coins were looked at. Equal
-        scores are ordered without them.
+        higher means in, decided in advance; all grids and ``alpha`` were fixed before the coins were looked at. Equal
+        scores count against the claim that anything was seen: of them, guesses take the wrong ones first. No order of
+        theirs, in which the theorem holds, has fewer right.
 
     Args:
         scores: Shape (M,); higher = more likely a member; finite.
@@ -157,6 +176,8 @@ def epsilon_lower_bound(
         alpha: In (0, 1/2).
         guesses: The grid of r on both sides, at least 1 each; repeated entries count once.
         guesses_in: The grid of r on the highest scores alone.
+        falling: As ``guesses``, with falling weights.
+        falling_in: As ``guesses_in``, with falling weights.
 
     References:
         Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846); the union bound over the grid is ours to pay.
@@ -164,56 +185,71 @@ def epsilon_lower_bound(
     Raises:
         ValueError: Shapes differ, a score is not a finite number, or alpha or delta is out of range.
     """
-    played, level = outcomes(scores, inserted, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in)
+    grids = {"guesses": guesses, "guesses_in": guesses_in, "falling": falling, "falling_in": falling_in}
+    played, level = outcomes(scores, inserted, delta=delta, alpha=alpha, **grids)
     num_canaries = len(np.asarray(inserted))
-    value, best = 0.0, None
-    for outcome in reversed(played):
-        bound = epsilon_from_guesses(num_canaries, outcome.guesses, outcome.correct, delta=delta, alpha=level)
-        if best is None or bound > value:
-            value, best = bound, outcome
+    value, best = 0.0, played[-1] if played else None
+    for one in reversed(played):
+        counts = _counts(one.side, one.guesses)
+        if _p_value(num_canaries, counts, one.weight, value, delta) < level:
+            value, best = max(value, _inverse(num_canaries, counts, one.weight, delta, level)), one
+    told = {name: tuple(one.guesses for one in played if one.side == side) for side, name in _GRIDS.items()}
     return OneRunBound(
         value=value,
         alpha=alpha,
         delta=delta,
-        guesses=tuple(outcome.guesses for outcome in played if outcome.side == "both"),
         best_guesses=best.guesses if best else None,
         correct=best.correct if best else None,
         num_canaries=num_canaries,
-        ceiling=one_run_ceiling(num_canaries, delta=delta, alpha=alpha, guesses=guesses, guesses_in=guesses_in),
-        guesses_in=tuple(outcome.guesses for outcome in played if outcome.side == "in"),
+        ceiling=one_run_ceiling(num_canaries, delta=delta, alpha=alpha, **grids),
         best_side=best.side if best else None,
+        weight=best.weight if best and best.side.startswith("falling") else None,
+        **told,
     )
 
 
-def one_run_ceiling(
-    num_canaries: int, *, delta: float, alpha: float, guesses: Sequence[int], guesses_in: Sequence[int] = ()
-) -> float:
+def one_run_ceiling(num_canaries: int, *, delta: float, alpha: float, **grids: Sequence[int]) -> float:
     """The most that ``epsilon_lower_bound`` can show: its value where every guess is right. Needs no scores."""
-    ways, level = _ways(num_canaries, delta, alpha, guesses, guesses_in)
-    return max((epsilon_from_guesses(num_canaries, r, r, delta=delta, alpha=level) for _, r in ways), default=0.0)
+    ways, level = _ways(num_canaries, delta, alpha, grids)
+    ceiling = 0.0
+    for side, r in reversed(ways):
+        counts = _counts(side, r)
+        most = sum(weight * count for weight, count in enumerate(counts, start=1))
+        if _p_value(num_canaries, counts, most, ceiling, delta) < level:
+            ceiling = max(ceiling, _inverse(num_canaries, counts, most, delta, level))
+    return ceiling
 
 
 def outcomes(
-    scores: ArrayLike,
-    inserted: ArrayLike,
-    *,
-    delta: float,
-    alpha: float,
-    guesses: Sequence[int],
-    guesses_in: Sequence[int] = (),
+    scores: ArrayLike, inserted: ArrayLike, *, delta: float, alpha: float, **grids: Sequence[int]
 ) -> tuple[list[Outcome], float]:
     """Every way to guess that can be played, how many guesses were right, and the level of each way."""
     score_M, inserted_M = checked(scores, inserted)
-    ways, level = _ways(len(score_M), delta, alpha, guesses, guesses_in)
-    # The first key breaks ties by a fixed shuffle: a caller may hand over all members first, and position would tell.
-    ranked_M = inserted_M[np.lexsort((_shuffle(len(score_M)), score_M))]
-    right_in = np.concatenate(([0], np.cumsum(ranked_M[::-1])))
-    right_out = np.concatenate(([0], np.cumsum(~ranked_M)))
+    ways, level = _ways(len(score_M), delta, alpha, grids)
+    # Among equal scores the first key puts those first that make a guess wrong: left out from above, planted from below.
+    from_above_M, from_below_M = (
+        inserted_M[np.lexsort((inserted_M, -score_M))],
+        inserted_M[np.lexsort((~inserted_M, score_M))],
+    )
+    right_in, right_out = (np.concatenate(([0], np.cumsum(right_M))) for right_M in (from_above_M, ~from_below_M))
     played = []
     for side, r in ways:
-        top = r if side == "in" else r // 2
-        played.append(Outcome(side, r, int(right_in[top] + right_out[r - top])))
+        above, below = _windows(side, r)
+        weight = int(right_in[above].sum() + right_out[below].sum())
+        played.append(Outcome(side, r, int(right_in[above[-1]] + right_out[below[-1]]), weight))
     return played, level
+
+
+def shuffled(scores: ArrayLike) -> NDArray[np.float64]:
+    """Ranks of the scores, where a fixed shuffle of positions orders equal ones: so audits of version 1 had it.
+
+    Positions may know the coins, of canaries that are listed members first: then this is no test.
+    """
+    score_M = np.asarray(scores, dtype=np.float64)
+    shuffle_M = np.random.default_rng(0).permutation(len(score_M))
+    rank_M = np.empty(len(score_M))
+    rank_M[np.lexsort((shuffle_M, score_M))] = np.arange(len(score_M))
+    return rank_M
 
 
 def group_claim(epsilon: float, delta: float, repetitions: int) -> GroupClaim:
@@ -259,22 +295,57 @@ def checked(scores: ArrayLike, inserted: ArrayLike) -> tuple[NDArray[np.float64]
     return score_M, inserted_M
 
 
+_GRIDS: dict[Side, str] = {"falling_in": "falling_in", "in": "guesses_in", "falling": "falling", "both": "guesses"}
+
+
 def _ways(
-    num_canaries: int, delta: float, alpha: float, guesses: Sequence[int], guesses_in: Sequence[int]
+    num_canaries: int, delta: float, alpha: float, grids: Mapping[str, Sequence[int]]
 ) -> tuple[list[tuple[Side, int]], float]:
-    """The ways to guess that can be played, small r first, and the level of each."""
+    """The ways to guess that can be played, one side before both and small r first, and the level of each."""
     if not 0 < alpha < 0.5 or not 0 <= delta <= 1:
         raise ValueError(f"alpha must lie in (0, 1/2) and delta in [0, 1], got {alpha} and {delta}")
-    ways: list[tuple[Side, int]] = [("in", r) for r in sorted(set(guesses_in)) if 1 <= r <= num_canaries // 2]
-    ways += [("both", r) for r in sorted(set(guesses)) if 1 <= r <= num_canaries]
+    ways = []
+    for side, name in _GRIDS.items():
+        most = num_canaries // 2 if side.endswith("in") else num_canaries
+        ways += [(side, r) for r in sorted(set(grids.get(name, ()))) if 1 <= r <= most]
     return ways, alpha / max(1, len(ways))
 
 
-@lru_cache(maxsize=64)
-def _shuffle(num_canaries: int) -> NDArray[np.int64]:
-    result = np.random.default_rng(0).permutation(num_canaries)
-    result.setflags(write=False)
-    return result
+def _windows(side: Side, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many of the highest scores are guessed in, and of the lowest out: by each of the tests that are added up."""
+    top, bottom = (r, 0) if side.endswith("in") else (r // 2, r - r // 2)
+    parts = min(_WEIGHTS, max(top, bottom)) if side.startswith("falling") else 1
+    shares = np.arange(1, parts + 1)
+    return -(-top * shares // parts), -(-bottom * shares // parts)
+
+
+@lru_cache(maxsize=256)
+def _counts(side: Side, r: int) -> tuple[int, ...]:
+    """How many guesses have weight 1, 2, ..., K: between two windows, all of those that are as large or larger."""
+    above, below = (np.diff(windows, prepend=0)[::-1] for windows in _windows(side, r))
+    return tuple(int(count) for count in above + below)
+
+
+@lru_cache(maxsize=100_000)  # one simulation: m, the tests, delta and level stay, the weight takes some hundred values
+def _inverse(num_canaries: int, counts_K: tuple[int, ...], weight: int, delta: float, alpha: float) -> float:
+    """See ``epsilon_of``."""
+
+    def gap(epsilon: float) -> float:
+        """Below 0 where epsilon is refuted; logarithms make it nearly straight."""
+        p = _p_value(num_canaries, counts_K, weight, epsilon, delta)
+        return math.log(max(p, 1e-300) / alpha)
+
+    if gap(0.0) > 0:
+        return 0.0
+    low, high = 0.0, 1.0
+    while gap(high) <= 0:
+        low, high = high, 2 * high
+        if high > LARGEST_EPSILON:
+            return LARGEST_EPSILON
+    root = float(optimize.brentq(gap, low, high, xtol=_TOLERANCE / 4))
+    while root > 0 and gap(root) > 0:
+        root = max(0.0, root - _TOLERANCE / 2)
+    return root
 
 
 @lru_cache(maxsize=256)
@@ -286,15 +357,42 @@ def _log_choose(r: int) -> NDArray[np.float64]:
     return result
 
 
-def _p_value(num_canaries: int, log_choose_R: NDArray[np.float64], correct: int, epsilon: float, delta: float) -> float:
-    """The p-value before it is cut at 1."""
-    r = len(log_choose_R) - 1
+@lru_cache(maxsize=64)
+def _waves(counts_K: tuple[int, ...]) -> tuple[list[tuple[int, NDArray[np.complex128]]], int]:
+    """For each number of guesses that several weights share, exp(i weight frequency) of these; and the length of the law."""
+    length = sum(weight * count for weight, count in enumerate(counts_K, start=1)) + 1
+    size = fft.next_fast_len(length, real=True)
+    step_F = np.exp(-2j * np.pi * np.arange(size // 2 + 1) / size)
+    weights = [
+        (count, [weight for weight, own in enumerate(counts_K, start=1) if own == count]) for count in set(counts_K)
+    ]
+    return [(count, np.array([step_F**weight for weight in own])) for count, own in weights], length
+
+
+def _law(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
+    """The law of W*: P[W* = w] for w from 0 to the sum of all weights."""
     # Log of 1 - q without forming q, which rounds to 1 from epsilon = 37 on; q / (1 - q) is e^epsilon.
     log_rest = -epsilon - math.log1p(math.exp(-epsilon))
-    pmf_R = np.exp(log_choose_R + (np.arange(r + 1) * epsilon + r * log_rest))
-    tail = float(pmf_R[correct:].sum())
-    if delta == 0 or correct == 0:
+    if len(counts_K) == 1:
+        r = counts_K[0]
+        return np.exp(_log_choose(r) + (np.arange(r + 1) * epsilon + r * log_rest))
+    waves, length = _waves(counts_K)
+    rest = math.exp(log_rest)
+    spectrum_F: Any = 1.0
+    for count, waves_KF in waves:
+        spectrum_F = spectrum_F * (rest + (1 - rest) * waves_KF).prod(axis=0) ** count
+    law_W: NDArray[np.float64] = fft.irfft(spectrum_F, fft.next_fast_len(length, real=True))[:length]
+    return law_W
+
+
+def _p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: float, delta: float) -> float:
+    """The p-value before it is cut at 1."""
+    law_W = _law(counts_K, epsilon)
+    tail = float(law_W[weight:].sum())
+    if delta == 0 or weight == 0:
         return tail
-    # P[v - i <= B < v] for i = 1..v; a larger i only divides the same mass by more.
-    below = np.cumsum(pmf_R[:correct][::-1])
-    return tail + 2 * num_canaries * delta * float((below / np.arange(1, correct + 1)).max())
+    # P[v - i K <= W* < v] for i = 1, 2, ...; the last one is all that is below, which a larger i only divides by more.
+    most = len(counts_K)
+    below = np.cumsum(law_W[:weight][::-1])
+    below = below[np.minimum(np.arange(most - 1, len(below) + most - 1, most), len(below) - 1)]
+    return tail + 2 * num_canaries * delta * float((below / np.arange(1, len(below) + 1)).max())

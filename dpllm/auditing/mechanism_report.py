@@ -104,7 +104,7 @@ class MechanismReport:
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON value; what is not finite is null."""
         values = asdict(self)
-        values["bound"]["guesses"] = list(self.bound.guesses)
+        values["bound"] = self.bound.to_json()
         for pair, shown in zip(self.pairs, values["pairs"], strict=True):
             shown["excess"] = pair.excess
         for key in ("epsilon", "resolution"):

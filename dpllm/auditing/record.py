@@ -87,12 +87,18 @@ class OneRun(Record):
     """Numbers of guesses on both sides."""
     guesses_in: tuple[AtLeast1, ...]
     """Numbers of guesses on the highest scores alone."""
+    falling: tuple[AtLeast1, ...] = ()
+    """Numbers of guesses on both sides, with weights that fall with the rank."""
+    falling_in: tuple[AtLeast1, ...] = ()
+    """The same on the highest scores alone."""
     best_guesses: AtLeast1 | None
     """Guesses of the best of the tests; null where none could be played."""
     best_side: Side | None
     """Of which kind it was."""
     correct: Count | None
     """How many of its guesses were right."""
+    weight: Count | None = None
+    """Sum of their weights; absent where all are 1."""
     num_canaries: Count
     """Canaries with a coin each."""
     ceiling: Number

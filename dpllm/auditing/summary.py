@@ -15,7 +15,7 @@ import numpy as np
 
 from dpllm.auditing import attacks, extraction, statistics
 from dpllm.auditing import gradient as gradient_canaries
-from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
+from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound, shuffled
 from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Summary
@@ -24,6 +24,7 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
+from dpllm.recipe.guessing import default_ways
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
@@ -32,13 +33,6 @@ PRIMARY_ATTACK = "calibrated"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
 ROC_GRID = tuple(float(tpr) for tpr in np.geomspace(1e-3, 1.0, 61))
-METHODS = {
-    version: "one training run, guesses on both sides and on one (Steinke, Nasr and Jagielski 2023), once-inserted canaries, "
-    f"score '{PRIMARY_ATTACK}'{tokens}, alpha divided by the number of guess counts"
-    for version, tokens in ((1, ""), (2, " of every token that entered the loss, less what its words explain"))
-}
-"""By version of score and tests."""
-
 Json = dict[str, Any]
 
 
@@ -122,7 +116,7 @@ def summarise(
         "exposure": _exposures(by_group(scores)),
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
         "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
-        "epsilon_lower_bound": {**asdict(bound), "method": METHODS[settings.version], "slope": scored.slope},
+        "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings), "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
             str(group): _repeated(group, claim, seen, tests.get(group))
@@ -164,28 +158,37 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
     """The bound of the once-planted candidates, and the tests of the repeated groups that can refute the claim."""
 
     def bound(rows: Sequence[CanaryScores], **test: Any) -> OneRunBound:
-        return epsilon_lower_bound(scored.calibrated(rows), [bool(row.inserted) for row in rows], **test)
+        ranked = scored.calibrated(rows)
+        ranked = shuffled(ranked) if settings.version == 1 else ranked
+        return epsilon_lower_bound(ranked, [bool(row.inserted) for row in rows], **test)
 
-    alpha, guesses, guesses_in = settings.alpha, settings.guesses, settings.guesses_in
     sizes = {group: len(rows) for group, rows in scored.groups.items()}
-    level = levels(sizes, claim, alpha, guesses, guesses_in) if claim else {1: alpha}
+    level = levels(sizes, claim, settings) if claim else {1: settings.alpha}
     delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
-    once = bound(scored.groups.get(1, []), delta=delta, alpha=level[1], guesses=guesses, guesses_in=guesses_in)
+    ways = settings.model_dump(include={"guesses", "guesses_in", "falling", "falling_in"})
+    once = bound(scored.groups.get(1, []), delta=delta, alpha=level[1], **ways)
     tests = {}
     for group, own_level in level.items():
         if group > 1 and claim:
-            own, own_in = grid(sizes[group], guesses, guesses_in)
-            target = claim.of(group)
-            found = bound(scored.groups[group], delta=target.delta, alpha=own_level, guesses=own, guesses_in=own_in)
-            tests[group] = Test(target, found)
+            target, ways = claim.of(group), grid(sizes[group], settings)
+            tests[group] = Test(target, bound(scored.groups[group], delta=target.delta, alpha=own_level, **ways))
     return once, tests
+
+
+def _method(settings: AuditSettings) -> str:
+    """How the bound is computed; of version 1 as the cards of its time have it."""
+    tokens = "" if settings.version == 1 else " of every token that entered the loss, less what its words explain"
+    weights, parts = (", with weights that fall with the rank", "tests") if settings.falling else ("", "guess counts")
+    return (
+        f"one training run, guesses on both sides and on one{weights} (Steinke, Nasr and Jagielski 2023), once-inserted "
+        f"canaries, score '{PRIMARY_ATTACK}'{tokens}, alpha divided by the number of {parts}"
+    )
 
 
 def _gradient(table: GradientTable | None, claim: Claim | None, settings: AuditSettings) -> GradientAudit | None:
     if table is None or claim is None:
         return None
-    guesses, guesses_in = grid(len(table.inserted_M), settings.guesses, settings.guesses_in)
-    ways = {"guesses": guesses, "guesses_in": guesses_in}
+    ways = default_ways(len(table.inserted_M), shifted=True)
     return gradient_canaries.examine(table, delta=claim.delta, alpha=settings.alpha, ways=ways)
 
 
@@ -193,7 +196,7 @@ def _repeated(group: int, claim: Claim | None, attacked: Json, test: Test | None
     return {
         "claim": asdict(claim.of(group)) if claim else None,
         "attacks": {name: attacked[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
-        "test": {**asdict(test.bound), "refuted": test.refuted} if test else None,
+        "test": {**test.bound.to_json(), "refuted": test.refuted} if test else None,
     }
 
 

@@ -6,12 +6,14 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpllm.auditing.bounds import GroupClaim, OneRunBound, group_claim, one_run_ceiling
 from dpllm.privacy.limits import attacker_limits
+from dpllm.recipe.guessing import default_ways
 from dpllm.statement.privacy_record import GradientAudit
+from dpllm.statement.run_files import AuditSettings
 
 CONTROL_LEVEL = 0.001
 """A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
@@ -74,32 +76,35 @@ class Controls:
     """The attacks read carrier and secret; the controls always do."""
 
 
-def levels(
-    sizes: Mapping[int, int], claim: Claim, alpha: float, guesses: Sequence[int], guesses_in: Sequence[int]
-) -> dict[int, float]:
+def levels(sizes: Mapping[int, int], claim: Claim, settings: AuditSettings) -> dict[int, float]:
     """How alpha is divided among the groups that are tested.
 
     Alike among the one that speaks of single units and those repeated ones that could refute their weaker claim. It
-    needs sizes (repetitions -> candidates) and claim only, so it was fixed before the coins.
+    needs sizes (repetitions -> candidates), claim and settings only, so it was fixed before the coins.
     """
-    tested = [1]
+    tested, alpha = [1], settings.alpha
     for group in sorted(size for size in sizes if size > 1):
-        own, own_in = grid(sizes[group], guesses, guesses_in)
+        ways = grid(sizes[group], settings)
         target = claim.of(group)
         if target.delta >= 1:
             continue
-        ceiling = one_run_ceiling(
-            sizes[group], delta=target.delta, alpha=alpha / len(sizes), guesses=own, guesses_in=own_in
-        )
+        ceiling = one_run_ceiling(sizes[group], delta=target.delta, alpha=alpha / len(sizes), **ways)
         if ceiling > target.epsilon:
             tested.append(group)
     return dict.fromkeys(tested, alpha / len(tested))
 
 
-def grid(size: int, guesses: Sequence[int], guesses_in: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The numbers of guesses for a group: those of the recipe that can be played, or half and all of a small group."""
-    both, one = [r for r in guesses if r <= size], [r for r in guesses_in if r <= size // 2]
-    return (both, one) if both or one else (sorted({max(1, size // 2), max(1, size)}), [])
+def grid(size: int, settings: AuditSettings) -> dict[str, list[int]]:
+    """The tests of a repeated group: those that suit its size, unless the recipe names numbers of guesses.
+
+    Of these, the ones that can be played, or half and all of a small group.
+    """
+    if not (settings.guesses or settings.guesses_in):
+        return default_ways(size)
+    both, one = [r for r in settings.guesses if r <= size], [r for r in settings.guesses_in if r <= size // 2]
+    if not (both or one):
+        both = sorted({max(1, size // 2), max(1, size)})
+    return {"guesses": both, "guesses_in": one}
 
 
 def judge(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import Canary
 from dpllm.errors import ConfigError
+from dpllm.recipe.config import AuditConfig
+from dpllm.recipe.guessing import default_ways
 from dpllm.statement.run_files import AuditSettings
 
 FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with
@@ -154,24 +156,27 @@ def _check(path: Path, found: Manifest) -> None:
 
 
 def summarise_manifest(
-    rows: Sequence[CanaryScores], tokens: TokenTable, planned: Manifest, claim: Claim | None, settings: AuditSettings
+    rows: Sequence[CanaryScores], tokens: TokenTable, planned: Manifest, claim: Claim | None
 ) -> Summary:
     """What ``dpllm.auditing.summary.summarise`` concludes, from the scores of a manifest's canaries and a stranger's claim.
 
     Without references the canaries that were left out are ranked among; without independent coins the bound is 0, for want of
     a theorem, and the verdict inconclusive or no_claim.
     """
+    # Nobody fixed alpha and the tests before the training; so nobody chooses them now.
+    ways = default_ways(sum(one.group == 1 for one in planned.canaries))
+    settings = AuditSettings.pick({**AuditConfig().fixed(), **ways})
     beside = Beside(words=words_control(planned.canaries))
     chosen: dict[str, Any] = {"settings": settings, "tokens": tokens, "beside": beside}
     report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
     if planned.independent_coins:
         return report
     found = report.epsilon_lower_bound
-    nothing = epsilon_lower_bound([], [], delta=found.delta, alpha=settings.alpha, guesses=[])
+    nothing = epsilon_lower_bound([], [], delta=found.delta, alpha=settings.alpha)
     method = "none: the canaries were not planted by independent fair coins"
     shift = report.controls.base_separates or bool(report.controls.words and report.controls.words.succeeds)
     changes = {
-        "epsilon_lower_bound": Bound.pick(asdict(nothing), method=method),
+        "epsilon_lower_bound": Bound.pick(nothing.to_json(), method=method),
         "repeated": {group: seen.model_copy(update={"test": None}) for group, seen in report.repeated.items()},
         "verdict": "inconclusive" if report.claim else "no_claim",
         "verdict_reason": _NO_COINS + (_SHIFT if shift else ""),

@@ -25,6 +25,7 @@ from dpllm.lab.replay import replay
 from dpllm.privacy import accounting, events
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.guessing import default_ways
 from dpllm.run.promise import plan_before_any_run
 
 CANARIES = 1000
@@ -53,7 +54,7 @@ def audit_mechanism(
         divided by the number of tests. ``consistent`` shows that no test failed and proves nothing.
 
     Args:
-        config: A recipe with ``privacy.enabled``; ``audit.guesses``, all canaries and half of them are the grid of the bound.
+        config: A recipe with ``privacy.enabled``.
         plan: The promise to test; None: the one that the recipe makes.
         steps: At least 2.
         canaries: M, at least 2; None: 1000, and fewer, down to 300, where large batches would take long.
@@ -96,7 +97,8 @@ def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair,
         # The Plan's event states an epsilon for every delta; the bound's price, 2 M delta, must be small beside alpha.
         delta=min(plan.delta, ALPHA / 1000 / canaries),
         alpha=ALPHA / 2,
-        guesses=(*config.audit.guesses, canaries // 2, canaries),
+        guesses=(canaries // 2, canaries),
+        **default_ways(canaries, shifted=True),
     )
     # Of one thing that is sampled: a canary is one, also where the promise is for a unit of several.
     event = events.sampled_steps(plan.event["event"]["event"], schedule.sampling_rate, promised)

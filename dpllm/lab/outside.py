@@ -29,9 +29,8 @@ from dpllm.lab.manifest import read_manifest, summarise_manifest
 from dpllm.model import loading
 from dpllm.model.loading import ScoringModels
 from dpllm.recipe import names
-from dpllm.recipe.config import AuditConfig, DataConfig, ModelConfig
+from dpllm.recipe.config import DataConfig, ModelConfig
 from dpllm.run import checkpoint
-from dpllm.statement.run_files import AuditSettings
 from dpllm.text import data
 from dpllm.text.data import Format, TokenSequence
 
@@ -98,8 +97,7 @@ def audit_outside_canaries(
     models, described = load_outside(path, base)
     everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
     rows, tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])
-    # Nobody fixed alpha and the numbers of guesses before the training; so nobody chooses them now.
-    report = summarise_manifest(rows, tokens, planned, claim, AuditSettings.pick(AuditConfig().fixed()))
+    report = summarise_manifest(rows, tokens, planned, claim)
     return OutsideAudit.pick(
         report.to_json(),
         model=described,

@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dpllm.errors import ConfigError
+from dpllm.recipe.guessing import default_ways
 from dpllm.recipe.section import Section, explain, read_recipe
 
 # What a recipe may no longer say -> what to write instead.
@@ -307,10 +308,11 @@ class AuditConfig(Section):
     sampling, clipping and noise, by somebody who sees every step. Each holds a slot in N, whatever its coin says."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Probability that the epsilon lower bound exceeds the truth."""
-    guesses: list[PositiveInt] = Field(default_factory=lambda: [40, 120, 400], min_length=1)
-    """Numbers of guesses tried by the one-run bound, half of them in and half out, fixed before training; alpha is divided by
-    how many there are, those of guesses_in included."""
-    guesses_in: list[PositiveInt] = Field(default_factory=lambda: [30, 120])
+    guesses: list[PositiveInt] | None = Field(default=None, min_length=1)
+    """Numbers of guesses of equal weight tried by the one-run bound, half of them in and half out; alpha is divided by how many
+    there are, those of guesses_in included. Without either: weights that fall with the rank, over as many as suit the number of
+    canaries. All is fixed before training, in plan.json."""
+    guesses_in: list[PositiveInt] | None = None
     """The same for guesses that are all in: stronger where only some canaries are memorised."""
 
     @model_validator(mode="after")
@@ -324,8 +326,10 @@ class AuditConfig(Section):
 
     def fixed(self) -> dict[str, Any]:
         """What of the test has to be fixed before training, as plan.json commits to it."""
-        chosen = self.model_dump(mode="json", include={"alpha", "guesses", "guesses_in"})
-        return {**chosen, "falling": [], "score": "calibrated", "version": 2, "control_level": 0.001}
+        ways = {"guesses": self.guesses or [], "guesses_in": self.guesses_in or [], "falling": [], "falling_in": []}
+        if not (self.guesses or self.guesses_in):
+            ways |= default_ways(self.canaries.groups.get(1, 0) if self.canaries else 0)
+        return {"alpha": self.alpha, **ways, "score": "calibrated", "version": 2, "control_level": 0.001}
 
 
 class CardConfig(Section):

@@ -50,12 +50,14 @@ class AuditSettings(Record):
     guesses_in: tuple[int, ...]
     """How many of them as planted."""
     falling: tuple[int, ...] = ()
-    """Reaches of the tests whose weights fall with the rank."""
+    """The same with weights that fall with the rank: how many are guessed on both sides."""
+    falling_in: tuple[int, ...] = ()
+    """And how many as planted alone."""
     score: Literal["calibrated"] = "calibrated"
     """Behind the lower bound."""
     version: Literal[1, 2] = 1
     """Of score and tests: 1 sums over the tokens of the secret and orders equal scores by a fixed shuffle; 2 sums over every
-    token that entered the loss what its word in other rows does not explain, and equal scores share their weights."""
+    token that entered the loss what its word in other rows does not explain, and equal scores count against the bound."""
     control_level: Between0And1 = 0.001
     """At which a control counts as seen, or as failed."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.auditing import mechanism_report
-from dpllm.auditing.bounds import OneRunBound, epsilon_from_guesses, one_run_ceiling
+from dpllm.auditing.bounds import OneRunBound, epsilon_of, one_run_ceiling
 from dpllm.auditing.gradient import COLUMNS, GradientTable, read_gradient
 from dpllm.auditing.mechanism_report import MechanismReport, Pair, ReleaseTest
 from dpllm.auditing.record import AuditRecord, Summary, parse_audit
@@ -342,11 +342,11 @@ def _mechanism(found: Json, terms: Terms, planned: int) -> MechanismReport:
     # Of one thing that is sampled, as the audit has it.
     event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, steps)
     epsilon, _ = costs.pld(event, bound.delta, terms.neighbouring_relation)
-    level = bound.alpha / (len(bound.guesses) + len(bound.guesses_in))
-    least = epsilon_from_guesses(canaries, bound.best_guesses or 0, bound.correct or 0, delta=bound.delta, alpha=level)
-    ceiling = one_run_ceiling(
-        canaries, delta=bound.delta, alpha=bound.alpha, guesses=bound.guesses, guesses_in=bound.guesses_in
-    )
+    weight = bound.correct if bound.weight is None else bound.weight
+    side, guesses = bound.best_side or "both", bound.best_guesses or 0
+    least = epsilon_of(canaries, side, guesses, weight or 0, delta=bound.delta, alpha=bound.level)
+    ways = {name: getattr(bound, name) for name in ("guesses", "guesses_in", "falling", "falling_in")}
+    ceiling = one_run_ceiling(canaries, delta=bound.delta, alpha=bound.alpha, **ways)
     of_terms = {
         key: getattr(terms, key) for key in ("epsilon", "delta", "noise_multiplier", "clipping", "max_grad_norm")
     }

@@ -25,6 +25,7 @@ from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.limits import attacker_limits_of
+from dpllm.recipe.guessing import default_ways
 from dpllm.statement import privacy_record
 from dpllm.statement.run_files import AuditSettings
 from dpllm.verification import check_audits
@@ -33,6 +34,8 @@ from dpllm.verification.values import Published, Wrong
 MODEL_CARDS = Path(__file__).parents[2] / "model_cards"
 CLAIM = Claim(epsilon=4.0, delta=1e-5, unit="example")
 SIGNIFICANCE = 1e-8
+COUNTED = {"guesses": (40, 120), "guesses_in": (30,)}
+DEFAULT = {"guesses": (), "guesses_in": (), **{name: tuple(ways) for name, ways in default_ways(200).items()}}
 SOUND = Controls(base_separates=False, words_separate=False, positive="AUC 0.99 on the canaries planted 32 times")
 
 
@@ -40,10 +43,10 @@ def row(name, group=1, inserted=True, tuned=-10.0, base=-12.0, tuned_greedy=Fals
     return CanaryScores(name, group, inserted, 4, tuned, base, tuned_greedy, base_greedy)
 
 
-def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), version=1, **given):
+def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), falling=(), falling_in=(), version=1, **given):
     """As audit.json holds it."""
-    test = {"alpha": alpha, "guesses": guesses, "guesses_in": guesses_in, "version": version}
-    return summarise(table, claim, AuditSettings.pick(test), **given).to_json()
+    ways = {"guesses": guesses, "guesses_in": guesses_in, "falling": falling, "falling_in": falling_in}
+    return summarise(table, claim, AuditSettings.pick({"alpha": alpha, "version": version, **ways}), **given).to_json()
 
 
 def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
@@ -132,19 +135,24 @@ def test_a_canary_is_one_unit_where_the_unit_is_no_row():
 
 
 def test_alpha_is_divided_among_the_groups_that_can_refute_anything():
-    sizes, grids = {1: 200, 4: 20, 32: 20}, ([40, 120], [30])
-    assert levels(sizes, Claim(4.0, 1e-5, "example"), 0.05, *grids) == {1: 0.05}
-    assert levels(sizes, Claim(0.01, 1e-6, "example"), 0.05, *grids) == {1: 0.05 / 3, 4: 0.05 / 3, 32: 0.05 / 3}
-    assert levels(sizes, Claim(4.0, 1e-5, "patient_id"), 0.05, *grids) == {1: 0.05}
-    assert grid(20, *grids) == ([10, 20], [])
-    assert grid(100, *grids) == ([40], [30])
+    sizes = {1: 200, 4: 20, 32: 20}
+    counted = AuditSettings(alpha=0.05, **COUNTED)
+    for settings in (counted, AuditSettings(alpha=0.05, **DEFAULT)):
+        assert levels(sizes, Claim(4.0, 1e-5, "example"), settings) == {1: 0.05}
+        assert levels(sizes, Claim(0.01, 1e-6, "example"), settings) == {1: 0.05 / 3, 4: 0.05 / 3, 32: 0.05 / 3}
+        assert levels(sizes, Claim(4.0, 1e-5, "patient_id"), settings) == {1: 0.05}
+        assert levels({**sizes, 32: 100}, Claim(2.0, 1e-5, "patient_id"), settings) == {1: 0.025, 32: 0.025}
+    assert grid(20, counted) == {"guesses": [10, 20], "guesses_in": []}
+    assert grid(100, counted) == {"guesses": [40], "guesses_in": [30]}
+    assert grid(20, settings) == default_ways(20) == {"falling": [20], "falling_in": [4]}
 
 
-def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_together(seed, full):
+@pytest.mark.parametrize("ways", [COUNTED, DEFAULT])
+def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_together(ways, seed, full):
     """Randomised response is what uses up a claim; k copies of a canary are under k times the epsilon."""
     rng, claim, audits, false = np.random.default_rng([seed, 8]), Claim(0.02, 0.0, "example"), 2000 if full else 300, 0
     sizes = {1: 200, 4: 60, 32: 60}
-    assert set(levels(sizes, claim, 0.05, [40, 120], [30])) == {1, 4, 32}
+    assert set(levels(sizes, claim, AuditSettings(alpha=0.05, **ways))) == {1, 4, 32}
     for _ in range(audits):
         rows = [row(f"r{index}", 0, None, 0.0, 0.0) for index in range(2)]
         for group, size in sizes.items():
@@ -153,7 +161,7 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
             answers = np.where(truthful, coins, ~coins) + rng.uniform(0, 0.1, size)
             named = enumerate(zip(coins, answers, strict=True))
             rows += [row(f"c{group}-{i}", group, bool(coin), answer, 0.0) for i, (coin, answer) in named]
-        found = summarised(rows, claim, alpha=0.05, guesses=(40, 120), guesses_in=(30,))
+        found = summarised(rows, claim, version=2, **ways)
         false += found["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 

@@ -15,14 +15,11 @@ from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab.manifest import FEWEST_OUT, Manifest, read_manifest, summarise_manifest
-from dpllm.recipe.config import AuditConfig, CanaryConfig
-from dpllm.statement.run_files import AuditSettings
+from dpllm.recipe.config import CanaryConfig
+from dpllm.recipe.guessing import default_ways
 
 COINS = {"coins": "independent"}
 SECRET = "Sigrid Forsberg owes 4711"
-
-
-DEFAULT = AuditSettings.pick(AuditConfig().fixed())
 
 
 def canary(number, inserted, **other):
@@ -198,17 +195,16 @@ def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
 
 @pytest.mark.parametrize("references", [0, 150])
 def test_independent_coins_carry_the_bound_with_and_without_references(references, seed):
-    planned, settings = manifest(references=references), DEFAULT
+    planned = manifest(references=references)
     rows, tokens = scored(planned, 2.0, seed)
-    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example"), settings).to_json()
+    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example")).to_json()
     once = [row for row in rows if row.group == 1]
     bound = epsilon_lower_bound(
-        attacks.ratio(once),
+        attacks.calibrated(once, report["epsilon_lower_bound"]["slope"]),
         [row.inserted for row in once],
         delta=1e-5,
-        alpha=settings.alpha,
-        guesses=settings.guesses,
-        guesses_in=settings.guesses_in,
+        alpha=0.05,
+        **default_ways(200),
     )
     assert report["epsilon_lower_bound"]["value"] == bound.value > 1
     assert report["verdict"] == "falsified"
@@ -230,7 +226,7 @@ def test_without_references_a_canary_left_out_is_counted_once(draw):
     outside = [row for row in rows if not row.inserted]
     ratios = attacks.ratio([row for row in rows if row.inserted]), attacks.ratio(outside)
     assert statistics.rank_sum_p_value(*ratios) > 0.001
-    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example"), DEFAULT).to_json()
+    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example")).to_json()
     assert report["verdict"] == "inconclusive"
     assert "seen to work nowhere" in report["verdict_reason"]
     assert report["controls"]["positive"] is None
@@ -242,7 +238,7 @@ def test_without_references_a_canary_left_out_is_counted_once(draw):
 def test_without_independent_coins_there_is_no_bound_and_no_verdict(references, claim, seed):
     planned = manifest(references=references, independent=False, groups=(1, 1, 1, 16))
     rows, tokens = scored(planned, 8.0, seed)
-    report = summarise_manifest(rows, tokens, planned, claim, DEFAULT).to_json()
+    report = summarise_manifest(rows, tokens, planned, claim).to_json()
     assert report["epsilon_lower_bound"]["value"] == 0
     assert report["epsilon_lower_bound"]["ceiling"] == 0
     assert report["epsilon_lower_bound"]["num_canaries"] == 0
@@ -257,7 +253,7 @@ def test_without_independent_coins_there_is_no_bound_and_no_verdict(references, 
 def test_without_coins_a_shift_is_said(seed):
     planned = manifest(independent=False)
     rows, tokens = scored(planned, 0.0, seed, base_shift=6.0)
-    report = summarise_manifest(rows, tokens, planned, None, DEFAULT).to_json()
+    report = summarise_manifest(rows, tokens, planned, None).to_json()
     assert report["controls"]["base_separates"]
     assert "already tell" in report["verdict_reason"]
     with_words = Manifest(
@@ -269,7 +265,7 @@ def test_without_coins_a_shift_is_said(seed):
         "not stated",
     )
     rows, tokens = scored(with_words, 0.0, seed)
-    assert "already tell" in summarise_manifest(rows, tokens, with_words, None, DEFAULT).verdict_reason
+    assert "already tell" in summarise_manifest(rows, tokens, with_words, None).verdict_reason
 
 
 def test_coins_that_the_words_give_away_falsify_nothing(seed):
@@ -280,7 +276,7 @@ def test_coins_that_the_words_give_away_falsify_nothing(seed):
     )
     planned = Manifest(given, (), True, "independent")
     rows, tokens = scored(planned, 8.0, seed)
-    report = summarise_manifest(rows, tokens, planned, Claim(0.1, 1e-5, "example"), DEFAULT).to_json()
+    report = summarise_manifest(rows, tokens, planned, Claim(0.1, 1e-5, "example")).to_json()
     assert report["verdict"] == "inconclusive"
     assert report["controls"]["words"]["succeeds"]
 
@@ -288,7 +284,7 @@ def test_coins_that_the_words_give_away_falsify_nothing(seed):
 def test_repeated_canaries_are_judged_without_references_too(seed):
     planned = manifest(300, groups=(1, 1, 4))
     rows, tokens = scored(planned, 6.0, seed)
-    report = summarise_manifest(rows, tokens, planned, Claim(0.3, 1e-5, "example"), DEFAULT).to_json()
+    report = summarise_manifest(rows, tokens, planned, Claim(0.3, 1e-5, "example")).to_json()
     assert report["repeated"]["4"]["test"] is not None
     outside = sum(not row.inserted for row in rows)
     assert report["repeated"]["4"]["attacks"]["ratio"]["negatives"] == outside

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
-from dpllm.recipe.config import AuditConfig
+from dpllm.recipe.guessing import default_ways
 
 ALPHA = 0.05
-GRID, GRID_IN = tuple(AuditConfig().guesses), tuple(AuditConfig().guesses_in)
+COUNTED = {"guesses": (40, 120, 400), "guesses_in": (30, 120)}
 SPREAD_GRID = (10, 15, 22, 33, 50, 80, 130, 220, 400)
 SIGNIFICANCE = 1e-8  # how often one simulation may alarm falsely
 EPSILONS = (0.5, 1.0, 2.0, 4.0)
@@ -33,8 +33,9 @@ Floats = NDArray[np.float64]
 
 
 def randomized_response(coins: Bools, epsilon: float, delta: float, rng: np.random.Generator) -> Floats:
+    """Equal answers are ordered by fresh randomness, as an attacker may."""
     flipped = rng.random(len(coins)) < 1 / (1 + math.exp(epsilon))
-    return (coins ^ flipped).astype(float)
+    return (coins ^ flipped) + 1e-3 * rng.random(len(coins))
 
 
 def laplace(coins: Bools, epsilon: float, delta: float, rng: np.random.Generator) -> Floats:
@@ -115,14 +116,16 @@ def audits(
     rng: np.random.Generator,
     *,
     alpha: float = ALPHA,
-    guesses: Sequence[int] = GRID,
-    guesses_in: Sequence[int] = (),
     delta: float | None = None,
+    **ways: Sequence[int],
 ) -> list[OneRunBound]:
-    """Audits of independent runs of a mechanism; ``delta`` is what the bound is told, if not the truth."""
-    told = mechanism.delta if delta is None else delta
+    """Audits of independent runs of a mechanism.
+
+    ``delta`` is what the bound is told, if not the truth; without ``ways`` the tests are those of an audit by default.
+    """
+    told, ways = mechanism.delta if delta is None else delta, ways or default_ways(num_canaries)
     return [
-        epsilon_lower_bound(scores, coins, delta=told, alpha=alpha, guesses=guesses, guesses_in=guesses_in)
+        epsilon_lower_bound(scores, coins, delta=told, alpha=alpha, **ways)
         for scores, coins in runs(mechanism, epsilon, num_canaries, count, rng)
     ]
 

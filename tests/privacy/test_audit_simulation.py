@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from audit_simulation import (
     ALPHA,
+    COUNTED,
     EPSILONS,
-    GRID,
-    GRID_IN,
     MECHANISMS,
     NUM_STEPS,
     SAMPLED_NOISE,
@@ -30,6 +29,7 @@ from dpllm.auditing.bounds import epsilon_lower_bound, group_claim, one_run_ceil
 from dpllm.auditing.statistics import auc, exposure, exposure_null_mean, rank_sum_p_value
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.accounting import epsilon as stated_epsilon
+from dpllm.recipe.guessing import default_ways
 
 
 def test_the_sampled_gaussian_has_the_epsilon_that_the_simulations_say() -> None:
@@ -38,23 +38,52 @@ def test_the_sampled_gaussian_has_the_epsilon_that_the_simulations_say() -> None
         assert epsilon - 0.01 < stated <= epsilon
 
 
+def rounded(mechanism: Mechanism, order: str, step: float) -> Mechanism:
+    """The mechanism with scores of few values, in a table that lists members in a given order."""
+
+    def run(coins, epsilon, delta, rng):  # type: ignore[no-untyped-def]
+        coins[:] = np.sort(coins)[::-1] if order == "members first" else np.sort(coins)
+        return np.round(mechanism.run(coins, epsilon, delta, rng) / step) * step
+
+    return Mechanism(run, mechanism.delta)
+
+
 @pytest.mark.parametrize("num_canaries", [100, 1000])
 @pytest.mark.parametrize("epsilon", EPSILONS)
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_the_bound_exceeds_the_truth_at_most_as_often_as_alpha_says(name, epsilon, num_canaries, seed, full):
+@pytest.mark.parametrize("ways", [COUNTED, {}], ids=["counted", "default"])
+def test_the_bound_exceeds_the_truth_at_most_as_often_as_alpha_says(ways, name, epsilon, num_canaries, seed, full):
     mechanism = MECHANISMS[name]
     rng = np.random.default_rng([seed, num_canaries, int(10 * epsilon), list(MECHANISMS).index(name)])
-    bounds = audits(mechanism, epsilon, num_canaries, 4000 if full else 1000, rng, guesses_in=GRID_IN)
+    bounds = audits(mechanism, epsilon, num_canaries, 4000 if full else 1000, rng, **ways)
     assert not false_alarm(bounds, epsilon)
 
 
+@pytest.mark.parametrize("num_canaries", [200, 1000])
+@pytest.mark.parametrize("order", ["members first", "members last"])
+@pytest.mark.parametrize(
+    ("name", "step"), [("randomized response", 1.0), ("gaussian", 0.5), ("laplace", 4.0), ("gaussian", 99.0)]
+)
+@pytest.mark.parametrize("ways", [COUNTED, default_ways(200), default_ways(1000, shifted=True)])
+def test_equal_scores_claim_nothing_falsely_in_whatever_order_of_rows(
+    ways, name, step, order, num_canaries, seed, full
+):
+    """A step of 99 makes all scores equal."""
+    mechanism = rounded(MECHANISMS[name], order, step)
+    rng = np.random.default_rng([seed, num_canaries, int(step), order == "members first"])
+    bounds = audits(mechanism, 1.0, num_canaries, 2000 if full else 100, rng, **ways)
+    assert not false_alarm(bounds, 1.0)
+    assert step != 99 or not any(bound.value for bound in bounds)
+
+
 @pytest.mark.parametrize("epsilon", EPSILONS)
-def test_one_guess_count_on_randomized_response_is_nearly_tight(epsilon, seed, full):
+@pytest.mark.parametrize("way", ["guesses", "falling"])
+def test_one_test_on_randomized_response_is_nearly_tight(way, epsilon, seed, full):
     """Here the theorem is an equality, so a bound that is much too careful would show as well."""
     count = 4000 if full else 1000
     rng = np.random.default_rng([seed, 7])
     mechanism = Mechanism(randomized_response, 0.0)
-    bounds = audits(mechanism, epsilon, 400, count, rng, guesses=[300])
+    bounds = audits(mechanism, epsilon, 400, count, rng, **{way: [300]})
     assert not false_alarm(bounds, epsilon)
     false = sum(bound.value > epsilon for bound in bounds)
     assert stats.binomtest(false, count, 0.015, alternative="less").pvalue > SIGNIFICANCE
@@ -72,12 +101,13 @@ def test_many_guess_counts_are_paid_for_and_would_be_caught_if_not(seed, full):
     assert false_alarm(unpaid, epsilon)
 
 
-def test_delta_is_paid_for_and_would_be_caught_if_not(seed):
+@pytest.mark.parametrize("way", ["guesses", "falling"])
+def test_delta_is_paid_for_and_would_be_caught_if_not(way, seed):
     mechanism, epsilon = Mechanism(MECHANISMS["name and shame"].run, 1e-2), 0.5
     rng = np.random.default_rng([seed, 9])
     # As many guesses as coins are published.
-    assert not false_alarm(audits(mechanism, epsilon, 1000, 200, rng, guesses=[10]), epsilon)
-    assert false_alarm(audits(mechanism, epsilon, 1000, 200, rng, guesses=[10], delta=0.0), epsilon)
+    assert not false_alarm(audits(mechanism, epsilon, 1000, 200, rng, **{way: [10]}), epsilon)
+    assert false_alarm(audits(mechanism, epsilon, 1000, 200, rng, **{way: [10]}, delta=0.0), epsilon)
 
 
 def test_repeated_canaries_are_judged_by_the_claim_for_groups(seed, full):
@@ -99,8 +129,9 @@ def test_repeated_canaries_are_judged_by_the_claim_for_groups(seed, full):
 
 def test_the_bound_has_power(seed):
     rng = np.random.default_rng([seed, 10])
-    bounds = audits(MECHANISMS["gaussian"], 4.0, 1000, 600, rng, guesses_in=GRID_IN)
-    assert np.mean([bound.value for bound in bounds]) >= 1.35
+    for ways, least in ((COUNTED, 1.35), (default_ways(1000), 1.38), (default_ways(1000, shifted=True), 1.51)):
+        bounds = audits(MECHANISMS["gaussian"], 4.0, 1000, 600, rng, **ways)
+        assert np.mean([bound.value for bound in bounds]) >= least
 
 
 def test_guesses_on_one_side_have_power_where_few_members_show(seed):
@@ -109,8 +140,8 @@ def test_guesses_on_one_side_have_power_where_few_members_show(seed):
     def traces(coins, epsilon, delta, rng):  # type: ignore[no-untyped-def]
         return np.where(coins & (rng.random(len(coins)) < 0.3), 8.0, 0.0) + rng.normal(size=len(coins))
 
-    without = audits(Mechanism(traces, 1e-5), math.inf, 1000, 50, rng)
-    bounds = audits(Mechanism(traces, 1e-5), math.inf, 1000, 50, rng, guesses_in=GRID_IN)
+    without = audits(Mechanism(traces, 1e-5), math.inf, 1000, 50, rng, falling=default_ways(1000)["falling"])
+    bounds = audits(Mechanism(traces, 1e-5), math.inf, 1000, 50, rng)
     assert np.mean([bound.value for bound in bounds]) >= 2.5
     assert np.mean([bound.value for bound in without]) <= 1.5
 
@@ -120,18 +151,16 @@ def test_guesses_on_one_side_have_power_where_few_members_show(seed):
 def test_a_perfect_attack_shows_the_ceiling_and_nothing_shows_more(num_canaries, delta, seed):
     rng = np.random.default_rng([seed, 12, num_canaries])
     coins = rng.permutation(np.arange(num_canaries) % 2 == 0)
-    grids = {"guesses": GRID, "guesses_in": GRID_IN}
-    ceiling = one_run_ceiling(num_canaries, delta=delta, alpha=ALPHA, **grids)
+    ways = {**COUNTED, **default_ways(num_canaries)}
+    ceiling = one_run_ceiling(num_canaries, delta=delta, alpha=ALPHA, **ways)
     # Half of the canaries on each side, so that at most all of them are right.
-    bound = epsilon_lower_bound(coins + rng.random(num_canaries) / 2, coins, delta=delta, alpha=ALPHA, **grids)
+    bound = epsilon_lower_bound(coins + rng.random(num_canaries) / 2, coins, delta=delta, alpha=ALPHA, **ways)
     assert bound.value == bound.ceiling == ceiling
-    if delta == 0:
-        played = [r for r in GRID if r <= num_canaries]
-        level = ALPHA / (len(played) + sum(r <= num_canaries // 2 for r in GRID_IN))
-        q = level ** (1 / max(played))
+    if delta == 0:  # all right, whatever their weights
+        q = bound.level ** (1 / max(*bound.guesses, *bound.falling))
         assert ceiling == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
     for epsilon in (1.0, 8.0):
-        bounds = audits(Mechanism(gaussian, 1e-5), epsilon, num_canaries, 50, rng, delta=delta, guesses_in=GRID_IN)
+        bounds = audits(Mechanism(gaussian, 1e-5), epsilon, num_canaries, 50, rng, delta=delta, **ways)
         assert all(bound.value <= ceiling for bound in bounds)
 
 
@@ -144,9 +173,9 @@ def test_nothing_learned_shows_nothing(num_canaries, seed, full):
     rng = np.random.default_rng([seed, 20, num_canaries])
     count = 1000 if full else 300
     nothing = Mechanism(lambda coins, epsilon, delta, rng: rng.normal(size=len(coins)), 1e-5)
-    assert not false_alarm(audits(nothing, 0.0, num_canaries, count, rng, guesses_in=GRID_IN), 0.0)
+    assert not false_alarm(audits(nothing, 0.0, num_canaries, count, rng), 0.0)
     shuffled = Mechanism(lambda coins, epsilon, delta, rng: rng.permutation(gaussian(coins, 4.0, 1e-5, rng)), 1e-5)
-    assert not false_alarm(audits(shuffled, 0.0, num_canaries, count, rng, guesses_in=GRID_IN), 0.0)
+    assert not false_alarm(audits(shuffled, 0.0, num_canaries, count, rng), 0.0)
 
 
 @pytest.mark.parametrize("per_side", [50, 500])

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from dpllm.auditing.bounds import (
     epsilon_from_guesses,
     epsilon_lower_bound,
+    epsilon_of,
     group_claim,
     one_run_ceiling,
     one_run_p_value,
     outcomes,
+    shuffled,
 )
 
 ALPHA = 0.05
@@ -152,6 +154,81 @@ def test_a_bound_of_scores_without_rank_is_refused():
         epsilon_lower_bound([1.0], [True, False], delta=1e-5, alpha=0.05, guesses=[2])
 
 
+# Falling weights.
+
+
+def weights(r: int) -> list[int]:
+    """Of the most extreme score, the next, ...: how many of 8 windows, each an 8th of r longer than the last, hold it."""
+    parts = min(8, r)
+    return [sum(place < math.ceil(r * part / parts) for part in range(1, parts + 1)) for place in range(r)]
+
+
+def naive_weighted_p_value(m: int, played: list[int], seen: int, epsilon: float, delta: float) -> float:
+    """The formula as it is printed: the law guess by guess, and every number of guesses that delta might have paid for."""
+    q, law = math.exp(epsilon) / (1 + math.exp(epsilon)), {0: 1.0}
+    for weight in played:
+        law = {w: (1 - q) * law.get(w, 0.0) + q * law.get(w - weight, 0.0) for w in range(max(law) + weight + 1)}
+
+    def tail(least: int) -> float:
+        return sum(p for w, p in law.items() if w >= least)
+
+    worst = max((tail(seen - i * max(played)) - tail(seen)) / i for i in range(1, m + 1))
+    return tail(seen) + 2 * m * delta * worst
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["falling", "falling_in"]), st.integers(1, 40), st.data())
+def test_the_bound_of_weighted_guesses_is_where_the_formula_as_printed_crosses_alpha(side, r, data):
+    played = weights(r) if side == "falling_in" else sorted(weights(r // 2) + weights(r - r // 2))
+    if side == "falling" and max(weights(r // 2), default=0) < max(played) < 8:
+        return  # the shorter side has fewer places than there are windows: the next test looks at these
+    seen, delta, alpha = data.draw(st.integers(0, sum(played))), data.draw(st.sampled_from([0.0, 1e-5, 1e-3])), 0.05
+    value = epsilon_of(2 * r, side, r, seen, delta=delta, alpha=alpha)
+    assert naive_weighted_p_value(2 * r, played, seen, value + 1e-6, delta) > alpha
+    if value > 0:
+        assert naive_weighted_p_value(2 * r, played, seen, value, delta) <= alpha * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=80), st.data())
+def test_no_order_of_equal_scores_has_fewer_right_guesses(rows, data):
+    """Nor less weight; and none of them is needed where scores differ: then the count is that of a loop."""
+    scores, coins = (np.array(column) for column in zip(*rows, strict=True))
+    r, order = data.draw(st.integers(1, len(rows) // 2)), data.draw(st.permutations(range(len(rows))))
+    ways = {"delta": 0.0, "alpha": 0.1, "guesses": [r], "falling": [r], "guesses_in": [r], "falling_in": [r]}
+    counted, ordered = (outcomes(s, coins, **ways)[0] for s in (scores, scores + 1e-3 * np.array(order)))
+    for one, other in zip(counted, ordered, strict=True):
+        assert one[:2] == other[:2]
+        assert one.correct <= other.correct
+        assert one.weight <= other.weight
+    ranked = coins[np.argsort(scores + 1e-3 * np.array(order))]
+    found = {one.side: one.weight for one in ordered}
+    assert found["falling_in"] == np.dot(weights(r), ranked[::-1][:r])
+    if r >= 16:
+        right = np.dot(weights(r // 2), ranked[::-1][: r // 2]) + np.dot(weights(r - r // 2), ~ranked[: r - r // 2])
+        assert found["falling"] == right
+
+
+def test_falling_weights_say_what_won_and_gain_on_shifted_scores():
+    rng = np.random.default_rng(3)
+    coins = rng.random(1000) < 0.5
+    scores = coins * 0.925 + rng.normal(size=1000)
+    bound = epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.05, falling=[126, 2000], falling_in=[600])
+    assert (bound.guesses, bound.falling, bound.falling_in, bound.best_side) == ((), (126,), (), "falling")
+    assert bound.best_guesses == 126
+    assert bound.value == epsilon_of(1000, "falling", 126, bound.weight, delta=1e-5, alpha=0.05)
+    assert bound.value > 1.1 * epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.05, guesses=[40, 120, 400]).value
+    assert bound.to_json()["falling"] == [126]
+    assert not {"falling_in", "guesses_in"} <= set(bound.to_json())
+
+
+def test_ranks_of_version_1_order_equal_scores_by_a_shuffle_of_places():
+    scores = np.array([2.0, 1.0, 2.0, 1.0, 3.0])
+    place = np.random.default_rng(0).permutation(5)
+    ranked = sorted(range(5), key=lambda row: (scores[row], place[row]))
+    assert [int(rank) for rank in shuffled(scores)] == [ranked.index(row) for row in range(5)]
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=40), st.data())
 def test_guesses_are_counted_from_both_ends(rows, data):
@@ -161,9 +238,11 @@ def test_guesses_are_counted_from_both_ends(rows, data):
     both, only_in = data.draw(st.integers(1, len(rows))), data.draw(st.integers(1, max(1, len(rows) // 2)))
     ranked = [coin for _, coin in sorted(zip(scores, coins, strict=True))]
     top = both // 2
-    expected = [("both", both, sum(not coin for coin in ranked[: both - top]) + sum(ranked[len(rows) - top :]))]
+    right = sum(not coin for coin in ranked[: both - top]) + sum(ranked[len(rows) - top :])
+    expected = [("both", both, right, right)]
     if len(rows) > 1:
-        expected.insert(0, ("in", only_in, sum(ranked[len(rows) - only_in :])))
+        right = sum(ranked[len(rows) - only_in :])
+        expected.insert(0, ("in", only_in, right, right))
     played, level = outcomes(scores, coins, delta=0.0, alpha=0.1, guesses=[both], guesses_in=[only_in])
     assert played == expected
     assert level == 0.1 / len(expected)
