@@ -80,7 +80,9 @@ def audit(
     examined = _examine(run, config, plan, claim, generate=generate)
     given = {}
     if shadows:
-        given["shadows"] = shadows(run, config, plan, examined.table, claim.delta if claim else DELTA_WITHOUT_CLAIM)
+        version = AuditSettings.pick(examined.beside["settings"]).version
+        scored = attacks.of_version(examined.table, examined.tokens, version)
+        given["shadows"] = shadows(run, config, plan, scored, claim.delta if claim else DELTA_WITHOUT_CLAIM)
     count = _count(run)
     published = config.privacy.enabled and public
     report = shown = _write(run, _record(examined, seen, audits_run=count, published=published, **given), examined)

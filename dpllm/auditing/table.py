@@ -149,8 +149,11 @@ def write_tokens(table: TokenTable, path: Path) -> None:
         **{name.removesuffix("_N"): getattr(table, name) for name in _TOKEN_COLUMNS},
         **({} if table.secret_N is None else {"secret": table.secret_N, "word": table.word_N}),
     }
-    content = io.BytesIO()
-    parquet.write_table(pyarrow.table(columns), content)
+    content, written = io.BytesIO(), pyarrow.table(columns)
+    # Log-probabilities are float32 in float64: split into bytes, half of them are zeros.
+    floats = {field.name: "BYTE_STREAM_SPLIT" for field in written.schema if field.type == pyarrow.float64()}
+    others = [name for name in written.column_names if name not in floats]
+    parquet.write_table(written, content, compression="zstd", use_dictionary=others, column_encoding=floats)
     write_whole(path, content.getvalue())
 
 

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from dpllm import ledger
+from dpllm.auditing import attacks
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.canaries import canaries
@@ -47,14 +48,16 @@ def audit_shadows(
 ) -> dict[str, Any]:
     """Trains what is missing of K shadows of a completed run, scores them, and says what they show about the run.
 
-    Config, plan and table are the run's recipe, canaries and scores; delta is the claim's; console takes a line a shadow.
+    Config, plan and table are the run's recipe, canaries and scores, of secrets or of whole rows; delta is the claim's; console
+    takes a line a shadow.
 
     Raises:
         ConfigError: See ``may_train``; or a shadow's Plan is not the run's.
         Refused: See ``may_train``.
         DpllmError: A shadow was interrupted.
     """
-    scores = score_shadows(train_shadows(run, config, plan, num_shadows, console))
+    whole_rows = any(row.tuned_left is not None for row in table)
+    scores = score_shadows(train_shadows(run, config, plan, num_shadows, console), version=2 if whole_rows else 1)
     return summarise_shadows(by_group(table), scores, delta=delta, alpha=config.audit.alpha)
 
 
@@ -133,16 +136,16 @@ def train_shadows(
     return runs
 
 
-def score_shadows(runs: Sequence[RunDir]) -> ShadowScores:
-    """Scores the canaries under each of K completed shadows of one run, one model at a time."""
+def score_shadows(runs: Sequence[RunDir], version: int = 1) -> ShadowScores:
+    """Scores the canaries under each of K completed shadows of one run, one model at a time, by a version of the score."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tables, coins = [], []
     for shadow in runs:
         config, plan = shadow.load_config(), canaries.load(shadow.canaries)
         assert config.data.format != "auto"  # training writes the format that it found
         models = loading.load_for_scoring(config, shadow.export, device)
-        own, _ = score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)
-        tables.append(own)
+        own = score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)
+        tables.append(attacks.of_version(*own, version))
         coins.append([canary.inserted for canary in plan.canaries])
     ids, count = tuple(row.canary_id for row in tables[0]), len(coins[0])  # candidates stand before references
     log_prob = np.array([[row.tuned_log_prob for row in table] for table in tables])
