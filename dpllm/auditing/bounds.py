@@ -156,18 +156,16 @@ def epsilon_lower_bound(
 
     For each r of ``guesses``, the r // 2 highest scores are guessed in, the r - r // 2 lowest out: best where the scores of
     members are shifted. For each r of ``guesses_in``, the r highest are guessed in and nothing is guessed out: best where
-    only some members left a trace. ``falling`` and ``falling_in`` are the same with weights that fall with the rank, so that
-    r has less to be right. Each is a test of its own at level alpha / K, and the best of all K counts. Entries that cannot be
-    played, above m, or above m / 2 where all are guessed in, are dropped before K is counted, which is fair because m is in
-    the recipe.
+    only some members left a trace. ``falling`` and ``falling_in`` are the same with falling weights. Each is a test of its own
+    at alpha over their number, and the best counts. Entries that cannot be played, above m, or above m / 2 where all are
+    guessed in, are dropped before they are counted, which is fair because m is in the recipe.
 
     Guarantee:
         P[value > epsilon] <= alpha for every mechanism that is (epsilon, delta)-DP when one canary, with all its
         repetitions, is added, removed or zeroed out (see ``group_claim``). Assumes: each canary was inserted by its own
         fair coin, independent of everything else; the scores depend on the coins only through the mechanism's output;
-        higher means in, decided in advance; all grids and ``alpha`` were fixed before the coins were looked at. Equal
-        scores count against the claim that anything was seen: of them, guesses take the wrong ones first. No order of
-        theirs, in which the theorem holds, has fewer right.
+        higher means in, decided in advance; all grids and ``alpha`` were fixed before the coins were looked at. Of equal
+        scores the wrong guesses are counted first: no order of theirs, in each of which the theorem holds, has fewer right.
 
     Args:
         scores: Shape (M,); higher = more likely a member; finite.
@@ -175,12 +173,12 @@ def epsilon_lower_bound(
         delta: The claim's delta, in [0, 1].
         alpha: In (0, 1/2).
         guesses: The grid of r on both sides, at least 1 each; repeated entries count once.
-        guesses_in: The grid of r on the highest scores alone.
-        falling: As ``guesses``, with falling weights.
-        falling_in: As ``guesses_in``, with falling weights.
+        guesses_in: Likewise.
+        falling: Likewise.
+        falling_in: Likewise.
 
     References:
-        Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846); the union bound over the grid is ours to pay.
+        Those of ``epsilon_of``; the union bound over the grid is ours to pay.
 
     Raises:
         ValueError: Shapes differ, a score is not a finite number, or alpha or delta is out of range.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dpllm.auditing.bounds import GroupClaim, OneRunBound, group_claim, one_run_ceiling
 from dpllm.privacy.limits import attacker_limits
-from dpllm.recipe.guessing import default_ways
+from dpllm.recipe.audit import default_ways
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
 

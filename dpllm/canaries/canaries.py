@@ -20,7 +20,8 @@ from dpllm.canaries import kinds
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.privacy.plan import slots_each
-from dpllm.recipe.config import AuditConfig, CanaryConfig, DataConfig
+from dpllm.recipe.audit import AuditConfig, CanaryConfig
+from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Format, TokenSequence, encode
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpllm.errors import ConfigError
-from dpllm.recipe.config import CanaryConfig
+from dpllm.recipe.audit import CanaryConfig
 
 if TYPE_CHECKING:
     from faker import Faker

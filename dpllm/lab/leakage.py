@@ -32,7 +32,8 @@ from dpllm.model import loading
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate
-from dpllm.recipe.config import CanaryConfig, LoraConfig, RunConfig
+from dpllm.recipe.audit import CanaryConfig
+from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.promise import plan_before_any_run
 from dpllm.text import data
 from dpllm.text.data import TokenSequence, Unit

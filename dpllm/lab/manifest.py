@@ -27,8 +27,7 @@ from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import Canary
 from dpllm.errors import ConfigError
-from dpllm.recipe.config import AuditConfig
-from dpllm.recipe.guessing import default_ways
+from dpllm.recipe.audit import AuditConfig, default_ways
 from dpllm.statement.run_files import AuditSettings
 
 FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with

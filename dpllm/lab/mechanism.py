@@ -24,8 +24,8 @@ from dpllm.lab.probe import Floats, Observation, lengths, observe
 from dpllm.lab.replay import replay
 from dpllm.privacy import accounting, events
 from dpllm.privacy.plan import Plan
+from dpllm.recipe.audit import default_ways
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.guessing import default_ways
 from dpllm.run.promise import plan_before_any_run
 
 CANARIES = 1000

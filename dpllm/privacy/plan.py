@@ -18,7 +18,8 @@ from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.privacy import accounting, events, limits, renyi
 from dpllm.privacy.accounting import Event, Relation
 from dpllm.privacy.renyi import Fit
-from dpllm.recipe.config import AuditConfig, DataConfig, RunConfig
+from dpllm.recipe.audit import AuditConfig
+from dpllm.recipe.config import DataConfig, RunConfig
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e

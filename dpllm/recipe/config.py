@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dpllm.errors import ConfigError
-from dpllm.recipe.guessing import default_ways
+from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.section import Section, explain, read_recipe
 
 # What a recipe may no longer say -> what to write instead.
@@ -265,71 +265,6 @@ class TrainConfig(Section):
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give train.epochs or train.steps, one of the two")
         return self
-
-
-class CanaryConfig(Section):
-    """Random secrets behind carrier sentences, each inserted or not by its own fair coin."""
-
-    kind: Literal["digits", "random_tokens", "new_tokens", "synthetic", "pii"] = "digits"
-    """What the secrets are. digits: a number. random_tokens: any ordinary tokens. new_tokens: for each canary one token that
-    the base model hardly expects behind a carrier, or a short run of such tokens where the vocabulary has too few (none is added
-    to it). synthetic: whole rows that the base model writes, as real ones look; their first words are the carrier. pii: invented
-    phone numbers, card numbers and e-mail addresses of invented people."""
-    groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
-        default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
-    )
-    """Repetitions, 1 to 32 -> number of candidates. Every candidate holds its slots in N whatever its coin says."""
-    digits: int = Field(default=8, ge=4, le=16)
-    """With kind: digits: length of the secret; it is one of 10^digits."""
-    tokens: int = Field(default=6, ge=1, le=32)
-    """With kind: random_tokens: length of the secret, in tokens of the base model."""
-    prompt: str = ""
-    """With kind: synthetic: how every row begins, in words of the domain that are public: they are published with the audit."""
-    temperature: float = 1.0
-    """Only 1.0 is possible; the key stands in the recipes of earlier runs, and so in their digests."""
-    references: int = Field(default=1000, ge=100)
-    """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number)."""
-
-    @field_validator("temperature")
-    @classmethod
-    def _retired_temperature(cls, value: float) -> float:
-        if value != 1.0:
-            raise ValueError("is always 1, at which a row is as likely as the base model says; leave the key out")
-        return value
-
-
-class AuditConfig(Section):
-    """What is planted before training and measured afterwards."""
-
-    canaries: CanaryConfig | None = None
-    """null: no canaries, so the audit has nothing to measure."""
-    gradient_canaries: int = Field(default=0, ge=0, le=100_000)
-    """Vectors of length C that fair coins plant in the summed gradients, beside canaries of text: the strongest test there is of
-    sampling, clipping and noise, by somebody who sees every step. Each holds a slot in N, whatever its coin says."""
-    alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Probability that the epsilon lower bound exceeds the truth."""
-    guesses: list[PositiveInt] | None = Field(default=None, min_length=1)
-    """Numbers of guesses of equal weight tried by the one-run bound, half of them in and half out; alpha is divided by how many
-    there are, those of guesses_in included. Without either: weights that fall with the rank, over as many as suit the number of
-    canaries. All is fixed before training, in plan.json."""
-    guesses_in: list[PositiveInt] | None = None
-    """The same for guesses that are all in: stronger where only some canaries are memorised."""
-
-    @model_validator(mode="after")
-    def _beside_text(self) -> Self:
-        if self.gradient_canaries and self.canaries is None:
-            raise ValueError(
-                "gradient_canaries stand beside canaries of text, and there are none, so that nothing would be asked of the "
-                "weights. Set audit.canaries too: {}, or keys of that section"
-            )
-        return self
-
-    def fixed(self) -> dict[str, Any]:
-        """What of the test has to be fixed before training, as plan.json commits to it."""
-        ways = {"guesses": self.guesses or [], "guesses_in": self.guesses_in or [], "falling": [], "falling_in": []}
-        if not (self.guesses or self.guesses_in):
-            ways |= default_ways(self.canaries.groups.get(1, 0) if self.canaries else 0)
-        return {"alpha": self.alpha, **ways, "score": "calibrated", "version": 2, "control_level": 0.001}
 
 
 class CardConfig(Section):

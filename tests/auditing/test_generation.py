@@ -19,7 +19,7 @@ from dpllm.auditing.generation import complete, generate_attacks, sample
 from dpllm.auditing.scores import score
 from dpllm.auditing.table import TOP_K
 from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
-from dpllm.recipe.config import CanaryConfig
+from dpllm.recipe.audit import CanaryConfig
 from dpllm.text import builtin
 from dpllm.text.data import TokenSequence
 

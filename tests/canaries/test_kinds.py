@@ -23,7 +23,8 @@ from dpllm.canaries.canaries import encode_secret, plan_canaries, redraw_coins, 
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading
-from dpllm.recipe.config import CanaryConfig, RunConfig, dump_config, load_config
+from dpllm.recipe.audit import CanaryConfig
+from dpllm.recipe.config import RunConfig, dump_config, load_config
 from dpllm.text.data import encode_units
 
 KINDS = ("digits", "random_tokens", "new_tokens", "synthetic", "pii")
@@ -373,7 +374,7 @@ def test_planted_rows_are_encoded_as_any_row(source, tokenizer):
 
 def test_planning_without_a_model_imports_neither_torch_nor_transformers():
     code = (
-        "import sys; from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.config import CanaryConfig\n"
+        "import sys; from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.audit import CanaryConfig\n"
         "plan_canaries(CanaryConfig(kind='pii', groups={1: 5}, references=100))\n"
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )

@@ -12,7 +12,7 @@ from running import Json, Place, done, dpllm_, make_place
 
 from dpllm.auditing.run import audit
 from dpllm.canaries import canaries
-from dpllm.recipe.config import CanaryConfig
+from dpllm.recipe.audit import CanaryConfig
 from dpllm.run.directory import RunDir
 
 ONCE, REPEATED = 200, 12

@@ -15,8 +15,7 @@ from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab.manifest import FEWEST_OUT, Manifest, read_manifest, summarise_manifest
-from dpllm.recipe.config import CanaryConfig
-from dpllm.recipe.guessing import default_ways
+from dpllm.recipe.audit import CanaryConfig, default_ways
 
 COINS = {"coins": "independent"}
 SECRET = "Sigrid Forsberg owes 4711"

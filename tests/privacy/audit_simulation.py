@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
-from dpllm.recipe.guessing import default_ways
+from dpllm.recipe.audit import default_ways
 
 ALPHA = 0.05
 COUNTED = {"guesses": (40, 120, 400), "guesses_in": (30, 120)}

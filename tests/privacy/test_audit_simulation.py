@@ -29,7 +29,7 @@ from dpllm.auditing.bounds import epsilon_lower_bound, group_claim, one_run_ceil
 from dpllm.auditing.statistics import auc, exposure, exposure_null_mean, rank_sum_p_value
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.accounting import epsilon as stated_epsilon
-from dpllm.recipe.guessing import default_ways
+from dpllm.recipe.audit import default_ways
 
 
 def test_the_sampled_gaussian_has_the_epsilon_that_the_simulations_say() -> None:
