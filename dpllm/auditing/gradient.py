@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -92,7 +90,7 @@ def tabulate(proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: 
     )
 
 
-def examine(table: GradientTable, *, delta: float, alpha: float, ways: Mapping[str, Any]) -> GradientAudit:
+def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudit:
     """What the table proves about the run, and what it measures of its noise and its sampling.
 
     Guarantee:
@@ -106,14 +104,15 @@ def examine(table: GradientTable, *, delta: float, alpha: float, ways: Mapping[s
         table: Of the run.
         delta: Of the claim.
         alpha: Of the audit.
-        ways: How to guess, as ``epsilon_lower_bound`` takes it.
 
     References:
         ``GradientCanaries``, ``epsilon_lower_bound``.
     """
     inside, level = table.inserted_M, SHARE_OF_MEASURES * alpha
     of_bound = SHARE_OF_ALPHA * alpha - 2 * level
-    bound = epsilon_lower_bound(table.score_M, inside, delta=delta, alpha=of_bound, **ways)
+    # Many of the inserted were never drawn, so the highest scores alone are guessed.
+    reach = min(round(2 * math.sqrt(len(inside))), len(inside) // 2)
+    bound = epsilon_lower_bound(table.score_M, inside, delta=delta, alpha=of_bound, falling_in=[reach] if reach else [])
     area = statistics.auc(table.score_M[inside], table.score_M[~inside], CONFIDENCE)
     square, degrees = float(table.squares_M[~inside].sum()), int((~inside).sum()) * table.pairs
     tails = np.array([(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2])

@@ -24,7 +24,6 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import attacker_limits
-from dpllm.recipe.audit import default_ways
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
@@ -188,8 +187,7 @@ def _method(settings: AuditSettings) -> str:
 def _gradient(table: GradientTable | None, claim: Claim | None, settings: AuditSettings) -> GradientAudit | None:
     if table is None or claim is None:
         return None
-    ways = default_ways(len(table.inserted_M), shifted=True)
-    return gradient_canaries.examine(table, delta=claim.delta, alpha=settings.alpha, ways=ways)
+    return gradient_canaries.examine(table, delta=claim.delta, alpha=settings.alpha)
 
 
 def _repeated(group: int, claim: Claim | None, attacked: Json, test: Test | None) -> Json:

@@ -144,7 +144,7 @@ def falsified(seed: int) -> bool:
         seen_TM.append(engine.projections.numpy())
     noise = engine.lattice()["noise_over_max_grad_norm"]
     table = tabulate(seen_TM, coins, promise.schedule.sampling_rate, noise)
-    found = examine(table, delta=1e-5, alpha=0.05, ways={"guesses": [40, 120, 400]})
+    found = examine(table, delta=1e-5, alpha=0.05)
     return found.noise_refuted or found.drawn_refuted or found.epsilon_lower_bound > EPSILON
 
 
