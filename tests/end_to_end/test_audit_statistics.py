@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from dpllm.auditing import figure, summary, terminal
+from dpllm.auditing import attacks, figure, statistics, summary, terminal
 from dpllm.auditing.record import parse_audit
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_scores
@@ -173,6 +173,25 @@ def test_a_run_without_privacy_is_found_out_by_its_rows_before_its_secrets(base,
     assert report["attacks"]["calibrated"]["auc"] > earlier["attacks"]["calibrated"]["auc"] + 0.1
     assert report["epsilon_lower_bound"]["value"] > earlier["epsilon_lower_bound"]["value"] + 1
     assert all(earlier[name] == report[name] for name in ("exposure", "extraction", "sampling"))
+
+
+def test_an_audit_of_an_earlier_run_keeps_the_score_of_its_time(base, tmp_path):
+    """plan.json of that time names no version, and its score read the secrets alone."""
+    run, plan = make_run(base, tmp_path, adapter="frozen")
+    promise = read_json(run.plan)
+    promise["audit"] = {"alpha": 0.05, "guesses": [40, 120], "guesses_in": [30]}
+    write_json(run.plan, promise)
+    write_json(run.run, {**read_json(run.run), "plan_digest": digest(promise)})
+    export(run, memorise(base, plan, PreTrainedTokenizerFast.from_pretrained(base), epochs=12, whole_rows=True))
+    report = audit(run).to_json()
+    assert AuditSettings.pick(report["settings"]).version == 1
+    scores, _ = read_scores(run.export / "audit")
+    once = [row for row in scores if row.group == 1]
+    outside = [*attacks.held_out(once), *(row for row in scores if row.group == 0)]
+    slope = attacks.slope(row for row in scores if row.group)
+    sides = (attacks.calibrated(side, slope) for side in (attacks.members(once), outside))
+    assert report["attacks"]["calibrated"]["auc"] == pytest.approx(statistics.auc(*sides, 0.95).value)
+    assert report["epsilon_lower_bound"]["slope"] == pytest.approx(slope)
 
 
 def test_no_canary_text_leaves_the_private_directory(memorised):
