@@ -20,9 +20,10 @@ from _machine import machine, versions
 
 from dpllm.auditing import bounds
 from dpllm.auditing.statistics import auc
+from dpllm.recipe.audit import default_ways
 
 NUM_CANARIES, ALPHA, DELTA = 1000, 0.05, 1e-5
-GUESSES, GUESSES_IN = (40, 120, 400), (30, 120)
+WAYS = default_ways(NUM_CANARIES)
 SHIFT = 0.9252  # the Gaussian mechanism with epsilon 4 at delta 1e-5
 
 
@@ -56,9 +57,7 @@ def main() -> None:
     def one_run(rng: np.random.Generator) -> Callable[[], object]:
         coins = rng.random(NUM_CANARIES) < 0.5
         scores = coins * SHIFT + rng.normal(size=NUM_CANARIES)
-        return lambda: bounds.epsilon_lower_bound(
-            scores, coins, delta=DELTA, alpha=ALPHA, guesses=GUESSES, guesses_in=GUESSES_IN
-        )
+        return lambda: bounds.epsilon_lower_bound(scores, coins, delta=DELTA, alpha=ALPHA, **WAYS)
 
     def area(rng: np.random.Generator) -> Callable[[], object]:
         scores = rng.normal(size=(2, 1000))
@@ -74,8 +73,7 @@ def main() -> None:
         json.dumps(
             {
                 "num_canaries": NUM_CANARIES,
-                "guesses": GUESSES,
-                "guesses_in": GUESSES_IN,
+                **WAYS,
                 "repeats": repeats,
                 "machine": machine(),
                 "versions": versions(*packages),

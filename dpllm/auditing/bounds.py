@@ -155,10 +155,9 @@ def epsilon_lower_bound(
     """A lower bound on epsilon from one run, by guessing the coins of extreme scores and abstaining on the rest.
 
     For each r of ``guesses``, the r // 2 highest scores are guessed in, the r - r // 2 lowest out: best where the scores of
-    members are shifted. For each r of ``guesses_in``, the r highest are guessed in and nothing is guessed out: best where
-    only some members left a trace. ``falling`` and ``falling_in`` are the same with falling weights. Each is a test of its own
-    at alpha over their number, and the best counts. Entries that cannot be played, above m, or above m / 2 where all are
-    guessed in, are dropped before they are counted, which is fair because m is in the recipe.
+    members are shifted. For each r of ``guesses_in``, the r highest are guessed in: best where only some members left a trace.
+    ``falling`` and ``falling_in`` are the same with falling weights. Each is a test of its own at alpha over their number, and
+    the best counts. Those above m, or m / 2 where all are guessed in, are dropped before, which is fair: m is in the recipe.
 
     Guarantee:
         P[value > epsilon] <= alpha for every mechanism that is (epsilon, delta)-DP when one canary, with all its
@@ -177,15 +176,12 @@ def epsilon_lower_bound(
         falling: Likewise.
         falling_in: Likewise.
 
-    References:
-        Those of ``epsilon_of``; the union bound over the grid is ours to pay.
-
     Raises:
         ValueError: Shapes differ, a score is not a finite number, or alpha or delta is out of range.
     """
     grids = {"guesses": guesses, "guesses_in": guesses_in, "falling": falling, "falling_in": falling_in}
     played, level = outcomes(scores, inserted, delta=delta, alpha=alpha, **grids)
-    num_canaries = len(np.asarray(inserted))
+    num_canaries = np.size(inserted)
     value, best = 0.0, played[-1] if played else None
     for one in reversed(played):
         counts = _counts(one.side, one.guesses)
@@ -196,10 +192,10 @@ def epsilon_lower_bound(
         value=value,
         alpha=alpha,
         delta=delta,
-        best_guesses=best.guesses if best else None,
-        correct=best.correct if best else None,
         num_canaries=num_canaries,
         ceiling=one_run_ceiling(num_canaries, delta=delta, alpha=alpha, **grids),
+        best_guesses=best.guesses if best else None,
+        correct=best.correct if best else None,
         best_side=best.side if best else None,
         weight=best.weight if best and best.side.startswith("falling") else None,
         **told,

@@ -186,7 +186,7 @@ def check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord) 
         )
     if audit.settings.to_json() != (plan.audit.to_json() if plan.audit else None):
         raise ConfigError(
-            "audit.json was made with another alpha or other numbers of guesses than plan.json fixed before training, so they "
+            "audit.json was made with another alpha or other tests than plan.json fixed before training, so they "
             "could have been chosen to look well. Run dpllm audit again."
         )
     if any(getattr(audit.claim, name, None) != getattr(plan, name) for name in ("epsilon", "delta", "unit")):

@@ -97,8 +97,7 @@ def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair,
         # The Plan's event states an epsilon for every delta; the bound's price, 2 M delta, must be small beside alpha.
         delta=min(plan.delta, ALPHA / 1000 / canaries),
         alpha=ALPHA / 2,
-        guesses=(canaries // 2, canaries),
-        **default_ways(canaries, shifted=True),
+        **default_ways(canaries),
     )
     # Of one thing that is sampled: a canary is one, also where the promise is for a unit of several.
     event = events.sampled_steps(plan.event["event"]["event"], schedule.sampling_rate, promised)

@@ -14,24 +14,17 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from dpllm.recipe.section import Section
 
 
-def default_ways(candidates: int, *, shifted: bool = False) -> dict[str, list[int]]:
-    """The tests of a group of canaries.
-
-    Args:
-        candidates: m, planted or not.
-        shifted: Whether the score of every member is shifted alike, as those of gradient canaries are: then one test is best.
+def default_ways(candidates: int) -> dict[str, list[int]]:
+    """The tests of a group of so many canaries, planted or not, as ``dpllm.auditing.bounds.epsilon_lower_bound`` takes them.
 
     References:
-        ``scripts/audit_power.py``, whose table in docs/measurements.md they were chosen by.
+        ``scripts/audit_mechanisms.py``, by whose table in docs/measurements.md they were chosen.
     """
     root = math.sqrt(candidates)
-    near, far = round(4 * root), min(round(16 * root), candidates)
+    few, near, far = round(root), round(4 * root), min(round(16 * root), candidates)
     if candidates < 64:  # near would be more than half of them, and hardly another test
-        near = far
-    if shifted:
-        return {"falling": [near] if near else []}
-    few = [round(root), near] if near < far else [round(root)]
-    return {"falling": sorted({near, far} - {0}), "falling_in": [r for r in few if 0 < r <= candidates // 2]}
+        return {"falling": [far] if far else [], "falling_in": [few] if few <= candidates // 2 and few else []}
+    return {"falling": [near, far], "falling_in": [few, near]}
 
 
 class CanaryConfig(Section):

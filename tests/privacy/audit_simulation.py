@@ -26,7 +26,7 @@ EPSILONS = (0.5, 1.0, 2.0, 4.0)
 
 SAMPLING_RATE, NUM_STEPS = 0.25, 16
 # Noise multipliers at which that many steps are (epsilon, 1e-5)-DP, and hardly less; a test recomputes epsilon.
-SAMPLED_NOISE = {0.5: 7.365, 1.0: 4.0832, 2.0: 2.364, 4.0: 1.454}
+SAMPLED_NOISE = {0.5: 7.365, 1.0: 4.0832, 2.0: 2.364, 4.0: 1.454, 8.0: 0.9484}
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
