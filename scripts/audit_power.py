@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--runs", type=Path, default=Path("runs/audit_power"), help="where the runs are kept")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/audit-power-cpu.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/audit-power-cpu-2026-11-22.json"))
     given = parser.parse_args()
     runs: list[Json] = read_json(given.output)["runs"] if given.output.exists() else []
     sizes = [int(size) for size in given.sizes.split(",")]
