@@ -360,6 +360,22 @@ def checked(folder, report):
     return {check.name: check.status for check in check_audits.check(found)}
 
 
+def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
+    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
+    report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
+    rows, tokens = read_scores(card / "audit")
+    beside = Beside(block, report["controls"]["words"], report["controls"]["twin"], version=2)
+    fresh = summarised(rows, Claim(**report["claim"]), tokens=tokens, beside=beside, **DEFAULT)
+    settings = {"alpha": 0.05, **{name: list(ways) for name, ways in DEFAULT.items()}}
+    report = {**report, **fresh, "settings": settings}
+    bound = report["epsilon_lower_bound"]
+    assert "fall with the rank" in bound["method"]
+    assert checked(card, report)["audit: statistics"] == "verified"
+    for name, wrong in (("weight", bound["weight"] + 1), ("falling", [57])):
+        with pytest.raises(Wrong, match="does not follow from the scores"):
+            checked(card, {**report, "epsilon_lower_bound": {**bound, name: wrong}})
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path):
     """Those of version 1 are too narrow, and follow from the scores of what was published with them."""
