@@ -112,7 +112,10 @@ def small_recipe(text: str, *, data: bool) -> Json:
     for section, changes in {**SMALL, **({"data": SMALL_DATA} if data else {})}.items():
         recipe[section] = {**recipe.get(section, {}), **changes}
     if recipe["audit"].get("canaries"):
-        recipe["audit"]["canaries"] = SMALL_CANARIES
+        recipe["audit"] |= {
+            "canaries": SMALL_CANARIES,
+            "gradient_canaries": min(12, recipe["audit"].get("gradient_canaries", 0)),
+        }
     if str(yaml.safe_load(text)["data"]["train"]).startswith("builtin:"):
         recipe["data"]["public"] = True
     for key in ("r", "last_blocks"):

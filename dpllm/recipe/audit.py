@@ -80,7 +80,7 @@ class AuditConfig(Section):
         if self.gradient_canaries and self.canaries is None:
             raise ValueError(
                 "gradient_canaries stand beside canaries of text, and there are none, so that nothing would be asked of the "
-                "weights. Set audit.canaries too: {}, or keys of that section"
+                "weights. Set audit.canaries too ({}, or keys of that section), or audit.gradient_canaries to 0"
             )
         return self
 

@@ -119,6 +119,7 @@ def work(name: str, rank: int, port: int, folder: Path) -> None:
         "train.epochs": "null",
         "train.steps": str(STEPS),
         "audit.canaries": "null",
+        "audit.gradient_canaries": "0",
         "data.eval": "null",
         "data.eval_public": "false",
         "train.batch_size": "24",

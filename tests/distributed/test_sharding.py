@@ -221,6 +221,7 @@ def test_a_launched_run_exports_what_two_whole_models_do(tmp_path: Path) -> None
             "privacy.insecure_seed": 5,
             "train.steps": 2,
             "audit.canaries": "null",  # their coins come from no seed
+            "audit.gradient_canaries": 0,
         }
         overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         command = [*launcher, "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides]
