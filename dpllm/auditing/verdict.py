@@ -133,7 +133,6 @@ def judge(
     if claim is None:
         return "no_claim", f"The run makes no privacy claim; epsilon {shown}, delta {bound.delta:g}."
     claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
-    broken = {group: test for group, test in repeated.items() if test.refuted}
     if wrong := _contradiction(gradient, claim.epsilon):
         return "falsified", f"{wrong}, so {claimed} does not hold."
     # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
@@ -141,12 +140,12 @@ def judge(
         return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
     if bound.value > claim.epsilon:
         return "falsified", f"The {shown} exceeds {claimed}."
-    if broken:
-        group, test = next(iter(broken.items()))
-        return "falsified", (
-            f"The lower bound {test.bound.value:.3g} of the canaries planted {group} times, at confidence "
-            f"{1 - test.bound.alpha:.4g}, exceeds {test.claim.epsilon:.3g}, which is what {claimed} allows for them."
-        )
+    for group, test in repeated.items():
+        if test.refuted:
+            return "falsified", (
+                f"The lower bound {test.bound.value:.3g} of the canaries planted {group} times, at confidence "
+                f"{1 - test.bound.alpha:.4g}, exceeds {test.claim.epsilon:.3g}, which is what {claimed} allows for them."
+            )
     if not 0 < num_inserted < bound.num_canaries:
         return "inconclusive", (
             f"Of {bound.num_canaries} once-inserted candidates {num_inserted} were inserted, so {claimed} was not "
@@ -166,8 +165,7 @@ def judge(
         )
     return "consistent", (
         f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "
-        f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more. The attack works where it should: "
-        f"{controls.positive}.{_beside(gradient)}"
+        f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more. {_seen(controls.positive, gradient)}"
     )
 
 
@@ -190,12 +188,13 @@ def _contradiction(gradient: GradientAudit | None, epsilon: float) -> str:
     return ""
 
 
-def _beside(gradient: GradientAudit | None) -> str:
+def _seen(positive: str, gradient: GradientAudit | None) -> str:
+    works = f"The attack works where it should: {positive}."
     if gradient is None or gradient.noise is None:
-        return ""
+        return works
     return (
-        f" Whoever saw every step could show {gradient.epsilon_lower_bound:.3g} on gradient canaries; the noise measured on them "
-        f"is {gradient.noise:.3g} C of {gradient.noise_planned:.3g} C planned."
+        f"{works} Whoever saw every step could show {gradient.epsilon_lower_bound:.3g} on gradient canaries; the noise measured "
+        f"on them is {gradient.noise:.3g} C of {gradient.noise_planned:.3g} C planned."
     )
 
 

@@ -162,16 +162,17 @@ def summarise_manifest(
     Without references the canaries that were left out are ranked among; without independent coins the bound is 0, for want of
     a theorem, and the verdict inconclusive or no_claim.
     """
-    # Nobody fixed alpha and the tests before the training; so nobody chooses them now.
     ways = default_ways(sum(one.group == 1 for one in planned.canaries))
-    settings = AuditSettings.pick({**AuditConfig().fixed(), **ways})
-    beside = Beside(words=words_control(planned.canaries))
-    chosen: dict[str, Any] = {"settings": settings, "tokens": tokens, "beside": beside}
+    settings = AuditSettings.pick({**AuditConfig().fixed(), **ways})  # nobody fixed them before, so nobody chooses them
+    chosen: dict[str, Any] = {
+        "settings": settings,
+        "tokens": tokens,
+        "beside": Beside(words=words_control(planned.canaries)),
+    }
     report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
     if planned.independent_coins:
         return report
-    found = report.epsilon_lower_bound
-    nothing = epsilon_lower_bound([], [], delta=found.delta, alpha=settings.alpha)
+    nothing = epsilon_lower_bound([], [], delta=report.epsilon_lower_bound.delta, alpha=settings.alpha)
     method = "none: the canaries were not planted by independent fair coins"
     shift = report.controls.base_separates or bool(report.controls.words and report.controls.words.succeeds)
     changes = {
@@ -189,8 +190,8 @@ def _without_references(rows: Sequence[CanaryScores], claim: Claim | None, chose
     So the report is made of two: in one they are references and have no coins, in the other, of which only what rests on
     coins is taken, they are both.
     """
-    slope = attacks.slope(attacks.of_version(rows, chosen["tokens"], chosen["settings"].version))
-    chosen = {**chosen, "beside": replace(chosen["beside"], slope=slope)}
+    beside = replace(chosen["beside"], slope=attacks.slope(attacks.of_version(rows, chosen["tokens"], 2)))
+    chosen = {**chosen, "beside": beside}
     stand_ins = [replace(row, group=0, inserted=None) for row in rows if not row.inserted]
     ranked = summarise([*(row for row in rows if row.inserted), *stand_ins], claim, **chosen)
     tested = summarise([*rows, *stand_ins], claim, **chosen)

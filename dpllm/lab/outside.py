@@ -90,8 +90,7 @@ def audit_outside_canaries(
         fmt: How a canary read in training.
 
     Raises:
-        ConfigError: Something of what the module's docstring names, no manifest, a canary that the model cannot read as a
-            whole, or scores that are not finite.
+        ConfigError: See the module's docstring; no manifest, a canary that the model cannot read whole, or infinite scores.
     """
     planned = read_manifest(manifest)
     models, described = load_outside(path, base)

@@ -61,11 +61,9 @@ class Observation:
 
 
 class Probe(nn.Module):
-    """A causal language model in which canary i reaches coordinates that no other canary reaches.
+    """A causal language model in which canary i reaches coordinates that no other canary reaches."""
 
-    Two embeddings, a linear layer, and a faint linear layer with a bias train; all are zero and stay so, so that a gradient
-    is the same in every step.
-    """
+    # Two embeddings, a linear layer, and a faint one with a bias train; all stay zero, so that gradients stay the same.
 
     def __init__(self, size_M: Tensor) -> None:
         """``size_M`` scales the hidden state of each canary, and so its gradient."""

@@ -48,12 +48,10 @@ def audit_shadows(
 ) -> dict[str, Any]:
     """Trains what is missing of K shadows of a completed run, scores them, and says what they show about the run.
 
-    Config, plan and table are the run's recipe, canaries and scores, of secrets or of whole rows; delta is the claim's; console
-    takes a line a shadow.
+    Config, plan and table are the run's recipe, canaries and scores; delta is the claim's; console takes a line a shadow.
 
     Raises:
-        ConfigError: See ``may_train``; or a shadow's Plan is not the run's.
-        Refused: See ``may_train``.
+        ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
         DpllmError: A shadow was interrupted.
     """
     whole_rows = any(row.tuned_left is not None for row in table)

@@ -171,10 +171,8 @@ def make_schedule(config: RunConfig, num_units: int) -> Schedule:
 
 
 def padded_lengths(max_length: int) -> list[int]:
-    """The lengths to which rows are padded, ascending: a few parts of the longest allowed, in multiples of eight.
-
-    Few, because in each step the last physical batch of each length is filled up with rows of nobody.
-    """
+    """The lengths to which rows are padded, ascending: a few parts of the longest allowed, in multiples of eight."""
+    # Few, because in each step the last physical batch of each length is filled up with rows of nobody.
     eighths = (1, 2, 3, 4, 6, 8)
     return sorted({min(max_length, 8 * -(-max_length * part // 64)) for part in eighths})
 

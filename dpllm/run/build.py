@@ -149,7 +149,6 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     if config.audit.canaries:
         planted = shared(_canaries(config, run, start.resume, tokenizer, device) if main else None)
     promise = _promise(decision, planted)
-
     table, units = _units(config, decision, tokenizer, planted, cache)
     held_out = _held_out(config, tokenizer, cache)
     processes.check_equal({"the training data, as tokens,": salted(units.digest)})
@@ -158,8 +157,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     optimizer = make_optimizer(config.train, net)
     sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device)
-    if plan and main and planted:  # rank 0, which adds the noise, adds gradient canaries too
-        engine.canaries = _gradient_canaries(planted, engine.size, plan.clipping, device)
+    if plan and planted and main:
+        _plant(planted, engine, plan.clipping, device)
     rows = memory.resolve(engine, config, vocabulary, device, world=state.num_processes)
     if plan:
         low, pad_id = is_low(config, net, device), tokenizer.pad_token_id or 0
@@ -221,9 +220,10 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     return canaries.plan_canaries(settings.canaries, source=source, gradient=gradient)
 
 
-def _gradient_canaries(planted: CanaryPlan, size: int, clipping: str, device: torch.device) -> GradientCanaries | None:
-    coins = planted.gradient_coins
-    return GradientCanaries(int(planted.gradient_key, 16), coins, size, clipping, device) if coins else None
+def _plant(planted: CanaryPlan, engine: Engine, clipping: str, device: torch.device) -> None:
+    """Gives gradient canaries to the engine of rank 0, which adds the noise and them."""
+    if coins := planted.gradient_coins:
+        engine.canaries = GradientCanaries(int(planted.gradient_key, 16), coins, engine.size, clipping, device)
 
 
 def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | None:
