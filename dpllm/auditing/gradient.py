@@ -29,6 +29,9 @@ SHARE_OF_ALPHA = 0.5
 SHARE_OF_MEASURES = 0.05
 """Of the audit's alpha, what the test of the noise takes, and that of the draws: they are powerful, and the bound is not."""
 CONFIDENCE = 0.95
+LEAST_NOISE, MOST_DRAWN = 0.9, 1.25
+"""Of what is planned: beyond these, noise and draws are called wrong. What is between is left to later gradients, which answer to
+what earlier steps released: where the loss is concave along a canary, they shorten differences and lengthen totals."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +97,12 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
     """What the table proves about the run, and what it measures of its noise and its sampling.
 
     Guarantee:
-        Of a run that kept its Plan, the bound exceeds epsilon, or noise or draws are called wrong, with probability at most
-        ``SHARE_OF_ALPHA`` alpha: coins are fair, vectors do not depend on data. The noise is tested one-sided, on canaries that
-        were not inserted: whatever gradients add to their differences only makes them longer, so that less than chi-square
-        allows is noise that is missing or was used twice. The draws are tested one-sided, on how much further the totals of
-        inserted canaries lie, in normal approximation.
+        Of a run that kept its Plan, the bound exceeds epsilon with probability at most its part of ``SHARE_OF_ALPHA`` alpha:
+        coins are fair, and vectors do not depend on data. Noise and draws are called wrong with at most theirs, if later
+        gradients shorten differences by no more than a tenth, and lengthen totals by no more than a quarter. The noise is tested
+        on canaries that were not inserted, one-sided: what gradients add of themselves only makes differences longer, so that
+        less than chi-square allows is noise that is missing or was used twice. The draws are tested by how much further the
+        totals of inserted canaries lie, one-sided, by Welch's test with no less variance than the Plan has.
 
     Args:
         table: Of the run.
@@ -117,10 +121,10 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
     square, degrees = float(table.squares_M[~inside].sum()), int((~inside).sum()) * table.pairs
     tails = np.array([(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2])
     low, high = np.sqrt(square / stats.chi2.ppf(tails, degrees)) if degrees else (0.0, 0.0)
-    drawn, error = _drawn(table.total_M[inside], table.total_M[~inside])
+    drawn, error, freedom = _drawn(table)
     expected = table.sampling_rate * table.steps
-    noise_p = float(stats.chi2.cdf(square / table.noise**2, degrees)) if degrees else 1.0
-    drawn_p = float(stats.norm.sf((drawn - expected) / error)) if error > 0 else 1.0
+    noise_p = float(stats.chi2.cdf(square / (LEAST_NOISE * table.noise) ** 2, degrees)) if degrees else 1.0
+    drawn_p = float(stats.t.sf((drawn - MOST_DRAWN * expected) / error, freedom)) if error > 0 else 1.0
     return GradientAudit.pick(
         {
             "canaries": len(inside),
@@ -148,15 +152,22 @@ def seen(table: GradientTable, level: float) -> str:
     """Where the attack on gradient canaries was seen to work, in words, at this level; empty: it was not."""
     inside, outside = table.score_M[table.inserted_M], table.score_M[~table.inserted_M]
     p_value, area = statistics.rank_sum_p_value(inside, outside), statistics.auc(inside, outside)
-    return f"AUC {area.value:.2f} on the gradient canaries" if area and p_value is not None and p_value < level else ""
+    if area is None or p_value is None or not p_value < level:
+        return ""
+    return f"AUC {area.value:.2f} on the gradient canaries, for whoever saw every step; of the weights alone it was seen nowhere"
 
 
-def _drawn(total_I: Floats, total_O: Floats) -> tuple[float, float]:
-    """How often an inserted canary was drawn, by the mean of totals, and the standard error; 0 and 0 where nothing tells."""
-    if min(len(total_I), len(total_O)) < 2:
-        return 0.0, 0.0
-    variance = float(total_I.var(ddof=1)) / len(total_I) + float(total_O.var(ddof=1)) / len(total_O)
-    return float(total_I.mean() - total_O.mean()), math.sqrt(variance)
+def _drawn(table: GradientTable) -> tuple[float, float, float]:
+    """How often an inserted canary was drawn, by the mean of totals; its standard error and degrees of freedom; 0 for none."""
+    total_I, total_O = table.total_M[table.inserted_M], table.total_M[~table.inserted_M]
+    if min(len(total_I), len(total_O)) < 2 or not table.steps:
+        return 0.0, 0.0, 0.0
+    noise, draws = table.steps * table.noise**2, table.steps * table.sampling_rate * (1 - table.sampling_rate)
+    square_I = max(float(total_I.var(ddof=1)), noise + draws) / len(total_I)
+    square_O = max(float(total_O.var(ddof=1)), noise) / len(total_O)
+    square = square_I + square_O
+    freedom = square**2 / (square_I**2 / (len(total_I) - 1) + square_O**2 / (len(total_O) - 1))
+    return float(total_I.mean() - total_O.mean()), math.sqrt(square), freedom
 
 
 _ARRAYS = {"inserted": "inserted_M", "score": "score_M", "squares": "squares_M", "total": "total_M"}
@@ -191,10 +202,13 @@ def read_gradient(path: Path, sampling_rate: float, noise: float) -> GradientTab
         if set(read.column_names) != COLUMNS or not read.num_rows:
             raise ValueError("other columns")
         score_M, squares_M, total_M = (read[name].cast(pyarrow.float64()).to_numpy() for name in list(_ARRAYS)[1:])
-        if not all(np.isfinite(column).all() for column in (score_M, squares_M, total_M)):
+        if not all(np.isfinite(column).all() for column in (score_M, squares_M, total_M)) or (squares_M < 0).any():
             raise ValueError("no number")
-        inserted_M = read["inserted"].cast(pyarrow.bool_()).to_numpy(zero_copy_only=False)
-        steps, pairs = (int(read[name][0].as_py()) for name in ("steps", "pairs"))
+        if any(column.null_count for column in read.columns) or not pyarrow.types.is_boolean(read["inserted"].type):
+            raise ValueError("no coin")
+        inserted_M = read["inserted"].to_numpy(zero_copy_only=False)
+        counted = [read[name].cast(pyarrow.int64()).unique().to_pylist() for name in ("steps", "pairs")]
+        ((steps,), (pairs,)) = counted  # the same in every row
         return GradientTable(inserted_M, score_M, squares_M, total_M, steps, pairs, sampling_rate, noise)
     except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError, TypeError):
         raise ConfigError(f"{path}: is no table of gradient canaries, or is missing. Run dpllm audit again.") from None

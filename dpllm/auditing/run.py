@@ -216,10 +216,13 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
     """What the steps of a run with differential privacy released along its gradient canaries."""
     lattice = read_run(run).lattice
     assert lattice is not None
-    proj_TM, rate = read_projections(run.projections), read_plan(run).sampling_rate
-    if proj_TM.shape[1] != len(plan.gradient_coins):
-        raise ConfigError(f"{run.projections}: is of other gradient canaries. Restore it, or train again.")
-    return tabulate(proj_TM, plan.gradient_coins, rate, lattice.noise_over_max_grad_norm)
+    proj_TM, promise = read_projections(run.projections), read_plan(run)
+    table = tabulate(proj_TM, plan.gradient_coins, promise.sampling_rate, lattice.noise_over_max_grad_norm)
+    if proj_TM.shape != (promise.num_steps, len(plan.gradient_coins)) or not table.steps:
+        raise ConfigError(
+            f"{run.projections}: holds no step of the gradient canaries of this run, or other ones. Restore it, or train again."
+        )
+    return table
 
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:

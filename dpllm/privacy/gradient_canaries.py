@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpllm.errors import Refused
-from dpllm.privacy.clipping import FUNCTIONS
+from dpllm.privacy.clipping import AUTOMATIC_GAMMA, FUNCTIONS
 
 BEFORE_CLIPPING = (
     1000.0  # C: how long a canary's gradient is before it is clipped, so that a step without clipping shows
@@ -30,8 +30,8 @@ class GradientCanaries:
     Guarantee:
         What a canary adds to a sum is its gradient, 1000 C v_j, clipped by the very function that clips units, and rounded
         towards zero to the lattice: at most C in norm. So a canary is one more unit, whose slot is sampled like any other.
-        ``project`` looks at what was released alone. The signs do not depend on the data, so whatever the data add to a
-        projection has mean zero over the signs.
+        ``project`` looks at what was released alone. The signs do not depend on the data, so what the data of the first step add
+        to a projection has mean zero over the signs; later gradients may also answer to what earlier steps released.
 
     References:
         Nasr et al. 2023, "Tight Auditing of Differentially Private Machine Learning" (canaries in gradient space); Andrew et
@@ -67,7 +67,8 @@ class GradientCanaries:
         planted = [canary for canary in drawn if self._coins[canary]]
         if not planted:
             return
-        before = torch.full((1, 1), BEFORE_CLIPPING * max_grad_norm, dtype=torch.float64)
+        longest = BEFORE_CLIPPING * max(max_grad_norm, AUTOMATIC_GAMMA)  # beside gamma, a small C would shorten it
+        before = torch.full((1, 1), longest, dtype=torch.float64)
         length = float(before * self._clip(before, max_grad_norm))
         each = math.floor(length / math.sqrt(self._each) / spacing)
         chosen = torch.tensor(planted, device=sum_P.device)

@@ -8,12 +8,14 @@ Shape suffixes: T steps, M canaries.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
+from dpllm.files import write_whole
 
 Floats = NDArray[np.float32]
 
@@ -23,11 +25,15 @@ class Projections:
 
     def __init__(self, path: Path, num_steps: int, width: int) -> None:
         """Begins the file, or goes on with that of a run that is resumed."""
-        before = _read(path)
-        self._kept_TM: Floats = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(num_steps, width))
-        self._kept_TM[:] = np.nan
-        if before is not None and before.shape[1] == width:
-            self._kept_TM[: len(before)] = before[:num_steps]
+        kept_TM = np.full((num_steps, width), np.nan, dtype=np.float32)
+        before_TM = _read(path)
+        if before_TM is not None and before_TM.shape[1] == width:
+            rows = min(len(before_TM), num_steps)
+            kept_TM[:rows] = before_TM[:rows]
+        content = io.BytesIO()
+        np.save(content, kept_TM)
+        write_whole(path, content.getvalue())  # so that a crash leaves the rows of before
+        self._kept_TM: Floats = np.lib.format.open_memmap(path, mode="r+")
 
     def write(self, step: int, proj_M: NDArray[np.float64]) -> None:
         """Keeps what step ``step``, counted from 1, released."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from dpllm.auditing.blind import words_control
-from dpllm.auditing.gradient import read_gradient
+from dpllm.auditing.gradient import read_gradient, tabulate
 from dpllm.auditing.table import read_scores
 from dpllm.canaries import canaries
 from dpllm.card import claim
 from dpllm.run.directory import RunDir
+from dpllm.run.projections import read_projections
 from dpllm.statement.privacy_record import Audit
 from dpllm.statement.run_files import RunRecord, read_plan, read_run
 from dpllm.verification import check_audits
@@ -101,9 +104,11 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     if scored != coins or references != {reference.canary_id for reference in plan.references}:
         raise Wrong("the audit has other coins or canaries than were committed to before training. Audit again.")
     if plan.gradient_coins and audit.gradient:
-        gradient = read_gradient(found.directory / "audit" / "gradient.parquet", 1.0, audit.gradient.noise_planned)
-        if tuple(gradient.inserted_M.tolist()) != plan.gradient_coins:
-            raise Wrong("the audit has other coins of gradient canaries than were committed to. Audit again.")
+        of_plan = (read_plan(run).sampling_rate, audit.gradient.noise_planned)
+        shown = read_gradient(found.directory / "audit" / "gradient.parquet", *of_plan)
+        kept = tabulate(read_projections(run.projections), plan.gradient_coins, *of_plan)
+        if not all(np.allclose(getattr(shown, name), getattr(kept, name), rtol=1e-9, atol=1e-9) for name in vars(kept)):
+            raise Wrong("the audit has other coins or scores of gradient canaries than the run kept. Audit again.")
     stated = check_audits.published_audit(found.directory / "audit").controls.words
     if any(differences(stated.to_json() if stated else None, words_control(plan.canaries))):
         raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")

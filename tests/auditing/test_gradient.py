@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from scipy import stats
 
 from dpllm.auditing.gradient import GradientTable, examine, read_gradient, seen, tabulate, write_gradient
@@ -49,7 +51,7 @@ def test_a_run_as_planned_is_measured_within_its_intervals() -> None:
     assert stats.kstest(drawn, "norm").pvalue > 1e-3
 
 
-@pytest.mark.parametrize("canaries", [200, 1000])
+@pytest.mark.parametrize("canaries", [4, 6, 16, 200, 1000])
 @pytest.mark.parametrize("drift", [0.0, 2.0])
 def test_noise_and_draws_as_planned_are_not_refuted(canaries: int, drift: float, full: bool) -> None:
     """At most half of a hundredth each; what gradients add makes neither too small nor too large."""
@@ -57,6 +59,33 @@ def test_noise_and_draws_as_planned_are_not_refuted(canaries: int, drift: float,
     refuted = [examined(run(seed, canaries, drift=drift)) for seed in range(audits)]
     for name in ("noise_refuted", "drawn_refuted"):
         assert stats.binom.sf(sum(getattr(one, name) for one in refuted) - 1, audits, 0.05 * ALPHA) > 1e-3
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), [(0.9, 0.05, 1), (0.98, 0.1, 2), (1.0, 0.6, 5)])
+def test_draws_that_hardly_vary_are_not_refuted(rate: float, noise: float, steps: int, full: bool) -> None:
+    """Where all of a few canaries were drawn, their totals seem to vary less than they do."""
+    audits, refuted = 2000 if full else 300, 0
+    for seed in range(audits):
+        generator = np.random.default_rng([seed, 1])
+        coins_M = generator.random(20) < 0.5
+        proj_TM = generator.normal(0, noise, (steps, 20)) + ((generator.random((steps, 20)) < rate) & coins_M)
+        refuted += examined(tabulate(proj_TM, coins_M, rate, noise)).drawn_refuted
+    assert stats.binom.sf(refuted - 1, audits, 0.05 * ALPHA) > 1e-3
+
+
+@pytest.mark.parametrize("amplified", [0.0, 0.005, 0.01])
+def test_gradients_that_answer_to_earlier_noise_refute_nothing(amplified: float) -> None:
+    """Where the loss is concave along a canary, each step repeats a little of what came before it."""
+    refuted = 0
+    for seed in range(20):
+        generator = np.random.default_rng([seed, 2])
+        coins_M, moved_M, seen_TM = generator.random(1000) < 0.5, np.zeros(1000), []
+        for _ in range(STEPS):
+            seen_TM.append(generator.normal(0, NOISE, 1000) + ((generator.random(1000) < RATE) & coins_M) + moved_M)
+            moved_M = moved_M + amplified * seen_TM[-1]
+        found = examined(tabulate(seen_TM, coins_M, RATE, NOISE))
+        refuted += found.noise_refuted or found.drawn_refuted
+    assert refuted == 0
 
 
 @pytest.mark.parametrize(
@@ -126,6 +155,19 @@ def test_a_table_reads_back_exactly_and_a_damaged_one_is_refused(tmp_path: Path)
     for name in ("inserted_M", "score_M", "squares_M", "total_M"):
         np.testing.assert_array_equal(getattr(again, name), getattr(table, name))
     assert (again.steps, again.pairs) == (table.steps, table.pairs)
+    again = parquet.read_table(path)
+    odd = {
+        "squares": [-1.0] * 60,
+        "score": [float("nan")] * 60,
+        "inserted": [None, *[True] * 59],
+        "steps": [1, *[9] * 59],
+        "pairs": [0.5] * 60,
+    }
+    for name, values in odd.items():
+        parquet.write_table(again.set_column(again.column_names.index(name), name, pyarrow.array(values)), path)
+        with pytest.raises(ConfigError, match="no table of gradient canaries"):
+            read_gradient(path, RATE, NOISE)
+    write_gradient(table, path)
     for content in (b"", b"PAR1", path.read_bytes()[:-9]):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="no table of gradient canaries"):

@@ -113,6 +113,59 @@ def failures(run: Path) -> set[str]:
     return {one["name"] for one in found["checks"] if one["status"] == "failed"}
 
 
+@pytest.mark.parametrize("column", ["squares", "total", "score"])
+def test_other_scores_than_those_that_the_run_kept_are_seen_beside_it(
+    planted: Place, tmp_path: Path, column: str
+) -> None:
+    run = shutil.copytree(planted.run, tmp_path / "run")
+    path = run / "export" / "audit" / "gradient.parquet"
+    table = parquet.read_table(path)
+    longer = pyarrow.array(np.array(table[column]) * 4)
+    parquet.write_table(table.set_column(table.column_names.index(column), column, longer), path)
+    assert "audit: canaries" in failures(run)
+
+
+@pytest.mark.parametrize("change", [{"steps": 10**9}, {"pairs": 1}, {"steps": 5, "pairs": 0}])
+def test_other_numbers_of_steps_than_the_run_took_are_refused(
+    planted: Place, tmp_path: Path, change: dict[str, int]
+) -> None:
+    export = shutil.copytree(planted.run / "export", tmp_path / "export")
+    path = export / "audit" / "gradient.parquet"
+    table = parquet.read_table(path)
+    for name, value in change.items():
+        column = pyarrow.array([value] * table.num_rows)
+        table = table.set_column(table.column_names.index(name), name, column)
+    parquet.write_table(table, path)
+    answer = dpllm_("verify", export)
+    assert answer.code == 4
+    assert "counts other steps" in answer.out
+
+
+def test_a_table_that_unpacks_to_more_than_its_rows_is_refused(planted: Place, tmp_path: Path) -> None:
+    export = shutil.copytree(planted.run / "export", tmp_path / "export")
+    path = export / "audit" / "gradient.parquet"
+    table = parquet.read_table(path)
+    lists = pyarrow.array([[0.5] * 1000] * table.num_rows)
+    table = table.set_column(table.column_names.index("score"), "score", lists)
+    parquet.write_table(table, path, use_compliant_nested_type=False)
+    answer = dpllm_("verify", export)
+    assert answer.code == 4
+    assert "gradient.parquet holds" in answer.out
+
+
+@pytest.mark.parametrize("damage", ["all missing", "shorter", "no file"])
+def test_projections_that_are_not_those_of_the_run_are_refused(planted: Place, tmp_path: Path, damage: str) -> None:
+    run = RunDir(shutil.copytree(planted.run, tmp_path / "run"))
+    found = np.load(run.projections)
+    if damage == "no file":
+        run.projections.unlink()
+    else:
+        np.save(run.projections, found[:-1] if damage == "shorter" else np.full_like(found, np.nan))
+    answer = dpllm_("audit", run.root, "--scores-only")
+    assert answer.code == 2
+    assert "Restore" in answer.err
+
+
 def test_a_run_without_privacy_holds_their_slots_and_plants_none(place: Place) -> None:
     place.write({**SETTINGS, "privacy.enabled": False, "data.public": True})
     done("train", place.recipe)
