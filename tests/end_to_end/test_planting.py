@@ -42,6 +42,7 @@ def test_planned_canaries_are_private_and_named_by_numbers_alone(place):
         "kind": "digits",
         "groups": {"1": 12, "2": 3},
         "candidates": 15,
+        "gradient_canaries": 0,
         "slots": 18,
         "references": 100,
         "log2_secrets": again.log2_secrets,
@@ -164,7 +165,7 @@ def test_every_kind_is_trained_on_and_audited(place, kind):
 @pytest.mark.full
 def test_new_tokens_are_trained_on_and_audited_with_a_head_that_trains_or_not(base, tmp_path):
     place = make_place(tmp_path / "head", base)
-    few = {"kind": "new_tokens", "groups": {1: 4}, "references": 100}
+    few = {"kind": "new_tokens", "groups": {1: 40}, "references": 100}
     place.write({"audit.canaries": few, "model.name_or_path": "builtin:tiny"})
     done("train", place.recipe)
     report = json.loads(done("audit", place.run, "--json").out)

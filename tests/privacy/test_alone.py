@@ -213,7 +213,7 @@ def test_clipped_sums_are_multiples_of_the_spacing_and_no_longer_than_stated(nam
 def on_lattice(net: nn.Module, mode: str = "auto") -> None:
     bound, sigma = 0.05, 0.7
     engine = tm.make_engine(net, tm.plan(bound, sigma), grad_sample_mode=mode)
-    scale = noise_scale(sigma, bound, engine._size)
+    scale = noise_scale(sigma, bound, engine.size)
     for one in tm.units(MIXED):
         sum_P = added(engine, [one], 4)
         assert multiples(sum_P, spacing_of(scale))
@@ -270,7 +270,7 @@ def test_low_bits_of_a_release_are_uniform_with_and_without_a_row(seed: int, sec
     for units in ([tm.unit((9,), 3)], []):
         engine = tm.make_engine(Toy(56), tm.plan(1.0, 1.0))
         sum_P = engine.clipped_sum(tm.batches(units, 1))[0]
-        scale = noise_scale(1.0, 1.0, engine._size)
+        scale = noise_scale(1.0, 1.0, engine.size)
         GaussianNoise(2**120 + seed, tm.CPU, secure=secure).add_to(sum_P, scale)
         low = (sum_P / spacing_of(scale)).long() % 16
         assert stats.chisquare(np.bincount(low.numpy(), minlength=16)).pvalue > 1e-8

@@ -21,7 +21,7 @@ from mutants import divided_by_who_came
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
-from dpllm.privacy import clipping, engine, gradients, plan, rules, selfcheck
+from dpllm.privacy import clipping, engine, gradients, guards, plan, rules, selfcheck
 from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper, Taps
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradients import Owners, UnitGradients
@@ -331,7 +331,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     ),
     "weight gradients left on": (weight_gradients, lambda: checks.no_weight_gradients(net())),
     "steps beside the engine": (attribute(Engine, "_only_released", lambda *_: None), checks.lone_step_refused),
-    "TF32 allowed": (attribute(engine, "_refuse_tf32", nothing), short_cut),
+    "TF32 allowed": (attribute(guards, "check_float32", nothing), short_cut),
     "no self-check": (attribute(engine, "self_check", nothing), refuses("off by", Functional)),
     "no check of padding": (attribute(selfcheck, "_check_padding", nothing), refuses("rows beside it", Lengthy)),
     "no check of neighbours": (
