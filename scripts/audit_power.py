@@ -1,6 +1,6 @@
 """How much an audit finds: runs of the smoke recipe, each audited by both versions of the primary score and its tests.
 
-    python scripts/audit_power.py                                    all 24 runs: about half an hour on two cores
+    python scripts/audit_power.py                                    all 24 runs: about an hour on one core
     python scripts/audit_power.py --epsilons inf,8 --sizes 200 --repetitions 1 --output power.json
 
 What a run showed is kept in --output, and what stands there is not made again, so that the table can be made in parts. Runs that
@@ -37,9 +37,10 @@ SHOWN = ("calibrated", "gains_over_losses", "windows")  # the primary score, EZ-
 Json = dict[str, Any]
 
 
-def measure(epsilon: str, size: int, steps: int, folder: Path) -> Json:
+def measure(epsilon: str, size: int, steps: int, gradient: int, folder: Path) -> Json:
     """Trains one run, if it does not lie there, and audits it."""
-    wanted: Json = {"train.steps": steps, "audit.canaries.groups": {1: size, **REPEATED}}
+    wanted: Json = {"train.steps": steps, "train.batch_size": 128, "audit.canaries.groups": {1: size, **REPEATED}}
+    wanted |= {"audit.gradient_canaries": gradient}
     wanted |= {"privacy.ledger": str(folder / "ledger.sqlite"), "output_dir": str(folder / "run")}
     wanted |= {"privacy.enabled": False} if epsilon == "inf" else {"privacy.epsilon": float(epsilon)}
     config, run = load_config(RECIPE, wanted), RunDir(folder / "run")
@@ -52,12 +53,11 @@ def measure(epsilon: str, size: int, steps: int, folder: Path) -> Json:
         when: summarise(scores, report.claim, test, tokens=tokens).epsilon_lower_bound
         for when, test in settings.items()
     }
-    gradient = report.to_json().get("gradient")
     return {
         "bound": {when: bound.value for when, bound in bounds.items()},
         "ceiling": {when: bound.ceiling for when, bound in bounds.items()},
         "auc": {when: areas(scores, tokens, test.version) for when, test in settings.items()},
-        "gradient": gradient and gradient.get("bound", gradient),
+        "gradient": report.gradient.epsilon_lower_bound if report.gradient else None,
     }
 
 
@@ -97,7 +97,7 @@ def table(runs: Sequence[Json]) -> str:
             )
             for when, name in columns
         ]
-        gradient = " ".join(f"{run['gradient']['value']:.2f}" for run in own if run["gradient"])
+        gradient = " ".join(f"{run['gradient']:.2f}" for run in own if run["gradient"] is not None)
         known = "none" if epsilon == "inf" else epsilon
         lines.append(" | ".join([f"| {known}", f"{size:,}", str(len(own)), *bounds, *areas, f"{gradient} |"]))
     return "\n".join(lines)
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="200,1000", help="candidates planted once")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--gradient", type=int, default=1000, help="gradient canaries beside them")
     parser.add_argument("--runs", type=Path, default=Path("runs/audit_power"), help="where the runs are kept")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/audit-power-cpu-2026-11-22.json"))
     given = parser.parse_args()
@@ -116,15 +117,17 @@ def main() -> None:
     sizes = [int(size) for size in given.sizes.split(",")]
     for repetition, epsilon, size in itertools.product(range(given.repetitions), given.epsilons.split(","), sizes):
         key = {"epsilon": epsilon, "size": size, "steps": given.steps, "repetition": repetition}
-        if any(key.items() <= run.items() for run in runs):
+        key |= {"gradient_canaries": given.gradient} if given.gradient else {}
+        if any(key.items() <= run.items() and run.get("gradient_canaries", 0) == given.gradient for run in runs):
             continue
         folder = given.runs / "-".join(map(str, key.values()))
-        runs.append({**key, **measure(epsilon, size, given.steps, folder), "commit": commit()})
+        runs.append({**key, **measure(epsilon, size, given.steps, given.gradient, folder), "commit": commit()})
         about = {"machine": machine(), "versions": versions("torch", "transformers", "dpllm"), "recipe": RECIPE}
         write_json(given.output, {**about, "runs": runs})
         print(key, runs[-1]["bound"], runs[-1]["auc"], flush=True)
     runs.sort(key=lambda run: (-float(run["epsilon"]), run["size"], run["repetition"]))
-    print(table([run for run in runs if run["steps"] == given.steps]))
+    shown = (given.steps, given.gradient)
+    print(table([run for run in runs if (run["steps"], run.get("gradient_canaries", 0)) == shown]))
 
 
 if __name__ == "__main__":

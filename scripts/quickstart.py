@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as dpllm.cli does, before torch is imported
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # three rows of so small a model take twice as long on two threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # rows of so small a model take half as long again on two threads
 RECIPE = "recipes/smoke/clinic.yaml"
 
 

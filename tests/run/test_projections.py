@@ -1,0 +1,55 @@
+"""What steps released along gradient canaries stays on disk, whatever ends the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dpllm.errors import ConfigError
+from dpllm.run.projections import Projections, read_projections
+
+
+def test_steps_are_kept_and_a_resumed_run_of_more_steps_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "gradient_canaries.npy"
+    first = Projections(path, 3, 4)
+    first.write(1, np.arange(4.0))
+    first.write(2, np.arange(4.0) + 1)
+    again = Projections(path, 5, 4)  # lost steps are made up
+    again.write(4, np.arange(4.0) + 2)
+    found_TM = read_projections(path)
+    assert found_TM.shape == (5, 4)
+    np.testing.assert_array_equal(found_TM[[0, 1, 3]], [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]])
+    assert np.isnan(found_TM[[2, 4]]).all()
+
+
+def test_those_of_other_canaries_are_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "gradient_canaries.npy"
+    Projections(path, 2, 4).write(1, np.ones(4))
+    Projections(path, 2, 5)
+    assert np.isnan(read_projections(path)).all()
+
+
+def test_a_process_that_dies_while_it_begins_again_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gradient_canaries.npy"
+    Projections(path, 2, 4).write(1, np.ones(4))
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpllm.run.projections.write_whole", die)
+    with pytest.raises(KeyboardInterrupt):
+        Projections(path, 2, 4)
+    np.testing.assert_array_equal(read_projections(path)[0], np.ones(4))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no array"])
+def test_a_missing_or_damaged_file_is_refused_in_one_line(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "gradient_canaries.npy"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"missing or damaged, so .* Restore it, or train again"):
+        read_projections(path)
