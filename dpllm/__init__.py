@@ -13,6 +13,7 @@ The front door for Python. Nothing heavy is imported before it is used:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from dpllm.verification.values import Verification
 
 __version__ = "0.1.0"
+# bitsandbytes up to 0.50.2 warns at each import that it has no kernel for 4-bit weights on a CPU; its other warnings stay.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 __all__ = [
     "DPComparison",
     "Engine",

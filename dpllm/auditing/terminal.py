@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dpllm.auditing.record import AuditRecord, Discoverable, Generation, Summary
+from dpllm.auditing.record import AuditRecord, Summary
 from dpllm.auditing.summary import PRIMARY_ATTACK
 
 if TYPE_CHECKING:
@@ -19,73 +19,104 @@ if TYPE_CHECKING:
     from dpllm.auditing.mechanism_report import MechanismReport
 
 Json = Mapping[str, Any]
+Part = tuple[str, list[tuple[str, str, str, str]]]
+"""A question, and for each group of canaries: how often planted, found, expected if nothing is learned, allowed."""
 FEW = "too few"
 NO_LIMIT = "no limit"
 
 
 def table(report: Summary) -> Group:
-    """A report for the terminal: the verdict, what was found for each group, and the controls."""
+    """A report for the terminal, readable at 80 columns: the verdict, a line for each question and group, the controls."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    groups = sorted(report.exposure, key=int)
-    result = Table(
-        "what was asked", *(_times(group) for group in groups), "if nothing is learned", "the claim allows, once"
-    )
-    primary = {group: seen[PRIMARY_ATTACK] for group, seen in report.by_group().items()}
+    result = _grid("", "planted", "found", "chance", "allowed")
     beside = report if isinstance(report, AuditRecord) else None
-
-    def row(name: str, found: Callable[[str], str], null: str, allowed: str = "") -> None:
-        result.add_row(name, *(found(group) for group in groups), null, allowed)
-
-    _bound(report, row)
-    limits = next((one.limits for one in report.attacks.values()), None) if "1" in primary else None
-    result.add_section()
-    row(
-        "told from those left out (AUC)",
-        lambda group: _interval(primary[group].auc, primary[group].auc_interval),
-        "0.5",
-        f"{limits.auc:.3f}" if limits else NO_LIMIT,
-    )
-    for key, words, fpr, limit in (
-        ("tpr_at_1_percent_fpr", "1 %", "0.01", limits and limits.tpr_at_fpr_0_01),
-        ("tpr_at_0_1_percent_fpr", "0.1 %", "0.001", limits and limits.tpr_at_fpr_0_001),
-    ):
-        caught = {group: (getattr(primary[group], key), getattr(primary[group], f"{key}_interval")) for group in groups}
-        if any(rate is not None for rate, _ in caught.values()):
-            allowed = NO_LIMIT if limit is None else f"{limit:.3f}"
-            row(f"caught at {words} false alarms", lambda group, seen=caught: _interval(*seen[group]), fpr, allowed)  # type: ignore[misc]
+    parts = [_bound(report), *_membership(report)]
     if beside and beside.shadows:
-        _shadows(beside.shadows, row)
-    _extraction(report, row)
-    if beside and beside.generation:
-        _beams(beside.generation, row, groups)
-    if report.sampling:
-        _samples(report.sampling, row, groups)
+        parts += _shadows(beside.shadows)
+    parts += _extraction(report)
+    for name, lines in parts:
+        for number, line in enumerate(lines):
+            result.add_row("" if number else name, *line)
+        result.add_section()
+    caption = (
+        "chance: found if nothing is learned; allowed: by the claim; never: canaries left out.\n"
+        f"epsilon: {100 * (1 - report.epsilon_lower_bound.alpha):.4g}% sure; at most: what a perfect attack would show; "
+        "intervals: 95%.\n"
+    )
     return Group(
-        Text.assemble((f"Audit: {report.verdict}", "bold"), "\n", report.verdict_reason),
+        Text.assemble((f"Audit: {report.verdict}", "bold"), "\n", report.verdict_reason, "\n"),
         result,
-        _controls(report, groups),
+        Text(caption, style="dim"),
+        _controls(report),
     )
 
 
-def _shadows(shadows: Json, row: Callable[..., None]) -> None:
-    """AUC of the attacks that compare with shadow runs."""
-    for name in ("lira", "rmia_online", "rmia_offline"):
-
-        def found(group: str, name: str = name) -> str:
-            seen = shadows["attacks"].get(group, {}).get(name)
-            return _interval(seen["auc"], seen["auc_interval"]) if seen else "-"
-
-        row(f"{name} with {shadows['shadows']} shadows (AUC)", found, "0.5")
-
-
-def _controls(report: Summary, groups: Sequence[str]) -> Table:
-    """What is one value for the whole audit."""
+def _grid(*columns: str) -> Table:
+    """Columns without rules between them, for cells of one line."""
+    from rich import box
     from rich.table import Table
 
-    result = Table(show_header=False)
+    return Table(
+        *columns, box=box.SIMPLE_HEAD, show_edge=False, show_header=bool(columns), padding=(0, 1, 0, 0), pad_edge=False
+    )
+
+
+def _bound(report: Summary) -> Part:
+    bound, claim = report.epsilon_lower_bound, report.claim
+    lines = [
+        (
+            "once",
+            f"{bound.value:.3g} (at most {bound.ceiling:.3g})",
+            "0",
+            f"{claim.epsilon:.3g}" if claim else NO_LIMIT,
+        ),
+    ]
+    tests = {group: seen for group, seen in report.repeated.items() if seen.test and seen.claim}
+    for group in sorted(tests, key=int):
+        seen = tests[group]
+        assert seen.test is not None
+        assert seen.claim is not None
+        lines.append((_times(group), f"{seen.test.value:.3g}", "0", f"{seen.claim.epsilon:.3g}"))
+    return "epsilon is at least", lines
+
+
+def _membership(report: Summary) -> list[Part]:
+    """How well the primary attack tells planted canaries from those left out."""
+    primary = {group: seen[PRIMARY_ATTACK] for group, seen in report.by_group().items()}
+    groups = sorted(report.exposure, key=int)
+    limits = next((one.limits for one in report.attacks.values()), None) if "1" in primary else None
+    parts: list[Part] = []
+    for key, words, digits, null, limit in (
+        ("auc", "told apart (AUC)", 2, "0.5", limits and limits.auc),
+        ("tpr_at_1_percent_fpr", "caught at 1% false alarms", 3, "0.01", limits and limits.tpr_at_fpr_0_01),
+        ("tpr_at_0_1_percent_fpr", "caught at 0.1% false alarms", 3, "0.001", limits and limits.tpr_at_fpr_0_001),
+    ):
+        seen = {group: (getattr(primary[group], key), getattr(primary[group], f"{key}_interval")) for group in groups}
+        if key != "auc" and all(rate is None for rate, _ in seen.values()):
+            continue
+        allowed = NO_LIMIT if limit is None else f"{limit:.3f}"
+        lines = [(_times(g), _interval(*seen[g], digits), null, allowed if g == groups[0] else "") for g in groups]
+        parts.append((words, lines))
+    return parts
+
+
+def _shadows(shadows: Json) -> list[Part]:
+    """AUC of the attacks that compare with shadow runs."""
+    parts = []
+    for name in ("lira", "rmia_online", "rmia_offline"):
+        seen = {group: attacks[name] for group, attacks in shadows["attacks"].items() if attacks.get(name)}
+        lines = [
+            (_times(g), _interval(seen[g]["auc"], seen[g]["auc_interval"]), "0.5", "") for g in sorted(seen, key=int)
+        ]
+        parts.append((f"{name}, {shadows['shadows']} shadows (AUC)", lines))
+    return parts
+
+
+def _controls(report: Summary) -> Table:
+    """What is one value for the whole audit."""
+    result, groups = _grid(), sorted(report.exposure, key=int)
     beside = report if isinstance(report, AuditRecord) else None
     if groups:
         others = {name: attack.auc for name, attack in report.attacks.items() if name != PRIMARY_ATTACK}
@@ -100,88 +131,63 @@ def _controls(report: Summary, groups: Sequence[str]) -> Table:
     if (gradient := report.gradient) and gradient.noise is not None:
         sure, most = f"{100 * (1 - gradient.alpha):.4g}% sure", f"a perfect attack: {gradient.ceiling:.3g}"
         result.add_row(
-            "epsilon is at least, on gradient canaries, for whoever saw every step",
+            "epsilon is at least, to who saw each step",
             f"{gradient.epsilon_lower_bound:.3g} ({sure}; {most})",
         )
-        measured = _interval(gradient.noise, gradient.noise_interval)
-        result.add_row("noise over C, as measured on them", f"{measured}; planned {gradient.noise_planned:.3f}")
+        measured = _interval(gradient.noise, gradient.noise_interval, 3)
+        result.add_row("noise over C, on gradient canaries", f"{measured}; planned {gradient.noise_planned:.3f}")
     details = beside.generation.personal if beside and beside.generation else None
     if details:
         inserted, base, held_out = (
             f"{sum(one.own for one in side)} of {sum(one.prompts for one in side)}"
             for side in zip(*((seen.inserted, seen.base, seen.held_out) for seen in details.values()), strict=True)
         )
-        result.add_row("personal details that came out by name", f"{inserted} (base model {base}, left out {held_out})")
+        result.add_row("personal details that came out", f"{inserted} (base model {base}, left out {held_out})")
     controls = report.controls
     separates = "it separates: do not trust this audit" if controls.base_separates else "it does not separate"
-    result.add_row("control: base model on the same canaries", separates)
+    result.add_row("control: base model, same canaries", separates)
     if controls.words:
         words_seen = _interval(controls.words.auc, controls.words.interval)
-        result.add_row("control: words alone, no model (AUC)", words_seen + "; 0.5 if nothing")
-    result.add_row("control: the attack works where it should", controls.positive or "seen nowhere")
+        result.add_row("control: words, no model (AUC)", words_seen + "; 0.5 if nothing")
+    result.add_row("control: the attack works", controls.positive or "seen nowhere")
     if beside:
-        result.add_row("audits in this run directory so far", str(beside.audits_run))
+        result.add_row("audits of this run so far", str(beside.audits_run))
     return result
 
 
-def _bound(report: Summary, row: Callable[..., None]) -> None:
-    bound, claim = report.epsilon_lower_bound, report.claim
+def _extraction(report: Summary) -> list[Part]:
+    """What comes out of the model, and what the base model and canaries that were left out give."""
+    exposure, counts, groups = report.exposure, report.extraction, sorted(report.exposure, key=int)
 
-    def found(group: str) -> str:
-        if group == "1":
-            return f"{bound.value:.3g} (a perfect attack: {bound.ceiling:.3g})"
-        seen = report.repeated.get(group)
-        return (
-            f"{seen.test.value:.3g} of {seen.claim.epsilon:.3g} allowed" if seen and seen.test and seen.claim else "-"
-        )
+    def part(words: str, found: Callable[[str], object], never: object, base: object) -> Part:
+        lines = [(_times(group), str(found(group)), "", "") for group in groups]
+        return words, [*lines, ("never", str(never), "", ""), ("base model", str(base), "", "")]
 
-    allowed = f"{claim.epsilon:.3g}" if claim else NO_LIMIT
-    row(f"epsilon is at least ({100 * (1 - bound.alpha):.4g}% sure)", found, "0", allowed)
+    means = [(group, exposure[group].mean) for group in groups]
+    null = f"{max((seen.null_mean or 0.0 for seen in exposure.values()), default=0.0):.2f}"
+    shown = [(_times(group), "-" if mean is None else f"{mean:.2f}", null, "") for group, mean in means]
+    parts: list[Part] = [("mean exposure (bits)", shown)]
+    left_out, base = (sum(count.held_out_tuned for count in counts.values()), sum(c.base for c in counts.values()))
+    words = "completed word for word"
+    parts.append(part(words, lambda group: f"{counts[group].tuned} of {counts[group].inserted}", left_out, base))
+    if isinstance(report, AuditRecord) and report.generation:
+        beams = {group: report.generation.completion[group].beam for group in groups}
+        sums = [sum(getattr(seen, side).near_tokens for seen in beams.values()) for side in ("held_out", "base")]
 
+        def near(group: str) -> str:
+            return f"{beams[group].inserted.near_tokens} of {beams[group].inserted.prompts}"
 
-def _extraction(report: Summary, row: Callable[..., None]) -> None:
-    """What comes out of the model, beside what the base model and canaries that were left out give."""
-    exposure, counts = report.exposure, report.extraction
-
-    def exposed(group: str) -> str:
-        mean = exposure[group].mean
-        return "-" if mean is None else f"{mean:.2f}"
-
-    null = max((seen.null_mean or 0.0 for seen in exposure.values()), default=0.0)
-    row("mean exposure (bits)", exposed, f"{null:.2f}")
-    base, held_out = (sum(count.base for count in counts.values()), sum(c.held_out_tuned for c in counts.values()))
-    row(
-        "completed word for word",
-        lambda group: f"{counts[group].tuned} of {counts[group].inserted}",
-        _beside(str(base), str(held_out)),
-    )
-
-
-def _beams(generation: Generation, row: Callable[..., None], groups: Sequence[str]) -> None:
-    found = {group: generation.completion[group].beam for group in groups}
-    base, held_out = (sum(getattr(seen, side).near_tokens for seen in found.values()) for side in ("base", "held_out"))
-    row(
-        "completed or nearly, by beam search",
-        lambda group: f"{found[group].inserted.near_tokens} of {found[group].inserted.prompts}",
-        _beside(str(base), str(held_out)),
-    )
-
-
-def _samples(sampling: Mapping[str, Discoverable], row: Callable[..., None], groups: Sequence[str]) -> None:
-    needed = {group: sampling[group].all_tokens.median_attempts for group in groups}
-    row(
-        "samples for an even chance of the secret",
-        lambda group: _attempts(needed[group].inserted),
-        _beside(*(_attempts(getattr(needed[groups[0]], side) if groups else None) for side in ("base", "held_out"))),
-    )
-
-
-def _beside(base: str, held_out: str) -> str:
-    return f"base model {base}, left out {held_out}"
+        parts.append(part("nearly, by beam search", near, *sums))
+    if report.sampling and groups:
+        needed = {group: seen.all_tokens.median_attempts for group, seen in report.sampling.items()}
+        first = needed[groups[0]]
+        controls = _attempts(first.held_out), _attempts(first.base)
+        parts.append(part("samples for an even chance", lambda group: _attempts(needed[group].inserted), *controls))
+    return parts
 
 
 def _times(group: str) -> str:
-    return "planted once" if group == "1" else f"planted {group} times"
+    return "once" if group == "1" else f"{group} times"
 
 
 def _attempts(value: float | None) -> str:
@@ -191,11 +197,13 @@ def _attempts(value: float | None) -> str:
 
 
 def _rate(attack: Json, key: str) -> str:
-    return _interval(attack[key], attack[f"{key}_interval"])
+    return _interval(attack[key], attack[f"{key}_interval"], 3)
 
 
-def _interval(value: float | None, interval: Sequence[float] | None) -> str:
-    return FEW if value is None or interval is None else f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})"
+def _interval(value: float | None, interval: Sequence[float] | None, digits: int = 2) -> str:
+    if value is None or interval is None:
+        return FEW
+    return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
 def members_table(report: Json) -> Table:

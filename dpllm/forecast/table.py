@@ -103,15 +103,10 @@ def _ledger(seen: Decision) -> str:
     return f"{words}; budget {budget.epsilon:g}, gate {held.gate}: {decides} decides{verdict}"
 
 
-def footprint_tables(needs: Footprint) -> list[Table]:
+def footprint_tables(needs: Footprint) -> list[Table | str]:
     """What trains; and what noise, memory and time a step takes."""
-    from rich.table import Table
+    from dpllm.model.adapters import trainable_text
 
-    trains = Table("what trains", "tensors", "parameters")
-    for kind, tensors, size in needs.kinds:
-        trains.add_row(kind, str(tensors), f"{size:,}")
-    count = f"{sum(row[1] for row in needs.kinds)}"
-    trains.add_row("all", count, f"{needs.trainable:,} of {needs.total:,}", style="bold")
     rows = {}
     if needs.noise_per_coordinate is not None and needs.noise_total is not None:
         rows["noise per coordinate"] = f"sigma C / B = {needs.noise_per_coordinate:.3g} in the averaged gradient"
@@ -124,6 +119,7 @@ def footprint_tables(needs: Footprint) -> list[Table]:
         step, whole = _time(needs.seconds_per_step), _time(needs.seconds)
         rows["time"] = f"about {step} a step, {whole} in all ({needs.flops:.2e} FLOP a step)"
     rows["basis"] = needs.basis
+    trains = trainable_text(needs.kinds, needs.total)
     return [trains, _two_columns("Noise, and estimates of memory and time", rows)]
 
 

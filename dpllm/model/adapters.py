@@ -7,6 +7,7 @@ names. This module must not see data.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig as PeftLoraConfig
@@ -23,7 +24,7 @@ from dpllm.recipe.names import public_name
 # No adapters: what sees other rows' tokens, what no gradient reaches (sparse attention's choice of tokens), and what is read
 # outside its layer (Gemma 3n).
 APART = ROUTED | {"indexer", "compressor", "altup", "gate_up_proj_adapter_list"}
-_WRAPPERS = {"default", "base_model", "model"}
+_WRAPPERS = {"default", "base_model", "model", "modules_to_save"}
 
 
 def attach(model: Any, config: RunConfig) -> Any:
@@ -73,15 +74,42 @@ def left_out(model: Any) -> list[str]:
 
 
 def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
-    """What trains: (kind of layer, number of tensors, number of parameters), e.g. ("q_proj.lora_A", 5, 5120)."""
-    kinds: dict[str, tuple[int, int]] = {}
+    """What trains: (kind of layer, number of tensors, number of parameters), one line for each kind.
+
+    Adapters of all projections are one kind, ("LoRA on q, k, v, o_proj of 12 layers", 96, 589824), and so are whole blocks.
+    """
+    kinds: dict[str, tuple[dict[str, None], set[str], int, int]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parts = [part for part in name.split(".") if not part.isdigit() and part not in _WRAPPERS]
-            kind = ".".join(parts[-3:])
-            tensors, size = kinds.get(kind, (0, 0))
-            kinds[kind] = (tensors + 1, size + parameter.numel())
-    return [(kind, tensors, size) for kind, (tensors, size) in kinds.items()]
+        if not parameter.requires_grad:
+            continue
+        path, lora, _ = name.partition(".lora_")
+        parts = [part for part in (path if lora else name.rpartition(".")[0]).split(".") if part not in _WRAPPERS]
+        block = re.match(r"(.*?\.)?\d+\.", name)  # up to the first number, which counts layers
+        kind = "LoRA" if lora else "blocks" if block and ".modules_to_save." not in name else parts[-1]
+        layers, blocks, tensors, size = kinds.get(kind, ({}, set(), 0, 0))
+        layers[parts[-1]] = None
+        kinds[kind] = layers, blocks | ({block[0]} if block else set()), tensors + 1, size + parameter.numel()
+    return [
+        (_in_words(kind, list(layers), len(blocks)), tensors, size)
+        for kind, (layers, blocks, tensors, size) in kinds.items()
+    ]
+
+
+def _in_words(kind: str, layers: list[str], blocks: int) -> str:
+    count = f"{blocks} layer{'s' * (blocks != 1)}"
+    if kind == "blocks":
+        return f"{count}, whole"
+    proj = all(layer.endswith("_proj") for layer in layers)
+    named = ", ".join(layer.removesuffix("_proj") for layer in layers) + "_proj" if proj else ", ".join(layers)
+    return ("LoRA on " if kind == "LoRA" else "") + named + (f" of {count}" if blocks else "")
+
+
+def trainable_text(kinds: Sequence[tuple[str, int, int]], total: int) -> str:
+    """``trainable_table`` in words, a line for each kind; ``total`` counts what is frozen too."""
+    sums = sum(tensors for _, tensors, _ in kinds), sum(size for *_, size in kinds)
+    rows = [*kinds, ("in all", *sums)] if len(kinds) > 1 else kinds
+    lines = (f"{kind}: {tensors} tensors, {size:,} of {total:,} parameters" for kind, tensors, size in rows)
+    return "What trains: " + "\n             ".join(lines)
 
 
 def untied(model: Any) -> bool:

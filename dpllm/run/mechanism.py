@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from dpllm.errors import RoundsByCompany
 from dpllm.model import adapters, loading, processes
@@ -73,13 +72,8 @@ def build_model(
     net = loading.build(config, device)
     guards.check_model(net)
     loading.check_length(config, net)
-    table, rows = Table("what trains", "tensors", "parameters"), adapters.trainable_table(net)
-    for kind, tensors, size in rows:
-        table.add_row(kind, str(tensors), f"{size:,}")
     total = sum(parameter.numel() for parameter in net.parameters())
-    sums = str(sum(tensors for _, tensors, _ in rows)), f"{sum(size for _, _, size in rows):,} of {total:,}"
-    table.add_row("all", *sums, style="bold")
-    console.print(table)
+    console.print(adapters.trainable_text(adapters.trainable_table(net), total), markup=False, highlight=False)
     dropout_off = loading.without_dropout(net) if plan else None
     if dropout_off:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())

@@ -226,9 +226,29 @@ def test_a_new_adapter_changes_nothing_yet(bases: dict[str, Path]) -> None:
     torch.testing.assert_close(logits(loading.build(config, CPU)), logits(loading.load_base(config.model, CPU)))
 
 
-def test_the_table_counts_what_trains(bases: dict[str, Path]) -> None:
-    net = loading.build(recipe(bases["llama"]), CPU)
+@pytest.mark.parametrize(
+    ("family", "adapter", "kinds"),
+    [
+        ("llama", {"method": "lora"}, ["LoRA on q, k, v, o, gate, up, down_proj of 2 layers"]),
+        (
+            "gpt2",
+            {"method": "lora", "modules_to_save": ["lm_head"]},
+            ["LoRA on c_attn, c_proj, c_fc of 2 layers", "lm_head"],
+        ),
+        (
+            "llama",
+            {"method": "lora", "target_modules": ["embed_tokens", "q_proj"]},
+            ["LoRA on embed_tokens, q_proj of 2 layers"],
+        ),
+        ("llama", {"method": "frozen", "last_blocks": 1, "lm_head": True}, ["1 layer, whole", "norm", "lm_head"]),
+    ],
+)
+def test_the_table_has_a_line_for_each_kind_of_layer(
+    bases: dict[str, Path], family: str, adapter: dict[str, Any], kinds: list[str]
+) -> None:
+    net = loading.build(recipe(bases[family], adapter), CPU)
     rows = adapters.trainable_table(net)
+    assert [kind for kind, *_ in rows] == kinds
     assert sum(tensors for _, tensors, _ in rows) == len(trainable(net))
     assert sum(size for *_, size in rows) == sum(p.numel() for p in net.parameters() if p.requires_grad)
 
