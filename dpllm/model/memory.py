@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.engine import Engine
 
 SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
-TOKENS = {"cpu": 2048}  # of one pass, beyond which a larger one was no faster; docs/howto/memory.md has the figures
+TOKENS = {"cpu": 2048}  # of one pass, beyond which a larger one was no faster; docs/measurements.md has the figures
 MANY_TOKENS = 65_536  # elsewhere
 UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
