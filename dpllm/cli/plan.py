@@ -47,6 +47,9 @@ def add_commands(add: AddCommand) -> None:
         "--model", action="store_true", help="what trains, noise, memory and time, from the model's config alone"
     )
     planned.add_argument(
+        "--device", metavar="GPU", help="with --model: for an a100 or h100 by its data sheet, not for this machine"
+    )
+    planned.add_argument(
         "--sweep",
         action="append",
         default=[],
@@ -122,6 +125,8 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     if known.keys:
         return _show_keys()
     config = load_recipe(known, rest)
+    if known.device and not known.model:
+        raise ConfigError("--device says for which GPU --model counts memory and time. Type both.")
     if known.sweep and (known.model or known.after):
         raise ConfigError("--sweep plans many recipes, and --model and --after look at one. Type one of them.")
     if known.sweep:
@@ -133,7 +138,7 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     released = released_by(RunDir(Path(known.after))) if known.after else None
     seen = decide(config, Start())
     refusals = list(seen.refusals)
-    needs = _footprint(config, seen, refusals) if known.model else None
+    needs = _footprint(config, seen, refusals, known.device) if known.model else None
     advice = advise(config, seen.plan, released) if seen.plan else []
     if known.json:
         print(dump(_json(seen, needs, advice, refusals)))
@@ -144,13 +149,13 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     return max((error.exit_code for error in refusals), default=0)
 
 
-def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError]) -> Footprint | None:
+def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError], gpu: str | None) -> Footprint | None:
     if seen.schedule is None:
         return None
     from dpllm.forecast.footprint import footprint
 
     try:
-        needs = footprint(config, seen.schedule, seen.plan)
+        needs = footprint(config, seen.schedule, seen.plan, gpu)
     except DpllmError as error:
         refusals.append(error)
         return None

@@ -31,7 +31,6 @@ from dpllm.privacy.loss import TokenLosses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.run.mechanism import precision_of
 
 SECONDS = 0.15  # for each of the two measurements of the device
 
@@ -44,6 +43,15 @@ class Speed:
     dtype: str
     flops: float
     bandwidth: float
+
+
+RATE_SHARE = 0.4  # of a data sheet's products: what Llama 3 was trained at (arXiv 2407.21783, table 4: 38 to 43 %)
+# NVIDIA's data sheets of the SXM modules with 80 GB: dense bf16 products, bandwidth of the memory.
+DATA_SHEETS = {
+    "a100": Speed("A100 80 GB by its data sheet", "bfloat16", RATE_SHARE * 312e12, 2.039e12),
+    "h100": Speed("H100 80 GB by its data sheet", "bfloat16", RATE_SHARE * 989e12, 3.35e12),
+}
+SHEET_MEMORY = int(80e9)
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Footprint:
         flops: Of a step of B units at full length; None likewise.
         seconds_per_step: flops over the rate of products, plus what other operations move over the bandwidth.
         seconds: The same for all T steps.
-        speed: On which the seconds rest.
+        speed: On which the seconds rest: of this machine, measured, or of a data sheet.
         physical_batch_size: R, the sequences in one forward pass that memory and time are counted for.
         found: R is what would fit on this machine, since the recipe says auto.
         basis: In words.
@@ -113,26 +121,38 @@ class Footprint:
     refusals: tuple[DpllmError, ...]
 
 
-def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footprint:
+def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str | None = None) -> Footprint:
     """Builds the model from its configuration and counts; without a Plan there is no noise.
 
+    Args:
+        config: The recipe.
+        schedule: Its steps and batches.
+        plan: Its promise.
+        gpu: A name in ``DATA_SHEETS``, to plan for that GPU from elsewhere; None: this machine.
+
     Raises:
-        ConfigError: The base model's configuration cannot be found, or the adapter fits no layer of it.
+        ConfigError: The base model's configuration cannot be found, the adapter fits no layer of it, or no such GPU is known.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = precision_of(config.train, device) or torch.float32
+    if gpu not in (None, *DATA_SHEETS):
+        raise ConfigError(
+            f"--device {gpu}: the data sheet of no such GPU is known here, so its time cannot be told. Type one of "
+            f"{', '.join(DATA_SHEETS)}, or leave --device out to plan for this machine."
+        )
+    device = torch.device("cuda" if gpu or torch.cuda.is_available() else "cpu")
+    bf16 = gpu is not None and config.train.precision == "auto"
+    dtype = torch.bfloat16 if bf16 else loading.precision_of(config.train, device) or torch.float32
     net = skeleton(config, dtype)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
     trainable = sum(size for size, trains in sizes if trains)
     sigma = plan.gradient_noise_multiplier if plan else None
     noise = sigma * plan.max_grad_norm / schedule.expected_batch_size if plan and sigma else None
-    rows, counted, found = _rows(config, net, device)
+    rows, counted, found = _rows(config, net, device, SHEET_MEMORY if gpu else None)
     memory, flops, seconds, speed = None, None, None, None
     if counted is not None and rows is not None:
         batches = batches_of(config, schedule)
         share = batches.expected * batches.sequences_per_unit / rows
-        speed = measure(device, dtype, rows * config.data.max_length, net)
-        memory = _memory(config, net, counted, rows)
+        speed = DATA_SHEETS[gpu] if gpu else measure(device, dtype, rows * config.data.max_length, net)
+        memory = _memory(config, net, counted, rows, device)
         flops = round(counted.flops * share)
         seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * trainable) / speed.bandwidth
     return Footprint(
@@ -148,7 +168,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None) -> Footp
         speed=speed,
         physical_batch_size=rows,
         found=config.train.physical_batch_size == "auto",
-        basis=_basis(config, speed) + found,
+        basis=_basis(config, speed, gpu) + found,
         refusals=_refusals(config, net),
     )
 
@@ -187,7 +207,9 @@ class _Counts:
     logits: int
 
 
-def _rows(config: RunConfig, net: Any, device: torch.device) -> tuple[int | None, _Counts | None, str]:
+def _rows(
+    config: RunConfig, net: Any, device: torch.device, memory: int | None
+) -> tuple[int | None, _Counts | None, str]:
     """The sequences of a physical batch, what one computes, and, where a run finds the number at its start, a word on that."""
     named = config.train.physical_batch_size
     if named != "auto":
@@ -196,21 +218,16 @@ def _rows(config: RunConfig, net: Any, device: torch.device) -> tuple[int | None
     if one is None or two is None:
         return None, None, ""
     # Memory grows with the number of sequences on the line through both.
-    total = _memory(config, net, one, 1).total
-    grows = _memory(config, net, two, 2).total - total
-    free = device_memory.free_memory(device)
+    total = _memory(config, net, one, 1, device).total
+    grows = _memory(config, net, two, 2, device).total - total
+    free = memory or device_memory.free_memory(device)
     most = device_memory.most_rows(config, device)
     fits = device_memory.largest(lambda rows: total + (rows - 1) * grows, device_memory.budget(free), most)
     rows = max(1, fits)
     known = "" if free == device_memory.UNKNOWN else f", where {free / 1e9:.3g} GB are free"
-    return (
-        rows,
-        _count(config, net, rows),
-        (
-            "; train.physical_batch_size: auto is measured when training starts, and would be about "
-            f"{rows} on this machine{known}"
-        ),
-    )
+    place = f"{rows} on {'such a GPU' if memory else 'this machine'}{known}"
+    found = f"; train.physical_batch_size: auto is measured when training starts, and would be about {place}"
+    return rows, _count(config, net, rows), found
 
 
 def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
@@ -237,12 +254,12 @@ def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
     return _Counts(counted.flops, counted.moved, held, counted.peak - held)
 
 
-def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int) -> Memory:
+def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: torch.device) -> Memory:
     trains = [parameter for parameter in net.parameters() if parameter.requires_grad]
     size = sum(parameter.numel() for parameter in trains)
     tokens = config.data.max_length
     bits = {"4bit": 4.5, "8bit": 8.0}.get(config.model.quantization or "")  # nf4 adds a scale to every 64 weights
-    stored = _stored_bytes(config, net)
+    stored = _stored_bytes(config, net, device)
     embeddings = {
         id(layer.weight) for layer in (net.get_input_embeddings(), net.get_output_embeddings()) if layer is not None
     }
@@ -263,19 +280,19 @@ def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int) -> Memory:
     )
 
 
-def _stored_bytes(config: RunConfig, net: Any) -> int:
-    """Bytes of a frozen weight, as loading.load_base stores it on this machine."""
+def _stored_bytes(config: RunConfig, net: Any, device: torch.device) -> int:
+    """Bytes of a frozen weight, as loading.load_base stores it on such a device."""
     if config.model.dtype != "auto":
         return int(loading.DTYPES[config.model.dtype].itemsize)
     saved = getattr(net.config, "dtype", None)
-    if not torch.cuda.is_available() or not isinstance(config.adapter, LoraConfig):
+    if device.type != "cuda" or not isinstance(config.adapter, LoraConfig):
         return 4
     return int(saved.itemsize) if isinstance(saved, torch.dtype) else 4
 
 
 def measure(device: torch.device, dtype: torch.dtype, tokens: int, net: Any) -> Speed:
     """Times a matrix product of so many tokens by the model's width, and an addition of long vectors."""
-    tokens = min(tokens, 4096)
+    tokens = min(tokens, 4096 if device.type == "cuda" else 256)  # a CPU is busy with few; more take seconds
     width = max((min(p.shape) for p in net.parameters() if p.dim() == 2 and not p.requires_grad), default=256)
     left = torch.ones((tokens, width), device=device, dtype=dtype)
     right = torch.ones((width, width), device=device, dtype=dtype)
@@ -317,11 +334,13 @@ def _refusals(config: RunConfig, net: Any) -> tuple[DpllmError, ...]:
     return tuple(found)
 
 
-def _basis(config: RunConfig, speed: Speed | None) -> str:
+def _basis(config: RunConfig, speed: Speed | None, gpu: str | None) -> str:
     if speed is None:
         return "this architecture computes from values, so memory and time cannot be counted without weights"
+    source = f"both measured just now on this machine ({speed.device})"
+    if gpu:
+        source = f"an {speed.device}, at {RATE_SHARE:.0%} of its products; not measured"
     return (
         f"estimates: one process, every sequence {config.data.max_length} tokens long, matrix products at "
-        f"{speed.flops / 1e9:,.0f} GFLOP/s ({speed.dtype}) and other operations at {speed.bandwidth / 1e9:.1f} GB/s, both "
-        f"measured just now on this machine ({speed.device})"
+        f"{speed.flops / 1e9:,.0f} GFLOP/s ({speed.dtype}) and other operations at {speed.bandwidth / 1e9:.1f} GB/s, {source}"
     )

@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, memory, processes, sharding
 from dpllm.recipe import names
-from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig
+from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from dpllm.text import builtin
 
 transformers.utils.logging.disable_progress_bar()
@@ -65,6 +65,13 @@ def source(name_or_path: str) -> str:
         return str(builtin.path(name_or_path))
     except KeyError as error:
         raise ConfigError(f"model.name_or_path: {error.args[0]}") from None
+
+
+def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None:
+    """The autocast type; None for float32."""
+    if train.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[train.precision]
 
 
 def load_tokenizer(model: ModelConfig) -> Any:

@@ -53,16 +53,12 @@ def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
 
 def is_low(config: RunConfig, net: Any, device: torch.device) -> bool:
     """Whether anything is computed or held in less than float32."""
-    if precision_of(config.train, device) is not None or getattr(net.config, "quantization_config", None) is not None:
+    if (
+        loading.precision_of(config.train, device) is not None
+        or getattr(net.config, "quantization_config", None) is not None
+    ):
         return True
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
-
-
-def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """The autocast type; None for float32."""
-    if train.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[train.precision]
 
 
 def build_model(
@@ -101,7 +97,7 @@ def make_engine(
     secure, seed = privacy.secure_noise, privacy.insecure_seed
     bits = key_bits(secure)
     noise_key, sampling_key = shared((os_entropy(bits), os_entropy(bits)) if seed is None else (2 * seed, 2 * seed + 1))
-    precision = precision_of(decision.config.train, device)
+    precision = loading.precision_of(decision.config.train, device)
     autocast: Autocast = partial(torch.autocast, device.type, dtype=precision) if precision else contextlib.nullcontext
     engine = Engine(
         net,

@@ -16,7 +16,7 @@ from torch import nn
 
 import dpllm
 from dpllm.errors import ConfigError, Refused
-from dpllm.forecast.footprint import footprint, skeleton
+from dpllm.forecast.footprint import footprint, measure, skeleton
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.model import adapters, loading
 from dpllm.privacy.plan import Plan, make_plan
@@ -150,6 +150,31 @@ def test_auto_is_planned_with_what_this_machine_has(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: 1000)  # planned elsewhere than it will run
     small = needs(recipe(tmp_path, train__physical_batch_size="auto"))
     assert (small.physical_batch_size, small.memory) == (1, one.memory)
+
+
+def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its data sheet alone: every machine says the same."""
+    monkeypatch.setattr("dpllm.forecast.footprint.measure", lambda *_: pytest.fail("this machine was measured"))
+    config = recipe(only_config(tmp_path), train__physical_batch_size="auto", data__max_length=128)
+    made = plan(config)
+    a100, h100 = (footprint(config, made.schedule, made, gpu) for gpu in ("a100", "h100"))
+    assert h100.seconds < a100.seconds
+    assert h100.memory == a100.memory
+    assert h100.physical_batch_size == 34  # as many as a batch of 20 draws, within 80 GB
+    assert "34 on such a GPU" in h100.basis
+    assert "H100 80 GB by its data sheet" in h100.basis
+    assert "not measured" in h100.basis
+    assert h100.speed.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="Type one of a100, h100"):
+        footprint(config, made.schedule, made, "tpu")
+
+
+def test_a_cpu_is_measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of thousands of tokens by the width of an 8B model alone takes a second or more of one thread."""
+    monkeypatch.setattr("dpllm.forecast.footprint._repeat", lambda *_: 1.0)
+    with torch.device("meta"):
+        net = nn.Linear(4096, 4096).requires_grad_(False)
+    assert measure(torch.device("cpu"), torch.float32, 8192, net).flops <= 1e10
 
 
 def test_auto_without_a_count_of_memory(tmp_path: Path) -> None:

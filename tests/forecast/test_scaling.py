@@ -19,6 +19,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
+from dpllm.forecast.footprint import DATA_SHEETS
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.privacy import loss
 
@@ -230,3 +231,8 @@ def test_two_processes_are_measured_against_one(tmp_path: Path) -> None:
     assert [len(times) for times in report["times"].values()] == [2, 2]
     assert report["speed_up"] > 0
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_planner_reads_the_same_data_sheet() -> None:
+    sheet = DATA_SHEETS["h100"]
+    assert (sheet.flops, sheet.bandwidth) == (scaling.RATE_SHARE * scaling.GPU_RATE, scaling.GPU_BANDWIDTH)
