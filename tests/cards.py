@@ -14,6 +14,7 @@ from dpllm.card.claim import statement_of
 from dpllm.files import write_json
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
+from dpllm.statement import privacy_record, section
 from dpllm.statement.run_files import PlanRecord, RunRecord
 
 Json = dict[str, Any]
@@ -41,8 +42,8 @@ def config(**sections: Json) -> RunConfig:
         "card": {"license": "mit", "language": "en", "tags": ["clinical"], "contact": "dpo@hospital.example"},
         "output_dir": f"{HOME}/runs/notes-lora",
     }
-    for name, section in sections.items():
-        base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
+    for name, changes in sections.items():
+        base[name] = {**base.get(name, {}), **changes} if isinstance(changes, dict) else changes
     return RunConfig.model_validate(base)
 
 
@@ -201,6 +202,11 @@ def front_matter(text: str) -> Json:
     """The YAML between the first two rules, read as any YAML reader would."""
     parsed: Json = yaml.safe_load(text.split("---\n")[1])
     return parsed
+
+
+def pointer(block: Json) -> Json:
+    """What the front matter of a card says of its privacy statement."""
+    return section.matter(privacy_record.read(block))
 
 
 def body(text: str) -> str:

@@ -44,7 +44,7 @@ def carry(export: Path, block: Json) -> None:
     write(export, block)
     page = export / "README.md"
     matter, body = page.read_text("utf-8").removeprefix("---\n").split("---\n", 1)
-    top = {**yaml.safe_load(matter), "privacy": block}
+    top = {**yaml.safe_load(matter), "privacy": section.matter(record)}
     for name, words in section.render(record).items():
         start, end = f"<!-- dpllm:{name} -->", f"<!-- /dpllm:{name} -->"
         before, rest = body.split(start, 1)

@@ -1,4 +1,4 @@
-"""The model card: Hugging Face front matter with a privacy block, and the same statement in words.
+"""The model card: Hugging Face front matter with the main fields of the privacy statement, and all of it in words.
 
 Comes in: ``config.yaml``, ``plan.json``, ``run.json``, the audits under ``export/audit`` of a run, and hashes of what else
 lies in ``export/``. Goes out: ``export/README.md``, ``export/privacy.json`` and, with a guarantee, ``export/privacy.svg``.
@@ -8,7 +8,6 @@ Must not read ``private/``: what is written here is published.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from dpllm.auditing.record import read_audit
-from dpllm.card.claim import Json, statement_of
+from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, hashes, read_json, unknown, write_whole
 from dpllm.recipe import names
@@ -98,7 +97,7 @@ def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside
         made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.terms)
         listed[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
     statement = statement.model_copy(update={"files": dict(sorted(listed.items()))})
-    return {**made, CARD: compose(config, record, statement), BLOCK: dump_block(statement.to_json())}
+    return {**made, CARD: compose(config, record, statement), BLOCK: section.dump_block(statement.to_json())}
 
 
 def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> str:
@@ -115,7 +114,7 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
     Raises:
         ConfigError: A text of the recipe holds one of the card's markers.
     """
-    parts, block = section.render(statement), statement.to_json()
+    parts = section.render(statement)
     record = RunRecord.pick(names.without_paths(record.to_json()))
     base = config.model.name_or_path
     hub_base = base if record.model.commit and names.is_hub_id(base) else None
@@ -126,14 +125,15 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
         b=statement,
         config=config,
         record=record,
-        title=" ".join((config.card.title or names.last_part(config.output_dir)).split()),
+        title=section.escaped(" ".join((config.card.title or names.last_part(config.output_dir)).split())),
+        description=section.escaped(config.card.description or ""),
         base_model=hub_base,
         base_name=base if is_builtin(base) else names.last_part(base),
         physical=physical_batch(config, record.physical_batch_size),
     )
     text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
-        whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == block
+        whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == section.matter(statement)
     except ConfigError:
         whole = False
     if not whole:
@@ -142,11 +142,6 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
             "of its parts. Change card.license, card.language or card.tags."
         )
     return text
-
-
-def dump_block(block: Json) -> str:
-    """A privacy block as privacy.json holds it."""
-    return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def _read(run: RunDir) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
@@ -194,7 +189,7 @@ def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str |
         license=config.card.license,
         language=config.card.language,
         datasets=[data.train] if of_hub else None,
-        privacy=statement.to_json(),
+        privacy=section.matter(statement),
     )
 
 

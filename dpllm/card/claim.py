@@ -1,8 +1,8 @@
 """The privacy statement of a run: what is promised, under which assumptions, or why not.
 
-Comes in: the recipe, the Plan, the record of the run, its audits, hashes of files. Goes out: a ``PrivacyRecord``, which the
-card's front matter and ``export/privacy.json`` both carry, and of which the card's privacy section is a function. Must not read
-``private/``, nor state an epsilon as a guarantee where there is none.
+Comes in: the recipe, the Plan, the record of the run, its audits, hashes of files. Goes out: a ``PrivacyRecord``, which
+``export/privacy.json`` holds, and of which the marked parts of the card are a function. Must not read ``private/``, nor state
+an epsilon as a guarantee where there is none.
 """
 
 from __future__ import annotations

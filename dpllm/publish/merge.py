@@ -85,14 +85,14 @@ def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
             f"{run.export}: has no card yet, and merged weights would say nothing about their privacy. Type dpllm card "
             f"{run.root} first."
         )
-    block = read_json(run.export / BLOCK)
+    statement = privacy_record.read(read_json(run.export / BLOCK))
     shown = section.front_matter((run.export / CARD).read_text(encoding="utf-8")).get("privacy")
-    if shown != block or block.get("files") != hashes(run.export, UNHASHED):
+    if shown != section.matter(statement) or statement.files != hashes(run.export, UNHASHED):
         raise ConfigError(
             f"{run.export}: its card speaks of other files than lie here, so it would be about another model. "
             f"Type dpllm card {run.root} again."
         )
-    return config, privacy_record.read(block)
+    return config, statement
 
 
 def _check_output(run: RunDir, output: Path) -> None:

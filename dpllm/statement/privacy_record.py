@@ -1,4 +1,4 @@
-"""The privacy statement of a run as one typed record: what privacy.json and the card's front matter hold.
+"""The privacy statement of a run as one typed record: what privacy.json holds.
 
 Comes in: a JSON value. Goes out: a ``PrivacyRecord``, or sentences about what is wrong; the JSON Schema of all that may stand
 there. Must not know how a statement is made, worded or checked.

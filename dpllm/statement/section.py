@@ -1,4 +1,4 @@
-"""The parts of a card that are a function of its privacy block: the banner, and everything about privacy and audit.
+"""What of a card is a function of its privacy block: the first screen, all about privacy and audit, the front matter's entry.
 
 Comes in: a privacy statement, or the Markdown of a card. Goes out: the text between the markers, written or read back. Must not
 read any file but its template, nor know the recipe, the record or the audit: whoever has ``privacy.json`` can render the
@@ -16,6 +16,7 @@ import yaml
 from jinja2 import TemplateError
 
 from dpllm.errors import ConfigError
+from dpllm.files import BLOCK
 from dpllm.privacy.limits import attacker_limits
 from dpllm.statement import formatting, tradeoff_figure
 from dpllm.statement.formatting import template
@@ -24,6 +25,8 @@ from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
 Json = dict[str, Any]
 
 PARTS = ("banner", "privacy")
+_MAIN = ("guarantee", "reason", "epsilon", "delta", "unit", "neighbouring_relation", "released", "dataset")
+"""Fields of a statement that the front matter repeats."""
 _TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
 """Where HTML would begin: a text of a statement could hide what stands behind it."""
 _MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
@@ -68,7 +71,19 @@ def render(record: PrivacyRecord) -> dict[str, str]:
                 f"a text in the privacy block holds a marker of the card's {name}, so the card could not be read back. Take "
                 "<!-- dpllm: ... --> out of card.contact, card.tuning and the names in the recipe."
             )
-    return {name: _TAG.sub("&lt;", text) for name, text in found.items()}
+    return {name: escaped(text) for name, text in found.items()}
+
+
+def escaped(text: str) -> str:
+    """A text in which nothing begins a tag or a comment of HTML, which could hide what stands behind it."""
+    return _TAG.sub("&lt;", text)
+
+
+def matter(record: PrivacyRecord) -> Json:
+    """The ``privacy`` entry of a card's front matter: the main fields of the statement, and where and what the whole is."""
+    block = record.to_json()
+    main = {name: block[name] for name in _MAIN if name in block}
+    return {**main, "statement": BLOCK, "sha256": digest(block)}
 
 
 def marked(name: str, text: str) -> str:
@@ -102,9 +117,11 @@ def parts(markdown: str) -> dict[str, str]:
     return found
 
 
-def body(markdown: str) -> str:
-    """What a reader of a card sees: all that stands behind its front matter."""
-    return _MATTER.sub("", _read(markdown), count=1).lstrip()
+def first(markdown: str) -> bool:
+    """Whether the marked parts of a card come first, one after the other: behind its front matter nothing stands before them."""
+    shown = _MATTER.sub("", _read(markdown), count=1).lstrip("\n")
+    order = [marker for name in PARTS for marker in _markers(name)]
+    return shown.startswith(order[0]) and re.search(rf"{order[1]}\n*{order[2]}", shown) is not None
 
 
 def front_matter(markdown: str) -> Json:
@@ -151,10 +168,14 @@ def _strict_yaml(text: str) -> Any:
     return yaml.load(text, Loader=loader)
 
 
+def dump_block(block: Json) -> str:
+    """A privacy block as privacy.json holds it."""
+    return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
 def digest(block: Json) -> str:
-    """SHA-256 of a block as JSON with sorted keys and without spaces."""
-    text = json.dumps(block, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """SHA-256 of privacy.json with this block."""
+    return hashlib.sha256(dump_block(block).encode()).hexdigest()
 
 
 def _markers(name: str) -> tuple[str, str]:

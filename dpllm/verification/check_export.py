@@ -17,7 +17,7 @@ from typing import Any
 
 import dpllm
 from dpllm.errors import ConfigError
-from dpllm.files import UNHASHED, publishable, sha256, unknown
+from dpllm.files import BLOCK, UNHASHED, publishable, sha256, unknown
 from dpllm.statement import privacy_record, section, tradeoff_figure
 from dpllm.statement.fields import NotAStatement
 from dpllm.verification.values import (
@@ -83,12 +83,21 @@ def _stated(block: Any, field: str) -> bool:
 
 
 def front_matter(found: Published) -> Iterator[Check]:
-    """The ``privacy`` entry of the front matter against privacy.json."""
+    """The ``privacy`` entry of the front matter against privacy.json, whose fields and hash it states."""
     stated = section.front_matter(found.card)
-    # As text, in which 1 and 1.0 differ; YAML has words, such as dates, that JSON has not.
-    if json.dumps(stated.get("privacy"), sort_keys=True, default=repr) != json.dumps(found.block, sort_keys=True):
+    if earlier(found):
+        raise Wrong(
+            f"README.md has the layout of an earlier version (it names dpllm {found.record.software.get('dpllm')}), which this "
+            "version cannot make again: what the page says is not checked, and all else is, below. Verify the page with the "
+            "version that made it, or write it anew: dpllm card RUN."
+        )
+    if sha256(found.directory / BLOCK, follow=False) != section.digest(found.block):
+        raise Wrong(f"privacy.json is not laid out as dpllm writes it, so that its hash is another. {_AGAIN}")
+    if not _same(stated.get("privacy"), section.matter(found.record)):
         raise Wrong(f"the front matter of README.md and privacy.json state different things. {_AGAIN}")
-    yield verified("front matter", "the privacy entry of README.md is privacy.json.")
+    yield verified(
+        "front matter", "the privacy entry of README.md states the main fields and the SHA-256 of privacy.json."
+    )
     tags = stated.get("tags") or []
     claims = isinstance(tags, list) and any(tag in ("differential-privacy", "dp-sgd") for tag in tags)
     if claims and not found.record.guarantee:
@@ -99,14 +108,27 @@ def front_matter(found: Published) -> Iterator[Check]:
         )
 
 
+def earlier(found: Published) -> bool:
+    """Whether a card has the layout of an earlier version, whose front matter held the whole of privacy.json."""
+    return _same(section.front_matter(found.card).get("privacy"), found.block)
+
+
+def _same(one: Any, other: Any) -> bool:
+    # As text, in which 1 and 1.0 differ; YAML has words, such as dates, that JSON has not.
+    return json.dumps(one, sort_keys=True, default=repr) == json.dumps(other, sort_keys=True)
+
+
 def marked(found: Published) -> Iterator[Check]:
     """The banner and the privacy part against what the block renders to, byte for byte."""
+    if earlier(found):
+        return  # the check of the front matter says so, and fails
     try:
         parts, expected = section.parts(found.card), section.render(found.record)
     except ConfigError as error:
         raise Wrong(str(error)) from None
-    if not section.body(found.card).startswith("<!-- dpllm:banner -->"):
-        yield failed("what is seen first", f"something stands before the banner, and could hide it. {_AGAIN}")
+    if not section.first(found.card):
+        detail = f"something stands before the banner or the privacy part, and could hide them. {_AGAIN}"
+        yield failed("what is seen first", detail)
     for name in expected:
         label = f"{name} in README.md"
         if parts[name] == expected[name]:

@@ -28,6 +28,7 @@ from cards import (
     front_matter,
     make_run,
     plan,
+    pointer,
     record,
     render_card,
 )
@@ -42,10 +43,14 @@ from dpllm.statement import formatting
 # What is said
 
 
-def test_front_matter_carries_the_same_numbers_as_plan_and_record() -> None:
+def test_the_statement_carries_the_same_numbers_as_plan_and_record() -> None:
     text, block = render_card(config(), plan(), record(), audit())
     matter = front_matter(text)
-    assert matter["privacy"] == block
+    assert matter["privacy"] == pointer(block)
+    assert {name: block[name] for name in matter["privacy"].keys() - {"statement", "sha256"}} | {
+        "statement": "privacy.json",
+        "sha256": hashlib.sha256((json.dumps(block, indent=2, sort_keys=True) + "\n").encode()).hexdigest(),
+    } == matter["privacy"]
     for key in ("epsilon", "delta", "noise_multiplier", "max_grad_norm", "event", "unit", "clipping", "accountant"):
         assert block[key] == plan()[key]
     assert block["sampling"]["sampling_rate"] == plan()["sampling_rate"]
@@ -74,9 +79,9 @@ def test_every_number_survives_yaml(delta: float, sigma: float, rate: float) -> 
         record(epsilon_spent=None, delta=None),
         None,
     )
-    read = front_matter(text)["privacy"]
-    assert read == block
-    assert (read["delta"], read["noise_multiplier"], read["sampling"]["sampling_rate"]) == (delta, sigma, rate)
+    assert front_matter(text)["privacy"] == pointer(block)
+    assert front_matter(text)["privacy"]["delta"] == delta
+    assert (block["noise_multiplier"], block["sampling"]["sampling_rate"]) == (sigma, rate)
 
 
 @given(positive)
@@ -175,7 +180,8 @@ def test_baseline_says_so_first_and_gives_no_audit_numbers(tmp_path: Path) -> No
     text = write_card(run).read_text(encoding="utf-8")
     assert first_line(text).startswith("> **No differential privacy guarantee: ")
     assert "without differential privacy" in first_line(text)
-    block = front_matter(text)["privacy"]
+    block = json.loads((run.export / "privacy.json").read_text())
+    assert front_matter(text)["privacy"] == pointer(block)
     assert block["guarantee"] is False
     assert block["audit"] is None
     assert not {"epsilon", "delta", "attempted", "noise_multiplier"} & set(block)
@@ -285,13 +291,15 @@ def test_datasets_lists_public_hub_data_only(train: str, public: bool, listed: l
 # Files
 
 
-def test_written_block_equals_front_matter(tmp_path: Path) -> None:
+def test_the_front_matter_names_the_statement_by_its_hash(tmp_path: Path) -> None:
     run = make_run(tmp_path, config(), plan(), record(), audit())
     path = write_card(run)
     assert path == run.export / "README.md"
     written = json.loads((run.export / "privacy.json").read_text())
     assert written["schema_version"] == 2
-    assert written == front_matter(path.read_text(encoding="utf-8"))["privacy"]
+    shown = front_matter(path.read_text(encoding="utf-8"))["privacy"]
+    assert shown["sha256"] == hashlib.sha256((run.export / "privacy.json").read_bytes()).hexdigest()
+    assert shown == pointer(written)
     assert written["files"] == {
         name: hashlib.sha256((run.export / name).read_bytes()).hexdigest()
         for name in ("adapter_model.safetensors", "audit/audit.json", "privacy.svg", "tokenizer.json")
@@ -314,7 +322,6 @@ def test_a_run_with_dp_needs_its_plan_and_a_refused_one_has_no_card(tmp_path: Pa
 def test_the_card_names_the_generator_and_what_it_does_not_cover(secure: bool) -> None:
     text, block = render_card(config(privacy={"secure_noise": secure}), plan(), record(), audit())
     assert block["randomness"] == {"generator": "chacha20" if secure else "philox", "secure_noise": secure}
-    assert front_matter(text)["privacy"]["randomness"] == block["randomness"]
     assert "the theorem does not cover that difference" in text
     assert ("ChaCha20" in text, "sum of four draws" in text) == (secure, secure)
     assert ("Philox" in text, "not a cryptographic generator" in text) == (not secure, not secure)

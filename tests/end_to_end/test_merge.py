@@ -193,7 +193,7 @@ def test_the_card_is_that_of_a_plain_model(finished: Place, merged: Path) -> Non
     text = (merged / "README.md").read_text("utf-8")
     matter = section.front_matter(text)
     assert matter["library_name"] == "transformers"
-    assert matter["privacy"] == block_of(merged)
+    assert matter["privacy"] == section.matter(privacy_record.read(block_of(merged)))
     assert section.parts(text) == section.render(privacy_record.read(block_of(merged)))
     use = text.split("\n## Use\n")[1].split("\n## ")[0]
     assert "AutoModelForCausalLM.from_pretrained(here)" in use

@@ -23,6 +23,7 @@ from dpllm.card.card import rerender
 from dpllm.errors import RoundsByCompany
 from dpllm.ledger import Ledger
 from dpllm.privacy import selfcheck
+from dpllm.statement import privacy_record, section
 
 SLOTS = 20 + 4 * 4
 Json = dict[str, Any]
@@ -122,7 +123,7 @@ def test_the_card_states_the_plans_epsilon(finished: Place) -> None:
     plan = finished.json("plan.json")
     block = finished.json("export/privacy.json")
     front = front_matter(finished.run)
-    assert front["privacy"] == block
+    assert front["privacy"] == section.matter(privacy_record.read(block))
     assert block["guarantee"] is True
     assert (block["epsilon"], block["delta"]) == (plan["epsilon"], plan["delta"])
     assert "differential-privacy" in front["tags"]

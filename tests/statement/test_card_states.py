@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 import pytest
-from cards import Json, audit, baseline, baseline_record, body, broken, config, first_line, plan, record, render_card
+from cards import (
+    Json,
+    audit,
+    baseline,
+    baseline_record,
+    body,
+    broken,
+    config,
+    first_line,
+    plan,
+    pointer,
+    record,
+    render_card,
+)
 
 from dpllm.card.card import compose
 from dpllm.errors import ConfigError
@@ -76,7 +90,10 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             None,
             None,
             "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each training example.**",
-            ("The limit is about single rows", "(a person with k rows, or a fact that k of them repeat)"),
+            (
+                "A person with several rows has a weaker limit.",
+                "(a person with k rows, or a fact that k of them repeat)",
+            ),
         ),
         "example sampling": (
             config(data={"sampling": "example"}),
@@ -251,6 +268,12 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
 STATES = states()
 
 
+def first_screen(text: str) -> int:
+    """Lines of the banner on a page of 120 columns, as a reader sees them: without marks and targets of links."""
+    shown = re.sub(r"[*`>]|\]\([^)]*\)|\[", "", section.parts(text)["banner"])
+    return sum(len(textwrap.wrap(line, 120)) for line in shown.splitlines())
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_every_state_has_its_card(name: str) -> None:
     recipe, the_plan, the_record, the_audit, mechanism, first, says = STATES[name]
@@ -260,14 +283,18 @@ def test_every_state_has_its_card(name: str) -> None:
         assert sentence in text
     assert body(text).startswith("<!-- dpllm:banner -->\n> **")
     assert section.parts(text) == section.render(privacy_record.read(block))
-    assert section.front_matter(text)["privacy"] == block
+    assert section.front_matter(text)["privacy"] == pointer(block)
+    assert first_screen(text) <= 10
     assert not re.search(r"\bNone\b(?! of this)", body(text))
     assert "Undefined" not in text
     holds = first.startswith(CLAIM[:40])
     assert block["guarantee"] is holds
     assert ("## The guarantee in full" in text) == holds
     assert ("![Curve" in text) == holds
-    for heading in ("## In plain words", "## For the data-protection officer", "### To check this statement"):
+    assert ("## Attacks and curves" in text) == (holds or block["audit"] is not None)
+    for heading in ("**For one person:**", "**Not covered:**", "**Audit:**", "**To check:**"):
+        assert section.parts(text)["banner"].count(heading) == 1
+    for heading in ("## For the data-protection officer", "## To check this statement"):
         assert text.count(heading) == 1
     assert render_card(recipe, the_plan, the_record, the_audit, mechanism) == (text, block)
 

@@ -1,0 +1,96 @@
+"""Nothing hides the privacy statement of a card, and a card of an earlier layout is told from one that lies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from cards import audit, config, make_run, plan, record
+
+from dpllm.card.card import write_card
+from dpllm.statement import section
+from dpllm.verification import check_export
+from dpllm.verification.values import Check, Published, Wrong, read_object
+
+HIDING = ("<details>\n", "<!-- \n", "<div hidden>\n", "ε is 0.1 in truth.\n", "    \n", "> ")
+BANNER, PRIVACY = "<!-- dpllm:banner -->", "<!-- dpllm:privacy -->"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    recipe = config(card={"description": "For wards. <details><summary>More</summary> <!-- and", "title": "<i>A</i>"})
+    return write_card(make_run(tmp_path, recipe, plan(), record(), audit()))
+
+
+def statement(page: Path) -> dict[str, Check]:
+    """What verify says of the page itself, failures by name."""
+    found = Published(page.parent, read_object(page.parent / "privacy.json"), page.read_text("utf-8"))
+    checks = []
+    for name, check in (("front matter", check_export.front_matter), ("marked parts", check_export.marked)):
+        try:
+            checks += check(found)
+        except Wrong as error:
+            checks.append(Check(name, "failed", str(error)))
+    return {check.name: check for check in checks if check.status == "failed"}
+
+
+@pytest.mark.parametrize("text", HIDING)
+@pytest.mark.parametrize("part", [BANNER, PRIVACY])
+def test_nothing_unmarked_stands_before_a_marked_part(page: Path, part: str, text: str) -> None:
+    assert not statement(page)
+    card = page.read_text("utf-8")
+    page.write_text(card.replace(part, text + part), encoding="utf-8")
+    assert "what is seen first" in statement(page)
+
+
+def test_parts_in_another_order_are_seen(page: Path) -> None:
+    card = page.read_text("utf-8")
+    parts = section.parts(card)
+    first, second = (section.marked(name, parts[name]) for name in section.PARTS)
+    page.write_text(card.replace(f"{first}\n\n{second}", f"{second}\n\n{first}"), encoding="utf-8")
+    assert "what is seen first" in statement(page)
+
+
+def test_the_description_and_the_title_of_a_recipe_open_nothing(page: Path) -> None:
+    below = page.read_text("utf-8").partition("<!-- /dpllm:privacy -->")[2]
+    assert "For wards. &lt;details>&lt;summary>More&lt;/summary> &lt;!-- and" in below
+    assert "# &lt;i>A&lt;/i>" in below
+    assert "\n## Use\n" in below
+
+
+def test_author_s_text_below_is_free(page: Path) -> None:
+    page.write_text(page.read_text("utf-8") + "\n<details>\n\nThanks to all.\n", encoding="utf-8")
+    assert not statement(page)
+
+
+def earlier_layout(page: Path) -> None:
+    """The whole statement in the front matter, and other words below."""
+    block = json.loads((page.parent / "privacy.json").read_text())
+    matter = {**section.front_matter(page.read_text("utf-8")), "privacy": block}
+    words = "\n\n".join(section.marked(name, f"{name} in other words: ε = 0.1") for name in section.PARTS)
+    page.write_text(f"---\n{yaml.safe_dump(matter)}---\n{words}\n", encoding="utf-8")
+
+
+def test_a_card_of_an_earlier_layout_is_named_and_not_accused(page: Path) -> None:
+    """It does not verify: its page may say anything, and this version cannot make it again."""
+    earlier_layout(page)
+    failed = statement(page)
+    assert set(failed) == {"front matter"}
+    assert "has the layout of an earlier version (it names dpllm 0.1.0)" in failed["front matter"].detail
+    assert "write it anew: dpllm card RUN" in failed["front matter"].detail
+
+
+def test_a_front_matter_with_another_statement_is_no_earlier_layout(page: Path) -> None:
+    earlier_layout(page)
+    page.write_text(page.read_text("utf-8").replace("ward-7-notes", "ward-8-notes"), encoding="utf-8")
+    failed = statement(page)
+    assert "state different things" in failed["front matter"].detail
+    assert "banner in README.md" in failed
+
+
+def test_the_front_matter_names_the_very_bytes_of_the_statement(page: Path) -> None:
+    path = page.parent / "privacy.json"
+    path.write_text(json.dumps(json.loads(path.read_text())), encoding="utf-8")
+    assert "its hash is another" in statement(page)["front matter"].detail
