@@ -24,7 +24,8 @@ from dpllm.auditing import extraction
 from dpllm.auditing.scores import score, token_budget
 from dpllm.auditing.table import TOP_K
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
-from dpllm.text.data import Format, TokenSequence, encode
+from dpllm.text.data import TokenSequence, encode
+from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels

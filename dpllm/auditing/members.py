@@ -25,7 +25,8 @@ from dpllm.files import write_json
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.text import data
-from dpllm.text.data import FIELDS, Format, TokenSequence, Unit, unit_name
+from dpllm.text.data import TokenSequence, Unit, unit_name
+from dpllm.text.layouts import FIELDS, Format
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels

@@ -39,7 +39,8 @@ from dpllm.run.directory import RunDir
 from dpllm.run.projections import read_projections
 from dpllm.statement.run_files import AuditSettings, RunRecord, read_plan, read_run
 from dpllm.telemetry import AuditFigures, publish_audit
-from dpllm.text.data import Format, load_table
+from dpllm.text.data import load_table
+from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.errors import ConfigError
-from dpllm.text.data import Format, TokenSequence
+from dpllm.text.data import TokenSequence
+from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels

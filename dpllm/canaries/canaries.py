@@ -22,7 +22,8 @@ from dpllm.files import read_json, write_json
 from dpllm.privacy.plan import slots_each
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Format, TokenSequence, encode
+from dpllm.text.data import TokenSequence, encode
+from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:
     from dpllm.canaries.source import ModelSource  # which loads torch

@@ -180,7 +180,7 @@ def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str |
     own = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
     tags = [*(DP_TAGS if holds else ()), "dpllm", *(["lora"] if lora else []), *own]
     data = config.data
-    of_hub = data.public and "/" in data.train and names.is_hub_id(data.train)
+    of_hub = [name for name in names.listed(data.train) if data.public and "/" in name and names.is_hub_id(name)]
     return ModelCardData(
         base_model=base_model,
         library_name="peft" if lora and statement.merged_from is None else "transformers",
@@ -188,7 +188,7 @@ def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str |
         tags=list(dict.fromkeys(tags)),
         license=config.card.license,
         language=config.card.language,
-        datasets=[data.train] if of_hub else None,
+        datasets=of_hub or None,
         privacy=section.matter(statement),
     )
 

@@ -52,6 +52,11 @@ def plan_table(seen: Decision, title: str) -> Table:
         rows["clipping"] = f"{plan.clipping}, {'first C' if split else 'C'} = {plan.max_grad_norm:g}"
         rows["noise multiplier sigma"] = sigma
         rows["ledger"] = _ledger(seen)
+    if seen.subject and seen.subject.reads:
+        from rich.markup import escape
+
+        rows["data"] = escape(seen.subject.reads)
+        rows["first example" if seen.config.data.public else "an example"] = escape(seen.subject.example)
     return _two_columns(title, rows)
 
 

@@ -32,7 +32,8 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig
 from dpllm.run import checkpoint
 from dpllm.text import data
-from dpllm.text.data import Format, TokenSequence
+from dpllm.text.data import TokenSequence
+from dpllm.text.layouts import Format
 
 MAX_LENGTH = 512  # tokens of a member's row that are scored, where the model can read as many
 ASSUMED_CANARIES = (

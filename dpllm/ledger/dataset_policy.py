@@ -17,9 +17,10 @@ from dpllm.ledger.admission import filter_left
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.records import LEAST_SHARE, Fingerprint, fingerprint, share_in_common
 from dpllm.privacy.renyi import Fit
-from dpllm.recipe.config import DataConfig, RunConfig, load_config
+from dpllm.recipe.config import DataConfig, RunConfig, Source, load_config
 from dpllm.text import data
-from dpllm.text.data import FIELDS, Table
+from dpllm.text.data import Table
+from dpllm.text.layouts import FIELDS
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
     raise Refused(why + command, dataset=name, reason="no_privacy")
 
 
-def _check_public_evaluation(config: RunConfig, source: str, table: Table, ledger: Ledger | None) -> None:
+def _check_public_evaluation(config: RunConfig, source: Source, table: Table, ledger: Ledger | None) -> None:
     """Refuses evaluation data that are private after all: their exact losses would be published."""
     with tempfile.TemporaryDirectory() as cache:
         held_out = data.load_table(source, config.data, config.data.eval_split, Path(cache))

@@ -17,7 +17,6 @@ from typing import Any
 
 from dpllm.canaries import canaries
 from dpllm.errors import DpllmError, Refused
-from dpllm.recipe import names
 from dpllm.run.directory import RunDir
 from dpllm.verification.values import listed, read_bytes
 
@@ -108,14 +107,16 @@ def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
 
 
 def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
-    from dpllm.text.data import FIELDS, load_table
+    from dpllm.text.data import load_table
+    from dpllm.text.layouts import FIELDS
+    from dpllm.text.sources import is_here
 
     config = run.load_config()
     source = config.data.train
     if config.data.public:
         yield "training text: the recipe declares the data public, so they were not searched for."
         return
-    if not (names.is_builtin(source) or Path(source).is_file()):
+    if not is_here(source):
         yield "training text: the training data are not here, so they could not be searched for."
         return
     try:

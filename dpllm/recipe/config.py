@@ -81,13 +81,37 @@ class FrozenConfig(Section):
     """Train the norm before the head too."""
 
 
+class CsvConfig(Section):
+    """What a csv file says nowhere; read where a source is one."""
+
+    delimiter: str | None = None
+    """Character between two columns; null: a tab in .tsv, or else the first of comma, semicolon, tab and bar that stands in the
+    header line."""
+    encoding: str | None = None
+    """Such as cp1252 or latin-1; null: UTF-8, or UTF-16 where the file begins by saying so."""
+
+    @field_validator("delimiter")
+    @classmethod
+    def _one_character(cls, value: str | None) -> str | None:
+        if value is not None and (len(value) != 1 or value in '"\r\n'):
+            raise ValueError("should be one character, such as ';' or \"\\t\", and no quote or line end")
+        return value
+
+
+Source = str | list[str]
+"""What ``data.train`` and ``data.eval`` name."""
+
+
 class DataConfig(Section):
     """Where the text lies, what its rows look like, and whose they are."""
 
-    train: str
-    """jsonl, csv or parquet file, directory of datasets, Hub id, or builtin:clinic."""
-    eval: str | None = None
+    train: Source
+    """jsonl, json, csv or parquet file (the first three also as .gz), glob, directory of such files or of datasets, Hub id, or
+    builtin:clinic; or a list of them."""
+    eval: Source | None = None
     """Held-out data in the same format; null: no evaluation."""
+    csv: CsvConfig = CsvConfig()
+    """How csv files are written."""
     train_split: str = "train"
     """Split to read where data.train is a directory of datasets or a Hub id."""
     eval_split: str = "validation"
@@ -102,7 +126,8 @@ class DataConfig(Section):
     """Declared number of privacy units (rows, with sampling: example), not read from the data (the relation is then
     add/remove-one). null: counted, and the count is published (the relation is then zero-out)."""
     format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
-    """How a row reads; auto goes by the columns that hold something, and refuses rows that fit several formats or that differ."""
+    """How a row reads; auto goes by the columns that hold something, and refuses rows that fit several formats or that differ.
+    Alpaca's columns read as prompt_completion, ShareGPT's as messages."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Other names of the columns that hold text, as {prompt: meaning_representation, ...}; used where such a column exists."""
     unit: str = "example"
@@ -127,19 +152,34 @@ class DataConfig(Section):
         if isinstance(values, dict):
             values = dict(values)
             for source, flag in (("train", "public"), ("eval", "eval_public")):
-                if str(values.get(source)).startswith("builtin:"):
+                named = values.get(source)
+                if named and all(
+                    str(one).startswith("builtin:") for one in (named if isinstance(named, list) else [named])
+                ):
                     values[flag] = True
         return values
 
     @field_validator("columns")
     @classmethod
     def _columns_of_text(cls, value: dict[str, str]) -> dict[str, str]:
-        if wrong := sorted(value.keys() - {"text", "prompt", "completion", "messages"}):
+        texts = "text", "prompt", "completion", "messages", "instruction", "input", "output", "conversations", "system"
+        if wrong := sorted(value.keys() - set(texts)):
             raise ValueError(
                 f"{wrong[0]!r} holds no text that a format reads, and another column under the name of a unit would change whose "
-                "protection is counted. Rename text, prompt, completion or messages; name the unit's own column in data.unit."
+                f"protection is counted. Rename {', '.join(texts)}; name the unit's own column in data.unit."
             )
         return value
+
+    @field_validator("train", "eval", mode="wrap")
+    @classmethod
+    def _one_or_several(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            found = read(value)
+        except ValidationError:  # one line for each of the types that it might have been
+            found = []
+        if found == [] or value == "":
+            raise ValueError("should be a file, directory, glob or Hub id, or a list of them")
+        return found
 
     @field_validator("packing")
     @classmethod

@@ -7,11 +7,12 @@ any file.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dpllm.files import digest as digest_of
-from dpllm.recipe.config import CardConfig, RunConfig, TelemetryConfig
+from dpllm.recipe.config import CardConfig, RunConfig, Source, TelemetryConfig
 
 DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -28,11 +29,19 @@ def is_hub_id(name: str) -> bool:
     )
 
 
-def public_name(name: str) -> str:
-    """A dataset by its Hub id or builtin name, and a local path by its last part."""
-    if name.startswith("builtin:") or is_hub_id(name):
-        return name
-    return last_part(name)
+def listed(source: Source) -> list[str]:
+    """The files, globs, directories and Hub ids of a source."""
+    return [source] if isinstance(source, str) else source
+
+
+def in_words(source: Source) -> str:
+    """A source as messages name it."""
+    return ", ".join(listed(source))
+
+
+def public_name(source: Source) -> str:
+    """A dataset by its Hub id or builtin name, and a local path by its last part; several with commas between them."""
+    return ", ".join(name if is_builtin(name) or is_hub_id(name) else last_part(name) for name in listed(source))
 
 
 def last_part(path: str) -> str:
@@ -64,7 +73,7 @@ def publishable(config: RunConfig) -> RunConfig:
     byte.
     """
     data = config.data
-    told = {name: public_name(path) for name in ("train", "eval") if (path := getattr(data, name))}
+    told = {name: _each(public_name, source) for name in ("train", "eval") if (source := getattr(data, name))}
     seed = None if config.privacy.insecure_seed is None else 0
     return config.model_copy(
         update={
@@ -89,11 +98,16 @@ def digest(config: RunConfig) -> str:
         del recipe["audit"]["gradient_canaries"]
     if recipe["audit"]["canaries"] and not recipe["audit"]["canaries"]["prompt"]:
         del recipe["audit"]["canaries"]["prompt"]
+    if not any(recipe["data"]["csv"].values()):
+        del recipe["data"]["csv"]
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
-        value = recipe[section][name]
-        if value and not is_builtin(value):
-            recipe[section][name] = last_part(value)
+        if value := recipe[section][name]:
+            recipe[section][name] = _each(lambda one: one if is_builtin(one) else last_part(one), value)
     return digest_of(recipe)
+
+
+def _each(change: Callable[[str], str], source: Source) -> Source:
+    return change(source) if isinstance(source, str) else [change(name) for name in source]
 
 
 def of_training(config: RunConfig) -> str:

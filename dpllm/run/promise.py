@@ -23,7 +23,7 @@ from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_recipe
 from dpllm.statement import lineage
 from dpllm.statement.fields import Lineage
-from dpllm.text import data
+from dpllm.text import data, layouts
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
 Value = TypeVar("Value")
@@ -46,12 +46,16 @@ class Subject:
     """What is known of the training data, none of which is kept."""
 
     num_units: int  # public number of things that are sampled, without canaries: declared or counted
-    format: data.Format
+    format: layouts.Format
     dataset: str  # the name in the ledger
     policy: (
         dataset_policy.DatasetPolicy | None
     )  # whose they are, what may be done with them; None where that is refused
     digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
+    reads: str = ""  # from which columns, in one line
+    example: str = (
+        ""  # how the model sees a row: the first where the data are declared public, or else the shape of any
+    )
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Decision:
             lines.insert(0, f"Plan: {promised}, {drawn}, C {plan.max_grad_norm:g}")
         elif schedule is not None and not self.config.privacy.enabled:
             lines.insert(0, f"No differential privacy: {schedule.num_steps} steps")
+        if self.subject and self.subject.reads:
+            lines.append(f"Data: {self.subject.reads}")
         return "\n".join(lines)
 
     def obeyed(self) -> Self:
@@ -241,7 +247,9 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, ca
         return None
     # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
     dataset = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
-    return Subject(config.data.public_size or len(rows), table.format, dataset, policy, table.digest)
+    fmt = table.format
+    example = layouts.example(table.rows[0], fmt) if config.data.public else layouts.SHAPES[fmt]
+    return Subject(config.data.public_size or len(rows), fmt, dataset, policy, table.digest, table.reads, example)
 
 
 def _plan(

@@ -7,6 +7,7 @@ Plan, nor how sources are read (``dpllm.text.sources``) or units are kept on dis
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import re
@@ -15,20 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from dpllm.errors import DataError
 from dpllm.recipe import names
-from dpllm.recipe.config import DataConfig
+from dpllm.recipe.config import DataConfig, Source
+from dpllm.text.layouts import FIELDS, Format, converted, in_words, layout_of, learned
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
-from dpllm.text.sources import read_rows
+from dpllm.text.sources import expand, read_rows
 
-Format = Literal["text", "prompt_completion", "messages"]
-FIELDS: dict[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-}
 AT_ONCE = 2**18
 """Characters that a tokenizer gets in one call."""
 
@@ -65,94 +61,53 @@ class Table:
     digest: str | None = None
     """Of the columns that the format reads, of all rows in their order, in hexadecimal; None of a table that ``load_table`` did
     not make. Private: a hash of a short text tells whoever guesses it."""
+    reads: str = ""
+    """From which columns, in one line."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Rows of each file, where the source is several."""
+
+    def place(self, number: int) -> str:
+        """Where a row stands, counted from 1: its file and its number there."""
+        for name, size in self.sizes:
+            if number <= size:
+                return f"{name}: row {number}"
+            number -= size
+        return f"{self.name}: row {number}"
 
 
-def load_table(source: str, data: DataConfig, split: str, cache_dir: Path) -> Table:
+def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) -> Table:
     """Reads a data source, once from its beginning to its end; columns are renamed to those of the format.
 
     Args:
-        source: jsonl, csv or parquet file, directory of datasets, Hub id, or builtin name.
-        data: The recipe's data section: format, columns, revision.
+        source: File, glob, directory, Hub id or builtin name, or a list of them, of which all rows are read in that order.
+        data: The recipe's data section: format, columns, csv, revision.
         split: Which split, where the source has several.
         cache_dir: Where copies of the data may lie; under the run's private directory, never shared. What does not fit in
             memory lies there in a file without a name, which ends with the process.
 
     Raises:
         DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
-            that fits several formats, or another one than the rows before it.
+            that fits several formats; a row in another layout than the rows before it.
 
     Guarantee:
         How a row reads depends on the recipe and on that row alone; what the others hold can only make the whole be refused.
     """
-    rows, fmt, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
-    for number, raw in enumerate(read_rows(source, data, split, cache_dir), start=1):
-        row = {**raw, **{name: raw[column] for name, column in data.columns.items() if column in raw}}
-        if isinstance(row.get("messages"), list):
-            row["messages"] = _filled(row["messages"])
-        fmt = _format_of(source, number, row, data.format, fmt)
-        for field in FIELDS[fmt]:
-            text = _checked(source, number, row, field, fmt)
-            content.update(b"%d:" % len(text) + text)
-        rows.append(row)
-    if fmt is None:
-        raise DataError(f"{source}: holds no rows, so there is nothing to learn from. Check data.train and its split.")
-    return Table(name=source, rows=rows, format=fmt, digest=content.hexdigest())
-
-
-def _format_of(source: str, number: int, row: Row, wanted: str, before: Format | None) -> Format:
-    """The format of a row: the one asked for, or with auto the only one that it fits, which is that of the rows before it."""
-    if wanted != "auto":
-        return cast("Format", wanted)
-    # In a table, a column that only another row fills is null here.
-    fitting = [fmt for fmt, fields in FIELDS.items() if all(row.get(field) is not None for field in fields)]
-    mend = "Set data.format, and mend or drop the rows that lack what it reads."
-    if len(fitting) > 1:
-        raise DataError(
-            f"{source}: row {number} reads as {' and as '.join(fitting)}, and data.format: auto does not choose: one row could "
-            f"then decide what is learned of all others. {mend}"
-        )
-    if fitting and before not in (None, *fitting):
-        raise DataError(
-            f"{source}: row {number} reads as {fitting[0]}, and the rows before it as {before}; with data.format: auto all rows "
-            f"read alike, so that none decides for the others. {mend}"
-        )
-    if before or fitting:
-        return before or fitting[0]
-    # A csv file without a header has text where the names of its columns should be.
-    headed = Path(source).suffix.lower() not in {".csv", ".tsv"}
-    filled = ", ".join(sorted(str(name) for name, value in row.items() if value is not None))
-    columns = f"fills the columns {filled or 'none'}" if headed else "lacks them, or the file its header line"
-    raise DataError(
-        f"{source}: a row needs text, or prompt and completion, or messages; row {number} {columns}. "
-        "Name other columns with data.columns, as in --data.columns '{text: body}'."
-    )
-
-
-def _checked(source: str, number: int, row: Row, field: str, fmt: Format) -> bytes:
-    """A field of a row as bytes, where it is what the format reads."""
-    value, listed = row.get(field), field == "messages"
-    if not isinstance(value, list if listed else str) or (listed and not value):
-        kind = "a list of messages" if listed else "text"
-        raise DataError(
-            f"{source}: row {number} has no {kind} in column {field!r}, which format {fmt} reads. "
-            f"Mend or drop the row, or name the column with data.columns."
-        )
-    try:
-        return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
-    except UnicodeEncodeError:
-        raise DataError(
-            f"{source}: row {number} holds half a character (an unpaired surrogate) in column {field!r}, which no "
-            "tokenizer reads. Mend or drop the row."
-        ) from None
-
-
-def _filled(value: Any) -> Any:
-    """Without keys that hold nothing: a table gives every message the keys of any other. The content may be nothing."""
-    if isinstance(value, list):
-        return [_filled(inner) for inner in value]
-    if isinstance(value, dict):
-        return {key: _filled(inner) for key, inner in value.items() if inner is not None or key == "content"}
-    return value
+    rows, layout, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
+    sizes: list[tuple[str, int]] = []
+    for name in expand(source):
+        number = 0
+        for number, raw in enumerate(read_rows(name, data, split, cache_dir), start=1):
+            place = f"{name}: row {number}"
+            row = {**raw, **{to: raw[column] for to, column in data.columns.items() if column in raw}}
+            layout = layout_of(row, place, data.format, layout)
+            row, fields = converted(row, place, layout)
+            content.update(fields)
+            rows.append(row)
+        sizes.append((name, number))
+    told = names.in_words(source)
+    if layout is None:
+        raise DataError(f"{told}: holds no rows, so there is nothing to learn from. Check data.train and its split.")
+    return Table(told, rows, layout.format, content.hexdigest(), in_words(layout, data.columns), tuple(sizes))
 
 
 def group_rows(table: Table, data: DataConfig) -> Groups:
@@ -174,7 +129,7 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
         owner = unit_name(row.get(data.unit))
         if owner is None:
             raise DataError(
-                f"{table.name}: row {number} has no value in the unit column {data.unit!r}, so nobody could be protected "
+                f"{table.place(number)} has no value in the unit column {data.unit!r}, so nobody could be protected "
                 f"as its owner. Fill the column, drop the row, or name the column that says whose row it is."
             )
         owners += hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=16).digest()
@@ -228,12 +183,15 @@ def count_units(data: DataConfig, cache_dir: Path) -> int:
 
 
 def dataset_name(data: DataConfig) -> str:
-    """The ledger's default name of a dataset: the Hub id or builtin name, or a file's folder and stem."""
-    path = Path(data.train)
-    if names.is_builtin(data.train) or not path.exists():
-        return data.train
-    path = path.resolve()
-    return f"{path.parent.name}/{path.stem}"
+    """The ledger's default name of a dataset: the Hub id or builtin name, or a file's folder and stem; of several, all."""
+    return "+".join(map(_dataset_name, names.listed(data.train)))
+
+
+def _dataset_name(source: str) -> str:
+    if names.is_builtin(source) or not (Path(source).exists() or glob.has_magic(source)):
+        return source
+    path = Path(source).resolve()
+    return f"{path.parent.name}/{Path(path.name.removesuffix('.gz')).stem}"
 
 
 def encode_units(
@@ -260,7 +218,7 @@ def iter_units(
                 try:
                     sequences += _cut(one, *next(encoded), tokenizer.eos_token_id, data.max_length, data.long_examples)
                 except DataError as error:
-                    raise DataError(f"{name or data.train}: unit {number}: {error}") from None
+                    raise DataError(f"{name or names.in_words(data.train)}: unit {number}: {error}") from None
             yield Unit(tuple(sequences))
 
     waiting: list[list[_Rendered]] = []
@@ -272,7 +230,7 @@ def iter_units(
                 waiting[-1].append(_render(row, fmt, tokenizer))
             except DataError as error:
                 yield from finished(waiting, number)  # an error in a row before it comes first
-                raise DataError(f"{name or data.train}: unit {number}: {error}") from None
+                raise DataError(f"{name or names.in_words(data.train)}: unit {number}: {error}") from None
             characters += len(waiting[-1][-1].text)
         if characters > AT_ONCE:
             yield from finished(waiting, number)
@@ -320,7 +278,7 @@ def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> _Rendere
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         spans = []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not learned(message):
                 continue
             before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
             after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)

@@ -15,7 +15,8 @@ from test_data import PROMPTED, ROWS, SENTINEL, TALKS, TEXT, Json, section, toke
 from dpllm.errors import DataError
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.sampling import collate
-from dpllm.text.data import FIELDS, TokenSequence, Unit, encode, encode_units
+from dpllm.text.data import TokenSequence, Unit, encode, encode_units
+from dpllm.text.layouts import FIELDS
 
 # --- which tokens are learned ----------------------------------------------------------------------------------------
 

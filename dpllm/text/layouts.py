@@ -1,0 +1,226 @@
+"""How a row reads: the layouts that trainers document become one of three formats.
+
+Comes in: one row as its source holds it. Goes out: the same row with the columns of a format, and what was read from where. A row
+never decides how another one reads: it can only make the whole be refused. Errors name columns and never their text. It must not
+know where rows come from, nor what a token is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+from dpllm.errors import DataError
+from dpllm.text.rows import Row
+
+Format = Literal["messages", "prompt_completion", "text"]
+FIELDS: dict[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+SHAPES: dict[Format, str] = {
+    "messages": "<chat template: <user><assistant>...>; the assistant's turns are learned, all other tokens masked",
+    "prompt_completion": "<prompt><completion><eos>; prompt tokens masked",
+    "text": "<text><eos>; every token is learned",
+}
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
+    "system": "system",
+}
+"""Who speaks in ShareGPT's ``from`` -> the role of a message."""
+_SHOWN = 400
+"""Characters of each part of a public example."""
+
+
+class Layout(NamedTuple):
+    """One way to write a row."""
+
+    name: str
+    format: Format
+    reads: dict[str, tuple[str, ...]]
+    """Column of the format -> the columns that it is made of, of which ``OPTIONAL`` ones may be missing."""
+    lists: bool
+    """Whether these hold lists of messages, or else text."""
+    convert: Callable[[Row], Row] | None = None
+    """Makes the columns of the format; None where they are there."""
+
+    def columns(self) -> list[str]:
+        """All columns that are read."""
+        return [column for columns in self.reads.values() for column in columns]
+
+    def fits(self, row: Row) -> bool:
+        """Whether every column that is needed holds something; in a table, a column that only another row fills is null."""
+        if any(row.get(column) is None for column in self.columns() if column not in OPTIONAL):
+            return False
+        # Only these two share their columns.
+        return "prompt" not in self.columns() or self.lists == all(
+            isinstance(row[column], list) for column in self.columns()
+        )
+
+
+OPTIONAL = {"input", "system"}
+
+
+def _of_alpaca(row: Row) -> Row:
+    asked = (row["instruction"], row.get("input"))
+    return {"prompt": "".join(f"{part}\n" for part in asked if part), "completion": row["output"]}
+
+
+def _of_sharegpt(row: Row) -> Row:
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for turn in row["conversations"]:
+        if not (isinstance(turn, dict) and {"role", "from"} & turn.keys()):
+            raise DataError(
+                "has a turn in column 'conversations' without a key 'from', or 'role', that says who speaks"
+            )
+        if "from" not in turn:
+            messages.append(turn)
+        elif turn["from"] in ROLES:
+            messages.append({"role": ROLES[turn["from"]], "content": turn.get("value")})
+        else:
+            raise DataError(f"has a turn in column 'conversations' that is from nobody of {', '.join(ROLES)}")
+    return {"messages": messages}
+
+
+def _of_chats(row: Row) -> Row:
+    before = [{**turn, "weight": 0} if isinstance(turn, dict) else turn for turn in row["prompt"]]
+    return {"messages": before + row["completion"]}
+
+
+LAYOUTS = (
+    Layout("messages", "messages", {"messages": ("messages",)}, True),
+    Layout("prompt_completion", "prompt_completion", {"prompt": ("prompt",), "completion": ("completion",)}, False),
+    Layout("text", "text", {"text": ("text",)}, False),
+    Layout("ShareGPT", "messages", {"messages": ("system", "conversations")}, True, _of_sharegpt),
+    Layout(
+        "Alpaca",
+        "prompt_completion",
+        {"prompt": ("instruction", "input"), "completion": ("output",)},
+        False,
+        _of_alpaca,
+    ),
+    Layout("prompt and completion as messages", "messages", {"messages": ("prompt", "completion")}, True, _of_chats),
+)
+"""Where a row fits several of one format, the first counts."""
+MEND = "Set data.format, and mend or drop the rows that lack what it reads."
+
+
+def layout_of(row: Row, place: str, wanted: str, before: Layout | None) -> Layout:
+    """The layout of a row, which is that of the rows before it: of the format ``wanted``, or with auto of the only one it fits.
+
+    Raises:
+        DataError: Several formats, another layout than before, or none; the columns are named.
+    """
+    fitting = [layout for layout in LAYOUTS if wanted in ("auto", layout.format) and layout.fits(row)]
+    if len({layout.format for layout in fitting}) > 1:
+        names = " and as ".join(layout.name for layout in fitting)
+        raise DataError(
+            f"{place} reads as {names}, and data.format: auto does not choose: one row could then decide what is learned of all "
+            f"others. {MEND}"
+        )
+    if fitting and before and before != fitting[0]:
+        raise DataError(
+            f"{place} reads as {fitting[0].name}, and the rows before it as {before.name}; all rows read alike, "
+            f"so that none decides for the others. {MEND}"
+        )
+    if before or fitting:
+        return before or fitting[0]
+    if wanted in get_args(Format):
+        return next(layout for layout in LAYOUTS if layout.format == wanted)
+    # A csv file without a header has text where the names of its columns should be.
+    headed = not any(suffix in place.lower() for suffix in (".csv", ".tsv"))
+    filled = ", ".join(sorted(str(name) for name, value in row.items() if value is not None))
+    columns = (
+        f"fills the columns {filled or 'none'}"
+        if headed
+        else "lacks them, or the file its header line, or another character than data.csv.delimiter parts its columns"
+    )
+    raise DataError(
+        f"{place} {columns}; a row needs text, or prompt and completion, or messages, or instruction and output (Alpaca), or "
+        "conversations (ShareGPT). Name other columns with data.columns, as in --data.columns '{text: body}'."
+    )
+
+
+def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
+    """The row with the columns of the format, and these as bytes.
+
+    Raises:
+        DataError: A column that does not hold what the layout reads; the column is named.
+    """
+    row = {**row, **{column: _filled(row[column]) for column in layout.columns() if isinstance(row.get(column), list)}}
+    for column in layout.columns():
+        if row.get(column) is not None or column not in OPTIONAL:
+            _check(row.get(column), place, column, layout)
+    try:
+        row |= layout.convert(row) if layout.convert else {}
+    except DataError as error:
+        raise DataError(f"{place} {error}. Mend or drop the row.") from None
+    return row, b"".join(_packed(row[field], place, field) for field in FIELDS[layout.format])
+
+
+def _check(value: Any, place: str, column: str, layout: Layout) -> None:
+    listed = layout.lists and column not in OPTIONAL
+    if not isinstance(value, list if listed else str) or (listed and not value):
+        kind = "a list of messages" if listed else "text"
+        name = layout.name if layout.convert else f"format {layout.format}"
+        raise DataError(
+            f"{place} has no {kind} in column {column!r}, which {name} reads. "
+            "Mend or drop the row, or name the column with data.columns."
+        )
+
+
+def _packed(value: Any, place: str, field: str) -> bytes:
+    try:
+        text = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{place} holds half a character (an unpaired surrogate) in column {field!r}, which no tokenizer reads. Mend or drop "
+            "the row."
+        ) from None
+    return b"%d:" % len(text) + text
+
+
+def _filled(value: Any) -> Any:
+    """Without keys that hold nothing: a table gives every message the keys of any other. The content may be nothing."""
+    if isinstance(value, list):
+        return [_filled(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None or key == "content"}
+    return value
+
+
+def in_words(layout: Layout, columns: Mapping[str, str]) -> str:
+    """From which columns a layout is read, in one line; ``columns`` is the recipe's data.columns."""
+
+    def told(column: str) -> str:
+        return f"{columns[column]} (else {column})" if column in columns else column
+
+    parts = []
+    for target, sources in layout.reads.items():
+        made_of = " + ".join(told(source) for source in sources)
+        parts.append(made_of if made_of == target else f"{made_of} -> {target}")
+    return f"read as {layout.name}: {', '.join(parts)}"
+
+
+def example(row: Row, fmt: Format) -> str:
+    """A row as the model will see it, for data that are public: which parts are learned and which are masked."""
+    if fmt == "text":
+        parts = [("learned", row["text"] + "<eos>")]
+    elif fmt == "prompt_completion":
+        parts = [("masked", row["prompt"]), ("learned", row["completion"] + "<eos>")]
+    else:
+        parts = [
+            (f"{turn['role']}, {'learned' if learned(turn) else 'masked'}", str(turn.get("content")))
+            for turn in row["messages"]
+            if isinstance(turn, dict) and "role" in turn
+        ]
+    return "\n".join(f"{name}: {text[:_SHOWN]}{' ...' if len(text) > _SHOWN else ''}" for name, text in parts)
+
+
+def learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message's tokens are targets: the assistant's, unless its ``weight`` is 0."""
+    return message["role"] == "assistant" and message.get("weight") != 0
