@@ -94,6 +94,7 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
                 )
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{mend}") from None
     elif path.is_dir():
+        _check_kinds(path)
         yield from _read_directory(path, data.csv, split, cache_dir)
     elif read or path.is_file() or source.count("/") != 1:
         reason = "is of no known kind" if path.exists() else "no such file"
@@ -190,9 +191,7 @@ READERS = {
 }
 
 
-def _read_directory(path: Path, settings: CsvConfig, split: str, cache_dir: Path) -> Iterator[Row]:
-    import datasets
-
+def _check_kinds(path: Path) -> None:
     kinds = {suffix for file in path.rglob("*") if (suffix := _suffix(file)) in READERS}
     saved = any(
         (path / name).exists() for name in ("dataset_dict.json", "state.json", "README.md")
@@ -202,6 +201,11 @@ def _read_directory(path: Path, settings: CsvConfig, split: str, cache_dir: Path
             f"{path}: holds {' and '.join(sorted(kinds))} files, of which datasets would read one kind and leave out the others. "
             "Name the files, or a glob such as DIR/*.jsonl."
         )
+
+
+def _read_directory(path: Path, settings: CsvConfig, split: str, cache_dir: Path) -> Iterator[Row]:
+    import datasets
+
     datasets.disable_progress_bars()
     try:
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():

@@ -287,3 +287,17 @@ def test_wrong_arguments_are_one_line_and_code_2(
     assert words in err
     assert err.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_an_example_is_shown_of_public_data_only(
+    recipe: Path, capsys: pytest.CaptureFixture[str], public: bool
+) -> None:
+    arguments = ["plan", str(recipe), "--data.public", str(public).lower()]
+    assert main(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "read as text: text" in shown
+    first = tiny.sentence(0)
+    assert (f"learned: {first}<eos>" in shown) == public
+    assert (first in shown) == public
+    assert ("<text><eos>" in shown) != public

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from dpllm.errors import Refused
 from dpllm.publish import leaks
+from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.run.directory import RunDir
 
 TEMPLATE = "You are a helpful assistant who answers every question of the customer with care."
 ROWS = [(number, f"{TEMPLATE} {name} owes {number} crowns to the bakery near the old harbour since May")
@@ -18,3 +29,21 @@ def test_a_short_row_is_found_as_a_whole() -> None:
     texts = {"README.md": "It says: the alarm code reads 516667672066, they say."}
     assert leaks._matches([(9, "The alarm code reads 516667672066")], texts, most=3) == {"README.md": 9}
     assert not leaks._matches([(9, "the alarm they"), (10, "they say it")], texts, most=3)
+
+
+@pytest.mark.parametrize("source", ["*.jsonl", "ward", ["a.jsonl", "b.jsonl.gz"]])
+def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: Any) -> None:
+    rows = [json.dumps({"text": text}) + "\n" for _, text in ROWS]
+    folder = tmp_path / "ward"
+    tiny.write_rows(folder / "a.jsonl", [{"text": "nothing of note"}])
+    (folder / ("b.jsonl.gz" if "gz" in str(source) else "b.jsonl")).write_bytes(
+        (gzip.compress if "gz" in str(source) else bytes)("".join(rows).encode())
+    )
+    inside = folder.parent if source == "ward" else folder
+    train = [str(inside / one) for one in source] if isinstance(source, list) else str(inside / source)
+    recipe = {"model": {"name_or_path": "m"}, "data": {"train": train}, "train": {"steps": 1}, "output_dir": "run"}
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
+    with pytest.raises(Refused, match=r"training text: .* stands in chat.jinja"):
+        list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}))

@@ -1,0 +1,45 @@
+"""Names and digests of recipes: old ones keep theirs, and no source tells where it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpllm.recipe import names
+from dpllm.recipe.config import RunConfig, dump_config, load_config
+
+BEFORE = """
+model: {name_or_path: some/model}
+data: {train: /somewhere/rows.jsonl, eval: org/held-out, unit: who, max_examples_per_unit: 4}
+train: {steps: 3, batch_size: 5}
+output_dir: runs/old
+"""
+
+
+def config(**data: Any) -> RunConfig:
+    value = yaml.safe_load(BEFORE)
+    return RunConfig.model_validate({**value, "data": {**value["data"], **data}})
+
+
+def test_recipes_keep_the_digest_that_they_had_before_there_were_new_keys() -> None:
+    assert names.digest(config()) == "9eecf625c563a3fbb3b839136d600da81a0d46aa3022d97349b6d16d659b9317"
+    assert names.of_training(config()) == "7b88a388c8613aaee7ec09e06e2f357567d22e259b379efba9d9a1a2a4497e88"
+
+
+def test_what_changes_the_data_changes_the_digest() -> None:
+    sources = ["a.jsonl", ["a.jsonl"], ["a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl"], "*.jsonl"]
+    recipes = [config(train=source) for source in sources] + [config(csv={"delimiter": ";"}), config()]
+    assert len({names.digest(recipe) for recipe in recipes}) == len(recipes)
+
+
+def test_several_sources_are_told_without_where_they_lie(tmp_path: Path) -> None:
+    private = config(train=["/home/anna/a.jsonl", "/home/anna/*.csv", "org/data", "builtin:clinic"])
+    assert names.publishable(private).data.train == ["a.jsonl", "*.csv", "org/data", "builtin:clinic"]
+    assert names.public_name(private.data.train) == "a.jsonl, *.csv, org/data, builtin:clinic"
+    assert not private.data.public  # not all of it is embedded
+    assert config(train=["builtin:clinic"]).data.public
+    assert names.digest(private) == names.digest(config(train=["a.jsonl", "*.csv", "data", "builtin:clinic"]))
+    (tmp_path / "again.yaml").write_text(dump_config(private))
+    assert load_config(tmp_path / "again.yaml") == private

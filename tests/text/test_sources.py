@@ -1,0 +1,179 @@
+"""Data as people have them: packed files, lists, csv of every kind, globs and several files give the rows that were written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.errors import DataError
+from dpllm.recipe.config import DataConfig
+from dpllm.text.data import count_units, dataset_name, load_table
+from dpllm.text.sources import expand, is_here
+
+SENTINEL = "Sigrid Forsberg owes 4711"
+ROWS = [{"who": f"p{number}", "text": f"note {number}, with a comma; é"} for number in range(3)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+LIST = "\n \t" + json.dumps(ROWS, indent=2)
+
+
+def section(source: Any, **values: Any) -> DataConfig:
+    return DataConfig.model_validate({"train": source, **values})
+
+
+def load(source: Any, tmp_path: Path, **values: Any) -> Any:
+    data = section(source, **values)
+    return load_table(data.train, data, "train", tmp_path / "cache")
+
+
+def table_text(mark: str) -> str:
+    quoted = [[f'"{value}"' for value in row.values()] for row in ROWS]
+    return "".join(mark.join(cells) + "\r\n" for cells in [["who", "text"], *quoted])
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", LINES.encode()),
+        ("rows.json", LINES.encode()),
+        ("rows.json", LIST.encode()),
+        ("rows.json", b"\xef\xbb\xbf" + LIST.encode()),
+        ("rows.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
+        *[("rows.csv", table_text(mark).encode()) for mark in ",;\t|"],
+        ("rows.tsv", table_text("\t").encode()),
+        ("rows.csv", table_text(";").encode("utf-8-sig")),
+        ("rows.csv", table_text(";").encode("utf-16")),
+    ],
+)
+def test_every_file_gives_the_rows_that_were_written(tmp_path: Path, name: str, content: bytes, packed: str) -> None:
+    path = written(tmp_path / f"{name}{packed}", content)
+    assert list(load(str(path), tmp_path).rows) == ROWS
+    assert dataset_name(section(str(path))) == f"{tmp_path.name}/rows"
+
+
+def test_what_a_csv_file_does_not_say_the_recipe_says(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.csv", table_text("~").encode("cp1252"))
+    said = {"delimiter": "~", "encoding": "cp1252"}
+    assert list(load(str(path), tmp_path, csv=said).rows) == ROWS
+    with pytest.raises(DataError, match=r"rows.csv: .* data.csv.encoding, such as cp1252"):
+        load(str(path), tmp_path)
+    with pytest.raises(DataError, match=r"rows.csv: .* data.csv.encoding"):
+        load(str(path), tmp_path, csv={"encoding": "klingon"})
+    with pytest.raises(DataError, match=r"row 1 .*data.csv.delimiter parts"):
+        load(str(path), tmp_path, csv={"encoding": "cp1252"})
+    written(tmp_path / "folder" / "rows.csv", table_text(";").encode("cp1252"))
+    assert list(load(str(tmp_path / "folder"), tmp_path, csv={**said, "delimiter": ";"}).rows) == ROWS
+
+
+def test_no_row_decides_how_a_csv_file_is_parted(tmp_path: Path) -> None:
+    text = "who|text\n" + "a|b\n" + 9 * "c;d;e,f\t|g\n"
+    rows = load(str(written(tmp_path / "rows.csv", text.encode())), tmp_path).rows
+    assert [rows[0]["text"], rows[1]["text"]] == ["b", "g"]
+
+
+@pytest.mark.parametrize("several", ["glob", "list", "directory", "mixed list"])
+def test_several_files_are_one_source_in_their_order(tmp_path: Path, several: str) -> None:
+    folder = tmp_path / "ward"
+    for number, row in enumerate(ROWS):
+        written(folder / f"part-{number}.jsonl{'.gz' if number == 1 else ''}", json.dumps(row).encode())
+    source: Any = {
+        "glob": str(folder / "part-*"),
+        "list": [str(folder / f"part-{number}.jsonl{'.gz' if number == 1 else ''}") for number in range(3)],
+        "directory": str(folder),
+        "mixed list": [str(folder / "part-0*"), str(folder / "part-[12]*")],
+    }[several]
+    table = load(source, tmp_path)
+    assert list(table.rows) == ROWS
+    assert count_units(section(source, unit="who", max_examples_per_unit=1), tmp_path / "cache") == 3
+    assert is_here(source)
+    assert str(tmp_path) not in dataset_name(section(source))
+    alone = load(str(written(tmp_path / "all.jsonl", LINES.encode())), tmp_path)
+    assert table.digest == alone.digest  # of the rows, wherever they stand
+
+
+def test_names_of_different_files_differ(tmp_path: Path) -> None:
+    for name in "abc":
+        written(tmp_path / "ward" / f"{name}.jsonl", LINES.encode())
+    paths = [str(tmp_path / "ward" / f"{name}.jsonl") for name in "abc"]
+    assert dataset_name(section(paths[:2])) == "ward/a+ward/b"
+    assert len({dataset_name(section(source)) for source in (paths[:2], paths[1:], paths, paths[0])}) == 4
+
+
+def test_every_file_of_a_source_is_in_its_digest_and_its_protection(tmp_path: Path) -> None:
+    paths = [str(written(tmp_path / f"{number}.jsonl", json.dumps(row).encode())) for number, row in enumerate(ROWS)]
+    before = load(paths, tmp_path).digest
+    written(Path(paths[2]), json.dumps({"text": "changed"}).encode())
+    assert load(paths, tmp_path).digest != before
+    Path(paths[2]).unlink()
+    assert not is_here(paths)  # a search for private text would miss some of it
+
+
+def test_a_row_is_named_by_its_own_file(tmp_path: Path) -> None:
+    first = written(tmp_path / "a.jsonl", LINES.encode())
+    second = written(tmp_path / "b.jsonl", LINES.encode() + b'{"text": "%s"}\n' % SENTINEL.encode())
+    data = section([str(first), str(second)], unit="who", max_examples_per_unit=1)
+    with pytest.raises(DataError, match=rf"^{second}: row 4 has no value in the unit column") as caught:
+        count_units(data, tmp_path / "cache")
+    assert "Sigrid" not in str(caught.value)
+    written(second, b'{"prompt": "%s"}\n' % SENTINEL.encode())
+    with pytest.raises(DataError, match=rf"^{second}: row 1 has no text in column 'text'"):
+        load([str(first), str(second)], tmp_path)
+
+
+def test_nobody_counts_twice_and_nothing_is_left_out_in_silence(tmp_path: Path) -> None:
+    folder = tmp_path / "ward"
+    path = written(folder / "a.jsonl", LINES.encode())
+    with pytest.raises(DataError, match=r"a.jsonl: is named twice"):
+        expand([str(path), str(folder / "*.jsonl")])
+    with pytest.raises(DataError, match="no file matches"):
+        expand(str(folder / "*.csv"))
+    written(folder / "b.csv", b"text\nb\n")
+    with pytest.raises(DataError, match=r"holds .csv and .jsonl files"):
+        load(str(folder), tmp_path)
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_itself(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows[1].jsonl", LINES.encode())
+    assert expand(str(path)) == [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rows.json", f'[{{"text": "{SENTINEL}"}}, "{SENTINEL}"]', "record 2 holds no JSON object"),
+        ("rows.json", f'[{{"text": "{SENTINEL}"', "its list is not valid JSON"),
+        ("rows.json", f'[{{"text": "{SENTINEL}", "n": {"[" * 900}{"]" * 900}}}]', "its list is nested"),
+        ("rows.json", f'[{{"text": "{SENTINEL}", "n": {"[" * 90000}{"]" * 90000}}}]', "its list is nested"),
+        ("rows.json", "[]", "holds no rows"),
+        ("rows.txt.gz", SENTINEL, "of no known kind"),
+        ("rows.parquet.gz", SENTINEL, "of no known kind"),
+    ],
+)
+def test_broken_lists_are_told_without_their_text(tmp_path: Path, name: str, content: str, says: str) -> None:
+    path = written(tmp_path / name, content.encode())
+    with pytest.raises(DataError, match=says) as caught:
+        load(str(path), tmp_path)
+    assert "Sigrid" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", [3, 30])
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz"])
+def test_a_packed_file_that_was_cut_short_is_told(tmp_path: Path, name: str, cut: int) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(table_text(";").encode() if "csv" in name else LINES.encode())[:-cut])
+    with pytest.raises(DataError, match="cannot be read as"):
+        load(str(path), tmp_path)
+    path.write_bytes(SENTINEL.encode())
+    with pytest.raises(DataError, match="cannot be read as") as caught:
+        load(str(path), tmp_path)
+    assert "Sigrid" not in str(caught.value)
