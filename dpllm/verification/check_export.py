@@ -86,11 +86,13 @@ def front_matter(found: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json, whose fields and hash it states."""
     stated = section.front_matter(found.card)
     if earlier(found):
-        raise Wrong(
-            f"README.md has the layout of an earlier version (it names dpllm {found.record.software.get('dpllm')}), which this "
-            "version cannot make again: what the page says is not checked, and all else is, below. Verify the page with the "
-            "version that made it, or write it anew: dpllm card RUN."
+        detail = (
+            f"it was made by an earlier version (it names dpllm {found.record.software.get('dpllm')}), whose page this version "
+            "cannot make again: what the page says is not checked, and all else is, below. Verify the page with the version that "
+            "made it, or write it anew: dpllm card RUN."
         )
+        yield failed("layout of README.md", detail)
+        return
     if sha256(found.directory / BLOCK, follow=False) != section.digest(found.block):
         raise Wrong(f"privacy.json is not laid out as dpllm writes it, so that its hash is another. {_AGAIN}")
     if not _same(stated.get("privacy"), section.matter(found.record)):
@@ -121,7 +123,7 @@ def _same(one: Any, other: Any) -> bool:
 def marked(found: Published) -> Iterator[Check]:
     """The banner and the privacy part against what the block renders to, byte for byte."""
     if earlier(found):
-        return  # the check of the front matter says so, and fails
+        return  # the check of the front matter says so
     try:
         parts, expected = section.parts(found.card), section.render(found.record)
     except ConfigError as error:

@@ -77,9 +77,9 @@ def test_a_card_of_an_earlier_layout_is_named_and_not_accused(page: Path) -> Non
     """It does not verify: its page may say anything, and this version cannot make it again."""
     earlier_layout(page)
     failed = statement(page)
-    assert set(failed) == {"front matter"}
-    assert "has the layout of an earlier version (it names dpllm 0.1.0)" in failed["front matter"].detail
-    assert "write it anew: dpllm card RUN" in failed["front matter"].detail
+    assert set(failed) == {"layout of README.md"}
+    assert "made by an earlier version (it names dpllm 0.1.0)" in failed["layout of README.md"].detail
+    assert "write it anew: dpllm card RUN" in failed["layout of README.md"].detail
 
 
 def test_a_front_matter_with_another_statement_is_no_earlier_layout(page: Path) -> None:
