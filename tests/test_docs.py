@@ -80,7 +80,7 @@ def test_the_gallery_names_every_recipe_and_every_recipe_that_is_named_exists() 
 
 def test_every_command_has_a_line_in_the_reference() -> None:
     text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^    (\w+)  ", _parser().format_help(), flags=re.MULTILINE)
+    commands = re.findall(r"^    ([\w-]+)  ", _parser().format_help(), flags=re.MULTILINE)
     assert len(commands) > 10
     assert [name for name in commands if not re.search(rf"`dpllm {name}\b", text)] == []
 

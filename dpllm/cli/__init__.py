@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import dpllm
-from dpllm.cli import audit, canaries, compare, epsilon, ledger, plan, publish
+from dpllm.cli import audit, canaries, compare, epsilon, import_config, ledger, plan, publish
 from dpllm.cli.plan import Call
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(call=call)
         return sub
 
-    for module in (plan, canaries, audit, compare, publish, epsilon):
+    for module in (plan, import_config, canaries, audit, compare, publish, epsilon):
         module.add_commands(add)
     ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs"))
     add("env", _env, "versions and hardware, for a bug report")

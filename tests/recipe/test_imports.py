@@ -1,0 +1,281 @@
+"""Configurations of LLaMA-Factory, axolotl and TRL as their documentation shows them: each becomes a recipe that parses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dpllm.cli import main
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import RunConfig, load_config
+from dpllm.recipe.imports import Imported, import_config
+
+LLAMA_FACTORY = """
+### model
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+quantization_bit: 4
+trust_remote_code: true
+
+### method
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+
+### dataset
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+packing: true
+overwrite_cache: true
+preprocessing_num_workers: 16
+
+### output
+output_dir: saves/llama3-8b/lora/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+report_to: none
+
+### train
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+
+### eval
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 500
+"""
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+load_in_8bit: false
+load_in_4bit: true
+strict: false
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+  - path: json
+    data_files: [notes/a.jsonl, notes/b.jsonl]
+    type: alpaca
+dataset_prepared_path: last_run_prepared
+val_set_size: 0.1
+output_dir: ./outputs/qlora-out
+adapter: qlora
+lora_model_dir:
+sequence_len: 2048
+sample_packing: true
+eval_sample_packing: true
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+flash_attention: true
+warmup_steps: 10
+evals_per_epoch: 4
+weight_decay: 0.0
+special_tokens:
+  pad_token: "<|end_of_text|>"
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen2.5-0.5B
+torch_dtype: bfloat16
+dataset_name: trl-lib/Capybara
+dataset_train_split: train
+eval_strategy: steps
+eval_steps: 100
+learning_rate: 2.0e-4
+num_train_epochs: 1
+max_steps: 200
+packing: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+gradient_checkpointing: true
+use_peft: true
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: [q_proj, v_proj]
+warmup_steps: 20
+max_length: 1024
+neftune_noise_alpha: 5
+report_to: [wandb]
+push_to_hub: true
+my_own_key: 7
+"""
+
+
+def imported(tmp_path: Path, text: str, **changes: Any) -> tuple[Imported, RunConfig]:
+    path = tmp_path / "their.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(text), **changes}))
+    found = import_config(path)
+    (tmp_path / "recipe.yaml").write_text(found.recipe)
+    return found, load_config(tmp_path / "recipe.yaml")
+
+
+def test_llama_factory(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    entries = {
+        "identity": {"file_name": "identity.json", "columns": {"prompt": "question", "response": "answer"}},
+        "alpaca_en_demo": {"hf_hub_url": "llamafactory/alpaca_en"},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(entries))
+    found, recipe = imported(tmp_path, LLAMA_FACTORY)
+    assert found.tool == "LLaMA-Factory"
+    assert (recipe.model.name_or_path, recipe.model.quantization) == ("meta-llama/Meta-Llama-3-8B-Instruct", "4bit")
+    assert recipe.adapter.model_dump(include={"method", "r", "alpha", "target_modules"}) == {
+        "method": "lora", "r": 8, "alpha": 16.0, "target_modules": "auto",
+    }  # fmt: skip
+    assert recipe.data.train == [str(tmp_path / "data" / "identity.json"), "llamafactory/alpaca_en"]
+    assert recipe.data.columns == {"instruction": "question", "output": "answer"}
+    assert recipe.data.max_length == 2048
+    assert recipe.data.eval is None
+    train = recipe.train
+    assert (train.batch_size, train.physical_batch_size, train.epochs, train.steps) == (8, 1, 3.0, None)
+    assert (train.learning_rate, train.lr_scheduler, train.warmup, train.precision) == (1e-4, "cosine", 0.1, "bf16")
+    assert recipe.output_dir == "saves/llama3-8b/lora/sft"
+    left = "\n".join(found.left)
+    for key in ("packing", "val_size", "max_samples", "template", "ddp_timeout", "overwrite_output_dir"):
+        assert f"{key}: " in left
+    assert "unknown to this table" not in left
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    found, recipe = imported(tmp_path, AXOLOTL)
+    assert found.tool == "axolotl"
+    assert (recipe.model.name_or_path, recipe.model.quantization) == ("NousResearch/Llama-3.2-1B", "4bit")
+    assert recipe.model.gradient_checkpointing
+    assert recipe.data.train == ["teknium/GPT4-LLM-Cleaned", "notes/a.jsonl", "notes/b.jsonl"]
+    assert (recipe.data.format, recipe.data.max_length) == ("prompt_completion", 2048)
+    assert recipe.adapter.model_dump(include={"r", "alpha", "dropout", "target_modules"}) == {
+        "r": 32, "alpha": 16.0, "dropout": 0.0, "target_modules": "auto",
+    }  # fmt: skip
+    train = recipe.train
+    assert (train.batch_size, train.physical_batch_size, train.epochs, train.optimizer) == (8, 2, 1.0, "adamw")
+    left = "\n".join(found.left)
+    for key in ("sample_packing", "val_set_size", "lora_dropout", "warmup_steps", "special_tokens", "tf32"):
+        assert f"{key}: " in left
+    assert "unknown to this table" not in left
+
+
+def test_trl(tmp_path: Path) -> None:
+    found, recipe = imported(tmp_path, TRL)
+    assert found.tool == "TRL"
+    assert (recipe.model.name_or_path, recipe.model.dtype) == ("Qwen/Qwen2.5-0.5B", "bfloat16")
+    assert (recipe.data.train, recipe.data.eval, recipe.data.eval_split) == (
+        "trl-lib/Capybara",
+        "trl-lib/Capybara",
+        "test",
+    )
+    assert recipe.adapter.model_dump(include={"r", "target_modules"}) == {
+        "r": 32,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    train = recipe.train
+    assert (train.batch_size, train.steps, train.epochs, train.warmup, train.eval_every) == (16, 200, None, 0.1, 100)
+    assert recipe.telemetry.trackers == ["wandb"]
+    left = "\n".join(found.left)
+    for key in ("packing", "neftune_noise_alpha", "push_to_hub"):
+        assert f"{key}: " in left
+    assert "my_own_key: unknown to this table" in left
+
+
+@pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, TRL], ids=["llama-factory", "axolotl", "trl"])
+def test_every_key_is_reported(tmp_path: Path, text: str) -> None:
+    found, _ = imported(tmp_path, text)
+    told = "\n".join([*found.carried, *found.left])
+    silent = {  # told with others in one line: the method, the batch, the length, the warm-up, the data, the precision
+        "stage", "finetuning_type", "adapter", "use_peft", "lora_target_linear", "load_in_4bit", "load_in_8bit", "num_epochs",
+        "per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+        "warmup_ratio", "warmup_steps", "dataset", "datasets", "dataset_name", "eval_strategy", "bf16",
+    }  # fmt: skip
+    keys = {key for key, value in yaml.safe_load(text).items() if value is not None}
+    assert [key for key in sorted(keys - silent) if key not in told] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "says"),
+    [
+        (LLAMA_FACTORY, {"stage": "dpo"}, "stage: dpo trains on preferences"),
+        (AXOLOTL, {"rl": "kto"}, "rl: kto trains on preferences"),
+        (TRL, {"beta": 0.1}, "beta: 0.1 trains on preferences"),
+        (TRL, {"dataset_name": None}, "data.train: required"),
+        (AXOLOTL, {"datasets": 5}, "a value of another kind than axolotl documents"),
+        (TRL, {"learning_rate": "fast"}, "a value of another kind than TRL documents"),
+        (LLAMA_FACTORY, {"num_train_epochs": [3]}, "a value of another kind than LLaMA-Factory documents"),
+        ("a: 1", {}, "no configuration of LLaMA-Factory or TRL"),
+    ],
+)
+def test_what_cannot_be_a_private_run_is_refused(tmp_path: Path, text: str, changes: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        imported(tmp_path, text, **changes)
+
+
+def test_full_fine_tuning_becomes_the_last_blocks(tmp_path: Path) -> None:
+    found, recipe = imported(tmp_path, AXOLOTL, adapter=None, load_in_4bit=False)
+    assert recipe.adapter.model_dump() == {"method": "frozen", "last_blocks": 2, "lm_head": False, "final_norm": True}
+    assert "full fine-tuning: " in "\n".join(found.left)
+    _, recipe = imported(
+        tmp_path, LLAMA_FACTORY, finetuning_type="freeze", freeze_trainable_layers=4, quantization_bit=None
+    )
+    assert recipe.adapter.model_dump(include={"method", "last_blocks"}) == {"method": "frozen", "last_blocks": 4}
+
+
+def test_pretraining_and_held_out_data(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    entry = {"c4": {"file_name": "c4.jsonl", "columns": {"prompt": "body"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(entry))
+    _, recipe = imported(tmp_path, LLAMA_FACTORY, stage="pt", dataset="c4")
+    assert (recipe.data.train, recipe.data.columns) == (str(tmp_path / "data" / "c4.jsonl"), {"text": "body"})
+    held_out = [{"path": "org/rows", "type": "alpaca", "split": "test"}]
+    _, recipe = imported(tmp_path, AXOLOTL, datasets=[{"path": "org/rows", "type": "alpaca"}], test_datasets=held_out)
+    assert (recipe.data.eval, recipe.data.train_split, recipe.data.eval_split) == ("org/rows", "train", "test")
+
+
+def test_fields_of_axolotl_become_columns(tmp_path: Path) -> None:
+    fields = [
+        ({"type": "chat_template", "field_messages": "talk"}, {"conversations": "talk"}, "messages"),
+        ({"type": "completion", "field": "body"}, {"text": "body"}, "text"),
+        ({"type": {"field_instruction": "q", "field_output": "a"}}, {"instruction": "q", "output": "a"}, "auto"),
+    ]
+    for entry, columns, fmt in fields:
+        _, recipe = imported(tmp_path, AXOLOTL, datasets=[{"path": "org/rows", "split": "all", **entry}])
+        assert (recipe.data.train, recipe.data.train_split) == ("org/rows", "all")
+        assert (recipe.data.columns, recipe.data.format) == (columns, fmt)
+
+
+def test_the_command_prints_a_recipe_and_reports_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(TRL)
+    assert main(["import-config", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert RunConfig.model_validate(yaml.safe_load(printed.out)).train.steps == 200
+    assert "packing: rows of several people in one sequence" in printed.err
+    recipe = tmp_path / "recipe.yaml"
+    assert main(["import-config", str(path), "--output", str(recipe)]) == 0
+    assert recipe.read_text() == printed.out
+    assert capsys.readouterr().out == ""
+    assert main(["import-config", str(path), "--output", str(recipe)]) == 2  # nothing is overwritten
+    assert main(["import-config", str(tmp_path / "absent.yaml")]) == 2
