@@ -79,11 +79,9 @@ def tabulate(proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: 
     pairs = [step for step in range(0, len(seen_T) - 1, 2) if seen_T[step] and seen_T[step + 1]]
     differences = proj_TM[[step + 1 for step in pairs]] - proj_TM[pairs]
     known_TM = proj_TM[seen_T]
-    absent = math.log1p(-sampling_rate) if sampling_rate < 1 else -math.inf
-    joined_TM = math.log(sampling_rate) + (known_TM - 0.5) / noise**2
     return GradientTable(
         np.asarray(coins, dtype=bool),
-        np.logaddexp(absent, joined_TM).sum(axis=0),
+        likelihood_ratio((known_TM - 0.5) / noise**2, sampling_rate),
         np.square(differences).sum(axis=0) / 2,
         known_TM.sum(axis=0),
         len(known_TM),
@@ -91,6 +89,13 @@ def tabulate(proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: 
         sampling_rate,
         noise,
     )
+
+
+def likelihood_ratio(log_ratio_TM: Floats, sampling_rate: float) -> Floats:
+    """Logarithm of "joins with probability q" against "never", summed over steps, from that of "joined" against "did not"."""
+    absent = math.log1p(-sampling_rate) if sampling_rate < 1 else -math.inf
+    result: Floats = np.logaddexp(absent, math.log(sampling_rate) + log_ratio_TM).sum(axis=0)
+    return result
 
 
 def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudit:

@@ -77,9 +77,8 @@ def read_manifest(path: Path) -> Manifest:
         raise ConfigError(f"{path}: cannot be read as a manifest ({type(error).__name__}). {_FORM}") from None
     whole = _parsed(text)
     if isinstance(whole, dict) and "canaries" in whole:
-        own = canaries.load(path)
-        coins = "independent, as dpllm draws them"
-        found = Manifest(own.canaries, own.references, True, coins, own.commitment, own.log2_secrets)
+        own, drawn = canaries.load(path), "independent, as dpllm draws them"
+        found = Manifest(own.canaries, own.references, True, drawn, own.commitment, own.log2_secrets)
     else:
         found = _foreign(path, text)
     _check(path, found)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.gradient import likelihood_ratio
 from dpllm.auditing.mechanism_report import ALPHA, MechanismReport, Pair, ReleaseTest, verdict
 from dpllm.errors import ConfigError
 from dpllm.lab.probe import Floats, Observation, lengths, observe
@@ -261,9 +262,6 @@ def canary_scores(seen: Observation, sampling_rate: float, steps: int) -> Floats
     """
     along_TM = _along(seen, seen.released_TP[:steps]) / seen.noise_multiplier
     shift_TM = seen.gain_TM[:steps] * lengths(seen.own_MP) / seen.noise_multiplier
-    log_ratio_TM = shift_TM * along_TM - shift_TM**2 / 2
-    absent = math.log1p(-sampling_rate) if sampling_rate < 1 else -math.inf
-    joined = math.log(sampling_rate)
-    at_zero_TM = np.logaddexp(absent, joined - shift_TM**2 / 2)
-    scores: Floats = (np.logaddexp(absent, joined + log_ratio_TM) - at_zero_TM).sum(axis=0)
-    return scores
+    at_zero_TM = -(shift_TM**2) / 2
+    seen_M = likelihood_ratio(shift_TM * along_TM + at_zero_TM, sampling_rate)
+    return seen_M - likelihood_ratio(at_zero_TM, sampling_rate)

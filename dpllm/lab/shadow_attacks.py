@@ -82,9 +82,7 @@ def summarise_shadows(
     Of each attack the held-out candidates are the negatives, for only they differ from the others by nothing but a coin.
     """
     tested: dict[str, Any] = {}
-    for group, rows in groups.items():
-        if not group:
-            continue
+    for group, rows in ((group, rows) for group, rows in groups.items() if group):
         in_M = np.array([bool(row.inserted) for row in rows])
         scores = shadow_scores(rows, groups[0], shadows)
         positives = int(in_M.sum())
