@@ -103,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     for module in (plan, import_config, canaries, audit, compare, publish, epsilon):
         module.add_commands(add)
     ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs"))
-    add("env", _env, "versions and hardware, for a bug report")
+    env = add("env", _env, "versions and hardware, for a bug report")
+    env.add_argument("--json", action="store_true", help="one JSON object, as without it")
     return parser
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import AddCommand
+from dpllm.cli.plan import AddCommand, show
 from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
@@ -237,14 +236,7 @@ def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
 
 def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType, *lines: str) -> int:
     """Prints a report for machines or for people; exit code 4 where it contradicts the stated guarantee."""
-    from rich.console import Console
-
-    if known.json:
-        print(json.dumps(report, indent=2, sort_keys=True, allow_nan=False))
-    else:
-        Console().print(table)
-        for line in lines:
-            Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    show(known, report if known.json else table, *lines)
     if report.get("verdict") == "falsified":
         raise AuditContradiction(report.get("verdict_reason") or report["reason"])
     return 0

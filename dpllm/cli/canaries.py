@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import OVERRIDES, AddCommand, load_recipe
+from dpllm.cli.plan import OVERRIDES, AddCommand, load_recipe, show
 from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ def add_commands(add: AddCommand) -> None:
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Plans the canaries and prints how many, never what they say."""
-    from rich.console import Console
-
     from dpllm.canaries import canaries
     from dpllm.run.directory import RunDir
 
@@ -53,14 +50,12 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         plan = canaries.plan_canaries(config.audit.canaries, source=_source(config, run_dir), gradient=gradient)
         canaries.save(plan, run_dir.canaries)
     found = describe(plan, config)
-    if known.json:
-        print(json.dumps({**found, "manifest": str(run_dir.canaries)}, indent=2, sort_keys=True, allow_nan=False))
-    else:
-        console = Console()
-        console.print(_table(found))
-        console.print(f"Commitment: {found['commitment']}", highlight=False, soft_wrap=True)
-        console.print(f"Written to {run_dir.canaries}, for its owner alone.", markup=False, soft_wrap=True)
-    return 0
+    return show(
+        known,
+        {**found, "manifest": str(run_dir.canaries)} if known.json else _table(found),
+        f"Commitment: {found['commitment']}",
+        f"Written to {run_dir.canaries}, for its owner alone.",
+    )
 
 
 def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:

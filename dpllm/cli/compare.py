@@ -6,7 +6,7 @@ import argparse
 import getpass
 from pathlib import Path
 
-from dpllm.cli.plan import OVERRIDES, AddCommand, parse_recipe
+from dpllm.cli.plan import OVERRIDES, AddCommand, parse_recipe, show
 from dpllm.errors import ConfigError
 
 
@@ -26,6 +26,7 @@ def add_commands(add: AddCommand) -> None:
         parser.add_argument(
             "--tasks", type=int, default=0, metavar="N", help="BLEU and ROUGE-L on N evaluation rows (extra: tasks)"
         )
+        parser.add_argument("--json", action="store_true", help="print what the table says as one JSON object")
     compared.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")
 
 
@@ -50,17 +51,15 @@ def compare(known: argparse.Namespace, rest: list[str]) -> int:
         losses=not known.no_intervals,
         console=Console(stderr=True),
     )
-    console = Console()
-    console.print(comparison.table())
-    console.print(f"Written to {comparison.output}", markup=False, highlight=False, soft_wrap=True)
-    return 0
+    found = comparison.values if known.json else comparison.table()
+    return show(known, found, f"Written to {comparison.output}")
 
 
 def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     """Trains a recipe at several epsilons and prints what may stand in a job's log."""
     from rich.console import Console
 
-    from dpllm.comparison.compare import public_table
+    from dpllm.comparison.compare import public_comparison
     from dpllm.comparison.sweep import sweep as train_all
     from dpllm.run.directory import RunDir
 
@@ -70,10 +69,8 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
         by = known.by or getpass.getuser()
     except (OSError, KeyError):
         raise ConfigError("this user has no name, and the list of runs needs one who answers: --by NAME") from None
-    console = Console()
+    console = Console(stderr=known.json)
     comparison = train_all(path, overrides, by=by, resume=known.resume, tasks=known.tasks, console=console)
     root = comparison.output.parent
-    console.print(public_table([RunDir(root / run["name"]) for run in comparison.values["runs"]]))
-    said = f"With what is private: written to {comparison.output}"
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
-    return 0
+    values, table = public_comparison([RunDir(root / run["name"]) for run in comparison.values["runs"]])
+    return show(known, values if known.json else table, f"With what is private: written to {comparison.output}")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpllm.cli.plan import show
 from dpllm.errors import ConfigError, LedgerContradiction, Refused
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         made[name] = action
     for name in ("init", "seal", "except", "import"):
         made[name].add_argument("dataset", help="name of the dataset")
+    for name in ("show", "history", "verify"):
+        made[name].add_argument("--json", action="store_true", help="print what it says as one JSON object")
     for name in ("show", "history"):
         made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
     for name in ("init", "seal", "except", "reconcile", "import"):
@@ -199,12 +202,10 @@ def _except(ledger: Ledger, known: argparse.Namespace) -> int:
 
 
 def _show(ledger: Ledger, known: argparse.Namespace) -> int:
-    from rich.console import Console
+    from dpllm.ledger import tables
 
-    from dpllm.ledger.tables import overview
-
-    Console().print(overview(ledger, _names(ledger, known.dataset)))
-    return 0
+    names = _names(ledger, known.dataset)
+    return show(known, tables.overview_values(ledger, names) if known.json else tables.overview(ledger, names))
 
 
 def _names(ledger: Ledger, dataset: str | None) -> list[str]:
@@ -218,15 +219,12 @@ def _names(ledger: Ledger, dataset: str | None) -> list[str]:
 
 
 def _history(ledger: Ledger, known: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from dpllm.ledger.tables import chain_table
+    from dpllm.ledger import tables
 
     entries = ledger.history(known.dataset)  # as stored, so that an edited chain can be looked at
     if known.dataset is not None and not entries:
         _names(ledger, known.dataset)
-    Console().print(chain_table(entries))
-    return 0
+    return show(known, tables.chain_values(entries) if known.json else tables.chain_table(entries))
 
 
 def _verify(ledger: Ledger | None, known: argparse.Namespace) -> int:
@@ -241,8 +239,12 @@ def _verify(ledger: Ledger | None, known: argparse.Namespace) -> int:
         value, where = read_json(Path(known.file)), known.file
         read_export(value, Path(known.file))
         problems, last = verify_export(value, head), value["head"]
+    if known.json:
+        show(known, {"location": str(where), "head": last, "problems": problems})
     if problems:
         raise LedgerContradiction(f"{where}: " + " ".join(problems))
+    if known.json:
+        return 0
     print(f"{where}: {last['count']} entries, chain unbroken, head {last['hash']}:{last['count']}")
     if head is None:
         print(

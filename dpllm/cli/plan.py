@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import as_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from dpllm.forecast.footprint import Footprint
     from dpllm.recipe.config import RunConfig
@@ -66,6 +67,7 @@ def add_commands(add: AddCommand) -> None:
         help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
     )
     trained.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
+    trained.add_argument("--json", action="store_true", help="print the summary as one JSON object; the rest on stderr")
 
 
 def parse_recipe(known: argparse.Namespace, rest: list[str]) -> tuple[str, dict[str, Any]]:
@@ -105,10 +107,18 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
     if known.make_up_lost_steps and not known.resume:
         raise ConfigError("--make-up-lost-steps belongs to --resume. Type both.")
     config = load_recipe(known, rest)
+    from rich.console import Console
+
+    from dpllm.run.directory import RunDir
     from dpllm.run.loop import train as run
     from dpllm.run.promise import Start
+    from dpllm.run.screen import summary
 
-    record = run(config, Start(known.resume, known.make_up_lost_steps, known.overwrite))
+    main = os.environ.get("RANK", "0") == "0"
+    console = Console(stderr=True, quiet=not main) if known.json else None
+    record = run(config, Start(known.resume, known.make_up_lost_steps, known.overwrite), console=console)
+    if known.json and main:
+        print(dump(summary(record, RunDir(Path(config.output_dir)), held_out=config.data.eval is not None)))
     return 0 if record.status == "completed" else 1
 
 
@@ -225,6 +235,20 @@ def _json(seen: Decision, needs: Footprint | None, advice: list[str], refusals: 
         memory = {**asdict(needs.memory), "total": needs.memory.total} if needs.memory else None
         fields["model"] = {**asdict(needs), "refusals": [str(error) for error in needs.refusals], "memory": memory}
     return fields
+
+
+def show(known: argparse.Namespace, found: dict[str, Any] | RenderableType, *lines: str) -> int:
+    """Prints values where ``known.json`` asks for them, else what rich prints and lines below it; exit code 0."""
+    if known.json:
+        assert isinstance(found, dict)
+        print(dump(found))
+        return 0
+    from rich.console import Console
+
+    Console().print(found)
+    for line in lines:
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
 
 
 def dump(value: dict[str, Any]) -> str:

@@ -55,7 +55,9 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument("run", help="run directory, its export, or a merged model")
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", metavar="TEXT", help="what the model continues (a user's turn, for a chat model)")
-    given.add_argument("--prompts", metavar="FILE", help="jsonl file with a prompt, or messages, on each line")
+    given.add_argument(
+        "--prompts", metavar="FILE", help="file with a prompt on each line; jsonl: a prompt, or messages"
+    )
     parser.add_argument("--num", type=int, default=8, help="texts for each prompt (default: 8)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="longest text, in tokens (default: 64)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
@@ -170,7 +172,8 @@ def push(known: argparse.Namespace, rest: list[str]) -> int:
 
 def generate(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints the samples; on standard error, what they cost and what they may hold."""
-    from dpllm.publish.generate import load, read_prompts, sample
+    from dpllm.publish.generate import load, sample
+    from dpllm.text.prompts import printable, read_prompts
 
     prompts = read_prompts(Path(known.prompts)) if known.prompts else [known.prompt] if known.prompt else None
     generator = load(Path(known.run), base=known.base, chat=known.chat)
@@ -189,9 +192,7 @@ def generate(known: argparse.Namespace, rest: list[str]) -> int:
         return 0
     for number, one in enumerate(found):
         of = f"prompt {one.number + 1}, " if prompts is not None and len(prompts) > 1 else ""
-        # Without control characters: what a model writes must not steer a terminal.
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in one.text)
-        print(f"--- {of}sample {number % known.num + 1}\n{text}")
+        print(f"--- {of}sample {number % known.num + 1}\n{printable(one.text)}")
     return 0
 
 

@@ -95,8 +95,8 @@ def compare(
         return Comparison(value, shown, target, _write(value, shown, target, public))
 
 
-def public_table(runs: Sequence[RunDir]) -> Table:
-    """The table of a public comparison, without writing one: for standard output, which goes into job logs.
+def public_comparison(runs: Sequence[RunDir]) -> tuple[Json, Table]:
+    """Figures and table of a public comparison, without writing one: for standard output, which goes into job logs.
 
     Raises:
         ConfigError: See ``compare``.
@@ -104,7 +104,7 @@ def public_table(runs: Sequence[RunDir]) -> Table:
     with _readable(runs):
         sides, differences, _ = _checked(runs, None, True)
         value = values.values(sides, differences, public=True)
-        return rows.table(value, rows.rows(value))
+        return value, rows.table(value, rows.rows(value))
 
 
 class DPComparison:

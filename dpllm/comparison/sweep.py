@@ -40,7 +40,14 @@ EXAMPLE = "--privacy.epsilon 1,3,8,inf"
 # Beside the epsilons, which are compared by themselves: what a resumed run may change too.
 MAY_CHANGE: dict[str, Any] = {
     "privacy": {"epsilon"},
-    "train": {"physical_batch_size", "eval_every", "checkpoint_every", "process_timeout"},
+    "train": {
+        "physical_batch_size",
+        "eval_every",
+        "checkpoint_every",
+        "sample_prompts",
+        "sample_every",
+        "process_timeout",
+    },
     "card": True,
     "telemetry": True,
     "output_dir": True,

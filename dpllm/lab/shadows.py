@@ -173,7 +173,7 @@ def _recipe(run: RunDir, config: RunConfig, shadow: RunDir) -> RunConfig:
         config,
         data={"eval": None, "eval_public": False},
         privacy=privacy,
-        train={"eval_every": None, "checkpoint_every": None},
+        train={"eval_every": None, "checkpoint_every": None, "sample_prompts": None, "sample_every": None},
         telemetry={"textfile": None, "port": None, "trackers": []},
     ).model_copy(update={"output_dir": str(shadow.root)})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group
@@ -19,6 +20,8 @@ from dpllm.ledger.chain import Entry
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.reserving import group_total
 from dpllm.ledger.values import Run
+
+Json = dict[str, Any]
 
 
 def overview(ledger: Ledger, datasets: Sequence[str]) -> Group:
@@ -45,6 +48,34 @@ def overview(ledger: Ledger, datasets: Sequence[str]) -> Group:
     head = ledger.head()
     sound = f"{ledger.location}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
     return Group(*parts, _plain(problems[0] if problems else sound))
+
+
+def overview_values(ledger: Ledger, datasets: Sequence[str]) -> Json:
+    """The same as JSON values; ``says`` are the sentences below a table."""
+    found = {}
+    for name in datasets:
+        budget, runs = ledger.budget(name), []
+        for one in ledger.runs(name):
+            claim = one.reservation
+            runs.append(
+                {
+                    **{"entry": claim.entry, "run": claim.run, "state": one.state, "steps": one.steps},
+                    **{"num_steps": claim.num_steps, "epsilon": claim.epsilon, "delta": claim.delta},
+                }
+            )
+        imports = [{key: entry.facts[key] for key in ("run", "event")} for entry in ledger.chain.of(name, "import")]
+        found[name] = {
+            "budget": asdict(budget) if budget else None,
+            "runs": runs,
+            "imports": imports,
+            "says": totals(ledger, name),
+        }
+    refusals = [
+        {"dataset": dataset, "reason": reason, "number": number}
+        for (dataset, reason), number in ledger.refusals().items()
+    ]
+    chain = {"location": str(ledger.location), "head": ledger.head(), "problems": ledger.verify()}
+    return {"datasets": found, "refusals": refusals, **chain}
 
 
 def totals(ledger: Ledger, dataset: str) -> list[str]:
@@ -112,15 +143,32 @@ def chain_table(entries: Sequence[Entry]) -> Table:
     for column in ("time (UTC)", "entry"):
         table.add_column(column, no_wrap=True)
     table.add_column("dataset, what, and the start of the hash", overflow="fold")
+    for one in chain_values(entries)["entries"]:
+        row = (one["number"], one["time"], one["entry"], f"{one['dataset']}: {one['what']} [{one['hash'][:12]}]")
+        table.add_row(*(_plain(cell) for cell in row))
+    return table
+
+
+def chain_values(entries: Sequence[Entry]) -> Json:
+    """The same as JSON values."""
+    rows = []
     for entry in entries:
         try:
             content = entry.facts
             time_, what = str(content["at"]).rstrip("Z").replace("T", " "), _what(entry.kind, content)
         except (Refused, KeyError, TypeError, ValueError):
             time_, what = "", "not readable: changed by something other than dpllm"
-        row = (entry.seq, time_, entry.kind, f"{entry.dataset}: {what} [{str(entry.hash)[:12]}]")
-        table.add_row(*(_plain(cell) for cell in row))
-    return table
+        hash_ = str(entry.hash)
+        row = {
+            "number": entry.seq,
+            "time": time_,
+            "entry": entry.kind,
+            "dataset": entry.dataset,
+            "what": what,
+            "hash": hash_,
+        }
+        rows.append(row)
+    return {"entries": rows}
 
 
 def _state(one: Run) -> str:

@@ -9,8 +9,9 @@ Shape suffixes: R sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,19 @@ class HeldOut(NamedTuple):
     """Number of target tokens."""
 
 
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Forward passes without gradients and dropout; the model is afterwards in the mode that it was in."""
+    training = model.training
+    model.eval()
+    try:
+        # Not inference_mode: what a sharded model gathers first under it could never be used in a backward pass.
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
 def held_out_loss(
     model: nn.Module,
     sequences: Sequence[TokenSequence],
@@ -47,13 +61,10 @@ def held_out_loss(
     gathered by all of them in each. The model is put into eval mode and back.
     """
     mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
-    training = model.training
-    model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     token_losses = TokenLosses(model, device, autocast)
     longest_share = math.ceil(len(sequences) / world)
-    # Not inference_mode: what a sharded model gathers first under it could never be used in a backward pass.
-    with torch.no_grad():
+    with in_eval_mode(model):
         for start in range(0, longest_share, batch_size):
             units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
             batch = collate(units, pad_id=0, rows=1).to(device)
@@ -61,7 +72,6 @@ def held_out_loss(
             assert hit_RT is not None
             sums = nll_RT.double().sum(), batch.loss_mask_RT[:, 1:].sum().double(), hit_RT.sum().double()
             totals += torch.stack(sums).cpu()
-    model.train(training)
     if world > 1:
         on_device = totals.float().to(device) if device.type == "mps" else totals.to(device)
         distributed.all_reduce(on_device)

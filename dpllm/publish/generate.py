@@ -1,12 +1,11 @@
 """Text from a tuned model: post-processing, which spends no further budget.
 
 Comes in: a run directory, an export or a merged model, and prompts. Goes out: samples. Must not read training text or anything in
-``private/``; errors name lines of a file of prompts and never their text.
+``private/``.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Sequence
@@ -19,16 +18,15 @@ import transformers
 from peft import PeftModel
 from transformers import GenerationConfig
 
-from dpllm.errors import ConfigError, DataError
+from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, read_json
 from dpllm.model import loading
 from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run
+from dpllm.text.prompts import Prompt, encode
 
 ROWS_PER_BATCH = 16
-Prompt = str | list[dict[str, Any]]
-"""Text, or the messages of a conversation so far."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def sample(
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed {seed}: is beyond what torch takes. Type one from 0 to {2**63 - 1}.")
     asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
-    encoded = [_encode(generator, prompt, number) for number, prompt in enumerate(asked)]
+    encoded = [encode(generator.tokenizer, prompt, number, chat=generator.chat) for number, prompt in enumerate(asked)]
     longest = max(map(len, encoded), default=0)
     most = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and longest + max_new_tokens > most:
@@ -145,35 +143,6 @@ def sample(
                     text = generator.tokenizer.decode(row, skip_special_tokens=True)
                     found.append(Sample(number, asked[number], text))
     return found
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts from a jsonl file: on each line a string, or an object with ``prompt`` or ``messages``.
-
-    Raises:
-        DataError: It cannot be read, a line is none of these, or there is no line.
-    """
-    prompts: list[Prompt] = []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other separators of lines may stand in a string
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({type(error).__name__}). Type a jsonl file of prompts.") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        found = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
-        if not isinstance(found, str) and not (isinstance(found, list) and all(isinstance(m, dict) for m in found)):
-            raise DataError(
-                f'{path}: line {number} holds no prompt. Write {{"prompt": "..."}}, or {{"messages": [...]}} for a conversation.'
-            )
-        prompts.append(found)
-    if not prompts:
-        raise DataError(f"{path}: holds no prompts. Write one JSON object a line.")
-    return prompts
 
 
 def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConfig:
@@ -210,36 +179,6 @@ def _unprotected(run: RunDir | None, export: Path) -> str | None:
         held = read_run(run).guarantee
         return None if held.holds else held.reason or "its record gives no reason"
     return "no privacy statement lies beside it" if block is None else None
-
-
-def _encode(generator: Generator, prompt: Prompt | None, number: int) -> list[int]:
-    tokenizer = generator.tokenizer
-    try:
-        json.dumps(prompt, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(
-            f"prompt {number + 1}: holds half of a character, which no tokenizer takes. Write UTF-8."
-        ) from None
-    if isinstance(prompt, str) and generator.chat:
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list):
-        try:
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever a template raises
-            raise DataError(
-                f"prompt {number + 1}: the tokenizer's chat template does not take it ({type(error).__name__}). Each message "
-                "needs role and content, and the tokenizer a chat template; or type --no-chat and prompts of plain text."
-            ) from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    ids = list(tokenizer(prompt or "")["input_ids"])
-    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # of a tokenizer that ends every text
-        ids.pop()
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if not ids and start is None:
-        raise ConfigError(
-            "the model has no token with which a text begins, so it cannot begin alone. Type --prompt TEXT."
-        )
-    return ids or [start]
 
 
 def _settings(generator: Generator, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:

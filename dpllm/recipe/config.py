@@ -288,6 +288,12 @@ class TrainConfig(Section):
     """Steps between evaluations; null: only before the first and after the last step."""
     checkpoint_every: PositiveInt | None = None
     """Steps between checkpoints; null: only when interrupted."""
+    sample_prompts: list[str] | str | None = None
+    """Public prompts, or a file with one on each line (jsonl: as `dpllm generate --prompts` reads it). During training the model
+    continues each by its likeliest tokens; prompts and texts are printed and go to trackers. To name them is to declare them
+    public."""
+    sample_every: PositiveInt | None = None
+    """Steps between samples; null: only after the last step."""
     process_timeout: float = Field(default=1800.0, gt=0)
     """With several processes: seconds that one step may take before the run ends, because a process hangs or the network is
     cut."""
@@ -304,6 +310,8 @@ class TrainConfig(Section):
     def _length(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give train.epochs or train.steps, one of the two")
+        if self.sample_every is not None and not self.sample_prompts:
+            raise ValueError("sample_every needs prompts; set train.sample_prompts too, or remove it")
         return self
 
 
@@ -358,6 +366,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"adapter.method: frozen trains whole weights, and model.quantization: {self.model.quantization} packs them in "
                 "few bits, which no gradient can move; set model.quantization: null, or adapter.method: lora"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_are_public(self) -> RunConfig:
+        sources = (self.data.train, self.data.public), (self.data.eval, self.data.eval_public)
+        if self.train.sample_prompts in [source for source, public in sources if source is not None and not public]:
+            raise ValueError(
+                "train.sample_prompts names data that are not declared public, and prompts are printed and go to trackers; name "
+                "a file of public prompts"
             )
         return self
 

@@ -75,11 +75,14 @@ def publishable(config: RunConfig) -> RunConfig:
     data = config.data
     told = {name: _each(public_name, source) for name in ("train", "eval") if (source := getattr(data, name))}
     seed = None if config.privacy.insecure_seed is None else 0
+    prompts = config.train.sample_prompts
+    asked = public_name(prompts) if isinstance(prompts, str) else prompts
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"name_or_path": public_name(config.model.name_or_path)}),
             "data": data.model_copy(update=told),
             "privacy": config.privacy.model_copy(update={"ledger": None, "insecure_seed": seed}),
+            "train": config.train.model_copy(update={"sample_prompts": asked}),
             "telemetry": config.telemetry.model_copy(update={"textfile": None}),
             "output_dir": last_part(config.output_dir),
         }
@@ -92,8 +95,9 @@ def digest(config: RunConfig) -> str:
     So it does not depend on where the run, its data or its model lie, and says that two runs had the same settings.
     """
     recipe = publishable(config).model_dump(mode="json")
-    # How long processes wait for each other says nothing of the result.
-    del recipe["output_dir"], recipe["train"]["process_timeout"]
+    del recipe["output_dir"]
+    for key in ("process_timeout", "sample_prompts", "sample_every"):  # they say nothing of the result
+        del recipe["train"][key]
     if not recipe["audit"]["gradient_canaries"]:  # so that recipes from before there were any keep their digest
         del recipe["audit"]["gradient_canaries"]
     if recipe["audit"]["canaries"] and not recipe["audit"]["canaries"]["prompt"]:

@@ -38,6 +38,7 @@ from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_r
 from dpllm.run.payment import Payment, pay
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.resume import flat
+from dpllm.run.samples import Samples
 from dpllm.statement.run_files import PlanRecord, read_plan
 from dpllm.text import data, tokens
 from dpllm.text.rows import each_row
@@ -53,6 +54,7 @@ class Prepared:
     run: RunDir
     units: Sequence[data.Unit | None]  # what is sampled, canary slots last; None for a slot without data
     held_out: list[data.TokenSequence]
+    samples: Samples  # prompts of texts that are written during training
     tokenizer: Any
     model: Any  # in training mode, on its device
     optimizer: torch.optim.Optimizer
@@ -145,14 +147,14 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     plan, resumed = decision.plan, decision.resumed
     console.print(str(decision), markup=False)
     tokenizer = loading.load_tokenizer(config.model)
-    planted = None
-    if config.audit.canaries:
-        planted = shared(_canaries(config, run, start.resume, tokenizer, device) if main else None)
+    plants = main and config.audit.canaries is not None
+    planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
     promise = _promise(decision, planted)
     table, units = _units(config, decision, tokenizer, planted, cache)
     held_out = _held_out(config, tokenizer, cache)
-    processes.check_equal({"the training data, as tokens,": salted(units.digest)})
-    processes.check_equal({"the held-out data, as tokens,": salted(repr(held_out))})
+    samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
+    told = {"training": units.digest, "held-out": repr(held_out)}
+    processes.check_equal({f"the {name} data, as tokens,": salted(one) for name, one in told.items()})
     net, dropout_off = build_model(config, plan, device, console)
     vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     optimizer = make_optimizer(config.train, net)
@@ -193,7 +195,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
             raise
     state.wait_for_everyone()
     return Prepared(
-        decision, run, units, held_out, tokenizer, net, optimizer, engine, autocast, sampler,
+        decision, run, units, held_out, samples, tokenizer, net, optimizer, engine, autocast, sampler,
         payment if main else Payment(claims), resumed.charged if resumed else 0, rows, notes, dropout_off,
     )  # fmt: skip
 

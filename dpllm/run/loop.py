@@ -104,8 +104,9 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
             with memory.explained(prepared.config, prepared.physical_batch_size):
                 mine = prepared.engine.step(batches, canaries)
             step += 1
+            tokens = sum(batch.input_ids_RT.numel() for batch in batches)
             stop, *sums = processes.totals(
-                len(stopping), mine.loss_sum, mine.units, mine.clipped, *mine.clipped_by_layer
+                len(stopping), tokens, mine.loss_sum, mine.units, mine.clipped, *mine.clipped_by_layer
             )
             if step % COMPARE_EVERY == 0 or stop or step == total:
                 processes.check_same_weights(prepared.engine.parameters.values(), step)
@@ -114,6 +115,8 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
             # once in a while:
             if settings.eval_every and step % settings.eval_every == 0 and step < total:
                 recorder.evaluated(_evaluate(prepared, state), "during")
+            if prepared.samples.due(settings.sample_every, step, total):
+                recorder.sampled(prepared.samples.prompts, _write_samples(prepared))
             if settings.checkpoint_every and step % settings.checkpoint_every == 0:
                 recorder.save()
     return step
@@ -127,6 +130,11 @@ def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Physica
     found = physical_batches(drawn, prepared.units, rows, pad_id, longest, rank, world)
     canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found, canaries
+
+
+def _write_samples(prepared: Prepared) -> list[str]:
+    longest = prepared.config.data.max_length
+    return prepared.samples.write(prepared.model, prepared.tokenizer, prepared.autocast, longest)
 
 
 def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | None:

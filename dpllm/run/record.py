@@ -1,7 +1,7 @@
 """What a run writes down: metrics, checkpoints, the export, and run.json in public and released values only.
 
-Comes in: a prepared run, its steps, and how it ended. Goes out: files, a progress bar, telemetry. Figures that may not leave lie
-under private/. Only the main process writes anything; in the others every call does nothing.
+Comes in: a prepared run, its steps, and how it ended. Goes out: files, lines on the screen, telemetry. Figures that may not leave
+lie under private/. Only the main process writes anything; in the others every call does nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dpllm import files
 from dpllm.errors import DpllmError
@@ -31,9 +30,11 @@ from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
 from dpllm.run.failures import StepDeadline
 from dpllm.run.projections import Projections
+from dpllm.run.screen import ProgressLine, summary, summary_table
 from dpllm.statement import lineage
-from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan
+from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan, read_run
 from dpllm.telemetry import EpsilonSpent, Telemetry
+from dpllm.text.prompts import printable
 
 Status = Literal["completed", "interrupted"]
 
@@ -60,11 +61,9 @@ class Recorder:
         self._step = prepared.first_step
         self._saved: int | None = None
         self._finishing = False  # from then on, run.json says what was done, or that the process was killed
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._projections: Projections | None = None
-        self._progress = Progress(*columns, console=console, disable=not main)
-        total = prepared.schedule.num_steps
-        self._task = self._progress.add_task("training", total=total, completed=self._step)
+        public = may_tell_cost(prepared.config)
+        self._progress = ProgressLine(console, prepared.schedule.num_steps, self._step, public=public)
 
     def __enter__(self) -> Self:
         if self._main:
@@ -75,7 +74,7 @@ class Recorder:
             self._write(None, "interrupted", "its process was killed; the ledger holds its steps")
             base_holds = lineage.why_not(self._prepared.decision.lineage) is None
             self._telemetry.begin(self._step, self._epsilon_after(self._step), base_holds=base_holds)
-        self._progress.start()
+            self._progress.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -88,8 +87,10 @@ class Recorder:
             self._write(self._step, "interrupted", why)
         self._telemetry.end()
 
-    def step(self, step: int, rate: float, loss_sum: float, units: float, clipped: float, *by_layer: float) -> None:
-        """Notes step ``step``, counted from 1: learning rate, and un-noised sums over its units."""
+    def step(
+        self, step: int, rate: float, tokens: float, loss_sum: float, units: float, clipped: float, *by_layer: float
+    ) -> None:
+        """Notes step ``step``, counted from 1: learning rate, positions with padding, and un-noised sums over its units."""
         self._step = step
         projections = self._prepared.engine.projections
         if self._projections is not None and projections is not None:
@@ -102,7 +103,8 @@ class Recorder:
             layers["layers"] = layers_of(self._prepared.engine.parameters)
         self._log({**private, **layers, "released": released})
         self._telemetry.step(step, self._epsilon_after(step), rate, released, private)
-        self._progress.update(self._task, completed=step, description=self._epsilon_after.words(step))
+        if self._main:
+            self._progress.step(step, self._epsilon_after.words(step), int(tokens))
 
     def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
         """Notes a pass over the held-out rows; None where there are none."""
@@ -118,6 +120,20 @@ class Recorder:
         self._telemetry.evaluated(self._step, loss, accuracy)
         if when == "before" and loss is not None and not self._step and self._prepared.config.data.eval_public:
             self._console.print(f"Held-out loss before: {loss:.4f} nats per token")
+
+    def sampled(self, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Notes what the model wrote behind public prompts; released with the weights, where they may leave."""
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        self._log({"step": self._step, "samples": samples})
+        if not told_by_weights(self._prepared):
+            self._console.print(
+                f"Samples of step {self._step}, which no guarantee covers: {self._prepared.run.metrics}"
+            )
+            return
+        self._telemetry.sampled(self._step, samples)
+        for one in samples:
+            line = " ".join(printable(f"{one['prompt']} -> {one['text']}").split())
+            self._console.print(f"Sample of step {self._step}: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def save(self) -> None:
         """Writes a checkpoint; the learning rate follows from the step."""
@@ -151,12 +167,9 @@ class Recorder:
             self._telemetry.end()
             if status == "completed":
                 shutil.rmtree(prepared.run.resume, ignore_errors=True)
-        loss = self._summary["eval_loss_after"]
-        if loss is not None and may_tell(prepared):
-            self._console.print(f"Held-out loss after: {loss:.4f} nats per token")
-        elif loss is not None:  # un-noised, and standard output goes into job logs
-            self._console.print(f"Held-out loss, which is private: {prepared.run.private / 'summary.json'}")
-        self._console.print(f"[bold]{status}[/] after {self._step} of {total} steps: {prepared.run.root}")
+        # Private figures stay out of it, as standard output goes into job logs.
+        found = summary(read_run(prepared.run), prepared.run, held_out=bool(prepared.held_out))
+        self._console.print(summary_table(found))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -226,9 +239,14 @@ class Recorder:
 
 
 def may_tell(prepared: Prepared) -> bool:
-    """Whether held-out figures may leave: of public rows, by weights that have a guarantee or saw public rows alone."""
+    """Whether held-out figures may leave: of public rows, by weights that may."""
+    return prepared.config.data.eval_public and told_by_weights(prepared)
+
+
+def told_by_weights(prepared: Prepared) -> bool:
+    """Whether the weights, and what follows from them and public values, may leave: with a guarantee, or of public rows alone."""
     held = guards.deviations(prepared.config)[0] is None and lineage.why_not(prepared.decision.lineage) is None
-    return prepared.config.data.eval_public and (held or prepared.config.data.public)
+    return held or prepared.config.data.public
 
 
 def may_tell_cost(config: RunConfig) -> bool:

@@ -19,7 +19,15 @@ from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 
 MAY_CHANGE = {"card", "telemetry"} | {
-    f"train.{key}" for key in ("physical_batch_size", "eval_every", "checkpoint_every", "process_timeout")
+    f"train.{key}"
+    for key in (
+        "physical_batch_size",
+        "eval_every",
+        "checkpoint_every",
+        "sample_prompts",
+        "sample_every",
+        "process_timeout",
+    )
 }
 WITH_STEPS = {
     "num_steps",

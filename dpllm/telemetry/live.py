@@ -7,6 +7,7 @@ loopback interface, calls of trackers. Only the main process of a run shows anyt
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import sys
@@ -130,6 +131,12 @@ class Telemetry:
         released = self._config.data.eval_public and (self._promised or self._config.data.public)
         if self._trackers and (released or self._config.telemetry.private_metrics):
             self._trackers.log({"eval_loss": loss, "eval_accuracy": accuracy}, step)
+
+    def sampled(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Hands texts to the trackers; the caller says by calling that the weights, which wrote them, may leave."""
+        if self._trackers:
+            texts = {f"sample_{n}": f"{one['prompt']} -> {one['text']}" for n, one in enumerate(samples, start=1)}
+            self._trackers.log_texts(texts, step)
 
     def end(self) -> None:
         """Shows what run.json says of the end; the file keeps it."""
@@ -260,6 +267,15 @@ class Trackers:
             with self._dropped_if_it_fails(name):
                 tracker.log(_known(values), step=step)
 
+    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
+        """Hands over texts; to mlflow as a file, because accelerate gives it numbers alone."""
+        for name, tracker in tuple(self._started.items()):
+            with self._dropped_if_it_fails(name):
+                if name == "mlflow":
+                    importlib.import_module(name).log_text("\n".join(texts.values()), f"samples/step-{step}.txt")
+                else:
+                    tracker.log(dict(texts), step=step)
+
     def finish(self) -> None:
         """Ends them."""
         for name, tracker in tuple(self._started.items()):
@@ -306,8 +322,8 @@ class EpsilonSpent:
         return self._known[1]
 
     def words(self, step: int) -> str:
-        """The same for a progress bar."""
+        """The same for a progress line."""
         value = self(step)
         if self._plan is None or value is None:
-            return "training, no differential privacy"
-        return f"training, epsilon spent <= {value:.2f} of {self._plan.epsilon:.2f}"
+            return "no differential privacy"
+        return f"epsilon <= {value:.2f} of {self._plan.epsilon:.2f}"

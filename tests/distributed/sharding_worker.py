@@ -31,6 +31,7 @@ from dpllm.privacy.engine import recover
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
+from dpllm.run.samples import Samples
 from dpllm.text.data import TokenSequence
 
 C, SIGMA, STEPS = 0.05, 0.7, 2
@@ -81,6 +82,8 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     engine = tm.make_engine(net, promise, noise_entropy=1234, autocast=autocast)
     results["error"] = engine.self_check(tm.VOCABULARY, 32, low_precision=low)
     results["before"] = held_out(net, rank, world)
+    asked = Samples(("", ""), ((5, 9, 20), (7,)))
+    results["samples"] = asked.write(net, tiny.tokenizer(), autocast, 12)
     for step, batches in enumerate(shares(world, rank)):
         results[f"losses{step}"] = torch.cat([engine.losses(batch).detach() for batch in batches])
         sum_P, diagnostics = engine.clipped_sum(batches)

@@ -151,6 +151,12 @@ def test_held_out_loss_with_unequal_and_empty_shares(results: tuple[Results, Res
         assert first[when] == pytest.approx(alone[when], rel=1e-6)
 
 
+def test_samples_between_steps(results: tuple[Results, Results, Results]) -> None:
+    first, second, alone = results
+    assert first["samples"] == second["samples"] == alone["samples"]
+    assert all(first["samples"])
+
+
 def test_generation(results: tuple[Results, Results, Results]) -> None:
     first, second, alone = results
     assert torch.equal(torch.cat([first["tokens"], second["tokens"]]), alone["tokens"])

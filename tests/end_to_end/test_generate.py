@@ -15,6 +15,7 @@ from running import Place, contents, done, dpllm_
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.publish import generate
+from dpllm.text import prompts
 
 Json = dict[str, Any]
 FEW = ("--num", "3", "--max-new-tokens", "6")
@@ -100,7 +101,7 @@ def test_a_chat_model_gets_its_template(finished: Place, talker: Path) -> None:
     assert generate.load(talker).chat
     assert not generate.load(finished.run).chat
     loaded = generate.load(talker)
-    ids = generate._encode(loaded, "Who came?", 0)
+    ids = prompts.encode(loaded.tokenizer, "Who came?", 0, chat=loaded.chat)
     turn = loaded.tokenizer.decode(ids)
     assert turn == "<s><|user|>Who came?</s><|assistant|>"
     arguments = ("--prompt", "Who came?", "--seed", "3")
@@ -182,17 +183,17 @@ def test_a_file_of_prompts_is_quoted_by_line_only(tmp_path: Path, line: str) -> 
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'"SECRET"\n{line}\n')
     with pytest.raises(DataError, match="line 2 holds no prompt") as refused:
-        generate.read_prompts(path)
+        prompts.read_prompts(path)
     assert "SECRET" not in str(refused.value)
     path.write_text("\n")
     with pytest.raises(DataError, match="holds no prompts"):
-        generate.read_prompts(path)
+        prompts.read_prompts(path)
 
 
 @pytest.mark.parametrize("text", ['"a\u2028b"\n', '\ufeff"a\u2028b"\r\n', '\n{"prompt": "a\u2028b"}'])
 def test_only_a_line_feed_ends_a_line_of_prompts(tmp_path: Path, text: str) -> None:
     (tmp_path / "prompts.jsonl").write_bytes(text.encode())
-    assert generate.read_prompts(tmp_path / "prompts.jsonl") == ["a\u2028b"]
+    assert prompts.read_prompts(tmp_path / "prompts.jsonl") == ["a\u2028b"]
 
 
 def test_without_weights_there_is_nothing_to_sample(tmp_path: Path, finished: Place) -> None:

@@ -1,0 +1,85 @@
+"""What the model writes during training, from public prompts.
+
+Comes in: prompts that the recipe declares public, the model between two steps. Goes out: texts, the same on every rank. Nothing
+of the run follows from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpllm.errors import ConfigError
+from dpllm.model import evaluate, processes
+from dpllm.recipe.config import RunConfig
+from dpllm.run.mechanism import Autocast
+from dpllm.text.prompts import encode, read_prompts
+
+TOKENS = 64  # of a text, at most
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The prompts of a recipe: as they may be told, and as the model reads them."""
+
+    prompts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Any, *, main: bool) -> Samples:
+        """Reads them, on the ``main`` rank; ``data.format`` is known, and with messages a prompt is a user's turn.
+
+        Raises:
+            ConfigError: One of them leaves no room for a text below ``data.max_length``, or the file cannot be read.
+        """
+        named, most = config.train.sample_prompts, config.data.max_length
+        read = read_prompts(Path(named)) if isinstance(named, str) and main else named or []
+        prompts = processes.shared(read)  # a file need lie on rank 0's machine alone
+        chat = config.data.format == "messages"
+        found = [tuple(encode(tokenizer, prompt, number, chat=chat)) for number, prompt in enumerate(prompts)]
+        for number, ids in enumerate(found, start=1):
+            if len(ids) >= most:
+                raise ConfigError(
+                    f"train.sample_prompts: prompt {number} has {len(ids)} tokens, and data.max_length {most} leaves no room for "
+                    "what the model would write. Shorten the prompt."
+                )
+        words = (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) for prompt in prompts)
+        return cls(tuple(words), tuple(found))
+
+    def due(self, every: int | None, step: int, total: int) -> bool:
+        """Whether texts are written after step ``step`` of ``total``, counted from 1: ``every`` so many steps, and the last."""
+        return bool(self.ids) and (step == total or (every is not None and step % every == 0))
+
+    def write(self, model: Any, tokenizer: Any, autocast: Autocast, most: int) -> list[str]:
+        """One text behind each prompt, by the likeliest token each time; ``most`` tokens with the prompt.
+
+        All ranks make the same forward passes, because a sharded model is gathered by all of them in each.
+
+        Guarantee:
+            The texts are a function of the weights after a step and of public prompts. The Plan's epsilon covers the weights
+            after every step, so the texts are post-processing and spend nothing. Model, random state and hooks are afterwards
+            as they were: no random number is drawn, no gradient is computed, dropout is off meanwhile.
+        """
+        device = next(model.parameters()).device
+        texts = []
+        with evaluate.in_eval_mode(model):
+            for prompt in self.ids:
+                ids, written = list(prompt), 0
+                while written < min(TOKENS, most - len(prompt)):
+                    ids_1T = torch.tensor([ids], device=device)
+                    with autocast():
+                        # Without a cache: it has another class in every family, and a text is short.
+                        logits_1TV = model(
+                            input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False
+                        ).logits
+                    ids.append(int(logits_1TV[0, -1].argmax()))
+                    written += 1
+                    if ids[-1] == tokenizer.eos_token_id and not processes.several():
+                        break
+                new = ids[len(prompt) :]
+                end = new.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in new else len(new)
+                texts.append(tokenizer.decode(new[:end], skip_special_tokens=True))
+        return texts

@@ -1,0 +1,134 @@
+"""What a run says while it goes on and when it ends: a bar on a terminal or in a notebook, lines in a log, a last table.
+
+Comes in: steps, epsilon in words, numbers of tokens; run.json. Goes out: text on a console. How fast and how large a step is
+follows from the units that were drawn and from the longest row: it is for whoever sits at the terminal, and is kept in a log
+or in a notebook of public data alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import time
+from datetime import timedelta
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from dpllm.files import RunPaths
+from dpllm.model import memory
+from dpllm.statement.run_files import RunRecord
+
+EVERY = 30.0  # seconds between two lines of a log
+
+
+class ProgressLine:
+    """Where a run stands; redrawn where that can be done, else a line now and then."""
+
+    def __init__(self, console: Console, total: int, done: int, *, public: bool) -> None:
+        """For ``total`` steps, of which ``done`` were taken before; ``public`` rows may tell speed and memory anywhere."""
+        self._console, self._total = console, total
+        at_terminal = console.file.isatty()  # FORCE_COLOR makes a log a terminal of rich's
+        notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        self._told = public or at_terminal
+        self._first, self._begun, self._due, self._tokens = done, 0.0, 0.0, 0
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[cost]}"),
+        )
+        self._bar = (
+            Progress(*columns, console=console) if (console.is_interactive and at_terminal) or notebook else None
+        )
+        self._task = self._bar.add_task("", total=total, completed=done, cost="") if self._bar else None
+
+    def start(self) -> None:
+        """Shows the bar."""
+        if self._bar:
+            self._bar.start()
+
+    def stop(self) -> None:
+        """Leaves it as it is."""
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, step: int, words: str, tokens: int) -> None:
+        """After step ``step``, counted from 1, of ``tokens`` positions with padding; ``words`` say epsilon."""
+        now = time.monotonic()
+        if not self._begun:  # what stands before the first step, and its warm-up, says nothing of the next
+            self._first, self._begun, tokens = step, now, 0
+        self._tokens += tokens
+        cost = self._cost(step, now)
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=step, description=words, cost=cost)
+        elif now >= self._due or step == self._total:
+            self._due = now + EVERY
+            line = ", ".join(filter(None, (f"step {step} of {self._total}", words, cost)))
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _cost(self, step: int, now: float) -> str:
+        done, seconds = step - self._first, now - self._begun
+        parts = [f"{timedelta(seconds=round(seconds / done * (self._total - step)))} left"] if done else []
+        if done and seconds and self._told:
+            parts.append(f"{self._tokens / seconds:,.0f} tokens/s")
+        if self._told and (held := memory.peak_memory()) is not None:
+            parts.append(f"{held / 1e9:.2f} GB")
+        return ", ".join(parts)
+
+
+def summary(record: RunRecord, run: RunPaths, *, held_out: bool) -> dict[str, Any]:
+    """What ``dpllm train`` says at the end, in public and released values: losses are None where they are private.
+
+    ``held_out`` says whether there are evaluation rows.
+    """
+    public, root = record.metrics.public, shlex.quote(str(run.root))
+    follow = [f"dpllm audit {root}"] * run.canaries.exists() + [f"dpllm card {root}"]
+    if record.status != "completed":
+        again = "--resume" if run.resume.exists() else "--overwrite"
+        follow = [f"dpllm train {shlex.quote(str(run.config))} {again}", *follow]
+    return {
+        "run": str(run.root),
+        "status": record.status,
+        "steps_taken": record.steps_taken,
+        "steps_planned": record.steps_planned,
+        "guarantee": record.guarantee.holds,
+        "reason": record.guarantee.reason,
+        "epsilon": record.epsilon_spent,
+        "delta": record.delta,
+        "eval_loss_before": public.get("eval_loss_before"),
+        "eval_loss_after": public.get("eval_loss_after"),
+        "private_figures": str(run.private / "summary.json") if held_out and not public else None,
+        "dataset": record.ledger.dataset if record.ledger else None,
+        "export": str(run.export),
+        "private": str(run.private),
+        "next": follow,
+    }
+
+
+def summary_table(found: dict[str, Any]) -> Table:
+    """The same for people; ``found`` is of ``summary``."""
+    table = Table(show_header=False, box=box.SIMPLE, title=f"{found['status']}: {found['run']}", title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    losses = [(when, found[f"eval_loss_{when}"]) for when in ("before", "after")]
+    told = ", ".join(f"{loss:.4f} {when}" for when, loss in losses if loss is not None)
+    promise = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}" if found["guarantee"] else "none"
+    rows = {
+        "steps": f"{found['steps_taken']} of {found['steps_planned']}",
+        "guarantee": promise if found["guarantee"] else f"{promise}: {found['reason']}",
+        "held-out loss": f"{told} (nats per token)"
+        if told
+        else found["private_figures"] and "private: " + found["private_figures"],
+        "charged to": found["dataset"],
+        "to publish": f"{found['export']}/",
+        "to keep private": f"{found['private']}/",
+        "next": "\n".join(found["next"]),
+    }
+    for name, words in rows.items():
+        if words is not None:
+            table.add_row(name, words)
+    return table

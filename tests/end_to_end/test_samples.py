@@ -1,0 +1,102 @@
+"""Text from the model during training changes nothing of the training, and is shown where the weights may leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Answer, Place, dpllm_, make_place
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing import event_accumulator
+
+PROMPTS = {"train.sample_prompts": ["Anna bought", "On day"], "train.sample_every": 2}
+SEED = {"privacy.insecure_seed": 5}
+PUBLIC = {"privacy.enabled": False, "data.public": True, "adapter.dropout": 0.5}
+
+
+def trained(root: Path, base: Path, changes: dict[str, Any], *flags: str) -> tuple[Place, Answer]:
+    place = make_place(root, base, changes)
+    answer = dpllm_("train", place.recipe, *flags)
+    assert answer.code == 0, answer.err
+    return place, answer
+
+
+def written(place: Place) -> list[dict[str, Any]]:
+    lines = (place.run / "private" / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if "samples" in line]
+
+
+@pytest.mark.parametrize("kind", [SEED, PUBLIC], ids=["private", "dropout"])
+def test_weights_have_the_same_bits_with_and_without_samples(tmp_path: Path, base: Path, kind: dict[str, Any]) -> None:
+    """Neither noise nor the sampler nor dropout's masks notice; nor does the record of what trained."""
+    plain, _ = trained(tmp_path / "plain", base, kind)
+    sampled, _ = trained(tmp_path / "sampled", base, {**kind, **PROMPTS})
+    weights = [load_file(place.run / "export" / "adapter_model.safetensors") for place in (plain, sampled)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all((weights[0][name] == tensor).all() for name, tensor in weights[1].items())
+    assert [line["step"] for line in written(sampled)] == [2, 4]
+    assert plain.json("run.json")["training_digest"] == sampled.json("run.json")["training_digest"]
+
+
+def texts_in_trackers(place: Place) -> list[str]:
+    found = []
+    for path in (place.run / "private" / "trackers").rglob("events*"):
+        events = event_accumulator.EventAccumulator(str(path))
+        events.Reload()
+        found += [tag for tag in events.Tags()["tensors"] if tag.startswith("sample_")]
+    return sorted(found)
+
+
+def test_they_are_released_with_the_weights(tmp_path: Path, base: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Anna bought\nOn day\n")
+    changes = {"train.sample_prompts": str(prompts), "telemetry.trackers": ["tensorboard"]}
+    place, answer = trained(tmp_path / "released", base, changes)
+    ((last,),) = [written(place)]
+    assert last["step"] == 4
+    assert [one["prompt"] for one in last["samples"]] == ["Anna bought", "On day"]
+    assert answer.out.count("Sample of step 4: ") == 2
+    assert "Sample of step 4: Anna bought -> " in answer.out
+    assert texts_in_trackers(place) == ["sample_1/text_summary", "sample_2/text_summary"]
+
+
+def test_without_a_guarantee_they_stay_private(tmp_path: Path, base: Path) -> None:
+    changes = {**SEED, **PROMPTS, "telemetry.trackers": ["tensorboard"], "telemetry.private_metrics": True}
+    place, answer = trained(tmp_path / "seeded", base, changes)
+    assert len(written(place)) == 2
+    assert "Sample of step 2, which" not in answer.out
+    assert "Anna bought" not in answer.out
+    assert "Samples of step 2, which no guarantee covers" in " ".join(answer.out.split())
+    assert texts_in_trackers(place) == []
+
+
+def test_the_summary_as_json_is_all_of_standard_output(tmp_path: Path, base: Path) -> None:
+    place, answer = trained(tmp_path / "json", base, {}, "--json")
+    found = json.loads(answer.out)
+    assert (found["status"], found["steps_taken"]) == ("completed", 4)
+    assert found["epsilon"] == place.json("run.json")["epsilon_spent"]
+    assert found["next"] == [f"dpllm card {place.run}"]
+    assert "Self-check" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.sample_every": 2}, "set train.sample_prompts too"),
+        ({"train.sample_prompts": "TRAIN"}, "names data that are not declared public"),
+        ({"train.sample_prompts": "nowhere.txt"}, "nowhere.txt: cannot be read"),
+        ({"train.sample_prompts": ["Anna " * 200]}, "prompt 1 has "),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_refused_before_anything_is_spent(
+    tmp_path: Path, base: Path, changes: dict[str, Any], words: str
+) -> None:
+    place = make_place(tmp_path / "bad", base)
+    place.write({key: str(place.train) if value == "TRAIN" else value for key, value in changes.items()})
+    answer = dpllm_("train", place.recipe)
+    assert answer.code == 2
+    assert words in answer.err
+    assert "Traceback" not in answer.err
+    assert not place.run.joinpath("run.json").exists()

@@ -1,0 +1,115 @@
+"""What a run says: a bar where it can be redrawn, lines in a log, and no private figure where somebody keeps them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dpllm.run import screen
+from dpllm.run.directory import RunDir
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def said(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, public: bool, steps: int = 300) -> str:
+    """What is said of steps of one second and 100 tokens each."""
+    now = [1000.0]
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    line = screen.ProgressLine(Console(file=file, width=80), steps, 0, public=public)
+    line.start()
+    for step in range(1, steps + 1):
+        line.step(step, "epsilon <= 3.21 of 8.00", 100)
+        now[0] += 1.0
+    line.stop()
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("force", [None, "1"])
+def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, force: str | None) -> None:
+    if force:
+        monkeypatch.setenv("FORCE_COLOR", force)
+    lines = said(monkeypatch, io.StringIO(), public=True).splitlines()
+    assert len(lines) == 11  # every 30 of 300 seconds, and the last step
+    assert all(line.isprintable() for line in lines)
+    assert lines[1].startswith("step 31 of 300, epsilon <= 3.21 of 8.00, 0:04:29 left, 100 tokens/s, ")
+    assert lines[-1].startswith("step 300 of 300")
+
+
+@pytest.mark.parametrize("force", [None, "1"])
+def test_a_log_keeps_no_speed_and_no_memory_of_private_rows(monkeypatch: pytest.MonkeyPatch, force: str | None) -> None:
+    if force:  # rich then takes every file for a terminal
+        monkeypatch.setenv("FORCE_COLOR", force)
+    lines = said(monkeypatch, io.StringIO(), public=False).splitlines()
+    assert lines[1] == "step 31 of 300, epsilon <= 3.21 of 8.00, 0:04:29 left"
+    assert not any("token" in line or "GB" in line for line in lines)
+
+
+def test_the_operator_sees_them_at_a_terminal_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    shown = said(monkeypatch, Terminal(), public=False)
+    assert "\x1b[" in shown
+    last = next(line for line in reversed(shown.splitlines()) if "300/300" in line)
+    for part in ("epsilon <= 3.21 of 8.00", "300/300", "100 tokens/s", "GB"):
+        assert part in last
+
+
+def test_a_terminal_that_redraws_nothing_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert len(said(monkeypatch, Terminal(), public=True).splitlines()) == 11
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def record(**changes: Any) -> Any:
+    values = {
+        "metrics": SimpleNamespace(public={}),
+        "guarantee": SimpleNamespace(holds=True, reason=None),
+        "ledger": SimpleNamespace(dataset="notes"),
+        "status": "completed",
+        "steps_taken": 4,
+        "steps_planned": 4,
+        "epsilon_spent": 3.0,
+        "delta": 1e-5,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def text_of(found: dict[str, Any]) -> str:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(screen.summary_table(found))
+    return console.export_text()
+
+
+def test_the_summary_says_epsilon_and_what_to_type_next(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a run")
+    run.make()
+    found = screen.summary(record(), run, held_out=True)
+    assert (found["epsilon"], found["delta"], found["eval_loss_after"]) == (3.0, 1e-5, None)
+    assert found["private_figures"] == str(run.private / "summary.json")
+    assert found["next"] == [f"dpllm card '{run.root}'"]  # nothing was planted that could be audited
+    run.canaries.write_text("{}")
+    assert screen.summary(record(), run, held_out=True)["next"][0] == f"dpllm audit '{run.root}'"
+    assert "epsilon 3.000 at delta 1e-05" in text_of(found)
+
+
+def test_the_summary_of_a_run_without_a_guarantee_states_no_epsilon(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    told = SimpleNamespace(public={"eval_loss_before": 2.0, "eval_loss_after": 1.5})
+    refused = SimpleNamespace(holds=False, reason="the noise has a seed")
+    found = screen.summary(record(metrics=told, guarantee=refused, status="interrupted"), run, held_out=True)
+    assert "epsilon" not in text_of(found)
+    assert "none: the noise has a seed" in text_of(found)
+    assert "2.0000 before, 1.5000 after" in text_of(found)
+    assert found["next"][0] == f"dpllm train {run.config} --overwrite"
+    run.resume.mkdir()
+    assert screen.summary(record(status="interrupted"), run, held_out=True)["next"][0].endswith("--resume")
