@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing import event_accumulator
 
 PROMPTS = {"train.sample_prompts": ["Anna bought", "On day"], "train.sample_every": 2}
 SEED = {"privacy.insecure_seed": 5}
-PUBLIC = {"privacy.enabled": False, "data.public": True, "adapter.dropout": 0.5}
+PUBLIC = {**SEED, "privacy.enabled": False, "data.public": True, "adapter.dropout": 0.5}
 
 
 def trained(root: Path, base: Path, changes: dict[str, Any], *flags: str) -> tuple[Place, Answer]:
