@@ -170,8 +170,8 @@ def rows_of_run(config: RunConfig, run: RunDir) -> tuple[Sequence[Rows], Sequenc
     rest = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
     if rest.format != trained.format:
         raise ConfigError(
-            f"{rest.name}: reads as {rest.format} and the training data as {trained.format}, so any difference would be one of "
-            "form. Set data.format, or evaluation data of the same columns."
+            f"{rest.name}: reads as {rest.format} and the training data as {trained.format}, so any difference could come "
+            "from the format. Set data.format, or evaluation data of the same columns."
         )
     return data.group_rows(trained, config.data), data.group_rows(rest, config.data), trained.format
 

@@ -221,7 +221,8 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
     table = tabulate(proj_TM, plan.gradient_coins, promise.sampling_rate, lattice.noise_over_max_grad_norm)
     if proj_TM.shape != (promise.num_steps, len(plan.gradient_coins)) or not table.steps:
         raise ConfigError(
-            f"{run.projections}: holds no step of the gradient canaries of this run, or other ones. Restore it, or train again."
+            f"{run.projections}: holds no values of this run's gradient canaries, so they cannot be audited. Restore the file, "
+            "or train again."
         )
     return table
 
@@ -303,8 +304,8 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     other = twin.load_config()
     if other.privacy.enabled:
         raise ConfigError(
-            f"{twin.root}: was trained with differential privacy, so an attack that fails on it shows nothing about the "
-            "attack. Name a run with privacy.enabled: false as --twin."
+            f"{twin.root}: was trained with differential privacy, so it cannot show whether the attack works. "
+            "Name a run with privacy.enabled: false as --twin."
         )
     ours, theirs = (
         {**one.model_dump(), **one.data.model_dump(include={"format", "max_length"})} for one in (config, other)
@@ -317,15 +318,15 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
             )
     path = twin.audit_dir(False) / "audit.json"
     if not path.exists():
-        raise ConfigError(f"{twin.root}: was not audited yet, so it controls nothing. Type: dpllm audit {twin.root}")
+        raise ConfigError(f"{twin.root}: has no audit yet to serve as a control. Type: dpllm audit {twin.root}")
     _check_weights(twin, read_run(twin))
     report = read_audit(path)
     if report.weights != checkpoint.weight_hashes(twin.export):
-        raise ConfigError(f"{path}: is no audit of the weights of {twin.root}. Type: dpllm audit {twin.root}")
+        raise ConfigError(f"{path}: audits other weights than {twin.root} has now. Type: dpllm audit {twin.root}")
     controls = report.controls
     if controls.base_separates or (controls.words and controls.words.succeeds):
         raise ConfigError(
-            f"{path}: its own controls failed, so that the attack succeeds there shows nothing. Train another twin."
+            f"{path}: its own controls failed, so it cannot show that the attack works. Train another twin."
         )
     same = (config.data.train, config.data.train_split, config.data.revision)
     public = config.data.public and other.data.public

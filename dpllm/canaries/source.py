@@ -139,8 +139,8 @@ class ModelSource:
             if self.reads(sentence, self.text((token,)), (token,)):
                 return self.text((token,))
         raise ConfigError(
-            f"{self._config.model.name_or_path}: its tokenizer keeps no token whole behind a carrier, so a secret would not be "
-            "read as it was drawn; use audit.canaries.kind digits."
+            f"{self._config.model.name_or_path}: its tokenizer keeps no token whole after a carrier, so it would not read "
+            "a secret as it was drawn; use audit.canaries.kind digits."
         )
 
     def _encode(self, carrier: str, secret: str) -> tuple[tuple[int, ...], int, int] | None:

@@ -163,8 +163,8 @@ def _read(run: RunDir) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
 def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -> None:
     if strange := unknown(files):
         raise ConfigError(
-            f"{run.export}: {strange[0]} is no file of an export, and what stands beside the card is published with it. Move it "
-            "elsewhere, then type the command again."
+            f"{run.export}: {strange[0]} does not belong in an export, and everything beside the card is published with it. Move "
+            "it elsewhere, then type the command again."
         )
     changed = sorted(name for name, digest in record.artifacts.items() if files.get(name) != digest)
     if changed:

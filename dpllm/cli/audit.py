@@ -93,7 +93,7 @@ def _check_options(known: argparse.Namespace) -> None:
     added = [name for name in ("twin", "shadows", "scores_only") if getattr(known, name)]
     if len(alone) > 1 or (alone and added):
         first, second = (f"--{name.replace('_', '-')}" for name in (*alone, *added)[:2])
-        raise ConfigError(f"{first} and {second} are two audits of their own. Type one of the two.")
+        raise ConfigError(f"{first} and {second} ask for two separate audits. Type one of the two.")
     if known.members is not None and (known.epsilon is not None or known.delta is not None):
         raise ConfigError(
             "--members says nothing about epsilon, since members were not drawn by coins. Leave --epsilon and --delta out."

@@ -32,7 +32,7 @@ def add_commands(add: AddCommand) -> None:
 
 def _check_tasks(known: argparse.Namespace) -> None:
     if known.tasks < 0:
-        raise ConfigError(f"--tasks {known.tasks}: nothing can be generated for fewer than no rows. Type 1 or more.")
+        raise ConfigError(f"--tasks {known.tasks}: no models write for fewer than 0 prompts. Type 1 or more.")
 
 
 def compare(known: argparse.Namespace, rest: list[str]) -> int:

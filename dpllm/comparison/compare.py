@@ -161,7 +161,7 @@ def _checked(
     for folder in (target.resolve(), *target.resolve().parents):
         if folder.name == "export" and (folder.parent / "config.yaml").exists():
             raise ConfigError(
-                f"{target}: lies in export/, which is published as it was verified, and a comparison tells of other runs too. "
+                f"{target}: lies in export/, which is published as it was verified, and a comparison also shows other runs. "
                 "Choose a directory outside export/."
             )
     return sides, compared_runs.differences(sides, public=public), target

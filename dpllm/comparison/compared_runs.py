@@ -82,8 +82,8 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
     free = [run.root for run, config in zip(runs, configs, strict=True) if not config.privacy.enabled]
     if len(free) > 1:
         raise ConfigError(
-            f"{free[0]} and {free[1]}: both are without differential privacy, so neither is the one that the others are measured "
-            "by. Name one of them, and runs with privacy.enabled: true."
+            f"{free[0]} and {free[1]}: both were trained without differential privacy, and a comparison has one such baseline. "
+            "Name one of them, and runs with privacy.enabled: true."
         )
     records = [read_run(run) for run in runs]
     _refuse_copies(runs, records)

@@ -56,7 +56,7 @@ def released_by(run: RunDir) -> dict[str, float]:
     released = record.metrics.released
     if not record.guarantee.holds or not {"unclipped_fraction", "max_grad_norm"} <= released.keys():
         raise ConfigError(
-            f"{run.root}: released no clip fraction under its guarantee, and an un-noised one is private and not looked at. "
+            f"{run.root}: released no clip fraction with noise, and the un-noised one is private. "
             "Name a completed run with privacy.clipping: adaptive."
         )
     return {name: float(released[name]) for name in ("unclipped_fraction", "max_grad_norm")}

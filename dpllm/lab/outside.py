@@ -136,8 +136,8 @@ def audit_outside_members(
     formats = [table.format for table in tables]
     if formats[0] != formats[1]:
         raise ConfigError(
-            f"{members} reads as {formats[0]} and {non_members} as {formats[1]}, so any difference would be one of form. Give "
-            "both the same columns."
+            f"{members} reads as {formats[0]} and {non_members} as {formats[1]}, so any difference could come from the "
+            "format. Give both the same columns."
         )
     groups = [data.group_rows(table, chosen) for table in tables]
     report = audit_members(models, groups[0], groups[1], formats[0], chosen, end_tokens=False)
@@ -169,8 +169,8 @@ def _encode(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[
         return encode_secret(canary, fmt, tokenizer, longest, "refuse")
     except ConfigError:
         raise ConfigError(
-            f"canary {canary.canary_id}: no tokens of its own hold its secret in format {fmt}, within the {longest} that the "
-            "model reads, so it could not be learned. Give the format that it trained in, or leave the canary out."
+            f"canary {canary.canary_id}: in format {fmt} its secret shares tokens with other text, or lies beyond the {longest} "
+            "tokens that the model reads, so it could not be learned. Type the --format of training, or leave the canary out."
         ) from None
 
 
@@ -236,8 +236,8 @@ def _adapter(path: Path, base: str | None, device: torch.device) -> tuple[Scorin
         raise ConfigError(f"{path / ADAPTER_CONFIG}: names no base model, so nothing can be loaded. Type --base NAME.")
     if config.is_prompt_learning:
         raise ConfigError(
-            f"{path}: a {config.peft_type.value} adapter puts tokens of its own before a text, and token by token its scores "
-            "would not be those of the base. Only adapters inside the layers, such as LoRA, can be audited."
+            f"{path}: a {config.peft_type.value} adapter puts virtual tokens before a text, so its scores cannot be compared "
+            "with the base's token by token. Only adapters inside the layers, such as LoRA, can be audited."
         )
     settings = ModelConfig(name_or_path=name)
     try:
@@ -303,8 +303,8 @@ def _whole(path: Path, base: str | None, device: torch.device) -> tuple[ScoringM
     own = tuned.config.get_text_config()
     if different := [key for key in _SHAPE if getattr(own, key, None) != getattr(other, key, None)]:
         raise ConfigError(
-            f"--base {base}: is not what {path} was trained from: they differ in {', '.join(different)}. What one tells that "
-            "the other does not would say nothing about training. Type the true base."
+            f"--base {base}: is not what {path} was trained from: they differ in {', '.join(different)}, so a difference "
+            "between their scores would say nothing about training. Type the true base."
         )
     size = min(int(tuned.get_input_embeddings().weight.shape[0]), int(other.vocab_size))
     return ScoringModels(_tokenizer(path, settings, size), tuned.eval(), settings, device), "whole model", base, True

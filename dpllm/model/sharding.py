@@ -69,8 +69,8 @@ def _plugin() -> FullyShardedDataParallelPlugin:
     version = os.environ.get("FSDP_VERSION", "1")  # accelerate's default, whose plugin has other words for the rest
     if version != "2":
         raise Refused(
-            f"fsdp_version is {version}: it flattens a layer's weights into one, trained and frozen together, so that no "
-            "example's gradient of an adapter could be told. Set fsdp_version: 2, as recipes/accelerate/gpu_fsdp2.yaml does."
+            f"fsdp_version is {version}: it flattens a layer's weights into one, trained and frozen together, so an "
+            "adapter's per-example gradients cannot be separated. Set fsdp_version: 2, as recipes/accelerate/gpu_fsdp2.yaml does."
         )
     try:
         return FullyShardedDataParallelPlugin()

@@ -166,7 +166,8 @@ class PerUnitClipper:
         """
         if self._unfinished and batch.num_units != 1:
             raise Refused(
-                "a unit that goes on was followed by a batch of other units; physical_batches never does that."
+                "an unfinished unit was followed by a batch of other units, so it could not be clipped as a whole. "
+                "Run the batches in the order of physical_batches."
             )
         owners = Owners(batch.unit_R, batch.num_units)
         unfinished, self._unfinished = self._unfinished, []
@@ -210,8 +211,8 @@ class PerUnitClipper:
             input, backprop = input.reshape(rows, tokens, -1), backprop.reshape(rows, tokens, -1)  # OPT
         if len(input) != rows or len(backprop) != rows or backprop.dim() < 3:
             raise Refused(
-                f"{name} trains and reads tokens without their rows, shape {tuple(input.shape)} for {rows} rows, so nobody "
-                "could tell whose gradient is whose (mixtures of experts do this). Exclude it from adapter.target_modules."
+                f"{name} trains and reads tokens without their rows, shape {tuple(input.shape)} for {rows} rows, so its "
+                "gradients cannot be assigned to rows (mixtures of experts do this). Exclude it from adapter.target_modules."
             )
         try:
             for parameter, part in rule(layer, input, backprop, self._trains, self._form):
@@ -286,8 +287,8 @@ def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             raise Refused(
-                f"{name} holds a gradient that this engine did not compute: a backward pass of one's own, such as "
-                "outputs.loss.backward(), is not clipped. Leave the backward pass to the engine, and clear the gradients with "
+                f"{name} holds a gradient that this engine did not compute: gradients of another backward pass, such as "
+                "outputs.loss.backward(), are not clipped. Leave the backward pass to the engine, and clear the gradients with "
                 "optimizer.zero_grad()."
             )
 
@@ -375,9 +376,8 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
         inputs = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
         if len(inputs) != 1 or not isinstance(output, Tensor):
             raise Refused(
-                f"{name} ({type(module).__name__}) trains and is called with {len(inputs)} tensors and returns a "
-                f"{type(output).__name__}; one tensor in and one out are understood, so its gradients could not be clipped. "
-                "Train other layers."
+                f"{name} ({type(module).__name__}) trains, takes {len(inputs)} tensors and returns a "
+                f"{type(output).__name__}, but only layers with one tensor in and one out can be clipped. Train other layers."
             )
         input = inputs[0].detach()
         if isinstance(module, nn.Embedding) and len(output) == 1 != self._rows:

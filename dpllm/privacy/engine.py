@@ -358,7 +358,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         raise Refused(
-            f"this device computes something in no fixed order ({str(error).partition('.')[0]}), so a row would be rounded "
+            f"this device computes in no fixed order ({str(error).partition('.')[0]}), so the same row would be rounded "
             "differently in every pass. Use another base model, or train.precision: fp32."
         ) from None
     finally:

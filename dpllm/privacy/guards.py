@@ -21,8 +21,8 @@ def check_modes(config: RunConfig) -> None:
     """Refuses what the recipe alone shows: dropout that couples units."""
     if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
         raise Refused(
-            f"adapter.dropout is {config.adapter.dropout:g}, and its masks follow a row's place in the batch, so that one unit "
-            "more or less would change what all others add, unclipped. Set adapter.dropout: 0; clipping and noise regularise."
+            f"adapter.dropout is {config.adapter.dropout:g}, and its masks depend on a row's place in the batch, so one unit "
+            "would change all other contributions, which clipping does not bound. Set adapter.dropout: 0."
         )
 
 

@@ -217,8 +217,8 @@ class TokenLosses:
             nll_RT1 = self._run(ids_RT)
         if len(handed) != 1 or nll_RT1 is not handed[0][0]:
             raise Refused(
-                "the model does not return what its output head gave it, though it did when the engine was made, so that "
-                "the losses are not those of its logits. Do not change the model while it trains."
+                "the model no longer returns its output head's result unchanged, as it did when the engine was made, so "
+                "the losses would not be those of its logits. Do not change the model while it trains."
             )
         return Tokens(nll_RT1.squeeze(-1), handed[0][1])
 

@@ -219,9 +219,9 @@ def _refuse_random_numbers(subject: Subject, losses: Losses, batch: PhysicalBatc
 
 def _refused(name: str) -> Refused:
     return Refused(
-        f"{name} draws random numbers while the model trains (dropout, jitter, layer drop or noise; or its kernels differ from "
-        "call to call), and which of them a row meets follows the rows beside it, so that one unit would change what all "
-        "others add, unclipped. Set its rate to zero in the base model's config.json, or use another base model."
+        f"{name} draws random numbers in training (dropout, jitter, layer drop or noise; or its kernels differ between calls). "
+        "Which numbers a row gets depends on the rows beside it, so one unit would change other units' contributions, which "
+        "clipping does not bound. Set its rate to zero in the base model's config.json, or use another base model."
     )
 
 

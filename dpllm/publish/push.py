@@ -127,8 +127,8 @@ def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> Priv
     statement = privacy_record.read(read_json(run.export / BLOCK))
     if statement.terms is not None and statement.composed is None:
         raise Refused(
-            f"{run.root}: is in no ledger, so nobody could add it to other runs on the same data. Train it with a ledger, "
-            "privacy.ledger."
+            f"{run.root}: is in no ledger, so its privacy loss could not be added to that of other runs on the same data. Set "
+            "privacy.ledger and train again."
         )
     verified = {check.name for check in found.checks if check.status == "verified"}
     if statement.terms is not None and statement.composed and not {"ledger", "ledger: entry"} <= verified:
@@ -189,15 +189,15 @@ def _stale(api: HfApi, name: str, files: tuple[Upload, ...], *, private: bool, r
     there = api.model_info(name)
     if private and there.private is False:
         raise Refused(
-            f"{name}: exists and is public, so --private would publish all the same. Name another repository, or make that one "
+            f"{name}: exists and is public, and --private does not change that. Name another repository, or make that one "
             "private in its settings first."
         )
     known = {file.path for file in files} | _OF_THE_HUB
     stale = tuple(sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known))
     if stale and not replace:
         raise Refused(
-            f"{name}: already holds files that export/ does not ({', '.join(stale[:3])}), of which the card would say nothing, "
-            "so that it would not verify there. Name another repository, or type --replace to remove them."
+            f"{name}: already holds files that export/ does not ({', '.join(stale[:3])}), which the card does not cover, so "
+            "it would not verify there. Name another repository, or type --replace to remove them."
         )
     return stale
 

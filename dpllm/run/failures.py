@@ -112,8 +112,8 @@ class _Failures:
         if cause is None:
             if broken:
                 own = DpllmError(
-                    "another process of the run ended without a word (killed, for want of memory perhaps, or its machine lost), "
-                    f"so this one ends too ({type(error).__name__}). {CHARGED}"
+                    "another process of the run ended without a message (out of memory, perhaps, or its machine failed), so "
+                    f"this one ends too ({type(error).__name__}). {CHARGED}"
                 )
             elif self._rank and not isinstance(error, DpllmError):
                 traceback.print_exception(error)  # on its own machine; another's message names only its kind

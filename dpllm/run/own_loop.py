@@ -55,11 +55,9 @@ def promise(num_units: int, *, epsilon: float, batch_size: int, steps: int, max_
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(
-            f"{first['loc'][-1]}: {first['msg']}, so there is no such Plan. Give another number."
-        ) from None
+        raise ConfigError(f"{first['loc'][-1]}: {first['msg']}, so no Plan can be made. Give another number.") from None
     if not isinstance(num_units, int) or num_units < 1:
-        raise ConfigError(f"num_units {num_units!r} is no number of units. Give len(units).")
+        raise ConfigError(f"num_units is {num_units!r}, and must be an integer of 1 or more. Give len(units).")
     return make_plan(config, num_units)
 
 
@@ -116,7 +114,7 @@ class Engine:
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         _check_units(self._units, size, max_length, vocabulary)
         if physical_batch_size < 1:
-            raise ConfigError(f"physical_batch_size {physical_batch_size} is no number of rows. Give 1 or more.")
+            raise ConfigError(f"physical_batch_size is {physical_batch_size}, and a batch needs rows. Give 1 or more.")
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
@@ -168,8 +166,8 @@ class Engine:
         self._check_surroundings()
         if found := loading.without_dropout(self._model):
             raise Refused(
-                f"dropout was switched on again ({', '.join(found)}), and its masks tie what one unit adds to the others. It is "
-                "off now: leave it off while the Engine is open."
+                f"dropout was switched on again ({', '.join(found)}), and its masks make units depend on one another. It is off "
+                "now: leave it off while the Engine is open."
             )
         self._ledger.charge(self.entry, self._steps + 1)  # written before the update exists
         self._steps += 1
@@ -213,7 +211,7 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
         )
     for number, unit in enumerate(units):
         if not isinstance(unit, Unit):
-            raise ConfigError(f"units[{number}] is no dpllm.Unit. Make it of all rows of one privacy unit.")
+            raise ConfigError(f"units[{number}] is not a dpllm.Unit. Build one from all rows of one privacy unit.")
         for row in unit.sequences:
             length = len(row.input_ids)
             if length > max_length:

@@ -88,13 +88,13 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
     for claim in claims:
         if ledger.run(claim.entry).event != {**plan.event, "count": claim.num_steps}:
             raise Refused(
-                f"{run.plan} is about another event than the run reserved, so its steps would be accounted as what they were "
-                "not. Start anew with --overwrite."
+                f"{run.plan} holds another event than the run reserved, so its steps would be accounted wrongly. "
+                "Start anew with --overwrite."
             )
     if saved.event != {**plan.event, "count": saved.step}:
         raise Refused(
-            f"{run.resume}: the checkpoint is of a run with another event than plan.json has, so its steps would be accounted as "
-            "what they were not. Start anew with --overwrite."
+            f"{run.resume}: the checkpoint was trained under another event than plan.json has, so its steps would be accounted "
+            "wrongly. Start anew with --overwrite."
         )
     sizes = [claim.num_steps for claim in claims]
     since = sum(sizes) - saved.reserved  # the checkpoint stands on steps made up before it
@@ -137,8 +137,8 @@ def check_promise(plan: Plan, resumed: ResumeState) -> None:
     fixed = promised.keys() - (WITH_STEPS if resumed.extra_steps else set())
     if changed := sorted(key for key in fixed if before.get(key) != promised[key]):
         raise Refused(
-            f"the recipe now promises another {changed[0]} than the run that is resumed, which would change a promise already "
-            "spent. Resume with the config.yaml of the run directory."
+            f"the recipe now promises another {changed[0]} than the run that is resumed, whose promise is already reserved and "
+            "partly spent. Resume with the config.yaml of the run directory."
         )
 
 

@@ -191,7 +191,7 @@ def _refuse_what_is_no_model(path: Path) -> None:
         raise ConfigError(_no_adapters(str(path)))
     if (path / "run.json").exists() and (path / "export").is_dir():
         raise ConfigError(
-            f"model.name_or_path {path}: is a run directory, and no model. Name {path / 'export'} if the run trained whole "
+            f"model.name_or_path {path}: is a run directory, not a model. Name {path / 'export'} if the run trained whole "
             f"layers; if it trained an adapter, type dpllm merge {path} and name what that writes."
         )
     try:
@@ -209,8 +209,8 @@ def _refuse_what_is_no_model(path: Path) -> None:
 
 def _no_adapters(name: str) -> str:
     return (
-        f"model.name_or_path {name}: is an adapter, which says what to add to a model and is none; a new run would not know "
-        "where to start. Merge it into its base first, dpllm merge RUN, and name the merged directory."
+        f"model.name_or_path {name}: is an adapter and not a whole model, so no run can start from it. Merge it into its "
+        "base first, dpllm merge RUN, and name the merged directory."
     )
 
 
@@ -267,7 +267,7 @@ def _base(name: str, record: PrivacyRecord) -> Base:
         if costs > terms.epsilon * (1 + _ROUNDING) + _ROUNDING:
             raise Refused(
                 f"the privacy block of the base model {name} states epsilon {terms.epsilon:g}, and its own event costs {costs:g} "
-                f"at delta {terms.delta:g}: it is damaged or a lie. Take a copy that dpllm verify passes."
+                f"at delta {terms.delta:g}: the block is damaged or false. Take a copy that dpllm verify passes."
             )
     account, before = record.composed, record.lineage
     # A model that was trained without privacy has no entry. Its lineage knows the name where its base had one, and of public

@@ -295,7 +295,7 @@ def test_what_is_no_comparison_is_refused(runs: list[RunDir], tmp_path: Path) ->
         compare([dp])
     with pytest.raises(ConfigError, match="named twice"):
         compare([dp, baseline, RunDir(tmp_path / "baseline" / ".." / "dp")])
-    with pytest.raises(ConfigError, match="both are without differential privacy"):
+    with pytest.raises(ConfigError, match="both were trained without differential privacy"):
         compare([baseline, dp, make_run(tmp_path / "second", INF)])
     with pytest.raises(ConfigError, match="holds no run"):
         compare([baseline, RunDir(tmp_path)])
@@ -310,7 +310,7 @@ def test_what_is_no_comparison_is_refused(runs: list[RunDir], tmp_path: Path) ->
         ([], "required"),
         (["dp"], "nothing to compare"),
         (["dp", "dp"], "named twice"),
-        (["dp", "baseline", "--tasks", "-1"], "fewer than no rows"),
+        (["dp", "baseline", "--tasks", "-1"], "fewer than 0 prompts"),
         (["dp", "absent"], "holds no run"),
     ],
 )

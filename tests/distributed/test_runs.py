@@ -122,7 +122,7 @@ def test_a_stop_signal_to_one_process_stops_all_after_the_same_step_and_three_go
 
 def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(stopped: Path) -> None:
     assert codes(stopped, "killed") == [1, -9]
-    assert "ended without a word" in (stopped / "killed.0.err").read_text()
+    assert "ended without a message" in (stopped / "killed.0.err").read_text()
     assert codes(stopped, "resumed_on_1") == [0], (stopped / "resumed_on_1.0.err").read_text()
     found = record(stopped, "killed")
     assert found["status"] == "completed"

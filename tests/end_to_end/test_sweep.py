@@ -298,7 +298,7 @@ def test_a_list_that_is_none(tmp_path: Path, base: Path, epsilons: str, words: s
         (("--privacy.noise_multiplier", 1.0), "every run would have the same epsilon"),
         (("--privacy.enabled", "false"), "put inf into the list"),
         (("--resume",), "holds no sweep to resume"),
-        (("--tasks", -1), "fewer than no rows"),
+        (("--tasks", -1), "fewer than 0 prompts"),
         (("--train.stepz", 3), "did you mean steps?"),
     ],
 )

@@ -192,7 +192,7 @@ class WithPair(Toy):
 
 
 def test_a_layer_that_returns_several_things_is_refused_by_what_it_returns() -> None:
-    assert "pair (Pair) trains and is called with 1 tensors and returns a tuple" in refusal(WithPair())
+    assert "pair (Pair) trains, takes 1 tensors and returns a tuple" in refusal(WithPair())
 
 
 class Gate(nn.Module):

@@ -89,7 +89,7 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
     for wrong, message in (
         (units()[1:], "another rate"),
         ([units()[0]] * N, "twice"),
-        ([None, *units()[1:]], "no dpllm.Unit"),
+        ([None, *units()[1:]], "not a dpllm.Unit"),
         ([row((400, 3)), *units()[1:]], "nothing could be trained"),
         ([row((4, 3), mask=(True, True)), *units()[1:]], "nothing could be trained"),
         ([row((4, 3), denominator=-1), *units()[1:]], "nothing could be trained"),
