@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import os
 import random
 import subprocess
@@ -339,13 +340,18 @@ assert len(load_table(source, DataConfig(train=source), "train", Path(cache)).ro
 """
 
 
-@pytest.mark.parametrize("kind", ["folder of files", "saved"])
+@pytest.mark.parametrize("kind", ["folder of files", "folder of packed files", "packed.jsonl.gz", "saved"])
 def test_copies_of_data_lie_in_the_given_cache_only(tmp_path: Path, kind: str) -> None:
     source = tmp_path / "source"
     if kind == "saved":
         import datasets
 
         datasets.Dataset.from_list([{"text": SENTINEL}] * 3).save_to_disk(str(source))
+    elif "packed" in kind:
+        source = source / kind if kind.endswith(".gz") else source
+        path = tiny.write_rows(tmp_path / "source" / "rows.jsonl", [{"text": SENTINEL}] * 3)
+        (path.parent / "packed.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
     else:
         tiny.write_rows(source / "train.jsonl", [{"text": SENTINEL}] * 3)
     before = {path: path.stat().st_size for path in source.rglob("*")}

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,47 +74,7 @@ def in_memory(some: list[Json], fmt: Any, **values: Any) -> list[Unit]:
     return encode_units(list(groups), fmt, tokenizer(), section(**values))
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=4,
-)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(some=st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), max_size=9), buffer=st.integers(0, 200))
-def test_rows_come_back_in_any_order_wherever_they_lie(some: list[Json], buffer: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        stored = StoredRows(Path(folder) / "cache", buffer)
-        for number, row in enumerate(some):
-            stored.append(row)
-            assert stored[number] == row
-    # The folder is gone, and with it every name of the file.
-    assert list(stored) == some == stored[:]
-    assert [stored[number] for number in reversed(range(len(some)))] == some[::-1]
-    assert stored[1:-1] == some[1:-1]
-    with pytest.raises(IndexError):
-        stored[len(some)]
-
-
-def test_rows_may_hold_what_json_cannot(tmp_path: Path) -> None:
-    row = {"text": "half \ud800", None: ["more", "cells"], "when": datetime(2026, 1, 1), "raw": b"\x00"}
-    for buffer in (0, 2**20):
-        stored = StoredRows(tmp_path, buffer)
-        stored.append(row)
-        assert stored[0] == row
-
-
-def test_few_rows_never_touch_the_disk_and_many_leave_no_name_there(tmp_path: Path) -> None:
-    few, many = StoredRows(tmp_path / "few"), StoredRows(tmp_path / "many", 64)
-    for row in TEXTS:
-        few.append(row)
-        many.append(row)
-    assert not (tmp_path / "few").exists()
-    assert list((tmp_path / "many").iterdir()) == []
-    assert stat.S_IMODE((tmp_path / "many").stat().st_mode) == 0o700
+# --- disk ------------------------------------------------------------------------------------------------------------
 
 
 def test_files_are_closed_when_nobody_reads_them(tmp_path: Path) -> None:
@@ -145,38 +104,6 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(DataError, match=r"No space left.*--output_dir"):
         make_units(table, sampled_rows(table, wanted), tokenizer(), wanted, tmp_path / "cache")
     assert entries(tmp_path) == []
-
-
-# --- units by their owner --------------------------------------------------------------------------------------------
-
-
-def grouped_in_memory(some: list[Json], limit: int) -> list[list[Json]]:
-    """Grouping as a dictionary of lists of rows does it."""
-    units: dict[str, list[Json]] = {}
-    for row in some:
-        units.setdefault("1" if row["who"] == 1.0 and row["who"] is not True else str(row["who"]), []).append(row)
-    return [sorted(group, key=lambda row: data._row_hash(row, ["text"]))[:limit] for group in units.values()]
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    some=st.lists(
-        st.fixed_dictionaries(
-            {"who": st.sampled_from(["a", "b", "cc", 1, "1", 1.0, True]), "text": st.text("xy", max_size=2)}
-        ),
-        min_size=1,
-        max_size=20,
-    ),
-    limit=st.integers(1, 4),
-)
-def test_grouping_by_hashes_is_grouping_by_values(some: list[Json], limit: int) -> None:
-    wanted = section(unit="who", max_examples_per_unit=limit)
-    groups = data.group_rows(Table("rows.jsonl", some, "text"), wanted)
-    expected = grouped_in_memory(some, limit)
-    assert list(groups) == expected == groups[:]
-    assert groups[-1] == expected[-1]
-    singles = sampled_rows(Table("rows.jsonl", some, "text"), section(**{**BY_UNIT, "sampling": "example"}))
-    assert list(singles) == [[row] for group in grouped_in_memory(some, 3) for row in group]
 
 
 # --- the same units --------------------------------------------------------------------------------------------------
