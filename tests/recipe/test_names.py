@@ -35,7 +35,7 @@ def test_what_changes_the_data_changes_the_digest() -> None:
 
 
 def test_several_sources_are_told_without_where_they_lie(tmp_path: Path) -> None:
-    private = config(train=["/home/anna/a.jsonl", "/home/anna/*.csv", "org/data", "builtin:clinic"])
+    private = config(train=["/home/alice/a.jsonl", "/home/alice/*.csv", "org/data", "builtin:clinic"])
     assert names.publishable(private).data.train == ["a.jsonl", "*.csv", "org/data", "builtin:clinic"]
     assert names.public_name(private.data.train) == "a.jsonl, *.csv, org/data, builtin:clinic"
     assert not private.data.public  # not all of it is embedded
