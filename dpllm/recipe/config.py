@@ -310,8 +310,6 @@ class TrainConfig(Section):
     def _length(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give train.epochs or train.steps, one of the two")
-        if self.sample_every is not None and not self.sample_prompts:
-            raise ValueError("sample_every needs prompts; set train.sample_prompts too, or remove it")
         return self
 
 
@@ -366,16 +364,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"adapter.method: frozen trains whole weights, and model.quantization: {self.model.quantization} packs them in "
                 "few bits, which no gradient can move; set model.quantization: null, or adapter.method: lora"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _prompts_are_public(self) -> RunConfig:
-        sources = (self.data.train, self.data.public), (self.data.eval, self.data.eval_public)
-        if self.train.sample_prompts in [source for source, public in sources if source is not None and not public]:
-            raise ValueError(
-                "train.sample_prompts names data that are not declared public, and prompts are printed and go to trackers; name "
-                "a file of public prompts"
             )
         return self
 

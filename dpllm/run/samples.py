@@ -7,6 +7,7 @@ of the run follows from them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from dpllm.errors import ConfigError
 from dpllm.model import evaluate, processes
-from dpllm.recipe.config import RunConfig
+from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.run.mechanism import Autocast
 from dpllm.text.prompts import encode, read_prompts
 
@@ -33,9 +34,20 @@ class Samples:
         """Reads them, on the ``main`` rank; ``data.format`` is known, and with messages a prompt is a user's turn.
 
         Raises:
-            ConfigError: One of them leaves no room for a text below ``data.max_length``, or the file cannot be read.
+            ConfigError: The file is one of private data, a prompt leaves no room for a text below ``data.max_length``, or there
+                is none although ``train.sample_every`` is set.
+            DataError: The file cannot be read, or holds something else.
         """
         named, most = config.train.sample_prompts, config.data.max_length
+        if config.train.sample_every is not None and not named:
+            raise ConfigError(
+                "train.sample_every has nothing to sample from. Set train.sample_prompts too, or remove it."
+            )
+        if isinstance(named, str) and _is_private(Path(named).resolve(), config.data):
+            raise ConfigError(
+                "train.sample_prompts names data that are not declared public, and prompts are printed and go to trackers. Name "
+                "a file of public prompts."
+            )
         read = read_prompts(Path(named)) if isinstance(named, str) and main else named or []
         prompts = processes.shared(read)  # a file need lie on rank 0's machine alone
         chat = config.data.format == "messages"
@@ -83,3 +95,11 @@ class Samples:
                 end = new.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in new else len(new)
                 texts.append(tokenizer.decode(new[:end], skip_special_tokens=True))
         return texts
+
+
+def _is_private(path: Path, data: DataConfig) -> bool:
+    """Whether a file is, by its name, one of the data that the recipe does not declare public."""
+    sources = [data.train] * (not data.public) + [data.eval] * (not data.eval_public)
+    names = [one for source in sources for one in ([source] if isinstance(source, str) else source or [])]
+    places = [Path(name).resolve() for name in names]
+    return any(path.is_relative_to(place) or fnmatch(str(path), str(place)) for place in places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -73,6 +74,13 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert min(times) < 1.0  # of processor time; twice the bar of half a second, for a busy machine
     for command in ("plan", "train", "audit", "compare", "card", "ledger", "env"):
         assert command in answer.stdout
+
+
+def test_only_the_noise_of_a_missing_kernel_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
+    logger.warning("something that matters")
+    assert caplog.messages == ["something that matters"]
 
 
 def test_keys_lists_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

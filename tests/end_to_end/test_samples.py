@@ -79,24 +79,3 @@ def test_the_summary_as_json_is_all_of_standard_output(tmp_path: Path, base: Pat
     assert found["epsilon"] == place.json("run.json")["epsilon_spent"]
     assert found["next"] == [f"dpllm card {place.run}"]
     assert "Self-check" in answer.err
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"train.sample_every": 2}, "set train.sample_prompts too"),
-        ({"train.sample_prompts": "TRAIN"}, "names data that are not declared public"),
-        ({"train.sample_prompts": "nowhere.txt"}, "nowhere.txt: cannot be read"),
-        ({"train.sample_prompts": ["Anna " * 200]}, "prompt 1 has "),
-    ],
-)
-def test_prompts_that_cannot_be_used_are_refused_before_anything_is_spent(
-    tmp_path: Path, base: Path, changes: dict[str, Any], words: str
-) -> None:
-    place = make_place(tmp_path / "bad", base)
-    place.write({key: str(place.train) if value == "TRAIN" else value for key, value in changes.items()})
-    answer = dpllm_("train", place.recipe)
-    assert answer.code == 2
-    assert words in answer.err
-    assert "Traceback" not in answer.err
-    assert not place.run.joinpath("run.json").exists()

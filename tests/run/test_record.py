@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpllm.recipe.config import RunConfig
-from dpllm.run.record import may_tell, may_tell_cost
+from dpllm.run.record import may_tell, may_tell_cost, told_by_weights
 
 
 def config(public: bool, eval_public: bool, privacy: dict[str, Any]) -> RunConfig:
@@ -41,6 +41,20 @@ def test_a_figure_of_public_rows_is_private_where_the_weights_are(
     """It is computed through weights that saw private rows without a guarantee."""
     run: Any = SimpleNamespace(config=config(public, eval_public, privacy), decision=SimpleNamespace(lineage=None))
     assert may_tell(run) is told
+
+
+@pytest.mark.parametrize(
+    ("public", "privacy", "told"),
+    [
+        (False, {}, True),
+        (False, {"insecure_seed": 1}, False),
+        (False, {"enabled": False}, False),
+        (True, {"enabled": False}, True),
+    ],
+)
+def test_samples_are_released_where_the_weights_are(public: bool, privacy: dict[str, Any], told: bool) -> None:
+    run: Any = SimpleNamespace(config=config(public, False, privacy), decision=SimpleNamespace(lineage=None))
+    assert told_by_weights(run) is told
 
 
 @pytest.mark.parametrize(
