@@ -56,7 +56,7 @@ def blocks(model: Any) -> tuple[str, nn.ModuleList]:
     lists = [item for item in lists if id(item[1]) in within] or lists  # ModernBERT calls its head a decoder
     if not lists:
         raise ConfigError(
-            "the base model has no list of decoder blocks, so that neither its last ones nor their linear layers can be told. "
+            "the base model has no list of decoder blocks, so its last blocks and their linear layers cannot be found. "
             "Use another base model."
         )
     return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))

@@ -146,8 +146,8 @@ def check_same_weights(parameters: Iterable[Tensor], step: int) -> None:
     distributed.all_reduce(both, op=distributed.ReduceOp.MAX)
     if int(both[0]) != ~int(both[1]):
         raise Refused(
-            f"after step {step} the processes no longer hold the same weights, so that what noise was added to is not what they "
-            "train. Nothing is exported, and the steps stay charged. Look for unequal machines or failing memory: resume from "
+            f"after step {step} the processes no longer hold the same weights, so they no longer train the model to which noise "
+            "was added. Nothing is exported, and the steps stay charged. Look for unequal machines or bad memory: resume from "
             "the last checkpoint on fewer of them."
         )
 

@@ -147,8 +147,8 @@ def shard(model: Any, blocks: str, device: torch.device) -> None:
     names = set(_plugin().transformer_cls_names_to_wrap or ()) - {type(layers[0]).__name__}
     if names:
         raise Refused(
-            f"fsdp_transformer_layer_cls_to_wrap names {', '.join(sorted(names))}, but what is gathered together is a decoder "
-            f"block, {type(layers[0]).__name__}. Leave the key out."
+            f"fsdp_transformer_layer_cls_to_wrap names {', '.join(sorted(names))}, but dpllm shards by decoder block, "
+            f"{type(layers[0]).__name__}. Leave the key out."
         )
     units = [*layers, *_ends(model)]
     cut = _to_cut(units)

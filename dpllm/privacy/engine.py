@@ -134,8 +134,8 @@ class Engine:
         count = plan.adaptive.count_noise_multiplier if plan.adaptive else 1.0
         if spacing_of(count) > 0.5 or largest / 2 > EXACT * spacing_of(count):
             raise Refused(
-                f"privacy.adaptive.count_noise_multiplier {count:g} lets no count of halves be added to its noise exactly. "
-                "Set it to null, which chooses it."
+                f"privacy.adaptive.count_noise_multiplier {count:g} is out of the range in which count and noise add "
+                "exactly. Set it to null, which chooses one."
             )
 
     def _make_summer(self) -> Summer:

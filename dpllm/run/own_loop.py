@@ -202,13 +202,11 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
     """Refuses what a step could only fail on after it was charged, and units that are not N different ones."""
     if len(units) != size:
         raise ConfigError(
-            f"there are {len(units)} units, and the Plan samples from {size}, at another rate. Make the Plan with "
+            f"there are {len(units)} units, but the Plan is for {size}, at another rate. Make the Plan with "
             "promise(len(units), ...)."
         )
     if len({id(unit) for unit in units}) != len(units):
-        raise ConfigError(
-            "a unit stands twice in the list, so that it would count twice. Bring each once, with all its rows."
-        )
+        raise ConfigError("a unit is in the list twice, and would count twice. List each once, with all its rows.")
     for number, unit in enumerate(units):
         if not isinstance(unit, Unit):
             raise ConfigError(f"units[{number}] is not a dpllm.Unit. Build one from all rows of one privacy unit.")
