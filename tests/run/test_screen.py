@@ -66,6 +66,18 @@ def test_a_terminal_that_redraws_nothing_gets_lines(monkeypatch: pytest.MonkeyPa
     assert len(said(monkeypatch, Terminal(), public=True).splitlines()) == 11
 
 
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(
+    monkeypatch: pytest.MonkeyPatch, widgets: bool
+) -> None:
+    monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: object() if widgets else None)
+    console = Console(file=io.StringIO())
+    console.is_jupyter = True
+    line = screen.ProgressLine(console, 3, 0, public=False)
+    assert (line._bar is not None) is widgets
+    assert not line._told
+
+
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
