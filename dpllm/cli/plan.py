@@ -6,6 +6,7 @@ To plan takes no weights, no GPU and no torch; ``--model`` alone imports it, to 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -162,13 +163,16 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
 def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError], gpu: str | None) -> Footprint | None:
     if seen.schedule is None:
         return None
-    from dpllm.forecast.footprint import footprint
-
+    gc.disable()  # thousands of modules and operations, none of them garbage: looking for it took an eighth of the time
     try:
+        from dpllm.forecast.footprint import footprint
+
         needs = footprint(config, seen.schedule, seen.plan, gpu)
     except DpllmError as error:
         refusals.append(error)
         return None
+    finally:
+        gc.enable()
     refusals += needs.refusals
     return needs
 

@@ -93,6 +93,25 @@ def test_plan_loads_no_torch(recipe: Path, arguments: list[str]) -> None:
     assert float(seconds.split()[1]) < 6.0  # of processor time; twice the bar of three seconds, for a busy machine
 
 
+@pytest.mark.full
+def test_the_shape_of_an_8b_model_is_planned_in_seconds(recipe: Path) -> None:
+    shape = Path(__file__).resolve().parents[2] / "recipes" / "configs" / "Llama-3.1-8B"
+    run = fresh("plan", recipe, "--model", "--model.name_or_path", shape, "--data.max_length", 2048)
+    assert run.returncode == 0, run.stderr
+    seconds = float(run.stderr.strip().splitlines()[-1].split()[1])
+    assert seconds < 20.0  # of processor time; twice the bar of ten seconds, for a busy machine
+
+
+@pytest.mark.parametrize("steps", [1000, 100_000])
+def test_an_epsilon_out_of_reach_is_refused_at_once(recipe: Path, steps: int) -> None:
+    changes = "--privacy.noise_multiplier", "null", "--privacy.epsilon", "1e-4", "--privacy.delta", "1e-6"
+    run = fresh("plan", recipe, *changes, "--train.steps", steps, "--train.batch_size", 25)
+    assert run.returncode == 2
+    assert "epsilon 0.0001 at delta" in run.stderr
+    assert "not reachable" in run.stderr
+    assert float(run.stderr.strip().splitlines()[-1].split()[1]) < 10.0  # of processor time
+
+
 def test_a_sweep_loads_no_torch(recipe: Path) -> None:
     run = fresh("plan", recipe, "--sweep", "privacy.noise_multiplier=2,3")
     assert run.returncode == 0, run.stderr
