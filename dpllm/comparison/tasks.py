@@ -114,7 +114,8 @@ def _losses(run: RunDir, config: RunConfig, base: bool) -> Json:
 
 
 def _evaluation(run: RunDir, config: RunConfig) -> data.Table:
-    return data.load_table(str(config.data.eval), config.data, config.data.eval_split, run.private / "cache")
+    assert config.data.eval is not None
+    return data.load_table(config.data.eval, config.data, config.data.eval_split, run.private / "cache")
 
 
 def _both(models: ScoringModels, base: bool, score: Callable[[Any], Json]) -> Json:
@@ -147,7 +148,7 @@ def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
     table = _evaluation(run, config)
     if table.format != "prompt_completion":
         raise ConfigError(
-            f"{public_name(str(config.data.eval))}: has no prompts with completions, and without references there is no BLEU. "
+            f"{public_name(config.data.eval or '')}: has no prompts with completions, and without references there is no BLEU. "
             "Leave --tasks out."
         )
     references = by_prompt(table.rows, rows)
@@ -194,7 +195,7 @@ def _encoded(
     room = int(positions) - longest
     if any(len(prompt) > room for prompt in prompts):
         raise ConfigError(
-            f"{public_name(str(config.data.eval))}: a prompt is longer than the {room} tokens that the model can read before it "
+            f"{public_name(config.data.eval or '')}: a prompt is longer than the {room} tokens that the model can read before it "
             f"writes {longest}. Leave --tasks out, or evaluate on shorter prompts."
         )
     return prompts, longest

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from comparing import make_run, write_held_out
 from rich.console import Console
 
 from dpllm.comparison import tasks
 from dpllm.errors import ConfigError
+from dpllm.run.directory import RunDir
 
 INF = float("inf")
 
@@ -76,6 +78,14 @@ def test_references_are_needed(tmp_path: Path) -> None:
     nothing: dict[str, Any] = {"data": {"eval": None}}
     with pytest.raises(ConfigError, match=r"data\.eval is not set"):
         tasks.measure([make_run(tmp_path / "b", 3.0, nothing)], rows=3, losses=False)
+
+
+def test_references_may_lie_in_several_files(tmp_path: Path) -> None:
+    pairs = [{"prompt": "a", "completion": "1"}, {"prompt": "b", "completion": "2"}]
+    paths = [str(tiny.write_rows(tmp_path / f"{row['prompt']}.jsonl", [row])) for row in pairs]
+    run = RunDir(make_run(tmp_path / "run", 3.0, {"data": {"eval": paths}}).root)
+    table = tasks._evaluation(run, run.load_config())
+    assert tasks.by_prompt(table.rows, 9) == {"a": ["1"], "b": ["2"]}
 
 
 def test_what_is_known_of_these_weights_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
