@@ -9,6 +9,7 @@ Shape suffixes: R rows of a physical batch, U units, L trainable parameters, G g
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -19,7 +20,7 @@ from opacus.grad_sample import GradSampleHooks
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
-from dpllm.privacy.gradients import Owners, UnitGradients
+from dpllm.privacy.gradients import Owners, UnitGradients, add_all
 from dpllm.privacy.rules import Form, Rule, rule_of
 from dpllm.privacy.sampling import PhysicalBatch
 
@@ -195,8 +196,8 @@ class PerUnitClipper:
         counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)
         factor_GU = self._function(norm_GU, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
         counted = counted_U.tolist()
-        for group, (name, parameter) in zip(self._group_L, self._parameters.items(), strict=True):
-            gradients.pop(id(parameter)).add_to(sums[name], factor_GU[group], counted)
+        for group, members in itertools.groupby(zip(self._group_L, self._parameters.items()), key=lambda one: one[0]):
+            add_all([(gradients.pop(id(p)), sums[name]) for _, (name, p) in members], factor_GU[group], counted)
         return loss_R.detach(), norm_U[: batch.num_units]
 
     def _count_long(self, square_LU: Tensor, max_grad_norm: float) -> None:
@@ -207,9 +208,9 @@ class PerUnitClipper:
 
     def _receive(self, layer: nn.Module, name: str, rule: Rule, input: Tensor, backprop: Tensor) -> None:
         rows, tokens = self._rows_tokens
-        if input.dim() == backprop.dim() == 2 and len(input) == rows * tokens != rows:
+        if input.dim() == backprop.dim() == 2 and input.shape[0] == rows * tokens != rows:
             input, backprop = input.reshape(rows, tokens, -1), backprop.reshape(rows, tokens, -1)  # OPT
-        if len(input) != rows or len(backprop) != rows or backprop.dim() < 3:
+        if input.shape[0] != rows or backprop.shape[0] != rows or backprop.dim() < 3:
             raise Refused(
                 f"{name} trains and reads tokens without their rows, shape {tuple(input.shape)} for {rows} rows, so its "
                 "gradients cannot be assigned to rows (mixtures of experts do this). Exclude it from adapter.target_modules."
@@ -383,7 +384,8 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
         if isinstance(module, nn.Embedding) and len(output) == 1 != self._rows:
             # Positions, looked up once for all rows (GPT-2): looked up for each, every row has its own gradient.
             input, output = input.expand(self._rows, *input.shape[1:]), output.expand(self._rows, *output.shape[1:])
-        anchor = self._anchors.setdefault(output.device, torch.zeros((), device=output.device, requires_grad=True))
+        if (anchor := self._anchors.get(output.device)) is None:
+            anchor = self._anchors[output.device] = torch.zeros((), device=output.device, requires_grad=True)
         return _Tap.apply(output, input, anchor, partial(self._receive, module, name, rule))  # type: ignore[no-untyped-call]
 
 

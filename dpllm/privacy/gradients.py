@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ ROUNDING = 2.0**-53  # of float64
 TOKENS = 2**20  # of a physical batch; a constant, so that no unit's bound follows how many the others have
 GRAM_PRECISION = 1e-8  # of a squared norm, beyond which Gram products are not relied on
 CHUNK = 2**21  # float64 numbers of a temporary: 16 MiB
+TOGETHER = CHUNK // 16  # of one that stays in a processor's cache
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,8 @@ class UnitGradients:
         if not all(counted):  # 0 * nan is nan: one bad unit would poison everybody's sum
             dense_U[[unit for unit, good in enumerate(counted) if not good]] = 0
         total_P, dense_UP = sum_.view(-1), dense_U.flatten(1)
-        size = max(1, CHUNK // 16 // len(dense_UP))  # stays in a processor's cache
-        for start in range(0, len(total_P), size):
+        size = max(1, TOGETHER // dense_UP.shape[0])
+        for start in range(0, total_P.shape[0], size):
             part_UP = dense_UP[:, start : start + size].double().mul_(factor_U[:, None]).round_()
             total_P[start : start + size].add_(part_UP.sum(dim=0))
 
@@ -202,6 +203,37 @@ class UnitGradients:
 
         lefts = [tokens(item.left_RTi) for item in self._products]
         return _cat(lefts), _cat([tokens(item.right_RTj) for item in self._products])
+
+
+def add_all(each: list[tuple[UnitGradients, Tensor]], factor_U: Tensor, counted: Sequence[bool]) -> None:
+    """``add_to`` of each into its sum; small ones whose sums are neighbours in one vector as if they were one parameter."""
+    together: list[UnitGradients] = []
+    start = stop = held = 0
+    vector: Tensor | None = None  # of which sums are parts
+
+    def add_together() -> None:
+        if together:
+            assert vector is not None
+            dense_UP = torch.cat([gradient.dense().flatten(1) for gradient in together], dim=1)
+            replace(together[0], _dense_U=dense_UP).add_to(vector[start:stop], factor_U, counted)
+            together.clear()
+
+    each.reverse()
+    while each:  # what was added is held by nobody
+        gradient, sum_ = each.pop()
+        dense_U, offset, base = gradient._dense_U, int(sum_.storage_offset()), sum_._base
+        whole = base is not None and base.dim() == 1 and base.storage_offset() == 0 and sum_.is_contiguous()
+        small = dense_U is not None and whole and dense_U.numel() <= TOGETHER // 2
+        if not small or base is not vector or offset != stop or held > TOGETHER // 2:
+            add_together()
+            start = stop = offset
+            vector, held = base, 0
+        if dense_U is None or not small:
+            gradient.add_to(sum_, factor_U, counted)
+            continue
+        together.append(gradient)
+        stop, held = stop + sum_.numel(), held + dense_U.numel()
+    add_together()
 
 
 def _upper_bound(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None, all_tokens: int) -> Tensor:

@@ -88,7 +88,8 @@ def linear(
     layer: Any, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, form: Form, *, transposed: bool = False
 ) -> Parts:
     """nn.Linear, LoRA's A and B among them; ``transposed`` where the weight is stored so."""
-    input_RTd, backprop_RTp = input_RTd.flatten(1, -2), backprop_RTp.flatten(1, -2)
+    if input_RTd.dim() != 3:
+        input_RTd, backprop_RTp = input_RTd.flatten(1, -2), backprop_RTp.flatten(1, -2)
     if trains(layer.weight):
         left, right = (input_RTd, backprop_RTp) if transposed else (backprop_RTp, input_RTd)
         yield layer.weight, product(left, right, form)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from dpllm.privacy import gradients
 from dpllm.privacy.gradients import Owners, UnitGradients
 from dpllm.privacy.loss import sequence_losses
-from dpllm.privacy.rules import Product, Rows
+from dpllm.privacy.rules import Dense, Product, Rows
 from dpllm.privacy.sampling import collate
 
 
@@ -138,6 +139,38 @@ def test_factors_that_cancel_are_clipped_to_at_most_c(
 def test_a_big_logical_batch_is_summed_without_rounding_away_a_unit() -> None:
     """In float32 the sum of 4096 clipped gradients moved by C (1 + 3e-5) when one of them was emptied."""
     checks.large_sum()
+
+
+@pytest.mark.parametrize("counted", [(True, True, True), (True, False, True)], ids=["all finite", "one not finite"])
+@pytest.mark.parametrize("together", [1, 40, 10**6], ids=["each alone", "some", "all together"])
+def test_parameters_that_are_added_together_get_the_bits_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch, together: int, counted: tuple[bool, ...]
+) -> None:
+    """Neighbours in one vector, with a gap and a large one between them, and tensors of their own."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(2, 3), (4,), (3, 2), (50, 9), (2, 2), (1, 5)]
+    dense = [1e6 * torch.randn(3, *shape, generator=generator) for shape in shapes]
+    for gradient_U in dense:
+        gradient_U[[unit for unit, good in enumerate(counted) if not good]] = float("nan")
+    sizes = [gradient_U[0].numel() for gradient_U in dense]
+    vector = 2.0**40 + torch.arange(sum(sizes) + 7, dtype=torch.float64)
+    places = [7 * (index > 1) + sum(sizes[:index]) for index in range(len(sizes))]
+    sums = [vector[place : place + size].view(shape) for place, size, shape in zip(places, sizes, shapes, strict=True)]
+    sums[-1] = sums[-1].clone()
+    factor_U, owners = torch.tensor([0.3, 0.0, 1e-4], dtype=torch.float64), Owners(torch.arange(3), 3)
+    expected = [before.clone() for before in sums]
+    before = vector.clone()
+    for sum_, gradient_U in zip(expected, dense, strict=True):
+        for unit, good in enumerate(counted):
+            sum_ += (gradient_U[unit].double() * factor_U[unit]).round() if good else 0
+    monkeypatch.setattr(gradients, "TOGETHER", together)
+    held = [UnitGradients(nn.Parameter(torch.zeros(shape)), owners) for shape in shapes]
+    for one, gradient_U in zip(held, dense, strict=True):
+        one.add(Dense(gradient_U.clone()))
+    gradients.add_all(list(zip(held, sums, strict=True)), factor_U, counted)
+    assert all(torch.equal(sum_, right) for sum_, right in zip(sums, expected, strict=True))
+    assert torch.equal(vector[10:17], before[10:17])
+    assert torch.equal(vector[-5:], before[-5:])
 
 
 PRODUCTS = {
