@@ -93,6 +93,10 @@ def test_plan_loads_no_torch(recipe: Path, arguments: list[str]) -> None:
     assert float(seconds.split()[1]) < 6.0  # of processor time; twice the bar of three seconds, for a busy machine
 
 
+def test_a_gpu_is_named_for_a_model(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Type both" in answer(capsys, 2, recipe, "--device", "h100")[1]
+
+
 @pytest.mark.full
 def test_the_shape_of_an_8b_model_is_planned_in_seconds(recipe: Path) -> None:
     shape = Path(__file__).resolve().parents[2] / "recipes" / "configs" / "Llama-3.1-8B"
