@@ -196,7 +196,8 @@ class PerUnitClipper:
         counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)
         factor_GU = self._function(norm_GU, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
         counted = counted_U.tolist()
-        for group, members in itertools.groupby(zip(self._group_L, self._parameters.items()), key=lambda one: one[0]):
+        named = zip(self._group_L, self._parameters.items(), strict=True)
+        for group, members in itertools.groupby(named, key=lambda one: one[0]):
             add_all([(gradients.pop(id(p)), sums[name]) for _, (name, p) in members], factor_GU[group], counted)
         return loss_R.detach(), norm_U[: batch.num_units]
 
