@@ -137,9 +137,15 @@ def _leakage(audits: list[Json]) -> list[Row]:
     attacks, exposure, extraction = (
         [audit.get(part, {}) for audit in audits] for part in ("attacks", "exposure", "extraction")
     )
-    alpha = next((audit["epsilon_lower_bound"]["alpha"] for audit in audits if audit), 0.0)
     bounds = [audit.get("epsilon_lower_bound") for audit in audits]
-    found = [_row("leakage", f"Epsilon lower bound ({percent(1 - alpha)} sure)", bounds, _bound)]
+    sure = {f"{percent(1 - one['alpha'])} sure" for one in bounds if one}
+
+    def bounded(one: Json) -> Cell:
+        note = f"ceiling {measured(one['ceiling'])}"
+        return Cell(measured(one["value"]), note if len(sure) == 1 else f"{percent(1 - one['alpha'])} sure, {note}")
+
+    label = "Epsilon lower bound" + (f" ({min(sure)})" if len(sure) == 1 else "")
+    found = [_row("leakage", label, bounds, bounded)]
     for name in dict.fromkeys(name for one in attacks for name in one):
         seen = [one.get(name) for one in attacks]
         group = next(one["group"] for one in seen if one)
@@ -151,10 +157,6 @@ def _leakage(audits: list[Json]) -> list[Row]:
     found += [_extraction(group, [one.get(group) for one in extraction]) for group in groups]
     verdicts = [audit.get("verdict") for audit in audits]
     return [*found, _row("leakage", "The audit's verdict", verdicts, lambda verdict: Cell(verdict.replace("_", " ")))]
-
-
-def _bound(one: Json) -> Cell:
-    return Cell(measured(one["value"]), f"ceiling {measured(one['ceiling'])}")
 
 
 def _auc(one: Json) -> Cell:

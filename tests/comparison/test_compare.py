@@ -87,6 +87,18 @@ def test_each_figure_stands_in_its_own_column(runs: list[RunDir]) -> None:
     assert "Peak memory (GiB)" not in table  # not recorded
 
 
+def test_bounds_of_several_confidences_each_say_their_own() -> None:
+    audits = [{"epsilon_lower_bound": {"alpha": alpha, "value": 0.5, "ceiling": 3.0}} for alpha in (0.025, 0.05)]
+    primary = {"calibrated": {"group": 1, "auc": 0.5, "auc_interval": None, "tpr_at_1_percent_fpr": None}}
+    primary["calibrated"]["tpr_at_1_percent_fpr_interval"] = None
+    bounds = rows._leakage([{**audit, "attacks": primary, "verdict": "consistent"} for audit in audits])[0]
+    assert bounds.measure == "Epsilon lower bound"
+    assert [cell.line() for cell in bounds.cells[1:]] == [
+        "0.50 (97.5% sure, ceiling 3.00)",
+        "0.50 (95% sure, ceiling 3.00)",
+    ]
+
+
 def test_runs_may_come_in_any_order(four: list[RunDir]) -> None:
     result = compare(four)
     assert [run["name"] for run in result.values["runs"]] == ["eps-1", "eps-3", "eps-8", "none"]
