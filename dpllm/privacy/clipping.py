@@ -189,14 +189,12 @@ class PerUnitClipper:
             return loss_R.detach(), loss_R.new_zeros(0, dtype=torch.float64)
         square_LU = torch.stack([gradient.square_norm() for gradient in gradients.values()])
         group_L = torch.tensor(self._group_L, device=square_LU.device)
-        groups = max(self._group_L) + 1
-        norm_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(groups)]).sqrt_() / loss_scale
-        norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
+        square_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(max(self._group_L) + 1)])
+        norm_GU, norm_U = square_GU.sqrt_() / loss_scale, square_LU.sum(dim=0).sqrt_() / loss_scale
         self._count_long(square_LU[:, : batch.num_units], max_grad_norm * loss_scale)
         counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)
         factor_GU = self._function(norm_GU, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
-        counted = counted_U.tolist()
-        named = zip(self._group_L, self._parameters.items(), strict=True)
+        counted, named = counted_U.tolist(), zip(self._group_L, self._parameters.items(), strict=True)
         for group, members in itertools.groupby(named, key=lambda one: one[0]):
             add_all([(gradients.pop(id(p)), sums[name]) for _, (name, p) in members], factor_GU[group], counted)
         return loss_R.detach(), norm_U[: batch.num_units]
