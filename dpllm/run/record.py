@@ -127,7 +127,7 @@ class Recorder:
         self._log({"step": self._step, "samples": samples})
         if not told_by_weights(self._prepared):
             self._console.print(
-                f"Samples of step {self._step}, which no guarantee covers: {self._prepared.run.metrics}"
+                f"Samples of step {self._step}, which no guarantee covers: {self._prepared.run.metrics}", markup=False
             )
             return
         self._telemetry.sampled(self._step, samples)

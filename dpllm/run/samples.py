@@ -7,7 +7,6 @@ of the run follows from them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from dpllm.model import evaluate, processes
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.run.mechanism import Autocast
 from dpllm.text.prompts import encode, read_prompts
+from dpllm.text.sources import expand
 
 TOKENS = 64  # of a text, at most
 
@@ -98,8 +98,12 @@ class Samples:
 
 
 def _is_private(path: Path, data: DataConfig) -> bool:
-    """Whether a file is, by its name, one of the data that the recipe does not declare public."""
+    """Whether a file is one of the data that the recipe does not declare public, by whatever name or link."""
     sources = [data.train] * (not data.public) + [data.eval] * (not data.eval_public)
-    names = [one for source in sources for one in ([source] if isinstance(source, str) else source or [])]
-    places = [Path(name).resolve() for name in names]
-    return any(path.is_relative_to(place) or fnmatch(str(path), str(place)) for place in places)
+    for place in (Path(name) for source in sources if source is not None for name in expand(source)):
+        if path.is_relative_to(place.resolve()):
+            return True
+        files = place.rglob("*") if place.is_dir() else [place]
+        if path.exists() and any(file.samefile(path) for file in files if file.is_file()):
+            return True
+    return False

@@ -40,14 +40,20 @@ def test_prompts_that_cannot_be_used_are_refused(tmp_path: Path, train: dict[str
         of(tmp_path, train={"steps": 4, **train})
 
 
-def test_the_files_of_a_glob_and_of_a_list_are_private_too(tmp_path: Path) -> None:
-    for source in (str(tmp_path / "*.jsonl"), ["builtin:clinic", str(tmp_path / "train.jsonl")]):
-        with pytest.raises(ConfigError, match="not declared public"):
-            of(
-                tmp_path,
-                data={"train": source},
-                train={"steps": 4, "sample_prompts": str(tmp_path / "train.jsonl")},
-            )
+def test_the_files_of_a_glob_and_of_a_list_and_links_to_them_are_private_too(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    tiny.write_rows(kept / "train.jsonl", [{"prompt": "Anna"}])
+    (tmp_path / "soft.jsonl").symlink_to(kept / "train.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to(kept / "train.jsonl")
+    within = tmp_path / "within"
+    within.mkdir()
+    (within / "a.jsonl").symlink_to(kept / "train.jsonl")
+    whole = str(kept / "train.jsonl")
+    for source in (str(kept / "*.jsonl"), str(tmp_path / "**" / "train.jsonl"), ["builtin:clinic", whole], str(within)):
+        for prompts in (kept / "train.jsonl", tmp_path / "soft.jsonl", tmp_path / "hard.jsonl"):
+            with pytest.raises(ConfigError, match="not declared public"):
+                of(tmp_path, data={"train": source, "eval": None}, train={"steps": 4, "sample_prompts": str(prompts)})
 
 
 def test_a_file_that_is_declared_public_may_be_named(tmp_path: Path) -> None:

@@ -101,6 +101,12 @@ def text_of(found: dict[str, Any]) -> str:
     return console.export_text()
 
 
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs[" / "x]")
+    run.make()
+    assert "runs[/x]" in text_of(screen.summary(record(), run, held_out=True)).replace("\n", "")
+
+
 def test_the_summary_says_epsilon_and_what_to_type_next(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
     run.make()
