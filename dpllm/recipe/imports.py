@@ -1,15 +1,12 @@
 """A configuration of LLaMA-Factory, axolotl or TRL as a recipe: what carries over, and what has no private counterpart.
 
 Comes in: their YAML file. Goes out: a recipe that parses, and a line for each of their keys. ``imports.yaml`` says where a key
-goes, or why it goes nowhere. It must not open any data; LLaMA-Factory's dataset_info.json names them.
+goes, or why it goes nowhere; ``import_datasets.py`` reads the datasets.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +15,8 @@ from pydantic import ValidationError
 
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import RETIRED, RunConfig
+from dpllm.recipe.import_datasets import Draft, Json, carry_datasets, listed, reason, refuse, tables
 from dpllm.recipe.section import explain, read_recipe
-
-Json = dict[str, Any]
-
-
-@cache
-def _tables() -> Json:
-    return read_recipe(Path(__file__).with_name("imports.yaml"))
 
 
 class Imported(NamedTuple):
@@ -37,31 +28,24 @@ class Imported(NamedTuple):
     left: list[str]
 
 
-@dataclass
-class _Draft:
-    path: Path
-    tool: str
-    special: Json = field(default_factory=dict)  # "@..." of imports.yaml -> value
-    found: Json = field(default_factory=dict)  # our key -> value
-    carried: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-
-
 class _No(Exception):
     """Why a value is not carried over."""
 
 
-def _listed(value: Any) -> list[Any]:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value or [])
-
-
 def _layers(value: Any) -> Any:
-    return "auto" if value in ("all", "all-linear", ["all-linear"]) else _listed(value)
+    return "auto" if value in ("all", "all-linear", ["all-linear"]) else listed(value)
 
 
 def _one_of(*known: str) -> Callable[[Any], str]:
-    """The one that the value begins with, or else the first."""
-    return lambda value: next((name for name in known if str(value).lower().startswith(name)), known[0])
+    """The one that the value begins with; the first is the recipe's default."""
+
+    def convert(value: Any) -> str:
+        for name in known:
+            if str(value).lower().removeprefix("paged_").startswith(name):
+                return name
+        raise _No(f"a recipe has {', '.join(known)}, so its default, {known[0]}, stands instead of {value}")
+
+    return convert
 
 
 def _whole(value: Any) -> int:
@@ -81,17 +65,18 @@ def _off(why: str) -> Callable[[Any], Any]:
 
 CONVERT: dict[str, Callable[[Any], Any]] = {
     "adapter.target_modules": _layers,
-    "adapter.modules_to_save": _listed,
+    "adapter.modules_to_save": listed,
     "adapter.dropout": _off("its masks follow a row's place in the batch, so dropout is refused in private training"),
     "adapter.use_dora": _off("the magnitude of DoRA gives no gradient of single rows to clip; LoRA and rsLoRA do"),
     "adapter.last_blocks": _whole,
+    "adapter.r": lambda value: int(str(value)),  # of "8" too, and not of 8.5
     "train.learning_rate": float,
     "train.weight_decay": float,
     "train.optimizer": _one_of("adamw", "sgd"),
     "train.lr_scheduler": _one_of("linear", "cosine", "constant"),
     "train.eval_every": _whole,
     "train.checkpoint_every": _whole,
-    "telemetry.trackers": lambda value: sorted({"tensorboard", "wandb", "mlflow", "trackio"} & set(_listed(value))),
+    "telemetry.trackers": lambda value: sorted({"tensorboard", "wandb", "mlflow", "trackio"} & set(listed(value))),
     "model.quantization": lambda value: f"{value}bit",
     "model.gradient_checkpointing": bool,
 }
@@ -104,33 +89,33 @@ def import_config(path: Path) -> Imported:
         ConfigError: No YAML, of none of the three tools, trains on preferences or rewards, or names no model or data.
     """
     raw = {key: value for key, value in read_recipe(path).items() if value is not None}
-    draft = _Draft(path, _tool(path, raw))
-    for key in _tables()["outside"].split():
-        if raw.get(key):
-            _refuse(path, f"{key}: {raw[key]}")
-    defaults = _tables()["defaults"][draft.tool]
-    if draft.tool == "LLaMA-Factory":
-        defaults = {**defaults, "lora_alpha": 2 * raw.get("lora_rank", defaults["lora_rank"])}
+    draft = Draft(path, _tool(path, raw))
     try:
+        for key, value in raw.items():
+            if _outside(key, value):
+                refuse(path, f"{key}: {value}")
+        defaults = tables()["defaults"][draft.tool]
+        if draft.tool == "LLaMA-Factory":
+            defaults = {**defaults, "lora_alpha": 2 * CONVERT["adapter.r"]({**defaults, **raw}["lora_rank"])}
         for key, value in {**defaults, **raw}.items():
             _carry(draft, key, value, "" if key in raw else f" ({draft.tool}'s default)")
-        if draft.special.get("@stage", "sft") not in ("sft", "pt"):
-            _refuse(path, f"stage: {draft.special['@stage']}")
-        for fill in (_method, _length, _sources):
+        if draft.special.get("@stage", False) not in (False, "sft", "pt"):
+            refuse(path, f"stage: {draft.special['@stage']}")
+        for fill in (_method, _length, carry_datasets):
             fill(draft)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{path}: holds a value of another kind than {draft.tool} documents, so it cannot be read ({error}). Mend it."
         ) from None
-    return Imported(draft.tool, _to_yaml(draft), draft.carried, draft.left)
+    return Imported(draft.tool, _to_yaml(draft), draft.carried, list(dict.fromkeys(draft.left)))
 
 
-def _carry(draft: _Draft, key: str, value: Any, note: str) -> None:
+def _carry(draft: Draft, key: str, value: Any, note: str) -> None:
     """One key with its value: to the recipe's key, to those that several keys decide, or to what is left out."""
-    ours = _tables()[draft.tool].get(key) or _tables()["trainer"].get(key)
+    ours = tables()[draft.tool].get(key) or tables()["trainer"].get(key)
     try:
         if ours is None:
-            raise _No(_reason(key))
+            raise _No(reason(key))
         ready = CONVERT.get(ours, lambda same: same)(value)
     except _No as why:
         draft.left.append(f"{key}: {why}.")
@@ -154,23 +139,16 @@ def _tool(path: Path, raw: Json) -> str:
     )
 
 
-def _refuse(path: Path, what: str) -> None:
-    raise ConfigError(
-        f"{path}: {what} trains on preferences or rewards, whose loss compares several texts of several people, and dpllm clips "
-        "the cross-entropy of one person's text. Import the configuration of the supervised stage (sft)."
-    )
+def _outside(key: str, value: Any) -> bool:
+    """Of a training on preferences or rewards; 0 is a value too."""
+    names = tables()["outside"].split()
+    outside = key in names or key.startswith(tuple(name for name in names if name.endswith("_")))
+    if key == "loss_type":
+        outside = not str(value).startswith(tuple(tables()["supervised_losses"].split()))
+    return outside and value is not False
 
 
-def _reason(key: str) -> str:
-    for entry in _tables()["no_counterpart"]:
-        if key in entry["keys"].split():
-            return str(entry["why"])
-    if key.startswith(tuple(_tables()["no_matter"].split())):
-        return "changes logs, speed or files, and nothing that a recipe says"
-    return "unknown to this table, and not read; dpllm plan --keys lists what a recipe can say"
-
-
-def _method(draft: _Draft) -> None:
+def _method(draft: Draft) -> None:
     """What trains, and in which precision."""
     special, found = draft.special, draft.found
     method = special.get("@method", False)
@@ -190,10 +168,10 @@ def _method(draft: _Draft) -> None:
         draft.carried = [line for line in draft.carried if " -> adapter." not in line]  # of LoRA
         found |= {"adapter.method": "frozen", "adapter.last_blocks": last_blocks}
         if method != "freeze":
-            draft.left.append(
-                "full fine-tuning: noise grows with the number of weights that train, so the last 2 blocks do; or set "
-                "adapter.method: lora."
-            )
+            why = "full fine-tuning: noise grows with the number of weights that train"
+            if method not in (False, "full", "none"):
+                why = f"method {method}: a recipe trains LoRA or the last blocks"
+            draft.left.append(f"{why}, so the last 2 blocks train; or set adapter.method: lora.")
     draft.carried.append(f"method -> adapter.method: {found['adapter.method']}")
     for precision in ("bf16", "fp16"):
         if special.get(f"@{precision}") in (True, "full"):
@@ -201,7 +179,7 @@ def _method(draft: _Draft) -> None:
             draft.carried.append(f"{precision} -> train.precision: {precision}")
 
 
-def _length(draft: _Draft) -> None:
+def _length(draft: Draft) -> None:
     """Batch, epochs or steps, warm-up."""
     special, found = draft.special, draft.found
     rows, times = int(special["@rows"]), int(special.get("@accumulated", 1))
@@ -224,69 +202,7 @@ def _length(draft: _Draft) -> None:
     draft.carried.append(f"warm-up -> train.warmup: {found['train.warmup']:g}")
 
 
-def _sources(draft: _Draft) -> None:
-    """data.train and data.eval, their columns and format."""
-    special, found, known = draft.special, draft.found, _dataset_info(draft)
-    evaluated = special.get("@eval")
-    if str(special.get("@evaluate", "no")) != "no":
-        evaluated = special.get("@train")
-        found.setdefault("data.eval_split", "test")
-    else:
-        found.pop("data.eval_split", None)
-    if special.get("@text", "text") != "text":
-        found["data.columns"] = {"text": special["@text"]}
-    for key, value in (("data.train", special.get("@train")), ("data.eval", evaluated)):
-        named = [name for entry in _listed(value) for name in _entry(draft, key, known.get(str(entry), entry))]
-        if named:
-            found[key] = named[0] if len(named) == 1 else named
-            draft.carried.append(f"datasets -> {key}: {', '.join(named)}")
-
-
-def _dataset_info(draft: _Draft) -> Json:
-    """LLaMA-Factory's names of datasets -> what it says of them."""
-    wanted = Path(draft.special.get("@folder", "data"))
-    for folder in (wanted, draft.path.parent / wanted) if draft.tool == "LLaMA-Factory" else ():
-        if (folder / "dataset_info.json").is_file():
-            known = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
-            return {name: {"folder": str(folder), **entry} for name, entry in known.items()}
-    if draft.tool == "LLaMA-Factory":
-        draft.left.append("dataset: there is no dataset_info.json here, so names stand for files; type the files.")
-    return {}
-
-
-FORMATS = {"alpaca": "prompt_completion", "chat_template": "messages", "sharegpt": "messages", "completion": "text"}
-COLUMNS = {
-    "prompt": "instruction", "query": "input", "response": "output", "messages": "conversations", "field": "text", "system":
-    "system", "field_messages": "conversations", "field_instruction": "instruction", "field_input": "input", "field_output":
-    "output", "field_system": "system",
-}  # fmt: skip
-
-
-def _entry(draft: _Draft, key: str, entry: Any) -> list[str]:
-    """The files or Hub id of one of their datasets; its columns and its format go to the recipe."""
-    if not isinstance(entry, dict):
-        return [str(entry)]
-    if entry.get("ranking"):
-        _refuse(draft.path, "ranking: true")
-    found, kind = draft.found, entry.get("type")
-    said = {**entry, **(entry.get("columns") or {}), **(kind if isinstance(kind, dict) else {})}
-    renamed = {ours: said[theirs] for theirs, ours in COLUMNS.items() if isinstance(said.get(theirs), str)}
-    if draft.special.get("@stage") == "pt" and "instruction" in renamed:
-        renamed = {"text": renamed["instruction"]}
-    if fmt := FORMATS.get(str(entry.get("formatting", kind)).split(".")[0].split(":")[0]):
-        found["data.format"] = fmt if found.get("data.format", fmt) == fmt else "auto"
-    if renamed := {ours: name for ours, name in renamed.items() if name not in (ours, "messages")}:
-        found["data.columns"] = {**found.get("data.columns", {}), **renamed}
-    if "split" in entry:
-        found[f"{key}_split"] = entry["split"]
-    draft.left += [f"datasets.{other}: {_reason(other)}." for other in ("weight", "name") if other in entry]
-    named = entry.get("data_files") or entry.get("hf_hub_url") or entry.get("path")
-    if "file_name" in entry:
-        named = str(Path(entry["folder"]) / entry["file_name"])
-    return [named] if isinstance(named, str) else list(named or [])
-
-
-def _to_yaml(draft: _Draft) -> str:
+def _to_yaml(draft: Draft) -> str:
     recipe: Json = {"model": {}, "adapter": {}, "data": {}, "privacy": {"epsilon": 8.0}, "train": {}}
     for key, value in draft.found.items():
         section, _, name = key.rpartition(".")

@@ -279,3 +279,132 @@ def test_the_command_prints_a_recipe_and_reports_beside_it(tmp_path: Path, capsy
     assert capsys.readouterr().out == ""
     assert main(["import-config", str(path), "--output", str(recipe)]) == 2  # nothing is overwritten
     assert main(["import-config", str(tmp_path / "absent.yaml")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        (TRL, {"loss_type": "sigmoid"}),
+        (TRL, {"loss_type": ["sigmoid", "nll"]}),
+        (TRL, {"max_prompt_length": 512}),
+        (TRL, {"desirable_weight": 1.0}),
+        (TRL, {"beta": 0.0}),
+        (TRL, {"ref_model_sync_steps": 64}),
+        (TRL, {"num_ppo_epochs": 4}),
+        (AXOLOTL, {"process_reward_model": True}),
+        (AXOLOTL, {"orpo_alpha": 0.1}),
+        (LLAMA_FACTORY, {"kto_chosen_weight": 0.0}),
+    ],
+)
+def test_any_sign_of_preferences_or_rewards_is_refused(tmp_path: Path, text: str, changes: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))}: .* trains on preferences"):
+        imported(tmp_path, text, **changes)
+
+
+def test_a_supervised_loss_and_a_key_switched_off_are_no_such_sign(tmp_path: Path) -> None:
+    found, _ = imported(tmp_path, TRL, loss_type="chunked_nll", precompute_ref_log_probs=False, beta=None)
+    assert "loss_type: the clipped loss" in "\n".join(found.left)
+    imported(tmp_path, AXOLOTL, rl=False)
+
+
+def test_rows_that_train_are_never_held_out(tmp_path: Path) -> None:
+    found, recipe = imported(tmp_path, TRL, eval_strategy=False, dataset_test_split="test")  # what YAML makes of no
+    assert (recipe.data.eval, "eval_split" in found.recipe) == (None, False)
+    assert "dataset_test_split: nothing is evaluated" in "\n".join(found.left)
+    rows = {"path": "org/rows", "type": "alpaca"}
+    for text, changes in (
+        (TRL, {"dataset_name": "rows.jsonl"}),
+        (TRL, {"dataset_test_split": "train"}),
+        (AXOLOTL, {"datasets": [rows], "test_datasets": [dict(rows)]}),
+        (LLAMA_FACTORY, {"eval_dataset": "identity"}),
+    ):
+        found, recipe = imported(tmp_path, text, **changes)
+        assert (recipe.data.eval, "eval_split" in found.recipe) == (None, False), changes
+        assert "data.eval: would be rows that train" in "\n".join(found.left)
+
+
+@pytest.mark.parametrize(
+    ("entry", "key"),
+    [
+        ({"type": {"field_instruction": "ask"}}, "instruction"),
+        ({"type": "alpaca", "split": "test"}, "data.train_split"),
+    ],
+)
+def test_datasets_that_a_recipe_cannot_read_alike_are_refused(tmp_path: Path, entry: Any, key: str) -> None:
+    first = {"path": "org/rows", "type": {"field_instruction": "q"}}
+    with pytest.raises(ConfigError, match=f"its datasets name .* for {key}"):
+        imported(tmp_path, AXOLOTL, datasets=[first, {"path": "org/more", **entry}])
+
+
+def test_what_a_recipe_does_not_know_keeps_its_default_and_is_told(tmp_path: Path) -> None:
+    found, recipe = imported(tmp_path, AXOLOTL, lr_scheduler="rex", optimizer="lion_8bit")
+    assert (recipe.train.lr_scheduler, recipe.train.optimizer) == ("linear", "adamw")
+    assert not [line for line in found.carried if "rex" in line or "lion" in line]
+    left = "\n".join(found.left)
+    assert "linear, stands instead of rex" in left
+    assert "adamw, stands instead of lion_8bit" in left
+    found, _ = imported(tmp_path, TRL, lr_scheduler_type="polynomial", optim="paged_adamw_8bit")
+    assert "linear, stands instead of polynomial" in "\n".join(found.left)
+    assert "optim: paged_adamw_8bit -> train.optimizer: adamw" in found.carried
+    found, _ = imported(tmp_path, LLAMA_FACTORY, finetuning_type="oft", quantization_bit=None)
+    assert "method oft: a recipe trains LoRA or the last blocks" in "\n".join(found.left)
+    assert "full fine-tuning" not in "\n".join(found.left)
+
+
+def test_every_key_of_a_dataset_is_told(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    columns = {"prompt": "q", "system": "rules", "history": "before"}
+    entry = {
+        "hf_hub_url": "org/rows",
+        "columns": columns,
+        "num_samples": 5,
+        "subset": "en",
+        "tags": {"role_tag": "who"},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"rows": entry}))
+    found, recipe = imported(tmp_path, LLAMA_FACTORY, dataset="rows")
+    assert recipe.data.columns == {"instruction": "q"}  # an Alpaca row has no system
+    kind = {"field_instruction": "q", "field_system": "rules", "format": "{instruction}"}
+    theirs = {"path": "org/rows", "type": kind, "shards": 4, "train_on_split": "train", "own": 1}
+    more, _ = imported(tmp_path, AXOLOTL, datasets=[theirs, {"path": "org/rest", "type": "oasst"}])
+    left = "\n".join([*found.left, *more.left])
+    for key in (
+        "system",
+        "history",
+        "num_samples",
+        "subset",
+        "tags",
+        "format",
+        "field_system",
+        "shards",
+        "train_on_split",
+    ):
+        assert f"datasets.{key}: " in left
+        assert f"datasets.{key}: unknown" not in left
+    assert "datasets.own: unknown" in left
+    assert "datasets.type: " in left
+    mixture = [{"path": "org/rows", "columns": ["messages"], "split": "some"}]
+    found, recipe = imported(tmp_path, TRL, dataset_name=None, datasets=mixture, dataset_train_split=None)
+    assert "datasets.columns: " in "\n".join(found.left)
+    assert (recipe.data.train, recipe.data.eval_split, recipe.data.eval) == ("org/rows", "test", "org/rows")
+    chat = {"hf_hub_url": "org/chat", "formatting": "sharegpt", "columns": {"messages": "talk", "system": "rules"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"chat": chat}))
+    assert imported(tmp_path, LLAMA_FACTORY, dataset="chat")[1].data.columns == {
+        "conversations": "talk",
+        "system": "rules",
+    }
+
+
+def test_numbers_without_a_reading_are_one_line(tmp_path: Path) -> None:
+    assert imported(tmp_path, LLAMA_FACTORY, lora_rank="8")[1].adapter.model_dump(include={"r", "alpha"}) == {
+        "r": 8,
+        "alpha": 16.0,
+    }
+    for changes in ({"per_device_train_batch_size": float("inf")}, {"lora_rank": 8.5}, {"lora_rank": [8]}):
+        with pytest.raises(ConfigError, match="of another kind than LLaMA-Factory documents") as refused:
+            imported(tmp_path, LLAMA_FACTORY, **changes)
+        assert "\n" not in str(refused.value)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text('{"a":' * 200_000)
+    with pytest.raises(ConfigError, match="of another kind than LLaMA-Factory documents"):
+        imported(tmp_path, LLAMA_FACTORY)
