@@ -124,9 +124,11 @@ def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
     except DpllmError:
         yield "training text: the training data could not be read, so they were not searched for."
         return
+    total = len(table.rows)
+    chosen = [n * total // MOST_ROWS for n in range(MOST_ROWS)] if total > MOST_ROWS else range(total)
     rows = [
         (number, "\n".join(_strings([row[field] for field in FIELDS[table.format]])))
-        for number, row in enumerate(table.rows[:MOST_ROWS], start=1)
+        for number, row in ((n + 1, table.rows[n]) for n in chosen)
     ]
     hits = _matches(rows, texts, most=max(_FEW, int(COMMON * len(rows))))
     if hits:
@@ -135,6 +137,8 @@ def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
             f"{run.export}: training text: text of the training data stands in {listed(where)}. Take it out, and write the card "
             "again."
         )
+    if len(rows) < total:
+        yield f"training text: only {len(rows)} of {total} rows, evenly spread, were searched for."
 
 
 def _matches(

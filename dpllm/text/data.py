@@ -23,7 +23,7 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text.layouts import FIELDS, Format, converted, in_words, layout_of, learned
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
-from dpllm.text.sources import expand, read_rows
+from dpllm.text.sources import files, read_rows
 
 AT_ONCE = 2**18
 """Characters that a tokenizer gets in one call."""
@@ -94,12 +94,12 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
     """
     rows, layout, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
     sizes: list[tuple[str, int]] = []
-    for name in expand(source):
+    for name in files(source, data, split, cache_dir):
         number = 0
         for number, raw in enumerate(read_rows(name, data, split, cache_dir), start=1):
             place = f"{name}: row {number}"
             row = {**raw, **{to: raw[column] for to, column in data.columns.items() if column in raw}}
-            layout = layout_of(row, place, data.format, layout)
+            layout = layout_of(row, place, data.format, layout, data.columns.values())
             row, fields = converted(row, place, layout)
             content.update(fields)
             rows.append(row)

@@ -8,7 +8,7 @@ know where rows come from, nor what a token is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from dpllm.errors import DataError
@@ -79,7 +79,7 @@ def _of_sharegpt(row: Row) -> Row:
             )
         if "from" not in turn:
             messages.append(turn)
-        elif turn["from"] in ROLES:
+        elif isinstance(turn["from"], str) and turn["from"] in ROLES:
             messages.append({"role": ROLES[turn["from"]], "content": turn.get("value")})
         else:
             raise DataError(f"has a turn in column 'conversations' that is from nobody of {', '.join(ROLES)}")
@@ -109,8 +109,11 @@ LAYOUTS = (
 MEND = "Set data.format, and mend or drop the rows that lack what it reads."
 
 
-def layout_of(row: Row, place: str, wanted: str, before: Layout | None) -> Layout:
+def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: Iterable[str] = ()) -> Layout:
     """The layout of a row, which is that of the rows before it: of the format ``wanted``, or with auto of the only one it fits.
+
+    ``named``: columns that the recipe names. Errors name these and those of the formats alone: a file may hold text as a column's
+    name, such as keys in JSON, or the first row of a csv file without a header line.
 
     Raises:
         DataError: Several formats, another layout than before, or none; the columns are named.
@@ -131,11 +134,11 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None) -> Layou
         return before or fitting[0]
     if wanted in get_args(Format):
         return next(layout for layout in LAYOUTS if layout.format == wanted)
-    # A csv file without a header has text where the names of its columns should be.
     headed = not any(suffix in place.lower() for suffix in (".csv", ".tsv"))
-    filled = ", ".join(sorted(str(name) for name, value in row.items() if value is not None))
+    filled = {name for name, value in row.items() if value is not None}
+    known = sorted(filled & ({column for layout in LAYOUTS for column in layout.columns()} | set(named)))
     columns = (
-        f"fills the columns {filled or 'none'}"
+        f"fills the columns {', '.join(known) or 'none'} of those that are read, and {len(filled) - len(known)} others"
         if headed
         else "lacks them, or the file its header line, or another character than data.csv.delimiter parts its columns"
     )

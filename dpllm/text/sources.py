@@ -3,13 +3,15 @@
 Comes in: a data source. Goes out: its rows, one after the other, so that a source larger than memory can be read. Its
 errors name files, lines and columns and never the text of a row. It must not know what a row is for.
 
-``datasets`` reads directories and what comes from the Hub. Single files are read by hand: ``datasets`` would copy their text into
-a cache, guess the type of a column from the rows of all people (a date, a number), and quote rows in its errors.
+``datasets`` says which files of a directory or of the Hub are a split, and reads saved datasets. Other files are read by hand:
+``datasets`` would copy their text into a cache, guess the type of a column from the rows of all people (007 becomes 7 until one
+person is called x), and quote rows in its errors.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import glob
 import gzip
@@ -17,7 +19,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -29,6 +31,7 @@ from dpllm.text.rows import Row
 
 ROWS_AT_ONCE = 1000
 """Rows of a table that are Python objects at a time."""
+_MORE = "\0more fields than the header line"
 MOST_LEVELS = 100
 """Of lists and objects in one another in a row of JSON."""
 KNOWN = (
@@ -43,7 +46,7 @@ def expand(source: Source) -> list[str]:
     Raises:
         DataError: A glob that matches nothing, or a file that is named twice: its people would count as two.
     """
-    found: dict[str, str] = {}
+    found: list[str] = []
     for part in names.listed(source):
         matched = [part]
         if glob.has_magic(part) and not Path(part).exists():
@@ -52,12 +55,48 @@ def expand(source: Source) -> list[str]:
             raise DataError(
                 f"{part}: no file matches, so there is nothing to learn from. Check data.train and data.eval."
             )
-        for name in matched:
-            key = name if names.is_builtin(name) else str(Path(name).resolve())
-            if key in found:
-                raise DataError(f"{name}: is named twice, so everybody in it would count as two people. Name it once.")
-            found[key] = name
-    return list(found.values())
+        below = {str(parent) for name in matched for parent in Path(name).parents}
+        found += matched if matched == [part] else [name for name in matched if str(Path(name)) not in below]
+    return _once(found)
+
+
+def _once(found: list[str]) -> list[str]:
+    """The same, if no file is there twice: by another path, below a directory that is named too, or packed beside itself."""
+    seen: set[Any] = set()
+    folders = {Path(name).resolve() for name in found if Path(name).is_dir()}
+    for name in found:
+        path = Path(name).resolve()
+        keys: set[Any] = {name if names.is_builtin(name) else str(path).removesuffix(".gz")}
+        if path.exists():
+            keys.add((path.stat().st_dev, path.stat().st_ino))
+        if keys & seen or folders & set(path.parents):
+            raise DataError(
+                f"{name}: is named twice, as itself, by a link, below a directory or packed beside itself, so everybody in it "
+                "would count as two people. Name it once."
+            )
+        seen |= keys
+    return found
+
+
+def files(source: Source, data: DataConfig, split: str, cache_dir: Path) -> list[str]:
+    """The same as ``expand``, where a directory or Hub id is replaced by the files of the split, if ``read_rows`` reads them.
+
+    Raises:
+        DataError: See ``expand``; a split that is not there; a directory of several kinds of files.
+    """
+    found: list[str] = []
+    for name in expand(source):
+        path = Path(name)
+        if path.is_dir():
+            _check_kinds(path)
+        elif not names.is_builtin(name) and _is_hub(name):
+            path = _download(name, data, cache_dir)
+        found += _of_split(path, split, cache_dir) if path.is_dir() else [name]
+    return _once(found)
+
+
+def _is_hub(name: str) -> bool:
+    return not Path(name).exists() and _suffix(Path(name)) not in READERS and name.count("/") == 1
 
 
 def is_here(source: Source) -> bool:
@@ -69,7 +108,7 @@ def is_here(source: Source) -> bool:
 
 
 def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Iterator[Row]:
-    """Reads one of the sources that ``expand`` found, row by row, as it is written there; see ``data.load_table``.
+    """Reads one of the sources that ``files`` found, row by row, as it is written there; see ``data.load_table``.
 
     Raises:
         DataError: A source that is missing, of no known kind or damaged.
@@ -94,13 +133,10 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
                 )
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{mend}") from None
     elif path.is_dir():
-        _check_kinds(path)
-        yield from _read_directory(path, data.csv, split, cache_dir)
-    elif read or path.is_file() or source.count("/") != 1:
+        yield from _read_directory(path, data.unit, split, cache_dir)
+    else:
         reason = "is of no known kind" if path.exists() else "no such file"
         raise DataError(f"{source}: {reason}. data.train and data.eval take {KNOWN}.")
-    else:
-        yield from _read_hub(source, data, split, cache_dir)
 
 
 def _suffix(path: Path) -> str:
@@ -161,7 +197,22 @@ def _read_csv(path: Path, settings: CsvConfig) -> Iterator[Row]:
     with _open(path, settings.encoding or _encoding(path)) as file:
         header = file.readline()
         delimiter = settings.delimiter or _delimiter(header, ".tsv" in path.suffixes)
-        yield from csv.DictReader(itertools.chain([header], file), delimiter=delimiter)
+        rows = csv.DictReader(itertools.chain([header], file), delimiter=delimiter, strict=True, restkey=_MORE)
+        csv.field_size_limit(2**31 - 1)
+        number = 0
+        try:
+            for number, row in enumerate(rows, start=1):
+                if any(row.pop(_MORE, ())):
+                    raise DataError(
+                        f"{path}: row {number} has more fields than the header line, so its columns may be shifted and its owner "
+                        "another one. Quote fields that hold a delimiter, or mend the row."
+                    )
+                yield row
+        except csv.Error:
+            raise DataError(
+                f"{path}: row {number + 1} has a quote that is not closed or not doubled and could swallow the rows after it, or "
+                'another character than data.csv.delimiter parts its columns. Write "" for a quote inside a quoted field.'
+            ) from None
 
 
 def _encoding(path: Path) -> str:
@@ -193,40 +244,77 @@ READERS = {
 
 def _check_kinds(path: Path) -> None:
     kinds = {suffix for file in path.rglob("*") if (suffix := _suffix(file)) in READERS}
-    saved = any(
-        (path / name).exists() for name in ("dataset_dict.json", "state.json", "README.md")
-    )  # these say what they hold
-    if len(kinds) > 1 and not saved:
+    if len(kinds) > 1 and not _is_saved(path) and not _has_configs(path / "README.md"):
         raise DataError(
-            f"{path}: holds {' and '.join(sorted(kinds))} files, of which datasets would read one kind and leave out the others. "
+            f"{path}: holds {' and '.join(sorted(kinds))} files, of which datasets would take one kind and leave out the others. "
             "Name the files, or a glob such as DIR/*.jsonl."
         )
 
 
-def _read_directory(path: Path, settings: CsvConfig, split: str, cache_dir: Path) -> Iterator[Row]:
-    import datasets
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
-    datasets.disable_progress_bars()
+
+def _has_configs(readme: Path) -> bool:
+    """Whether a dataset's card says which files are its data."""
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    front = re.match(r"---\s*\n(.*?\n)---", text, re.DOTALL)
+    return bool(front and re.search(r"^configs:", front[1], re.MULTILINE))
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """``datasets`` raises many kinds of errors, and its messages may quote rows."""
     try:
-        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            said = {"sep": settings.delimiter, "encoding": settings.encoding}
-            said = {key: value for key, value in said.items() if value}
-            loaded = datasets.load_dataset(str(path), cache_dir=str(cache_dir), **said)
-        if isinstance(loaded, dict):
-            if split not in loaded:
-                raise DataError(f"{path}: has no split {split!r}; it has {', '.join(loaded)}. Set data.train_split.")
-            loaded = loaded[split]
-        for table in loaded.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
-            yield from table.to_pylist()
+        yield
     except DataError:
         raise
-    except Exception as error:  # datasets raises many kinds, and its messages may quote rows
+    except Exception as error:
         raise DataError(f"{path}: cannot be read as a directory of datasets ({type(error).__name__}).") from None
 
 
-def _read_hub(source: str, data: DataConfig, split: str, cache_dir: Path) -> Iterator[Row]:
+def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
+    """The files of a split, of which no row is read; the directory itself where only ``datasets`` reads them."""
+    if _is_saved(path):
+        return [str(path)]
+    import datasets
+
+    with _told(path):
+        found = datasets.load_dataset_builder(str(path), cache_dir=str(cache_dir)).config.data_files
+        splits = {str(name): sorted({str(file) for file in of_it}) for name, of_it in (found or {}).items()}
+    if all(_suffix(Path(file)) in READERS for file in _one(splits, split, path)):
+        return splits[split]
+    return [str(path)]
+
+
+def _one(splits: Mapping[str, Any], split: str, path: Path) -> Any:
+    if split not in splits:
+        raise DataError(f"{path}: has no split {split!r}; it has {', '.join(splits)}. Set data.train_split.")
+    return splits[split]
+
+
+def _read_directory(path: Path, unit: str, split: str, cache_dir: Path) -> Iterator[Row]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    with _told(path):
+        if not _is_saved(path) and unit != "example":
+            raise DataError(
+                f"{path}: holds files that only datasets reads, which guesses the type of the unit column {unit!r} from all "
+                "rows, so one row could decide how many people there are. Write them as jsonl, csv or parquet and name the files."
+            )
+        loaded = (
+            datasets.load_from_disk(str(path))
+            if _is_saved(path)
+            else datasets.load_dataset(str(path), cache_dir=str(cache_dir))
+        )
+        if isinstance(loaded, dict):
+            loaded = _one(loaded, split, path)
+        for table in loaded.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+            yield from table.to_pylist()
+
+
+def _download(source: str, data: DataConfig, cache_dir: Path) -> Path:
     # datasets would keep the downloaded files in the user's shared Hub cache; a snapshot into our own folder does not.
     from huggingface_hub import snapshot_download
 
@@ -238,4 +326,4 @@ def _read_hub(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
             f"{source}: no such file, and the Hub gave no dataset of that name ({type(error).__name__}). "
             "Check the spelling and the network, or set data.train and data.eval to local files."
         ) from None
-    yield from _read_directory(target, data.csv, split, cache_dir)
+    return target

@@ -47,3 +47,25 @@ def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: 
     run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
     with pytest.raises(Refused, match=r"training text: .* stands in chat.jinja"):
         list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}))
+
+
+def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaks, "MOST_ROWS", 10)
+    tiny.write_rows(tmp_path / "a.jsonl", [{"text": "nothing of note"}] * 90)
+    tiny.write_rows(tmp_path / "b.jsonl", [{"text": ROWS[2][1]}] * 10)
+    recipe = {
+        "model": {"name_or_path": "m"},
+        "data": {"train": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]},
+        "train": {"steps": 1},
+        "output_dir": "run",
+    }
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
+    assert list(leaks._rows(run, {"chat.jinja": "nothing"})) == [
+        "training text: only 10 of 100 rows, evenly spread, were searched for."
+    ]
+    with pytest.raises(Refused, match=r"chat.jinja \(row 91\)"):
+        list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}))

@@ -256,12 +256,12 @@ def test_messages_that_are_no_list_are_refused(tmp_path: Path, value: Any) -> No
         ("rows.jsonl", f'{{"text": "{SENTINEL}"}}\n"{SENTINEL}"\n'),
         ("rows.jsonl", f'{{"body": "{SENTINEL}"}}\n'),
         ("rows.csv", f"{SENTINEL},{SENTINEL}\n{SENTINEL},{SENTINEL}\n"),
-        ("rows.csv", f"text\n{SENTINEL}\n" + "x" * 200_000 + "\n"),
+        ("rows.csv", f'text\n{SENTINEL}\n"' + "x" * 200_000 + "\n"),
         ("rows.tsv", f"{SENTINEL}\t1\n{SENTINEL}\t2\n"),
         ("rows.parquet", SENTINEL * 20),
         ("rows.txt", SENTINEL),
     ],
-    ids=["cut", "no-object", "other-column", "no-header", "huge-field", "tsv", "no-parquet", "kind"],
+    ids=["cut", "no-object", "other-column", "no-header", "endless-field", "tsv", "no-parquet", "kind"],
 )
 def test_broken_files_are_told_without_their_text(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
@@ -483,7 +483,11 @@ def test_an_absent_unit_column_is_refused(tmp_path: Path) -> None:
         count_units(section(train=str(path), unit="author", max_examples_per_unit=2), tmp_path)
 
 
-def test_a_csv_line_with_too_many_cells_still_has_an_owner(tmp_path: Path) -> None:
+def test_a_csv_line_with_too_many_cells_has_no_sure_owner(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text("who,text\na,one,more\na,two\n")
-    assert count_units(section(train=str(path), unit="who", max_examples_per_unit=1), tmp_path) == 1
+    data = section(train=str(path), unit="who", max_examples_per_unit=1)
+    path.write_text("text,who\none,a,,\ntwo,a\n")
+    assert count_units(data, tmp_path) == 1  # what is too much holds nothing
+    path.write_text("text,who\none,a\ntwo, more,a\n")
+    with pytest.raises(DataError, match="row 2 has more fields than the header line"):
+        count_units(data, tmp_path)

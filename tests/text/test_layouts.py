@@ -126,7 +126,8 @@ def test_a_row_that_fits_two_formats_is_refused_unless_one_is_stated(tmp_path: P
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"question": SENTINEL, "answer": SENTINEL}, "row 1 fills the columns answer, question; a row needs"),
+        ({"prompt": SENTINEL, SENTINEL: "yes"}, "row 1 fills the columns prompt of those .* and 1 others; a row needs"),
+        ({"conversations": [{"from": [SENTINEL], "value": SENTINEL}]}, "row 1 has a turn .* from nobody of human, "),
         ({**ALPACA, "input": [SENTINEL]}, "row 1 has no text in column 'input', which Alpaca reads"),
         ({**ALPACA, "instruction": 7}, "row 1 has no text in column 'instruction'"),
         ({"conversations": SENTINEL}, "row 1 has no a list of messages in column 'conversations'"),

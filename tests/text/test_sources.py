@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +179,115 @@ def test_a_packed_file_that_was_cut_short_is_told(tmp_path: Path, name: str, cut
     with pytest.raises(DataError, match="cannot be read as") as caught:
         load(str(path), tmp_path)
     assert "Sigrid" not in str(caught.value)
+
+
+PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range(6))
+
+
+@pytest.mark.parametrize(
+    ("row", "number"), [('p1,"note 1\n', 2), ('"p1,note 1\n', 2), ('p1,"note" 1\n', 2), ('p1,"note 1"" and\n', 2)]
+)
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_stray_quote_swallows_nobody(tmp_path: Path, row: str, number: int, suffix: str) -> None:
+    text = PEOPLE.replace("p1,note 1\n", row).replace("note 4", '"said ""so"" today"')
+    path = written(tmp_path / f"rows{suffix}", text.replace(",", "," if suffix == ".csv" else "\t").encode())
+    with pytest.raises(DataError, match=rf"row {number} has a quote that is not closed or not doubled") as caught:
+        load(str(path), tmp_path)
+    assert "note" not in str(caught.value)
+
+
+def test_a_long_field_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.csv", f"text\n{'x' * 200_000}\n".encode())
+    assert [len(row["text"]) for row in load(str(path), tmp_path).rows] == [200_000]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [["ward", "ward/a.jsonl"], ["ward/a.jsonl", "ward"], ["ward", "ward/in"], "ward/*.jsonl*", ["ward/a.jsonl", "link.jsonl"],
+     ["ward/a.jsonl", "hard.jsonl"], "linked"],
+)  # fmt: skip
+def test_nobody_counts_twice_by_another_path(tmp_path: Path, source: Any) -> None:
+    path = written(tmp_path / "ward" / "a.jsonl", LINES.encode())
+    (tmp_path / "ward" / "in").mkdir()
+    if source == "ward/*.jsonl*":
+        written(path.with_suffix(".jsonl.gz"), LINES.encode())
+    (tmp_path / "link.jsonl").symlink_to(path)
+    (tmp_path / "hard.jsonl").hardlink_to(path)
+    written(tmp_path / "linked" / "b.jsonl", LINES.encode())
+    (tmp_path / "linked" / "c.jsonl").hardlink_to(tmp_path / "linked" / "b.jsonl")
+    with pytest.raises(DataError, match="is named twice"):
+        load([str(tmp_path / one) for one in source] if isinstance(source, list) else str(tmp_path / source), tmp_path)
+
+
+def test_a_glob_through_all_folders_is_the_files_in_them(tmp_path: Path) -> None:
+    paths = [written(tmp_path / "ward" / name, LINES.encode()) for name in ("a.jsonl", "in/b.jsonl")]
+    assert expand(str(tmp_path / "ward" / "**")) == [str(path) for path in paths]
+    assert expand(str(tmp_path / "war*")) == [str(tmp_path / "ward")]
+
+
+def csv_of(*people: str) -> bytes:
+    return ("who,text\n" + "".join(f"{who},note\n" for who in people)).encode()
+
+
+def jsonl_of(*people: str) -> bytes:
+    return "".join(json.dumps({"who": who, "text": "note"}) + "\n" for who in people).encode()
+
+
+@pytest.mark.parametrize("kind", ["directory", "configs", "Hub"])
+@pytest.mark.parametrize(
+    ("name", "content", "people"),
+    [
+        ("train.csv", csv_of, ("007", "7", "007", "8")),
+        ("train.jsonl", jsonl_of, ("2020-01-01", "2020-01-01T00:00:00", "2020-01-01", "2021-01-01")),
+    ],
+)
+def test_no_row_of_a_directory_decides_how_the_units_of_others_read(
+    tmp_path: Path, name: str, content: Any, people: tuple[str, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for last in (people[-1], "x"):
+        folder = written(tmp_path / last / name, content(*people[:-1], last)).parent
+        if kind == "configs":
+            (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {name}\n---\n")
+        copied = partial(shutil.copytree, folder, dirs_exist_ok=True)
+        monkeypatch.setattr(
+            "huggingface_hub.snapshot_download", lambda *_, local_dir, copied=copied, **__: copied(local_dir)
+        )
+        source = "org/letters" if kind == "Hub" else str(folder)
+        counts.append(count_units(section(source, unit="who", max_examples_per_unit=1), tmp_path / "cache"))
+    assert counts == [3, 3]
+
+
+def test_a_directory_that_only_datasets_reads_has_no_units_but_rows(tmp_path: Path) -> None:
+    written(tmp_path / "ward" / "train.txt", b"note\nnote\n")
+    assert len(load(str(tmp_path / "ward"), tmp_path).rows) == 2
+    with pytest.raises(DataError, match="guesses the type of the unit column 'who'"):
+        load(str(tmp_path / "ward"), tmp_path, unit="who", max_examples_per_unit=1)
+
+
+@pytest.mark.parametrize("place", ["{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"])
+def test_the_splits_of_a_directory_are_told_by_its_names(tmp_path: Path, place: str) -> None:
+    for split in ("train", "validation", "test"):
+        written(tmp_path / "ward" / place.format(split), json.dumps({"text": split}).encode())
+    data = section(str(tmp_path / "ward"))
+    for split in ("train", "validation", "test"):
+        assert list(load_table(data.train, data, split, tmp_path / "cache").rows) == [{"text": split}]
+    with pytest.raises(DataError, match="has no split 'extra'; it has train, validation, test"):
+        load_table(data.train, data, "extra", tmp_path / "cache")
+
+
+def test_the_first_row_of_a_headerless_csv_file_in_a_directory_is_not_quoted(tmp_path: Path) -> None:
+    written(tmp_path / "ward" / "train.csv", f"p1,{SENTINEL}\np2,more\n".encode())
+    with pytest.raises(DataError, match="lacks them, or the file its header line") as caught:
+        load(str(tmp_path / "ward"), tmp_path)
+    assert "Sigrid" not in str(caught.value)
+
+
+def test_a_readme_that_names_no_files_mends_no_mixture(tmp_path: Path) -> None:
+    written(tmp_path / "ward" / "a.jsonl", LINES.encode())
+    written(tmp_path / "ward" / "b.csv", b"text\nb\n")
+    readme = written(tmp_path / "ward" / "README.md", b"# Letters\n\nconfigs:\n")
+    with pytest.raises(DataError, match=r"holds .csv and .jsonl files"):
+        load(str(tmp_path / "ward"), tmp_path)
+    readme.write_text("---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
+    assert len(load(str(tmp_path / "ward"), tmp_path).rows) == 3
