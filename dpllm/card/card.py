@@ -8,10 +8,12 @@ Must not read ``private/``: what is written here is published.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import yaml
 from huggingface_hub import ModelCardData
 
 from dpllm.auditing.record import read_audit
@@ -118,7 +120,7 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
     record = RunRecord.pick(names.without_paths(record.to_json()))
     base = config.model.name_or_path
     hub_base = base if record.model.commit and names.is_hub_id(base) else None
-    front = _front_matter(config, statement, hub_base).to_yaml()
+    front = _yaml(_front_matter(config, statement, hub_base))
     body = formatting.template("card.md.j2").render(
         **{name: section.marked(name, part) for name, part in parts.items()},
         w=formatting,
@@ -134,6 +136,7 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
     text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
         whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == section.matter(statement)
+        whole = whole and not section.ambiguous(text)
     except ConfigError:
         whole = False
     if not whole:
@@ -191,6 +194,21 @@ def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str |
         datasets=of_hub or None,
         privacy=section.matter(statement),
     )
+
+
+def _yaml(data: ModelCardData) -> str:
+    """As the Hub writes it; with quotes and escapes where two readers could differ over that."""
+    text = data.to_yaml()
+    if not section.ambiguous(f"---\n{text}\n---\n"):
+        return text
+
+    class Quoting(yaml.SafeDumper):
+        pass
+
+    Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+    values = data.to_dict()  # type: ignore[no-untyped-call]
+    quoted: str = yaml.dump(values, Dumper=Quoting, sort_keys=False, width=math.inf)
+    return quoted.rstrip("\n")
 
 
 def physical_batch(config: RunConfig, found: int | None) -> str:

@@ -6,6 +6,8 @@ Comes in: values of a run. Goes out: short strings, templates. Must not open any
 from __future__ import annotations
 
 import math
+import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from functools import cache
@@ -16,6 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 TEMPLATES = Path(__file__).parent / "templates"
 NOT_MEASURED = "not measured"
+_MARKDOWN = re.compile(r"[\\`*\[\]~$]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)|^[#>+-]")
+"""What Markdown, or the mathematics of the Hub, would take for more than a letter."""
 
 
 def bound(value: float, digits: int = 4) -> str:
@@ -76,19 +80,36 @@ def p_value(value: float | None) -> str:
 
 def sentence(text: str) -> str:
     """One line that ends with a full stop and begins with a capital, unless it begins with a name such as a key."""
-    first, _, rest = " ".join(text.split()).partition(" ")
+    first, _, rest = visible(text).partition(" ")
     line = f"{first[:1].upper() + first[1:] if first.isalpha() else first} {rest}".strip()
-    return line if line.endswith((".", "!", "?")) else line + "."
+    return _prose(line if line.endswith((".", "!", "?")) else line + ".")
 
 
 def line(value: object) -> str:
     """Text on one line, without the full stop at its end."""
-    return " ".join(str(value).split()).rstrip(". ")
+    return _prose(visible(value).rstrip(". "))
 
 
 def cell(value: object) -> str:
     """Text that stays inside its cell of a Markdown table."""
-    return " ".join(str(value).split()).replace("|", "\\|")
+    return _prose(visible(value)).replace("|", "\\|")
+
+
+def code(value: object) -> str:
+    """A name in a code span, in a table or outside, which it cannot end."""
+    name = visible(value).replace("`", "'") or "?"
+    return "`" + re.sub(r"\\*\|", r"\\|", name) + "`"
+
+
+def visible(value: object) -> str:
+    """Text on one line, without letters that nobody sees or that turn the others around."""
+    line = " ".join(str(value).split())
+    return "".join(one for one in line if unicodedata.category(one) not in ("Cc", "Cf")).strip()
+
+
+def _prose(text: str) -> str:
+    """Text that Markdown shows as it stands: no image, link, emphasis or heading begins in it."""
+    return _MARKDOWN.sub(r"\\\g<0>", text)
 
 
 def tier(epsilon: float) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from typing import Any
 
 import yaml
@@ -30,6 +31,7 @@ _MAIN = ("guarantee", "reason", "epsilon", "delta", "unit", "neighbouring_relati
 _TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
 """Where HTML would begin: a text of a statement could hide what stands behind it."""
 _MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
+_OTHERWISE = re.compile(r"^(?:---|\.\.\.|\s*#)", re.MULTILINE)
 _MOST_MATTER = 2**19  # letters; YAML takes ten seconds for a million
 _MOST_LEVELS = 60
 
@@ -146,6 +148,18 @@ def front_matter(markdown: str) -> Json:
             "Take the file from where the model was published, or write it again: dpllm card RUN."
         )
     return value
+
+
+def ambiguous(markdown: str) -> bool:
+    """Whether two readers of YAML may find different things in the front matter of a card.
+
+    An example: PyYAML ends a line at U+2028, and with it a comment; the reader of the Hub does not. So nothing is allowed that a
+    card of dpllm does not need: neither comments, nor marks of a document, nor letters that end a line or that nobody sees.
+    """
+    matter = _MATTER.match(_read(markdown))
+    text = matter[1] if matter else ""
+    strange = any(unicodedata.category(one) in ("Cc", "Cf", "Zl", "Zp") for one in text if one not in "\t\n")
+    return strange or _OTHERWISE.search(text) is not None
 
 
 def _strict_yaml(text: str) -> Any:

@@ -51,7 +51,8 @@ def trade_off(event: events.Event, relation: Relation) -> list[list[float]] | No
 def alt_text(terms: Terms) -> str:
     """The figure in words, for those who do not see it."""
     one, ten = (formatting.percent_bound(_at(terms, rate)) for rate in (0.01, 0.001))
-    who = _who(terms.unit).replace("[", "(").replace("]", ")")  # brackets would end the description in Markdown
+    # Brackets would end the description in Markdown.
+    who = formatting.line(_who(terms.unit).replace("[", "(").replace("]", ")"))
     return (
         f"Curve of the largest true-positive rate that any test for the presence of {who} can have against its "
         f"false-positive rate: at most {one} at 1%, at most {ten} at 0.1%. "
@@ -84,7 +85,7 @@ def figure(terms: Terms) -> str:
 
 
 def _who(unit: str) -> str:
-    unit = formatting.line(unit)
+    unit = formatting.visible(unit)
     return "one training example" if unit == "example" else f"one {unit if len(unit) <= 24 else unit[:23] + '…'}"
 
 

@@ -39,6 +39,10 @@ OF_THE_HUB = (".gitattributes", ".git", ".cache")
 _TRAINING_STATE = re.compile(
     r"exp_avg|momentum_buffer|optimizer|rng|grad_sample|summed_grad|\bmoments?\b", re.IGNORECASE
 )
+_HIDING = re.compile(r"<(?:style|script|link|iframe|object|embed)\b|[\s\"'/]style\s*=", re.IGNORECASE)
+_KEYS = {"base_model", "library_name", "pipeline_tag", "tags", "license", "language", "datasets", "privacy"}
+_KEYS |= {"license_name", "license_link"}
+"""Of the front matter: what dpllm writes, and two that the Hub asks for beside a licence of one's own."""
 _AGAIN = "Write the card again: dpllm card RUN."
 ASSERTED = {
     "training": (
@@ -84,7 +88,14 @@ def _stated(block: Any, field: str) -> bool:
 
 def front_matter(found: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json, whose fields and hash it states."""
+    if section.ambiguous(found.card):
+        raise Wrong(
+            "the front matter of README.md has a comment, a mark of a document or a letter that ends lines or is not seen, so "
+            f"that two readers may find different statements in it. {_AGAIN}"
+        )
     stated = section.front_matter(found.card)
+    if more := sorted(map(str, stated.keys() - _KEYS)):
+        raise Wrong(f"the front matter of README.md has keys that dpllm does not write ({listed(more)}). Delete them.")
     if earlier(found):
         detail = (
             f"it was made by an earlier version (it names dpllm {found.record.software.get('dpllm')}), whose page this version "
@@ -101,7 +112,7 @@ def front_matter(found: Published) -> Iterator[Check]:
         "front matter", "the privacy entry of README.md states the main fields and the SHA-256 of privacy.json."
     )
     tags = stated.get("tags") or []
-    claims = isinstance(tags, list) and any(tag in ("differential-privacy", "dp-sgd") for tag in tags)
+    claims = any(tag in ("differential-privacy", "dp-sgd") for tag in (tags if isinstance(tags, list) else [tags]))
     if claims and not found.record.guarantee:
         yield failed(
             "tags",
@@ -131,6 +142,14 @@ def marked(found: Published) -> Iterator[Check]:
     if not section.first(found.card):
         detail = f"something stands before the banner or the privacy part, and could hide them. {_AGAIN}"
         yield failed("what is seen first", detail)
+    beside = found.card
+    for part in parts.values():
+        beside = beside.replace(part, "")
+    if hiding := _HIDING.search(beside):
+        yield failed(
+            "what could hide it",
+            f"outside the marked parts stands {hiding[0].strip()}, which can hide or cover the statement. Take it out.",
+        )
     for name in expected:
         label = f"{name} in README.md"
         if parts[name] == expected[name]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -184,6 +185,38 @@ print(section.render(privacy_record.read(json.load(sys.stdin)))["banner"])
     found = subprocess.run([sys.executable, "-c", code], input=json.dumps(block), capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == rendered(block)["banner"]
+
+
+HOSTILE = "x` ![ε = 0.1](https://evil/x.svg) ` **A** \u202e\u200b [a](https://evil) &#8238; # b"
+
+
+def test_no_text_of_a_statement_shows_an_image_a_link_or_hidden_letters(block: Json) -> None:
+    attempted = render_card(config(), plan(), broken(), None)[1]
+    changes = {"lineage": lineage(ancestors=[parent(name="older")]), "deviations": ["a thing"]}
+    tuned = render_card(config(), plan(), record(**changes), audit(), MECHANISM)[1]
+    tried = 0
+    for whole in (tuned, attempted):
+        for path in leaves(whole):
+            hostile, last = copy.deepcopy(whole), path[-1]
+            here = hostile
+            for key in path[:-1]:
+                here = here[key]
+            if here[last] is not None and not isinstance(here[last], str):
+                continue
+            here[last] = HOSTILE
+            try:
+                shown = "\n".join(rendered(hostile).values())
+            except ConfigError:
+                continue
+            prose = re.sub(r"(?<!\\)`[^`\n]*`", "", shown).replace("![Curve of", "")
+            tried += HOSTILE[-3:] in shown
+            assert not re.search(r"[\u202e\u200b]|!\[|(?<!\\)\]\(https|(?<!\\)`|(?<!\\)&#|\*\*A\*\*", prose), path
+    assert tried > 15
+
+
+def test_a_text_of_a_statement_begins_no_heading_and_no_quotation(block: Json) -> None:
+    for text in ("# ε = 0.1", "> ε = 0.1"):
+        assert f"- \\{text}." in rendered({**block, "deviations": [text]})["privacy"]
 
 
 def test_names_stay_in_their_cells() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cards import audit, config, make_run, plan, record
+from cards import audit, baseline, baseline_record, config, make_run, plan, record
 
 from dpllm.card.card import write_card
+from dpllm.errors import ConfigError
 from dpllm.statement import section
 from dpllm.verification import check_export
 from dpllm.verification.values import Check, Published, Wrong, read_object
@@ -31,7 +32,7 @@ def statement(page: Path) -> dict[str, Check]:
     for name, check in (("front matter", check_export.front_matter), ("marked parts", check_export.marked)):
         try:
             checks += check(found)
-        except Wrong as error:
+        except (Wrong, ConfigError) as error:
             checks.append(Check(name, "failed", str(error)))
     return {check.name: check for check in checks if check.status == "failed"}
 
@@ -94,3 +95,49 @@ def test_the_front_matter_names_the_very_bytes_of_the_statement(page: Path) -> N
     path = page.parent / "privacy.json"
     path.write_text(json.dumps(json.loads(path.read_text())), encoding="utf-8")
     assert "its hash is another" in statement(page)["front matter"].detail
+
+
+@pytest.mark.parametrize(
+    "text", ["a: b\u2028c: d", "a: b\x85", "a: b\u2029", "# note", "  # note", "--- # x", "...", "a: \u200b"]
+)
+def test_a_front_matter_that_two_readers_read_differently_is_refused(page: Path, text: str) -> None:
+    card = page.read_text("utf-8").replace("license: ", f"{text}\nlicense: ", 1)
+    page.write_text(card, encoding="utf-8")
+    assert "two readers" in statement(page)["front matter"].detail
+
+
+def test_a_front_matter_holds_what_dpllm_writes_and_the_name_of_a_licence(page: Path) -> None:
+    card = page.read_text("utf-8")
+    page.write_text(card.replace("---\n", "---\nlicense_name: ours\nlicense_link: LICENSE\n", 1), encoding="utf-8")
+    assert not statement(page)
+    page.write_text(card.replace("---\n", "---\nmodel-index: []\n", 1), encoding="utf-8")
+    assert "(model-index)" in statement(page)["front matter"].detail
+
+
+@pytest.mark.parametrize(
+    "name", ["a\u2028b: 1", "ward\u200b\u202e7", "long words " * 9 + "# and a comment " * 9, "\n# a\n--- b", "é"]
+)
+def test_the_front_matter_that_dpllm_writes_is_read_in_one_way(tmp_path: Path, name: str) -> None:
+    recipe = config(card={"license": name, "tags": [name]})
+    page = write_card(make_run(tmp_path, recipe, plan(dataset=name), record(), audit()))
+    assert not statement(page)
+    assert section.front_matter(page.read_text("utf-8"))["license"] == name
+
+
+def test_a_tag_that_stands_alone_counts(tmp_path: Path) -> None:
+    page = write_card(make_run(tmp_path, baseline(), None, baseline_record(), None))
+    assert not statement(page)
+    matter = section.front_matter(page.read_text("utf-8")) | {"tags": "differential-privacy"}
+    _, _, rest = page.read_text("utf-8").split("---\n", 2)
+    page.write_text(f"---\n{yaml.safe_dump(matter)}---\n{rest}", encoding="utf-8")
+    assert "tags" in statement(page)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<style>p {display: none}</style>", "<SCRIPT src=x>", "<link rel=stylesheet>", "<iframe>", "<object>", "<embed src=x>",
+     "<div title='>' style = 'position: fixed'>", "<p/style=x>"],
+)  # fmt: skip
+def test_nothing_outside_the_marked_parts_can_cover_them(page: Path, text: str) -> None:
+    page.write_text(page.read_text("utf-8") + f"\n{text}\n", encoding="utf-8")
+    assert set(statement(page)) == {"what could hide it"}
