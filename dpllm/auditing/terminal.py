@@ -110,7 +110,7 @@ def _shadows(shadows: Json) -> list[Part]:
         lines = [
             (_times(g), _interval(seen[g]["auc"], seen[g]["auc_interval"]), "0.5", "") for g in sorted(seen, key=int)
         ]
-        parts.append((f"{name}, {shadows['shadows']} shadows (AUC)", lines))
+        parts.append((f"{name}, {shadows['shadows']} shadows (AUC)", lines or [("", "-", "0.5", "")]))
     return parts
 
 

@@ -361,7 +361,7 @@ def checked(folder, report):
 
 
 def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
-    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
+    card = shutil.copytree(MODEL_CARDS / "e2e-epsilon-8" / "export", tmp_path / "card")
     report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
     rows, tokens = read_scores(card / "audit")
     beside = Beside(block, report["controls"]["words"], report["controls"]["twin"], version=2)
@@ -379,7 +379,7 @@ def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
 @pytest.mark.parametrize("version", [1, 2])
 def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path):
     """Those of version 1 are too narrow, and follow from the scores of what was published with them."""
-    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
+    card = shutil.copytree(MODEL_CARDS / "e2e-epsilon-8" / "export", tmp_path / "card")
     report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
     rows, tokens = read_scores(card / "audit")
     fresh = summarised(
@@ -400,7 +400,7 @@ def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path)
 
 @pytest.mark.parametrize("column", range(8))
 def test_every_changed_column_of_an_earlier_score_table_is_seen(column, tmp_path):
-    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-1" / "export", tmp_path / "card")
+    card = shutil.copytree(MODEL_CARDS / "e2e-epsilon-8" / "export", tmp_path / "card")
     path = card / "audit" / "scores.csv"
     table = [line.split(",") for line in path.read_text().splitlines()]
     forge = {
