@@ -34,7 +34,7 @@ WORKER = "--worker"
 def work(request: dict[str, Any]) -> None:
     """A process of the benchmark: takes a step for each line that it reads, and answers with its times."""
     import torch
-    from bench_step import build, random_batches, with_engine
+    from _step_variants import build, random_batches, with_engine
     from torch import distributed
 
     rank, world = request["rank"], request["world"]

@@ -10,10 +10,8 @@ import gc
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,8 +146,6 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.directory import RunDir
     from dpllm.run.promise import Start, decide
 
-    if known.model:  # torch and transformers are read while the accountants compute
-        threading.Thread(target=import_module, args=("dpllm.forecast.footprint",), daemon=True).start()
     released = released_by(RunDir(Path(known.after))) if known.after else None
     seen = decide(config, Start())
     refusals = list(seen.refusals)

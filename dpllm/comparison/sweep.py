@@ -27,6 +27,7 @@ from dpllm.privacy.renyi import Fit
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.promise import Start, Subject, decide, read_subject
+from dpllm.run.resume import TRAIN_MAY_CHANGE
 from dpllm.statement.run_files import read_status
 
 if TYPE_CHECKING:
@@ -40,14 +41,7 @@ EXAMPLE = "--privacy.epsilon 1,3,8,inf"
 # Beside the epsilons, which are compared by themselves: what a resumed run may change too.
 MAY_CHANGE: dict[str, Any] = {
     "privacy": {"epsilon"},
-    "train": {
-        "physical_batch_size",
-        "eval_every",
-        "checkpoint_every",
-        "sample_prompts",
-        "sample_every",
-        "process_timeout",
-    },
+    "train": TRAIN_MAY_CHANGE,
     "card": True,
     "telemetry": True,
     "output_dir": True,

@@ -18,17 +18,9 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 
-MAY_CHANGE = {"card", "telemetry"} | {
-    f"train.{key}"
-    for key in (
-        "physical_batch_size",
-        "eval_every",
-        "checkpoint_every",
-        "sample_prompts",
-        "sample_every",
-        "process_timeout",
-    )
-}
+TRAIN_MAY_CHANGE = {"physical_batch_size", "eval_every", "checkpoint_every", "process_timeout"}
+TRAIN_MAY_CHANGE |= {"sample_prompts", "sample_every"}
+MAY_CHANGE = {"card", "telemetry", *(f"train.{key}" for key in TRAIN_MAY_CHANGE)}
 WITH_STEPS = {
     "num_steps",
     "event",

@@ -2,7 +2,8 @@
 
 Comes in: steps, epsilon in words, numbers of tokens; run.json. Goes out: text on a console. How fast and how large a step is
 follows from the units that were drawn and from the longest row: it is for whoever sits at the terminal, and is kept in a log
-or in a notebook of public data alone.
+or in a notebook of public data alone. Which steps get a line in
+a log follows from their number.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dpllm.files import RunPaths
 from dpllm.model import memory
 from dpllm.statement.run_files import RunRecord
 
-EVERY = 30.0  # seconds between two lines of a log
+LINES = 20  # of a log, about
 
 
 class ProgressLine:
@@ -35,7 +36,7 @@ class ProgressLine:
         at_terminal = console.file.isatty()  # FORCE_COLOR makes a log a terminal of rich's
         notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         self._told = public or at_terminal
-        self._first, self._begun, self._due, self._tokens = done, 0.0, 0.0, 0
+        self._first, self._begun, self._tokens = done, 0.0, 0
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -66,17 +67,18 @@ class ProgressLine:
         cost = self._cost(step, now)
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step, description=words, cost=cost)
-        elif now >= self._due or step == self._total:
-            self._due = now + EVERY
+        elif step % max(1, self._total // LINES) == 0 or step == self._total:
             line = ", ".join(filter(None, (f"step {step} of {self._total}", words, cost)))
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _cost(self, step: int, now: float) -> str:
-        done, seconds = step - self._first, now - self._begun
-        parts = [f"{timedelta(seconds=round(seconds / done * (self._total - step)))} left"] if done else []
-        if done and seconds and self._told:
-            parts.append(f"{self._tokens / seconds:,.0f} tokens/s")
-        if self._told and (held := memory.peak_memory()) is not None:
+        done, seconds, parts = step - self._first, now - self._begun, []
+        if not self._told:
+            return ""
+        if done and seconds:
+            left = timedelta(seconds=round(seconds / done * (self._total - step)))
+            parts = [f"{left} left", f"{self._tokens / seconds:,.0f} tokens/s"]
+        if (held := memory.peak_memory()) is not None:
             parts.append(f"{held / 1e9:.2f} GB")
         return ", ".join(parts)
 

@@ -18,6 +18,7 @@ import yaml
 
 import dpllm
 from dpllm.cli import main
+from dpllm.ledger import Ledger
 
 Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -121,3 +122,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def charged(place: Place) -> tuple[int, int]:
+    """Reservations, and steps of the last one."""
+    with Ledger(place.ledger) as book:
+        entries = [link.facts["entry"] for link in book.history("notes") if link.kind == "reserve"]
+        return len(entries), book.run(entries[-1]).steps

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
-from running import Place, contents, done, dpllm_, make_place, python, rows
+from running import Place, charged, contents, done, dpllm_, make_place, python, rows
 from safetensors.torch import load_file
 
 from dpllm.ledger import Budget, Ledger
@@ -73,13 +73,6 @@ def commits(place: Place) -> list[tuple[str, int]]:
     with Ledger(place.ledger) as book:
         assert book.verify() == []
         return [(c["status"], c["steps"]) for c in (e.facts for e in book.history("notes") if e.kind == "commit")]
-
-
-def charged(place: Place) -> tuple[int, int]:
-    """Reservations, and steps of the last one."""
-    with Ledger(place.ledger) as book:
-        entries = [link.facts["entry"] for link in book.history("notes") if link.kind == "reserve"]
-        return len(entries), book.run(entries[-1]).steps
 
 
 # --- SIGTERM ---------------------------------------------------------------------------------------------------------
@@ -443,31 +436,6 @@ def test_a_killed_run_is_not_replaced_unasked(killed: tuple[Place, int, str], tm
 # --- in this process -------------------------------------------------------------------------------------------------
 
 
-def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(engine: Engine, *batches: Any) -> None:
-        raise FloatingPointError
-
-    monkeypatch.setattr(Engine, "step", fail)
-    with pytest.raises(FloatingPointError):
-        dpllm_("train", place.recipe)
-    record = place.json("run.json")
-    assert (record["status"], record["guarantee"]["holds"]) == ("interrupted", False)
-    assert "FloatingPointError" in record["guarantee"]["reason"]
-    assert charged(place) == (1, 1)
-
-
-def test_every_step_is_charged_before_it_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, step = [], Engine.step
-
-    def look(engine: Engine, *batches: Any) -> Any:
-        seen.append(charged(place)[1])
-        return step(engine, *batches)
-
-    monkeypatch.setattr(Engine, "step", look)
-    done("train", place.recipe)
-    assert seen == [1, 2, 3, 4]
-
-
 def test_a_complete_run_is_not_resumed(finished: Place, tmp_path: Path) -> None:
     place = copy(finished, tmp_path / "copy")
     before = contents(place.run)
@@ -477,31 +445,7 @@ def test_a_complete_run_is_not_resumed(finished: Place, tmp_path: Path) -> None:
     assert contents(place.run) == before
 
 
-def test_overwriting_keeps_what_was_spent_even_in_the_run_directory(place: Place) -> None:
-    inside = Place(place.run, place.base)  # its ledger lies in the run directory
-    place.write({"privacy.ledger": str(inside.ledger), "output_dir": str(place.run)})
-    done("train", place.recipe)
-    with Ledger(inside.ledger) as book:
-        first = book.spent("notes")
-    done("train", place.recipe, "--overwrite")
-    assert charged(inside)[0] == 2
-    with Ledger(inside.ledger) as book:
-        assert book.spent("notes") > first
-    assert place.json("run.json")["ledger"]["spent_epsilon"] > first
-
-
-@pytest.mark.parametrize("part", ["private", "export", "private/deeper"])
-def test_a_ledger_where_a_new_run_would_delete_it_is_refused(place: Place, part: str) -> None:
-    answer = dpllm_("train", place.recipe, "--privacy.ledger", place.run / part / "ledger.sqlite")
-    assert answer.code == 2
-    assert "Keep it elsewhere" in answer.err
-    assert not place.run.exists()
-
-
 def test_a_baseline_resumes_without_a_ledger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import signal
-
     step, calls = Engine.step, []
 
     def stop(engine: Engine, *batches: Any) -> Any:

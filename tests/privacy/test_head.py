@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import checks
@@ -16,46 +13,18 @@ import tiny
 import tiny_models as tm
 import torch
 from cases import BF16, FAMILIES, FP16, HEAD, TIED, Shapes, generated, lora
+from heads import VOCABULARY, Headed, gradients, plain, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import PromptTuningConfig, get_peft_model
 from tiny_models import FROZEN, LORA
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
-from dpllm.errors import Refused
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.privacy import loss as losses_module
 from dpllm.privacy.loss import Targets, TokenLosses, example_means, fused_losses, sequence_losses, token_losses
 from dpllm.privacy.sampling import PhysicalBatch, collate
-
-VOCABULARY = tm.VOCABULARY
-
-
-def ragged(dummies: int = 1) -> PhysicalBatch:
-    return collate(tm.units(tm.RAGGED), 0, 8 + dummies)
-
-
-def plain(net: nn.Module, batch: PhysicalBatch, autocast: Any = contextlib.nullcontext) -> Tensor:
-    """loss_R by the book: log-softmax of all logits, targets picked one by one."""
-    with autocast():
-        logits_RTV = net(input_ids=batch.input_ids_RT, use_cache=False).logits
-    kind = torch.float64 if logits_RTV.dtype == torch.float64 else torch.float32
-    scores_RTV = logits_RTV.to(kind).log_softmax(dim=-1)
-    rows = []
-    for row, mask_T in enumerate(batch.loss_mask_RT):
-        places = mask_T.nonzero().flatten()
-        chosen = scores_RTV[row, places - 1, batch.input_ids_RT[row, places]]
-        rows.append(-chosen.sum() / batch.denominator_R[row].to(kind))
-    return torch.stack(rows)
-
-
-def gradients(loss_R: Tensor, net: nn.Module) -> Tensor:
-    """Of the rows weighted differently, so that rows which changed places would show."""
-    weight_R = torch.linspace(1.0, 2.0, len(loss_R), dtype=loss_R.dtype)
-    found = torch.autograd.grad((weight_R * loss_R).sum(), list(tm.trainable(net).values()))
-    return torch.cat([gradient.flatten() for gradient in found])
 
 
 def compare(net: Any, tolerance: float, *, fused: bool, batch: PhysicalBatch | None = None) -> None:
@@ -132,19 +101,6 @@ def scaled(config: Any, **changes: Any) -> Any:
     for name, parameter in net.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     return net
-
-
-class Headed(tm.Toy):
-    """A toy that names its head, as transformers' models do."""
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def logits(self, hidden_RTd: Tensor) -> Tensor:
-        return self.head(hidden_RTd)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
-        return SimpleNamespace(logits=self.logits(self.hidden(self.embed(input_ids))))
 
 
 class InPlace(Headed):
@@ -416,94 +372,3 @@ def test_shapes_alone_can_be_run() -> None:
         assert scorer.head is not None
         example_means(scorer(batch).nll_RT, batch.denominator_R).sum().backward()
     assert net.model.layers[1].mlp.up_proj.weight.grad.shape == (24, 16)
-
-
-# --- the model is left as it was -------------------------------------------------------------------------------------
-
-
-def test_looking_leaves_no_trace() -> None:
-    net = tm.build("llama", lora(dropout=0.5))
-    net.model.model.layers[0].eval()
-    modes, state = [module.training for module in net.modules()], torch.get_rng_state()
-    scorer = TokenLosses(net, tm.CPU)
-    assert [module.training for module in net.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-    assert "forward" not in vars(scorer.head)
-
-
-def test_the_head_gets_its_forward_back_though_a_pass_fails() -> None:
-    net = Headed()
-    scorer = TokenLosses(net, tm.CPU)
-    assert scorer.head is net.head
-    net.hidden = lambda x_RTd: x_RTd[:, 1:]
-    with pytest.raises(Refused, match="without virtual tokens"):
-        scorer(ragged())
-    assert "forward" not in vars(net.head)
-
-
-def test_a_model_that_changes_its_logits_later_is_refused() -> None:
-    net = Headed()
-    scorer = TokenLosses(net, tm.CPU)
-    net.logits = lambda hidden_RTd: 2.0 * net.head(hidden_RTd)
-    with pytest.raises(Refused, match="Do not change the model while it trains"):
-        scorer(ragged())
-
-
-def test_virtual_tokens_are_refused() -> None:
-    """Positions and tokens would be paired wrongly; with whole logits too."""
-    for family in ("llama", "gemma2"):
-        net = tiny.model(family, vocab_size=VOCABULARY)
-        tuned = get_peft_model(net, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-        scorer = TokenLosses(tuned, tm.CPU)
-        with pytest.raises(Refused, match="without virtual tokens"):
-            scorer(ragged())
-
-
-def test_whoever_watches_the_head_sees_logits() -> None:
-    net, batch, shapes = tm.build("llama", LORA), ragged(), []
-    scorer = TokenLosses(net, tm.CPU)
-    expected_RT = scorer(batch).nll_RT
-    handle = scorer.head.register_forward_hook(lambda _module, _inputs, output: shapes.append(tuple(output.shape)))
-    torch.testing.assert_close(scorer(batch).nll_RT, expected_RT, rtol=1e-6, atol=1e-6)
-    handle.remove()
-    assert shapes == [(*batch.input_ids_RT.shape, VOCABULARY)]
-
-
-def test_ways_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device or a type on which the products go wrong is noticed before anything runs."""
-
-    def wrong(logits_nV: Tensor, target_n: Tensor) -> Any:
-        return right(logits_nV.mul_(1.01), target_n)
-
-    right = losses_module.log_likelihood_
-    net = tm.build("llama", LORA)
-    assert TokenLosses(net, tm.CPU).head is not None
-    monkeypatch.setattr(losses_module, "log_likelihood_", wrong)
-    net.get_output_embeddings().weight.mul_(10)
-    assert TokenLosses(net, tm.CPU).head is None
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("whole_head", [False, True], ids=["head by itself", "head with the root"])
-def test_a_sharded_model_hands_on_losses_too(one_process: None, whole_head: bool) -> None:
-    net, batch = tm.build("llama", LORA), ragged()
-    expected_R = plain(net, batch)
-    expected = gradients(expected_R, net)
-    shard = partial(torch.distributed.fsdp.fully_shard, ignored_params=set(tm.trainable(net).values()))
-    layers = net.get_base_model().model.layers
-    for unit in (*layers, *([] if whole_head else [net.get_output_embeddings()]), net):
-        shard(unit)
-    scorer = TokenLosses(net, tm.CPU)
-    assert scorer.head is net.get_output_embeddings()
-    with Shapes() as seen, warnings.catch_warnings():
-        warnings.simplefilter("error")  # FSDP2 warns of views, whose hooks could be lost
-        found_R = example_means(scorer(batch).nll_RT, batch.denominator_R)
-    assert (batch.input_ids_RT.numel(), VOCABULARY) not in seen.products
-    torch.testing.assert_close(found_R, expected_R, rtol=1e-6, atol=1e-6)
-    assert checks.apart(gradients(found_R, net), expected) <= 1e-6

@@ -135,6 +135,13 @@ def imported(tmp_path: Path, text: str, **changes: Any) -> tuple[Imported, RunCo
     return found, load_config(tmp_path / "recipe.yaml")
 
 
+def assert_left(found: Imported, *keys: str) -> None:
+    """Each key has a line among what was not carried over, and none is unknown."""
+    left = "\n".join(found.left)
+    assert [key for key in keys if f"{key}: " not in left] == []
+    assert "unknown to this table" not in left
+
+
 def test_llama_factory(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     entries = {
@@ -156,10 +163,7 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert (train.batch_size, train.physical_batch_size, train.epochs, train.steps) == (8, 1, 3.0, None)
     assert (train.learning_rate, train.lr_scheduler, train.warmup, train.precision) == (1e-4, "cosine", 0.1, "bf16")
     assert recipe.output_dir == "saves/llama3-8b/lora/sft"
-    left = "\n".join(found.left)
-    for key in ("packing", "val_size", "max_samples", "template", "ddp_timeout", "overwrite_output_dir"):
-        assert f"{key}: " in left
-    assert "unknown to this table" not in left
+    assert_left(found, "packing", "val_size", "max_samples", "template", "ddp_timeout", "overwrite_output_dir")
 
 
 def test_axolotl(tmp_path: Path) -> None:
@@ -174,10 +178,7 @@ def test_axolotl(tmp_path: Path) -> None:
     }  # fmt: skip
     train = recipe.train
     assert (train.batch_size, train.physical_batch_size, train.epochs, train.optimizer) == (8, 2, 1.0, "adamw")
-    left = "\n".join(found.left)
-    for key in ("sample_packing", "val_set_size", "lora_dropout", "warmup_steps", "special_tokens", "tf32"):
-        assert f"{key}: " in left
-    assert "unknown to this table" not in left
+    assert_left(found, "sample_packing", "val_set_size", "lora_dropout", "warmup_steps", "special_tokens", "tf32")
 
 
 def test_trl(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""What a run spends is in the ledger before the step is taken, and stays there however the run ends or is replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from running import Place, charged, done, dpllm_
+
+from dpllm.ledger import Ledger
+from dpllm.privacy.engine import Engine
+
+
+def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(engine: Engine, *batches: Any) -> None:
+        raise FloatingPointError
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(FloatingPointError):
+        dpllm_("train", place.recipe)
+    record = place.json("run.json")
+    assert (record["status"], record["guarantee"]["holds"]) == ("interrupted", False)
+    assert "FloatingPointError" in record["guarantee"]["reason"]
+    assert charged(place) == (1, 1)
+
+
+def test_every_step_is_charged_before_it_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, step = [], Engine.step
+
+    def look(engine: Engine, *batches: Any) -> Any:
+        seen.append(charged(place)[1])
+        return step(engine, *batches)
+
+    monkeypatch.setattr(Engine, "step", look)
+    done("train", place.recipe)
+    assert seen == [1, 2, 3, 4]
+
+
+def test_overwriting_keeps_what_was_spent_even_in_the_run_directory(place: Place) -> None:
+    inside = Place(place.run, place.base)  # its ledger lies in the run directory
+    place.write({"privacy.ledger": str(inside.ledger), "output_dir": str(place.run)})
+    done("train", place.recipe)
+    with Ledger(inside.ledger) as book:
+        first = book.spent("notes")
+    done("train", place.recipe, "--overwrite")
+    assert charged(inside)[0] == 2
+    with Ledger(inside.ledger) as book:
+        assert book.spent("notes") > first
+    assert place.json("run.json")["ledger"]["spent_epsilon"] > first
+
+
+@pytest.mark.parametrize("part", ["private", "export", "private/deeper"])
+def test_a_ledger_where_a_new_run_would_delete_it_is_refused(place: Place, part: str) -> None:
+    answer = dpllm_("train", place.recipe, "--privacy.ledger", place.run / part / "ledger.sqlite")
+    assert answer.code == 2
+    assert "Keep it elsewhere" in answer.err
+    assert not place.run.exists()
