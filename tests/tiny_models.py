@@ -120,9 +120,9 @@ def build(
 def engine_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, of: Schedule, promise: Plan | None, **arguments: Any
 ) -> Engine:
-    """An engine; arguments beside its own: grad_sample_mode, max_length, noise_entropy, device, secure_noise."""
-    given: dict[str, Any] = {"noise_entropy": 2**100 + 7, "device": CPU, "secure_noise": False, **arguments}
-    noise = GaussianNoise(given.pop("noise_entropy"), given.pop("device"), secure=given.pop("secure_noise"))
+    """An engine; arguments beside its own: grad_sample_mode, max_length, noise_entropy, device."""
+    given: dict[str, Any] = {"noise_entropy": 2**100 + 7, "device": CPU, **arguments}
+    noise = GaussianNoise(given.pop("noise_entropy"), given.pop("device"))
     form = Form(given.pop("grad_sample_mode", "auto"), given.pop("max_length", 512))
     return Engine(net, optimizer, of, promise, form=form, noise=noise, **given)
 

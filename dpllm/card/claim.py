@@ -21,7 +21,7 @@ from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import formatting, privacy_record, tradeoff_figure
-from dpllm.statement.fields import DEFINITION, Composed, Sampling, Terms
+from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Composed, Sampling, Terms
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
 from dpllm.statement.run_files import PlanRecord, RunRecord
 
@@ -205,6 +205,7 @@ def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
         _PROFILE if spent_more else ()
     )
     curve = None if spent_more else tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation)
+    generator = record.generator or ("chacha20" if config.privacy.secure_noise else "philox")  # of versions of before
     terms = Terms.pick(
         {name: value for name, value in plan.to_json().items() if name not in left_out},
         epsilon=epsilon,
@@ -216,8 +217,8 @@ def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
         sampling=Sampling.pick(plan.to_json(), scheme="poisson", of=plan.sampling, implemented_as_accounted=True),
         without_amplification=None,
         randomness={
-            "generator": "chacha20" if config.privacy.secure_noise else "philox",
-            "secure_noise": config.privacy.secure_noise,
+            "generator": generator,
+            "secure_noise": generator in CRYPTOGRAPHIC,
             **({"lattice": record.lattice} if record.lattice else {}),
         },
         **({"trade_off": curve} if curve else {}),

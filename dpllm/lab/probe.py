@@ -99,12 +99,12 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
     torch.set_float32_matmul_precision("highest")
     units = _canary_units(canaries, several=plan.sampling == "unit")
     probe, exact = _probe(units, plan.max_grad_norm)
-    secure, divisor = config.privacy.secure_noise, plan.schedule.expected_batch_size
-    watched = Watched(probe, plan, noise_key(generator, secure), **engine_options(config))
+    divisor = plan.schedule.expected_batch_size
+    watched = Watched(probe, plan, noise_key(generator), **engine_options(config))
     inserted_M = generator.random(canaries) < 0.5
     slots: list[Unit | None] = [None] * EMPTY_SLOTS
     slots += [unit if coin else None for unit, coin in zip(units, inserted_M, strict=True)]
-    sampler = PoissonSampler(plan.schedule, len(slots), noise_key(generator, secure), secure=secure)
+    sampler = PoissonSampler(plan.schedule, len(slots), noise_key(generator))
     draws = [sampler.draw() for _ in range(steps)]
     size = _physical_batch_size(config, plan, slots)
     norms, counts, released_TP = [], [], []

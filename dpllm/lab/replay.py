@@ -22,7 +22,7 @@ from dpllm.auditing.mechanism_report import Pair
 from dpllm.model import loading
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
-from dpllm.privacy.noise import GaussianNoise, key_bits
+from dpllm.privacy.noise import KEY_BITS, GaussianNoise
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Form, Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
@@ -51,7 +51,7 @@ def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Ge
     gradients = [plain_gradient(net, collate([unit], pad_id=0)).values() for unit in batches[-1]]
     norms = [float(torch.cat([gradient.flatten() for gradient in one]).norm()) for one in gradients]
     promise = replace(plan, max_grad_norm=float(np.median(norms)))
-    key, options = noise_key(generator, config.privacy.secure_noise), engine_options(config)
+    key, options = noise_key(generator), engine_options(config)
     one, other = (Watched(copy.deepcopy(net), promise, key, max_length=MAX_LENGTH, **options) for _ in range(2))
     try:
         return tuple(_pair(one, other, units, int(generator.integers(len(units))), promise) for units in batches)
@@ -60,14 +60,14 @@ def replay(config: RunConfig, plan: Plan, *, pairs: int, generator: np.random.Ge
         other.engine.close()
 
 
-def noise_key(generator: np.random.Generator, secure_noise: bool = False) -> int:
+def noise_key(generator: np.random.Generator) -> int:
     """Entropy of one stream of the engine's or the sampler's."""
-    return int.from_bytes(generator.bytes(key_bits(secure_noise) // 8), "little")
+    return int.from_bytes(generator.bytes(KEY_BITS // 8), "little")
 
 
 def engine_options(config: RunConfig) -> dict[str, Any]:
     """How the recipe computes."""
-    return {name: getattr(config.privacy, name) for name in ("grad_sample_mode", "secure_noise")}
+    return {"grad_sample_mode": config.privacy.grad_sample_mode}
 
 
 def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
@@ -89,12 +89,11 @@ class Watched:
         key: int,
         *,
         grad_sample_mode: Mode,
-        secure_noise: bool = False,
         max_length: int = 512,
     ) -> None:
         """``key`` is the entropy of the noise; the others are the recipe's."""
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0)
-        form, noise = Form(grad_sample_mode, max_length), GaussianNoise(key, CPU, secure=secure_noise)
+        form, noise = Form(grad_sample_mode, max_length), GaussianNoise(key, CPU)
         self.engine = Engine(net, optimizer, plan.schedule, plan, form=form, noise=noise)
         optimizer.register_step_pre_hook(self._read)
 

@@ -113,6 +113,7 @@ class Engine:
         self._token_losses = TokenLosses(model, self._device, autocast)
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
+        self.generator = noise.generator  # where the noise comes from
         self.canaries: GradientCanaries | None = None
         self.projections: Tensor | None = None
         self._stepping = False

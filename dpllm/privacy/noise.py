@@ -20,61 +20,93 @@ import secrets
 import numpy as np
 import numpy.typing as npt
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 from torch import Tensor
 
 from dpllm.privacy.plan import spacing_of
 
-PHILOX_KEY_BITS, CHACHA20_KEY_BITS = 128, 256
-CHUNK = 2**20  # variates made at once: 8 MB each of several temporaries
+KEY_BITS = 256
+CHUNK = 2**17  # variates made at once: what is held meanwhile stays in the cache
+ENDS = 2.0**-12  # of the unit interval, where a radius is computed from more bits
 
 
-def os_entropy(bits: int = PHILOX_KEY_BITS) -> int:
+def os_entropy(bits: int = KEY_BITS) -> int:
     """That many secret bits from the operating system."""
     return secrets.randbits(bits)
 
 
-def key_bits(secure: bool) -> int:
-    """The length of a key of the generator that ``privacy.secure_noise`` chooses."""
-    return CHACHA20_KEY_BITS if secure else PHILOX_KEY_BITS
+class SecretStream:
+    """Words and uniform variates from AES-256 in counter mode, keyed by a secret integer below 2**256.
 
-
-class ChaCha20Stream:
-    """Bytes and uniform variates from the keystream of ChaCha20, keyed by a secret integer below 2**256.
-
-    Every call takes a nonce of its own: four bytes of ``purpose`` and eight of the call's number. Its blocks are counted
-    from zero. No part of the keystream is therefore used twice, and no counter wraps: a call may take 256 GiB.
+    The counter begins at ``purpose``, four bytes, and twelve bytes of zero, so that streams of one key and different purposes
+    share no block before 2**96 of them are used.
 
     Guarantee:
-        Whoever does not know the key cannot tell the bytes from independent uniform ones, under the assumption that
-        ChaCha20 is a pseudorandom function. Streams of other keys or purposes are independent in the same sense.
+        Whoever does not know the key cannot tell n words from independent uniform ones, under the assumption that AES-256 is
+        a pseudorandom permutation; as its blocks never repeat, they differ from random ones with probability below
+        n^2 2^-131: 2^-57 for the 2^37 words of a large run.
 
     References:
-        Nir and Langley 2018, RFC 8439, sections 2.3 and 2.4.
+        Dworkin 2001, NIST SP 800-38A, section 6.5 (counter mode).
     """
 
     def __init__(self, key: int, purpose: bytes) -> None:
-        """Streams with a different ``purpose``, of four bytes, share no block although they share a key."""
-        self._key = key.to_bytes(CHACHA20_KEY_BITS // 8, "little")
-        self._purpose = purpose
-        self._calls = 0
+        """A stream of its own for each key and purpose."""
+        secret = key.to_bytes(KEY_BITS // 8, "little")
+        self._cipher = Cipher(AES(secret), CTR(purpose + bytes(12))).encryptor()
+        self._zeros = memoryview(bytes(8 * CHUNK))
+        self._words = np.empty(CHUNK + 2, dtype="<i8")  # the library wants room for one more block
 
-    def take(self, size: int) -> bytes:
-        """The next ``size`` bytes."""
-        nonce = self._purpose + self._calls.to_bytes(8, "little")
-        self._calls += 1
-        return keystream(self._key, nonce, 0).update(bytes(size))
+    def words(self, size: int) -> npt.NDArray[np.int64]:
+        """The next ``size`` words of 64 bits."""
+        return np.frombuffer(self._cipher.update(bytes(8 * size)), dtype="<i8")
 
     def uniform(self, size: int) -> npt.NDArray[np.float64]:
         """``size`` independent multiples of 2**-53, uniform in [0, 1)."""
-        words = np.frombuffer(self.take(8 * size), dtype="<u8")
-        return np.asarray((words >> np.uint64(11)) * 2.0**-53)
+        return np.asarray((self.words(size).view(np.uint64) >> np.uint64(11)) * 2.0**-53)
 
+    def normal(self, out_N: npt.NDArray[np.float64]) -> None:
+        """Fills a vector of any length with independent standard normal variates; ``GaussianNoise`` says how densely they lie.
 
-def keystream(key: bytes, nonce: bytes, first_block: int) -> CipherContext:
-    """ChaCha20 as RFC 8439 has it: 32 bytes of key, 12 of nonce, a block counter of 32 bits."""
-    return Cipher(ChaCha20(key, first_block.to_bytes(4, "little") + nonce), mode=None).encryptor()
+        Pairs are r cos(a) and r sin(a) with r^2 = -2 log(u): one word for the angle a, one for u. Where u is near 0 or 1, another
+        word makes it finer.
+
+        References:
+            Box and Muller 1958, A Note on the Generation of Random Normal Deviates.
+        """
+        for part in np.split(out_N, range(CHUNK, len(out_N), CHUNK)):
+            if len(part) % 2:
+                pairs = np.empty(len(part) + 1)
+                self._fill(pairs)
+                part[:] = pairs[:-1]
+            else:
+                self._fill(part)
+
+    def _fill(self, pairs_N: npt.NDArray[np.float64]) -> None:
+        size, half = len(pairs_N), len(pairs_N) // 2
+        self._cipher.update_into(self._zeros[: 8 * size], self._words.view(np.uint8))  # type: ignore[arg-type]
+        words = self._words[:size]
+        np.multiply(words, 2.0**-64, out=pairs_N)  # in [-1/2, 1/2)
+        u, angle = pairs_N[:half], torch.from_numpy(pairs_N[half:])
+        u += 0.5
+        near_end = np.flatnonzero((u < ENDS) | (u > 1 - ENDS))
+        np.log(u, out=u)
+        if len(near_end):
+            u[near_end] = self._log_near_an_end(words[near_end])
+        radius = torch.from_numpy(u).mul_(-2.0).sqrt_()
+        sine = torch.sin(angle.mul_(2.0 * math.pi)).mul_(radius)
+        radius.mul_(angle.cos_())
+        angle.copy_(sine)
+
+    def _log_near_an_end(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """log(u) where u = 1/2 + word 2^-64 is near 0 or 1, with 64 more bits behind those of the word."""
+        low = words < 0
+        distance = np.where(low, words + 2**62 + 2**62, 2**62 - 1 - words + 2**62)  # from that end, in 2^-64
+        more = self.words(len(words)).view(np.uint64) * 2.0**-64 + 2.0**-65
+        v = (distance + more) * 2.0**-64
+        return np.asarray(np.where(low, np.log(v), np.log1p(-v)))
 
 
 class GaussianNoise:
@@ -85,43 +117,40 @@ class GaussianNoise:
         rounded to the spacing: a multiple v plus a real number x, rounded, is v plus x rounded. So what it returns is a
         post-processing of N(v, scale^2), and the theorem holds for it as it stands, if x is normal.
 
-        What is left is how x is made: the generator's bits are assumed to be indistinguishable from random ones, and x is a
-        float64 and no real number. Variates have 52 random bits of mantissa or more, so within eight standard deviations
-        neighbouring ones lie at most 2^-47 scale apart (tails beyond 8.5 have a probability below 2^-55), while the spacing
-        is at least 2^-31 scale: at least 2^16 variates are rounded to each point of the lattice, the same for every v, and
-        its probability differs from the exact one by a share of about 2^-16 at most. No set of points that can be reached
-        follows v, as it does without a lattice; the exact alternatives (Canonne, Kamath and Steinke 2020) cost more than a
-        step does.
+        What is left is how x is made: the stream is assumed to be indistinguishable from a random one, and x is a float64 and
+        no real number. A set of points that follows v could be told apart, so the points must be dense, also those of a pair
+        of variates, which share a radius. Angles lie at most 2^-51 apart and radii at most 2^-43, out to 11 standard deviations
+        (beyond them the probability is below 2^-87), and the spacing is at least 2^-31 scale: at least 2^12 radii and 2^16
+        angles are rounded to each square of the lattice, the same for every v. Radii of 53 random bits, as libraries make them,
+        would lie further apart than the lattice beyond 5.8 standard deviations (one pair in 2^24). The exact alternatives
+        (Canonne, Kamath and Steinke 2020) cost more than a step does.
 
-    By default, on a CPU, the stream is numpy's Philox4x64 with the whole 128-bit key. torch's own CPU generator is not
-    used: it keeps the lowest 32 bits of its seed only (seeds 5 and 5 + 2^32 give the same stream), so that its noise could
-    be searched for. On a GPU it is torch's Philox4x32 with 63 bits of the key. Neither Philox is proven to be
-    cryptographic. With ``secure`` (``privacy.secure_noise``) it is ChaCha20 with a 256-bit key, on the CPU whatever the
-    device, through Box and Muller's transform.
+    The stream is AES-256 in counter mode with 256 bits of the operating system, on the CPU. On a GPU, unless ``secure``
+    (``privacy.secure_noise``), it is torch's Philox4x32 with 63 bits: it passes the usual statistical batteries, is not proven
+    to be cryptographic, and its pairs have radii of 53 bits.
 
     References:
         Mironov 2012, On Significance of the Least Significant Bits for Differential Privacy (the attack; rounding to a
-        lattice, there for Laplace noise). Holohan and Braghin 2021, Secure Random Sampling in Differential Privacy. Canonne,
-        Kamath and Steinke 2020, The Discrete Gaussian for Differential Privacy. Box and Muller 1958, A Note on the
-        Generation of Random Normal Deviates.
+        lattice, there for Laplace noise). Holohan and Braghin 2021, Secure Random Sampling in Differential Privacy (the
+        attack on pairs of Box and Muller's transform). Canonne, Kamath and Steinke 2020, The Discrete Gaussian for
+        Differential Privacy.
     """
 
     def __init__(self, entropy: int, device: torch.device, *, secure: bool = False) -> None:
-        """``entropy`` is a secret integer of 128 bits, or of 256 with ``secure`` (ChaCha20)."""
+        """``entropy`` is a secret integer below 2**256."""
         self.device = device
-        self._secure = ChaCha20Stream(entropy, b"nois") if secure else None
-        if secure:
-            return
-        self._cpu = np.random.Generator(np.random.Philox(key=entropy))
-        self._gpu = None if device.type == "cpu" else torch.Generator(device).manual_seed(entropy % 2**63)
+        self._stream = SecretStream(entropy, b"nois")
+        on_device = device.type != "cpu" and not secure
+        self._gpu = torch.Generator(device).manual_seed(entropy % 2**63) if on_device else None
+        self.generator = "philox_gpu" if on_device else "aes256_ctr"
 
     def draw(self, size: int) -> Tensor:
         """A float64 vector of ``size`` standard normal variates on the stream's device."""
-        if self._secure is not None:
-            return _normal(self._secure, size).to(self.device)
         if self._gpu is not None:
             return torch.randn(size, generator=self._gpu, device=self.device, dtype=torch.float64)
-        return torch.from_numpy(self._cpu.standard_normal(size))
+        noise_N = np.empty(size)
+        self._stream.normal(noise_N)
+        return torch.from_numpy(noise_N).to(self.device)
 
     def add_to(self, sum_P: Tensor, scale: float) -> None:
         """Adds noise of standard deviation ``scale`` > 0, rounded to its lattice, in place.
@@ -132,28 +161,3 @@ class GaussianNoise:
         for part in torch.split(sum_P, CHUNK):
             noise = (self.draw(len(part)) * (scale / spacing)).round_()
             part.add_(noise, alpha=spacing)  # two multiples of a power of two: exact
-
-
-def uniform_stream(entropy: int, *, secure: bool = False) -> ChaCha20Stream | PhiloxStream:
-    """The stream of Poisson sampling: uniform variates in [0, 1) with 53 bits; ``entropy`` as in ``GaussianNoise``."""
-    return ChaCha20Stream(entropy, b"samp") if secure else PhiloxStream(entropy)
-
-
-class PhiloxStream:
-    """Uniform variates from numpy's Philox4x64; passes the usual statistical batteries, not proven cryptographic."""
-
-    def __init__(self, key: int) -> None:
-        """Keys the stream with 128 secret bits."""
-        self._generator = np.random.Generator(np.random.Philox(key=key))
-
-    def uniform(self, size: int) -> npt.NDArray[np.float64]:
-        """``size`` independent multiples of 2**-53, uniform in [0, 1)."""
-        return self._generator.random(size)
-
-
-def _normal(stream: ChaCha20Stream, size: int) -> Tensor:
-    half = -(-size // 2)
-    radius, angle = stream.uniform(2 * half).reshape(2, half)
-    radius = np.sqrt(-2.0 * np.log1p(-radius))  # 1 - u lies in (0, 1], so the logarithm is finite
-    angle *= 2.0 * math.pi
-    return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size])

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.privacy.noise import uniform_stream
+from dpllm.privacy.noise import SecretStream
 from dpllm.privacy.plan import Schedule, padded_length, padded_lengths
 from dpllm.text.data import TokenSequence, Unit
 
@@ -67,19 +67,18 @@ class PoissonSampler:
 
     Guarantee:
         In each draw every one of ``num_slots`` slots joins independently with probability ``schedule.sampling_rate``,
-        up to the 53-bit resolution of the uniform variates. The stream is numpy's Philox4x64 keyed with ``entropy``, which
-        passes the usual statistical batteries but is not proven to be cryptographic; with ``secure`` it is ChaCha20.
+        up to the 53-bit resolution of the uniform variates, which are those of a cryptographic ``SecretStream``.
 
     References:
         Abadi et al. 2016, Deep Learning with Differential Privacy, section 3; Zhu and Wang 2019, Poisson Subsampled
         Renyi Differential Privacy.
     """
 
-    def __init__(self, schedule: Schedule, num_slots: int, entropy: int, *, secure: bool = False) -> None:
+    def __init__(self, schedule: Schedule, num_slots: int, entropy: int) -> None:
         """``entropy`` is as of ``GaussianNoise``, and the same on every rank; slots are those of units and of canaries."""
         self._rate = schedule.sampling_rate
         self._num_slots = num_slots
-        self._stream = uniform_stream(entropy, secure=secure)
+        self._stream = SecretStream(entropy, b"samp")
 
     def draw(self) -> list[int]:
         """Indices of the slots that join the next logical batch; possibly none."""

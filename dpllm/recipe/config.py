@@ -248,7 +248,7 @@ class PrivacyConfig(Section):
     """Name of the dataset in the ledger of which data.train is a subset, an extended or a re-tokenised copy: the parent is
     charged."""
     secure_noise: bool = False
-    """true: noise and sampling are drawn on the CPU from ChaCha20, a cryptographic generator. Slower; meant for adapters."""
+    """true: noise comes from AES, a cryptographic generator on the CPU, also where a GPU trains. Slower; meant for adapters."""
     insecure_seed: int | None = Field(default=None, ge=0)
     """For tests only: seeds noise and sampling, so that the run says guarantee: false."""
 

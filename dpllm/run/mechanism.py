@@ -20,7 +20,7 @@ from dpllm.model import adapters, loading, processes
 from dpllm.model.processes import shared
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
-from dpllm.privacy.noise import GaussianNoise, key_bits, os_entropy
+from dpllm.privacy.noise import GaussianNoise, os_entropy
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler
@@ -94,9 +94,8 @@ def make_engine(
     """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N."""
     privacy, schedule = decision.config.privacy, decision.schedule
     assert schedule is not None
-    secure, seed = privacy.secure_noise, privacy.insecure_seed
-    bits = key_bits(secure)
-    noise_key, sampling_key = shared((os_entropy(bits), os_entropy(bits)) if seed is None else (2 * seed, 2 * seed + 1))
+    seed = privacy.insecure_seed
+    noise_key, sampling_key = shared((os_entropy(), os_entropy()) if seed is None else (2 * seed, 2 * seed + 1))
     precision = loading.precision_of(decision.config.train, device)
     autocast: Autocast = partial(torch.autocast, device.type, dtype=precision) if precision else contextlib.nullcontext
     engine = Engine(
@@ -105,11 +104,11 @@ def make_engine(
         schedule,
         decision.plan,
         form=Form(privacy.grad_sample_mode, decision.config.data.max_length),
-        noise=GaussianNoise(noise_key, device, secure=secure),
+        noise=GaussianNoise(noise_key, device, secure=privacy.secure_noise),
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
-    return PoissonSampler(schedule, size, sampling_key, secure=secure), engine, autocast
+    return PoissonSampler(schedule, size, sampling_key), engine, autocast
 
 
 def check_rows(

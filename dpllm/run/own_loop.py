@@ -21,7 +21,7 @@ from dpllm.model import loading, processes
 from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.engine import Engine as StepEngine
-from dpllm.privacy.noise import GaussianNoise, key_bits, os_entropy
+from dpllm.privacy.noise import GaussianNoise, os_entropy
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
@@ -118,7 +118,7 @@ class Engine:
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
-        key, device = os_entropy(key_bits(False)), next(model.parameters()).device
+        key, device = os_entropy(), next(model.parameters()).device
         self._engine = StepEngine(
             model,
             optimizer,
@@ -129,7 +129,7 @@ class Engine:
         )
         try:
             self._rows = check_rows(self._engine, vocabulary, max_length, physical_batch_size, pad_id=self._pad_id)
-            self._sampler = PoissonSampler(schedule, size, os_entropy(key_bits(False)))
+            self._sampler = PoissonSampler(schedule, size, os_entropy())
             self._ledger, self.entry = ledger, _reserve(plan, ledger, dataset)
         except BaseException:
             self._engine.close()  # the model is the caller's again

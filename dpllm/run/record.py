@@ -61,6 +61,11 @@ class Recorder:
         self._step = prepared.first_step
         self._saved: int | None = None
         self._finishing = False  # from then on, run.json says what was done, or that the process was killed
+        before = read_run(prepared.run).generator if main and prepared.plan and self._step else None
+        # Of a run that was resumed on another device, what is weaker.
+        self._generator = (
+            "philox_gpu" if before == "philox_gpu" else prepared.engine.generator if prepared.plan else None
+        )
         self._projections: Projections | None = None
         public = may_tell_cost(prepared.config)
         self._progress = ProgressLine(console, prepared.schedule.num_steps, self._step, public=public)
@@ -227,6 +232,7 @@ class Recorder:
                 dropout_off=prepared.dropout_off,
             ),
             artifacts=files.hashes(prepared.run.export) if unfinished is None else {},
+            generator=self._generator,
             lattice=prepared.engine.lattice() if prepared.plan else None,
             metrics=Metrics(
                 public=summary if summary["eval_loss_after"] is not None and may_tell(prepared) else {},

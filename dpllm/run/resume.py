@@ -64,10 +64,10 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
             f"{run.root}: its ledger, {where}, is not there, so nothing knows which steps were released. "
             "Put back the ledger that the run was started with."
         )
-    if record and record.lattice is None:
+    if record and record.generator is None:
         raise Refused(
-            f"{run.root}: the run began with an older dpllm, which added noise off the lattice, so no statement holds for all "
-            "its steps. Start anew with --overwrite; what it spent stays in the ledger."
+            f"{run.root}: the run began with an older dpllm, which drew its noise from another generator, so no statement "
+            "holds for all its steps. Start anew with --overwrite; what it spent stays in the ledger."
         )
     plan = read_plan(run)
     if problems := ledger.verify(saved.head):

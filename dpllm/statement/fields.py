@@ -16,6 +16,8 @@ from dpllm.errors import ConfigError
 Json = dict[str, Any]
 
 _MOST_PROBLEMS, _LONGEST = 20, 100
+Generator = Literal["aes256_ctr", "philox_gpu", "philox", "chacha20"]
+CRYPTOGRAPHIC = ("aes256_ctr", "chacha20")
 DEFINITION = "(epsilon, delta)-differential privacy"
 
 
@@ -150,8 +152,9 @@ class Lattice(Record):
 class Randomness(Record):
     """Where sampling and noise came from."""
 
-    generator: Literal["philox", "chacha20"]
-    """Generator, keyed by the operating system."""
+    generator: Generator
+    """Of noise, keyed by the operating system; ``philox`` and ``chacha20`` in runs of before, of sampling too, which is AES
+    since."""
     secure_noise: bool
     """Whether the generator is cryptographic."""
     lattice: Lattice | None = None

@@ -21,6 +21,7 @@ from dpllm.statement.fields import (
     Between0And1,
     Budget,
     CrossCheck,
+    Generator,
     Group,
     Json,
     Lattice,
@@ -251,6 +252,8 @@ class RunRecord(Record):
     """What was trained."""
     artifacts: dict[str, Sha256]
     """File in export/ -> its hash; empty where nothing was exported."""
+    generator: Generator | None = None
+    """Of noise; None without differential privacy, and in a record of an older version."""
     lattice: Lattice | None = None
     """To which noise and contributions were rounded; None without differential privacy."""
     metrics: Metrics

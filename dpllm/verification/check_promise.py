@@ -14,7 +14,7 @@ from dpllm.card import claim
 from dpllm.privacy import accounting, events
 from dpllm.privacy.plan import noise_scale
 from dpllm.privacy.privacy_loss import Relation
-from dpllm.statement.fields import DEFINITION, Ancestor, ComposedLineage, Terms
+from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
@@ -196,7 +196,7 @@ def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
 
 def _generator(terms: Terms) -> Check:
     """What the schema, which fixes the other words, does not say."""
-    if terms.randomness.secure_noise != (terms.randomness.generator == "chacha20"):
+    if terms.randomness.secure_noise != (terms.randomness.generator in CRYPTOGRAPHIC):
         raise Wrong(f"randomness.secure_noise is not true of {terms.randomness.generator}. {_AGAIN}")
     return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples; the base model is not covered.")
 

@@ -328,6 +328,18 @@ def test_the_card_names_the_generator_and_what_it_does_not_cover(secure: bool) -
     assert "does not remove the difference" in text or not secure
 
 
+@pytest.mark.parametrize(
+    ("generator", "cryptographic", "words"),
+    [("aes256_ctr", True, "noise are drawn from AES-256"), ("philox_gpu", False, "noise from torch's Philox on a GPU")],
+)
+def test_the_card_names_the_generator_that_run_json_names(generator: str, cryptographic: bool, words: str) -> None:
+    lattice = {"coordinates": 10, "noise_over_max_grad_norm": noise_scale(plan()["noise_multiplier"], 1.0, 10)}
+    text, block = render_card(config(), plan(), record(lattice=lattice, generator=generator), audit())
+    assert block["randomness"] == {"generator": generator, "secure_noise": cryptographic, "lattice": lattice}
+    assert words in text
+    assert ("not a cryptographic generator" in text) is not cryptographic
+
+
 def test_the_card_says_what_noise_on_a_lattice_was_added() -> None:
     """And does not disclaim floating point, as it has to for runs of before."""
     sigma, lattice = plan()["noise_multiplier"], {"coordinates": 10**6}

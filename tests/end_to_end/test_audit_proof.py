@@ -47,9 +47,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path,
     changes = {"privacy.enabled": False, "privacy.insecure_seed": None, "data.public": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(data_home))
-        patch.setattr(
-            mechanism, "os_entropy", lambda bits: random.Random(seed).getrandbits(bits)
-        )  # which rows are drawn
+        patch.setattr(mechanism, "os_entropy", lambda: random.Random(seed).getrandbits(128))  # which rows are drawn
         place = trained(tmp_path_factory.mktemp("plain"), base, seed, changes)
         return place, audit(RunDir(place.run)).to_json()
 

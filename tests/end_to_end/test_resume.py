@@ -164,7 +164,7 @@ def test_resuming_as_another_run_is_refused_and_changes_nothing(
 def test_a_run_that_an_older_version_began_is_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
     """Its first steps had noise of another kind, which no card could say."""
     place = copy(terminated[0], tmp_path / "copy")
-    record = {key: value for key, value in place.json("run.json").items() if key != "lattice"}
+    record = {key: value for key, value in place.json("run.json").items() if key != "generator"}
     (place.run / "run.json").write_text(json.dumps(record))
     before = charged(place)
     answer = dpllm_("train", place.recipe, "--resume")

@@ -302,7 +302,7 @@ _TWICE = {"sampling/expected_batch_size": 16, "sampling/dataset_size": 152}
 _TOGETHER: dict[str, published.Json] = {
     "status": {"status": "interrupted"},
     "steps.taken": {"status": "interrupted", "steps/taken": 3},
-    "randomness": {"randomness/generator": "chacha20", "randomness/secure_noise": True},
+    "randomness": {"randomness/generator": "philox_gpu", "randomness/secure_noise": False},
     "sampling.expected_batch_size": _TWICE,
     "sampling.dataset_size": _TWICE,
 }

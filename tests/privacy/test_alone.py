@@ -265,13 +265,12 @@ def test_which_floats_can_be_reached_tells_nothing(seed: int) -> None:
     assert stats.fisher_exact([[counts[0], size - counts[0]], [counts[1], size - counts[1]]]).pvalue > 1e-8
 
 
-@pytest.mark.parametrize("secure", [False, True], ids=["philox", "chacha20"])
-def test_low_bits_of_a_release_are_uniform_with_and_without_a_row(seed: int, secure: bool) -> None:
+def test_low_bits_of_a_release_are_uniform_with_and_without_a_row(seed: int) -> None:
     for units in ([tm.unit((9,), 3)], []):
         engine = tm.make_engine(Toy(56), tm.plan(1.0, 1.0))
         sum_P = engine.clipped_sum(tm.batches(units, 1))[0]
         scale = noise_scale(1.0, 1.0, engine.size)
-        GaussianNoise(2**120 + seed, tm.CPU, secure=secure).add_to(sum_P, scale)
+        GaussianNoise(2**120 + seed, tm.CPU).add_to(sum_P, scale)
         low = (sum_P / spacing_of(scale)).long() % 16
         assert stats.chisquare(np.bincount(low.numpy(), minlength=16)).pvalue > 1e-8
 

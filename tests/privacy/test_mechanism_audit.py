@@ -120,9 +120,8 @@ def test_the_unbroken_engine_is_never_falsified(plans, full, seed):
             assert stats.binom.sf(below - 1, len(p_values), level) > 1e-8, (name, level, below)
 
 
-@pytest.mark.parametrize("privacy", [{"secure_noise": True}, {"grad_sample_mode": "ghost"}])
-def test_the_recipe_says_how_it_is_computed(privacy, plans, seed):
-    assert audited(plans, [seed, 6], **privacy).verdict == "consistent"
+def test_the_recipe_says_how_it_is_computed(plans, seed):
+    assert audited(plans, [seed, 6], grad_sample_mode="ghost").verdict == "consistent"
 
 
 def test_single_rows_are_audited_where_rows_are_sampled(seed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from decimal import Decimal, localcontext
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from checks import ALARM, SIGMA, C
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import ECB
 from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
-from dpllm.privacy.noise import CHUNK, ChaCha20Stream, GaussianNoise, key_bits, keystream, os_entropy
+from dpllm.privacy.noise import CHUNK, ENDS, GaussianNoise, SecretStream, os_entropy
 from dpllm.privacy.plan import noise_scale
 
 STEPS = 400
@@ -49,7 +53,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "several physical batches, bf16": {"size": 1, "autocast": BF16},
     "ghost": {"grad_sample_mode": "ghost"},
     "per_sample": {"grad_sample_mode": "per_sample"},
-    "secure": {"secure_noise": True},
 }
 
 
@@ -117,13 +120,13 @@ def test_drawing_noise_neither_reads_nor_moves_the_global_generators() -> None:
     assert torch.equal(GaussianNoise(5, CPU).draw(8), first)
 
 
-def test_entropy_is_128_bits_of_the_operating_system() -> None:
+def test_entropy_is_256_bits_of_the_operating_system() -> None:
     keys = [os_entropy() for _ in range(200)]
     assert len(set(keys)) == 200
-    assert max(keys).bit_length() > 120
+    assert max(keys).bit_length() > 245
 
 
-@pytest.mark.parametrize("bit", [32, 33, 63, 64, 127])
+@pytest.mark.parametrize("bit", [32, 33, 63, 64, 127, 128, 200, 255])
 def test_every_bit_of_the_key_counts(bit: int) -> None:
     """torch's own CPU generator keeps 32 bits of its seed: its noise could be searched for."""
     one, other = GaussianNoise(5, CPU).draw(1000), GaussianNoise(5 + 2**bit, CPU).draw(1000)
@@ -132,7 +135,7 @@ def test_every_bit_of_the_key_counts(bit: int) -> None:
 
 
 def test_torchs_generator_still_keeps_only_32_bits() -> None:
-    """The reason for numpy's Philox in noise.py. If this fails, torch has been mended and the comment there is stale."""
+    """Why noise.py has a stream of its own. If this fails, torch has been mended and docs/decisions.md is stale."""
     draws = [torch.randn(10, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5 + 2**32)]
     assert torch.equal(*draws)
 
@@ -150,54 +153,108 @@ def test_without_a_plan_there_is_no_noise() -> None:
     assert engine.self_check(tm.VOCABULARY, 32) == 0.0
 
 
-# --- privacy.secure_noise --------------------------------------------------------------------------------------------
+# --- the stream ------------------------------------------------------------------------------------------------------
 
-RFC_8439_KEYSTREAM = """
-    22 4f 51 f3 40 1b d9 e1 2f de 27 6f b8 63 1d ed 8c 13 1f 82 3d 2c 06 e2 7e 4f ca ec 9e f3 cf 78
-    8a 3b 0a a3 72 60 0a 92 b5 79 74 cd ed 2b 93 34 79 4c ba 40 c6 3e 34 cd ea 21 2c 4c f0 7d 41 b7
-    69 a6 74 9f 3f 63 0f 41 22 ca fe 28 ec 4d c4 7e 26 d4 34 6d 70 b9 8c 73 f3 e9 c5 3a c4 0c 59 45
-    39 8b 6e da 1a 83 2c 89 c1 67 ea cd 90 1d 7e 2b f3 63
-"""  # section 2.4.2: key 00 01 .. 1f, nonce 00 00 00 00 00 00 00 4a 00 00 00 00, first block 1
 KEY = 2**255 + 2**77 + 13
 
 
-def secure(seed: int = 0) -> GaussianNoise:
-    return GaussianNoise(KEY + seed, CPU, secure=True)
+def stream_of(seed: int = 0, purpose: bytes = b"nois") -> SecretStream:
+    return SecretStream(KEY + seed, purpose)
 
 
-def test_the_keystream_is_that_of_rfc_8439() -> None:
-    key, nonce = bytes(range(32)), bytes.fromhex("00000000 0000004a 00000000")
-    expected = bytes.fromhex(RFC_8439_KEYSTREAM)
-    assert keystream(key, nonce, 1).update(bytes(len(expected))) == expected
+def draw(stream: SecretStream, size: int) -> np.ndarray:
+    noise = np.empty(size)
+    stream.normal(noise)
+    return noise
 
 
-def test_a_stream_takes_a_new_nonce_at_each_call_and_counts_its_blocks_from_zero() -> None:
-    stream = ChaCha20Stream(KEY, b"nois")
-    for call in range(3):
-        expected = keystream(KEY.to_bytes(32, "little"), b"nois" + call.to_bytes(8, "little"), 0)
-        assert stream.take(100) == expected.update(bytes(100))
+def test_the_stream_is_aes_256_of_a_counter() -> None:
+    """Block by block: NIST SP 800-38A, section 6.5; and its first vector of AES-256, section F.1.5, which is of one block."""
+    key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
+    block = bytes.fromhex("6bc1bee22e409f96e93d7e117393172a")
+    assert Cipher(AES(key), ECB()).encryptor().update(block).hex() == "f3eed1bdb5d2a03c064b5a7e3db181f8"
+    counters = b"".join(b"nois" + number.to_bytes(12, "big") for number in range(50))
+    expected = Cipher(AES(KEY.to_bytes(32, "little")), ECB()).encryptor().update(counters)
+    stream = stream_of()
+    assert b"".join(stream.words(size).tobytes() for size in (2, 60, 38)) == expected  # no block twice
+    assert stream_of(purpose=b"samp").words(100).tobytes() != expected
+
+
+def test_noise_goes_on_where_the_stream_stands(seed: int) -> None:
+    """Variates of one call and of several are those of the same words, each used once."""
+    size = 2 * CHUNK + 6
+    whole, stream = draw(stream_of(seed), size), stream_of(seed)
+    np.testing.assert_array_equal(np.concatenate([draw(stream, CHUNK), draw(stream, CHUNK + 6)]), whole)
+    assert len(np.unique(whole)) > size - 5
 
 
 def test_uniform_variates_are_the_first_53_bits_of_each_word() -> None:
-    taken = ChaCha20Stream(KEY, b"samp").take(800)
-    words = [int.from_bytes(taken[start : start + 8], "little") for start in range(0, 800, 8)]
-    assert ChaCha20Stream(KEY, b"samp").uniform(100).tolist() == [(word >> 11) / 2**53 for word in words]
-    uniform = ChaCha20Stream(KEY, b"samp").uniform(200_000)
+    words = stream_of().words(100).view(np.uint64).tolist()
+    assert stream_of().uniform(100).tolist() == [(word >> 11) / 2**53 for word in words]
+    uniform = stream_of().uniform(200_000)
     assert 0 <= uniform.min() < 1e-3
     assert 1 - 1e-3 < uniform.max() < 1
     assert stats.kstest(uniform, "uniform").pvalue > ALARM
 
 
 def test_variates_are_those_of_box_and_muller() -> None:
-    """Written out one by one from the same uniform variates: u for the radius, v for the angle."""
-    u, v = ChaCha20Stream(KEY, b"nois").uniform(8).reshape(2, 4)
-    expected = [(-2 * np.log(1 - u[k])) ** 0.5 * turn(2 * np.pi * v[k]) for turn in (np.cos, np.sin) for k in range(4)]
-    np.testing.assert_allclose(secure().draw(7).numpy(), expected[:7], rtol=1e-12)
+    """Written out one by one: four words for the radii, four for the angles."""
+    words = stream_of().words(8).tolist()
+    expected = [
+        (-2 * np.log(0.5 + words[k] / 2**64)) ** 0.5 * turn(2 * np.pi * words[4 + k] / 2**64)
+        for turn in (np.cos, np.sin)
+        for k in range(4)
+    ]
+    np.testing.assert_allclose(draw(stream_of(), 8), expected, rtol=1e-9)
+    np.testing.assert_array_equal(draw(stream_of(), 7), draw(stream_of(), 8)[:7])
 
 
-def test_secure_noise_is_standard_normal(full: bool, seed: int) -> None:
+@pytest.mark.parametrize("distance", [0, 1, 12345, 2**30, 2**52 - 1, 2**52])
+@pytest.mark.parametrize("low", [True, False], ids=["far out", "near the centre"])
+def test_radii_are_dense_to_the_ends(distance: int, low: bool) -> None:
+    """Where u is near 0 or 1, 64 more bits decide: log(u) is that of 128 bits, computed with integers and decimals."""
+    word = -(2**63) + distance if low else 2**63 - 1 - distance
+    more = int(stream_of().words(1).view(np.uint64)[0])
+    found = stream_of()._log_near_an_end(np.array([word], dtype=np.int64))
+    with localcontext() as exact:
+        exact.prec = 60
+        v = (Decimal(distance) + (Decimal(more) + Decimal("0.5")) / 2**64) / 2**64
+        expected = float(v.ln() if low else (1 - v).ln())
+    np.testing.assert_allclose(found, expected, rtol=1e-14)
+
+
+def test_the_ends_are_taken_from_more_bits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """As often as u lies there: a share of 2^-11."""
+    seen, real = [], SecretStream._log_near_an_end
+    monkeypatch.setattr(
+        SecretStream, "_log_near_an_end", lambda self, words: seen.append(len(words)) or real(self, words)
+    )
+    draw(stream_of(seed), 40 * CHUNK)
+    assert stats.binomtest(sum(seen), 20 * CHUNK, 2 * ENDS).pvalue > ALARM
+
+
+def test_the_extremes_of_the_stream_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Constant:
+        def __init__(self, byte: bytes) -> None:
+            self.byte = byte
+
+        def update(self, data: bytes) -> bytes:
+            return self.byte * len(data)
+
+        def update_into(self, data: bytes, out: np.ndarray) -> None:
+            out[:] = self.byte[0]
+
+    for byte in (b"\0", b"\xff", b"\x80", b"\x7f"):
+        stream = stream_of()
+        stream._cipher = Constant(byte)
+        noise = draw(stream, 12)
+        assert np.isfinite(noise).all()
+        assert abs(noise).max() < 13.5
+
+
+def test_noise_of_the_stream_is_standard_normal(full: bool, seed: int) -> None:
     size = 2_000_000 if full else 400_000
-    noise = secure(seed).draw(size).numpy().astype(float)
+    noise = draw(stream_of(seed), size)
     assert 2 * stats.norm.sf(abs(noise.mean()) * size**0.5) > ALARM
     assert 2 * stats.norm.sf(abs((noise**2).mean() - 1) * (size / 2) ** 0.5) > ALARM
     assert 2 * stats.norm.sf(abs((noise**3).mean()) * (size / 15) ** 0.5) > ALARM
@@ -208,13 +265,13 @@ def test_secure_noise_is_standard_normal(full: bool, seed: int) -> None:
         assert stats.binomtest(count, size, share).pvalue > ALARM
 
 
-def test_secure_noise_is_independent_within_a_draw_between_draws_and_across_chunks(seed: int) -> None:
-    stream = secure(seed)
-    draws = np.stack([stream.draw(50_000).numpy() for _ in range(6)]).astype(float)
+def test_noise_of_the_stream_is_independent_within_a_draw_between_draws_and_across_chunks(seed: int) -> None:
+    stream = stream_of(seed)
+    draws = np.stack([draw(stream, 50_000) for _ in range(6)])
     half = draws[0].size // 2
     pairs = [(draws[i], draws[j]) for i in range(6) for j in range(i)]
     pairs += [(draws[0][:-lag], draws[0][lag:]) for lag in (1, 2, 7, half)]  # half: a cosine and the sine of its pairs
-    long = stream.draw(2 * CHUNK).numpy().astype(float)
+    long = draw(stream, 2 * CHUNK)
     pairs.append((long[:CHUNK], long[CHUNK:]))
     for one, other in pairs:
         for power in (1, 2):  # squares too: of a shared radius the variates are uncorrelated and their squares are not
@@ -222,32 +279,15 @@ def test_secure_noise_is_independent_within_a_draw_between_draws_and_across_chun
             assert 2 * stats.norm.sf(abs((a * b).sum()) / len(a) ** 0.5) > ALARM / 100
 
 
-def test_zero_uniform_variates_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words in (bytes, lambda size: b"\xff" * size):
-        monkeypatch.setattr(ChaCha20Stream, "take", lambda self, size, words=words: words(size))
-        noise = secure().draw(11)
-        assert bool(torch.isfinite(noise).all())
-        assert float(noise.abs().max()) < 8.6
-
-
-def test_every_bit_of_the_long_key_and_the_purpose_count() -> None:
-    first = secure().draw(1000)
-    for bit in (0, 63, 127, 128, 200, 254):
-        assert abs(float((first * GaussianNoise(KEY ^ 2**bit, CPU, secure=True).draw(1000)).mean())) < 0.3
-    assert ChaCha20Stream(KEY, b"nois").take(64) != ChaCha20Stream(KEY, b"samp").take(64)
-    assert (key_bits(True), key_bits(False)) == (256, 128)
-    assert max(os_entropy(key_bits(True)) for _ in range(50)).bit_length() > 240
-
-
 @pytest.mark.parametrize("size", [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 3])
 def test_any_number_of_variates_can_be_drawn(size: int) -> None:
-    noise = secure().draw(size)
+    noise = GaussianNoise(KEY, CPU).draw(size)
     assert noise.shape == (size,)
     assert noise.dtype == torch.float64
     assert size < 2 or len(set(noise[:1000].tolist())) > 0.9 * min(size, 1000)
 
 
-def test_secure_noise_is_what_the_engine_adds() -> None:
-    engine = tm.make_engine(Toy(), tm.plan(C, SIGMA), noise_entropy=KEY, secure_noise=True)
-    expected_P = noise_scale(SIGMA, C, 64) * secure().draw(64) / tm.schedule().expected_batch_size
+def test_noise_of_the_stream_is_what_the_engine_adds() -> None:
+    engine = tm.make_engine(Toy(), tm.plan(C, SIGMA), noise_entropy=KEY)
+    expected_P = noise_scale(SIGMA, C, 64) * GaussianNoise(KEY, CPU).draw(64) / tm.schedule().expected_batch_size
     torch.testing.assert_close(engine._release(engine.clipped_sum([])[0]).double(), expected_P, rtol=1e-6, atol=0)

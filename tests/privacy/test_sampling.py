@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.privacy.noise import ChaCha20Stream
+from dpllm.privacy.noise import SecretStream
 from dpllm.privacy.plan import padded_length, padded_lengths
 from dpllm.privacy.sampling import PoissonSampler, collate, physical_batches
 from dpllm.text.data import Unit
@@ -23,10 +23,10 @@ SLOTS, DRAWS = 60, 4000
 RATE = 0.15
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["philox", "chacha20"])
-def joined(request: pytest.FixtureRequest, seed: int) -> np.ndarray:
+@pytest.fixture(scope="module")
+def joined(seed: int) -> np.ndarray:
     """DRAWS x SLOTS of 0 and 1, through the sampler as it runs."""
-    sampler = PoissonSampler(tm.schedule(100, 15), SLOTS, entropy=2**127 + seed, secure=request.param)
+    sampler = PoissonSampler(tm.schedule(100, 15), SLOTS, entropy=2**127 + seed)
     rows = np.zeros((DRAWS, SLOTS))
     for row in rows:
         row[sampler.draw()] = 1
@@ -67,10 +67,9 @@ def test_slots_are_independent_of_each_other_and_of_earlier_draws(joined: np.nda
     assert abs(chi_square - epoch.size) < 6.5 * (2 * kurtosis * epoch.size) ** 0.5
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_every_rank_draws_the_same_and_another_key_draws_otherwise(secure: bool) -> None:
+def test_every_rank_draws_the_same_and_another_key_draws_otherwise() -> None:
     keys = (7, 7, 7 + 2**100)
-    one, same, other = (PoissonSampler(tm.schedule(), 500, entropy, secure=secure) for entropy in keys)
+    one, same, other = (PoissonSampler(tm.schedule(), 500, entropy) for entropy in keys)
     draws = [[sampler.draw() for _ in range(5)] for sampler in (one, same, other)]
     assert draws[0] == draws[1]
     assert draws[0] != draws[2]
@@ -80,15 +79,14 @@ def test_every_rank_draws_the_same_and_another_key_draws_otherwise(secure: bool)
 def test_sampling_and_noise_share_no_stream_even_with_one_key() -> None:
     """A batch that could be read off the noise would end the amplification by sampling."""
     key = 2**200 + 5
-    drawn = PoissonSampler(tm.schedule(100, 15), 40_000, key, secure=True).draw()
-    noise = ChaCha20Stream(key, b"nois").uniform(40_000)
+    drawn = PoissonSampler(tm.schedule(100, 15), 40_000, key).draw()
+    noise = SecretStream(key, b"nois").uniform(40_000)
     both = int((noise[drawn] < RATE).sum())
     assert stats.binomtest(both, len(drawn), RATE).pvalue > ALARM
 
 
 def test_rate_one_takes_everybody_and_an_empty_draw_works() -> None:
     assert PoissonSampler(tm.schedule(10, 10), 10, 3).draw() == list(range(10))
-    assert PoissonSampler(tm.schedule(10, 10), 10, 3, secure=True).draw() == list(range(10))
     sampler = PoissonSampler(tm.schedule(10**9, 1), 3, 3)
     assert sampler.draw() == []
     assert physical_batches([], [], 4, 0, 16) == []
