@@ -9,6 +9,7 @@ by the prompt and the arguments alone: defaults that a model brings with it (pen
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -262,12 +263,15 @@ def text_log_prob(model: nn.Module, begin: Tokens, texts: Sequence[Tokens], budg
 
 
 def complete(
-    model: nn.Module, tokenizer: Any, prompts_ids: Sequence[Sequence[int]], num_tokens: int, beams: int = 1
+    model: nn.Module,
+    tokenizer: Any,
+    prompts_ids: Sequence[Sequence[int]],
+    num_tokens: int,
+    beams: int = 1,
+    *,
+    ends: bool = False,
 ) -> list[Tokens]:
     """The likeliest continuation of every prompt, as far as the search finds it.
-
-    An end token is a token like any other and ends nothing, so a greedy completion is the target exactly if each of the
-    target's tokens is the arg max behind those before it.
 
     Args:
         model: A causal language model of transformers, with or without a PEFT adapter, in eval mode.
@@ -275,9 +279,13 @@ def complete(
         prompts_ids: At least one token each.
         num_tokens: How many to write for each prompt, >= 1.
         beams: 1: greedy; more: beam search, of which the likeliest beam is returned.
+        ends: Whether an end token ends a text; beams of unequal length are then compared by log p for each token. If not, it is a
+            token like any other, so a greedy completion is the target exactly if each of the target's tokens is the arg max
+            behind those before it.
     """
-    config = GenerationConfig(**_common(tokenizer, num_tokens), do_sample=False, num_beams=beams)
-    return _generate(model, config, prompts_ids, num_tokens, beams)
+    end = tokenizer.eos_token_id if ends else None
+    config = GenerationConfig(**_common(tokenizer, num_tokens), do_sample=False, num_beams=beams, eos_token_id=end)
+    return write(model, config, prompts_ids)
 
 
 def sample(
@@ -293,7 +301,7 @@ def sample(
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        return _generate(model, config, prompts_ids, num_tokens, 1)
+        return write(model, config, prompts_ids)
 
 
 def until_end(tokens: Tokens, tokenizer: Any) -> Tokens:
@@ -314,19 +322,23 @@ def _common(tokenizer: Any, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _generate(
-    model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequence[int]], num_tokens: int, beams: int
-) -> list[Tokens]:
+def write(model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequence[int]]) -> list[Tokens]:
+    """What a model writes behind every prompt, many at a time: the same as one at a time, but for rounding.
+
+    Args:
+        model: As for ``complete``; what it brings of its own to generate by is put aside.
+        config: With ``max_new_tokens``, ``pad_token_id`` and ``num_beams``. Behind an end token there is padding.
+        prompts_ids: At least one token each.
+    """
     device = next(model.parameters()).device
+    beams, num_tokens = int(config.num_beams), int(config.max_new_tokens)
     result: list[Tokens] = [()] * len(prompts_ids)
-    # Longest first: rows of one length need no padding, and too large a batch fails at once.
+    # Longest first: rows of like length need little padding, and too large a batch fails at once.
     order = sorted(range(len(prompts_ids)), key=lambda index: (-len(prompts_ids[index]), index))
     with torch.inference_mode(), _plain(model) as inner:
         while order:
             width = len(prompts_ids[order[0]])
             size = max(1, _TOKENS_PER_BATCH // (beams * (width + num_tokens)))
-            if beams > 1:  # no padding, so that the prompts can be read by a plain forward pass
-                size = min(size, sum(len(prompts_ids[row]) == width for row in order))
             rows, order = order[:size], order[size:]
             ids_BT = torch.full((len(rows), width), int(config.pad_token_id), dtype=torch.long)
             real_BT = torch.zeros(len(rows), width, dtype=torch.long)
@@ -344,12 +356,18 @@ def _generate(
 
 
 def _read_once(model: Any, inputs: dict[str, torch.Tensor], beams: int) -> dict[str, Cache]:
-    """The cache of all but the last token of unpadded prompts, one copy for each beam: generate reads each anew for each.
+    """The cache of all but the last token of the prompts, one copy for each beam: generate reads each anew for each.
 
-    Nothing for a model whose memory is no cache of keys and values, which generate then fills itself.
+    Nothing for a model whose memory is no cache of keys and values, or that cannot be told where a padded prompt begins; generate
+    then fills it itself.
     """
     read_BT = {name: values_BT[:, :-1] for name, values_BT in inputs.items()}
-    if not read_BT["input_ids"].shape[1]:
+    real_BT = read_BT["attention_mask"]
+    if not real_BT.all() and "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    if not real_BT.all():
+        read_BT["position_ids"] = (real_BT.cumsum(dim=1) - 1).clamp(min=0)
+    if not real_BT.shape[1]:
         return {}
     cache: Any = getattr(model(**read_BT, use_cache=True), "past_key_values", None)
     if type(cache) is not DynamicCache:

@@ -62,7 +62,10 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="longest text, in tokens (default: 64)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
     parser.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same texts")
+    parser.add_argument(
+        "--beams", type=int, default=1, help="of a beam search, at temperature 0 (default: 1, no search)"
+    )
+    parser.add_argument("--seed", type=int, help="the same seed and prompts give the same texts")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="whether prompts are a user's turns")
     parser.add_argument("--base", metavar="MODEL", help="base model of an adapter that lies elsewhere than it says")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -185,7 +188,7 @@ def generate(known: argparse.Namespace, rest: list[str]) -> int:
             f"dpllm generate: no differential privacy guarantee ({reason}): what is printed may repeat training text.",
             file=sys.stderr,
         )
-    settings = {name: getattr(known, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+    settings = {name: getattr(known, name) for name in ("max_new_tokens", "temperature", "top_p", "beams", "seed")}
     found = sample(generator, prompts, known.num, **settings)
     if known.json:
         print(json.dumps({"seed": known.seed, "samples": [asdict(one) for one in found]}, ensure_ascii=False, indent=2))

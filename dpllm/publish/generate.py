@@ -18,6 +18,7 @@ import transformers
 from peft import PeftModel
 from transformers import GenerationConfig
 
+from dpllm.auditing import generation
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, read_json
 from dpllm.model import loading
@@ -25,8 +26,6 @@ from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run
 from dpllm.text.prompts import Prompt, encode
-
-ROWS_PER_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,10 @@ def sample(
     max_new_tokens: int = 64,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    beams: int = 1,
     seed: int | None = None,
 ) -> list[Sample]:
-    """Writes ``num`` texts behind every prompt.
+    """Writes ``num`` texts behind every prompt, many at a time.
 
     Args:
         generator: Of ``load``.
@@ -102,7 +102,8 @@ def sample(
         max_new_tokens: At most this many tokens each, >= 1; an end token ends a text.
         temperature: 0: the likeliest token each time.
         top_p: Only the likeliest tokens that together have this probability, in (0, 1].
-        seed: Decides everything random, on one kind of device; None: the operating system does.
+        beams: More than 1: the likeliest text that a beam search finds, at temperature 0.
+        seed: Decides everything random, for the same prompts on one kind of device; None: the operating system does.
 
     Returns:
         The samples, those of one prompt together.
@@ -112,10 +113,15 @@ def sample(
             has no way to begin without a prompt.
         DataError: The chat template does not take a prompt's messages, or a prompt is no text.
     """
-    if num < 1 or max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+    if min(num, max_new_tokens, beams) < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise ConfigError(
-            f"num {num}, max-new-tokens {max_new_tokens}, temperature {temperature:g} and top-p {top_p:g} ask for no text: the "
-            "first two are at least 1, temperature is at least 0, and top-p above 0 and at most 1."
+            f"num {num}, max-new-tokens {max_new_tokens}, beams {beams}, temperature {temperature:g} and top-p {top_p:g} ask "
+            "for no text: the first three are at least 1, temperature is at least 0, and top-p above 0 and at most 1."
+        )
+    if beams > 1 and temperature > 0:
+        raise ConfigError(
+            f"beams {beams} at temperature {temperature:g}: a beam search looks for the likeliest text and draws none. Type "
+            "--temperature 0, or leave --beams out."
         )
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed {seed}: is beyond what torch takes. Type one from 0 to {2**63 - 1}.")
@@ -128,21 +134,16 @@ def sample(
             f"a prompt of {longest} tokens and {max_new_tokens} behind it are more than the {most} that the model reads. Type a "
             "smaller --max-new-tokens, or a shorter prompt."
         )
-    settings = _settings(generator, max_new_tokens, temperature, top_p)
+    settings = _settings(generator, max_new_tokens, temperature, top_p, beams)
     device = next(generator.model.parameters()).device
-    found = []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-        for number, ids in enumerate(encoded):
-            for start in range(0, num, ROWS_PER_BATCH):
-                ids_BT = torch.tensor([ids] * min(ROWS_PER_BATCH, num - start), device=device)
-                written_BT = generator.model.generate(
-                    input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=settings
-                )
-                for row in written_BT[:, len(ids) :].tolist():
-                    text = generator.tokenizer.decode(row, skip_special_tokens=True)
-                    found.append(Sample(number, asked[number], text))
-    return found
+        written = generation.write(generator.model, settings, [ids for ids in encoded for _ in range(num)])
+    decode = generator.tokenizer.decode
+    return [
+        Sample(index // num, asked[index // num], decode(ids, skip_special_tokens=True))
+        for index, ids in enumerate(written)
+    ]
 
 
 def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConfig:
@@ -181,19 +182,20 @@ def _unprotected(run: RunDir | None, export: Path) -> str | None:
     return "no privacy statement lies beside it" if block is None else None
 
 
-def _settings(generator: Generator, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:
-    """What was asked for and nothing else: penalties and temperatures that a model brings with it are put aside."""
+def _settings(
+    generator: Generator, max_new_tokens: int, temperature: float, top_p: float, beams: int
+) -> GenerationConfig:
+    """What was asked for; of what a model brings with it, its end tokens alone."""
     inner = generator.model.get_base_model() if isinstance(generator.model, PeftModel) else generator.model
     own = inner.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), generator.tokenizer.eos_token_id} - {None}
-    inner.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
     padding = generator.tokenizer.pad_token_id
     chance = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(ends) or None,
         pad_token_id=padding if padding is not None else min(ends, default=0),
-        num_beams=1,
+        num_beams=beams,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
         **(chance if temperature > 0 else {"do_sample": False}),

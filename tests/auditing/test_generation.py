@@ -161,6 +161,24 @@ def test_completions_do_not_depend_on_batches(base, tokenizer, monkeypatch):
     assert complete(base, tokenizer, [], 5) == []
 
 
+@pytest.mark.parametrize("beams", [1, 5])
+def test_an_end_token_ends_a_text_where_asked_and_nobody_elses(base, beams):
+    tokenizer = AutoTokenizer.from_pretrained(str(builtin.path("builtin:tiny")))
+    prompts = random_prompts(12, seed=3)
+    plain = complete(base, tokenizer, prompts, 8, beams)
+    often = max((token for text in plain for token in text), key=[token for text in plain for token in text].count)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(often)
+    assert complete(base, tokenizer, prompts, 8, beams) == plain
+    together = [
+        generation.until_end(text, tokenizer) for text in complete(base, tokenizer, prompts, 8, beams, ends=True)
+    ]
+    one = [complete(base, tokenizer, [prompt], 8, beams, ends=True)[0] for prompt in prompts]
+    assert together == [generation.until_end(text, tokenizer) for text in one]
+    assert len({len(text) for text in together}) > 1
+    if beams == 1:
+        assert together == [generation.until_end(text, tokenizer) for text in plain]
+
+
 def test_samples_follow_the_truncated_distribution(base, tokenizer, seed):
     prompt = random_prompts(1, seed=5, longest=3)[0]
     with torch.no_grad():

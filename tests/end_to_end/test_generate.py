@@ -97,6 +97,18 @@ def test_prompts_of_a_file_are_continued_in_order(finished: Place, tmp_path: Pat
     assert plain.count("--- prompt 2, sample") == 3
 
 
+@pytest.mark.parametrize("beams", [1, 4])
+def test_many_prompts_at_a_time_give_the_texts_of_each_alone(finished: Place, beams: int) -> None:
+    loaded = generate.load(finished.run)
+    asked = ["Anna", "Anna bought seven plums at the old market", "Who came to the blue house?", "A"]
+    settings = {"temperature": 0.0, "beams": beams, "max_new_tokens": 12}
+    together = generate.sample(loaded, asked, 2, **settings)
+    alone = [generate.sample(loaded, [prompt], 1, **settings)[0].text for prompt in asked]
+    assert [one.text for one in together] == [text for text in alone for _ in range(2)]
+    assert [one.prompt for one in together] == [prompt for prompt in asked for _ in range(2)]
+    assert len(set(alone)) > 1
+
+
 def test_a_chat_model_gets_its_template(finished: Place, talker: Path) -> None:
     assert generate.load(talker).chat
     assert not generate.load(finished.run).chat
@@ -166,6 +178,8 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
         (("--prompt", "a\udc80b"), "half of a character"),
         (("--top-p", "0"), "ask for no text"),
         (("--top-p", "1.5"), "ask for no text"),
+        (("--beams", "0"), "ask for no text"),
+        (("--beams", "5"), "a beam search looks for the likeliest text"),
         (("--max-new-tokens", "500"), "more than the 128"),
         (("--prompts", "nowhere.jsonl"), "cannot be read"),
     ],
