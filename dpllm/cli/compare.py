@@ -24,7 +24,11 @@ def add_commands(add: AddCommand) -> None:
     swept.add_argument("--by", help="who answers for the list of runs in the ledger (default: this user)")
     for parser in (compared, swept):
         parser.add_argument(
-            "--tasks", type=int, default=0, metavar="N", help="BLEU and ROUGE-L on N evaluation rows (extra: tasks)"
+            "--tasks",
+            type=int,
+            default=0,
+            metavar="N",
+            help="BLEU and the like on N evaluation prompts (extra: tasks)",
         )
         parser.add_argument("--json", action="store_true", help="print what the table says as one JSON object")
     compared.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")

@@ -72,7 +72,7 @@ def compare(
             comparison, ``comparison`` in its run directory.
         public: Write what may be published: figures of public evaluation data and released weights, audits of runs with
             differential privacy, and of the run without only what was trained on public data. What is left out is said.
-        tasks: Evaluation prompts for BLEU and ROUGE-L, see ``tasks.measure``; 0: as they were measured before.
+        tasks: Evaluation prompts for scores of what is written, see ``tasks.measure``; 0: as they were measured before.
         losses: Compute the losses by example that intervals rest on, where they are not known; likewise.
         console: Where to say what is computed.
 

@@ -23,6 +23,8 @@ from dpllm.statement.run_files import COST, PlanRecord, RunRecord, read_plan, re
 
 HELD_OUT, TASKS = "held_out.json", "tasks.json"
 """Under private/: figures by example that ``dpllm.comparison.tasks`` computes once and that no report shows by themselves."""
+PROTOCOL: Json = {"beams": 5, "num_tokens": 100, "scores": ["bleu", "nist", "rouge_l", "cider"], "version": 1}
+"""Of Li et al. 2021: how what stands in ``TASKS`` was written and scored. Figures of another protocol are not compared."""
 
 SAME = ("model.", "data.", "audit.canaries.")
 # Of these sections, flags that say what may be published, how large the data are declared to be, or how fast a step runs: they
@@ -43,7 +45,7 @@ class Side:
         no_guarantee: Why it gives no guarantee; None where it gives one.
         evaluation: ``eval_loss_before``, ``eval_loss_after`` and the like; empty where they may not be shown.
         held_out: Losses by evaluation example of these weights; None where there are none, or they may not be shown.
-        tasks: BLEU and ROUGE-L of these weights, likewise.
+        tasks: Scores of what these weights write, likewise.
         audit: audit.json; None without canaries, or where it may not be shown.
         left_out: What may not be published of this run, and why, in sentences.
     """
@@ -93,7 +95,7 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
     for name, run, config, record in zip(_names(runs), runs, configs, records, strict=True):
         open_data = config.data.public and not budgeted  # whoever set a budget knew better
         sides.append(_side(name, run, config, record, public, open_data, evaluation_public))
-    if len({(side.tasks["prompts"], side.tasks["num_tokens"]) for side in sides if side.tasks}) > 1:
+    if len({(side.tasks["prompts"], side.tasks["references"]) for side in sides if side.tasks}) > 1:
         sides = [replace(side, tasks=None) for side in sides]  # of different prompts: nothing to compare
     return sorted(sides, key=lambda side: (not side.private, side.plan.epsilon if side.plan else 0.0))
 
@@ -167,14 +169,14 @@ def _audit(run: RunDir, config: RunConfig, plan: PlanRecord | None, record: RunR
 
 
 def cached(run: RunDir, name: str, record: RunRecord) -> Json | None:
-    """Figures of exactly these weights; None where there are none."""
+    """Figures of exactly these weights, by today's protocol; None where there are none."""
     path = run.private / name
     if not path.exists():
         return None
     found = read_json(path)
     weights = found.get("weights") or {}
     fresh = weights and all(record.artifacts.get(file) == digest for file, digest in weights.items())
-    return found if fresh else None
+    return found if fresh and (name != TASKS or found.get("protocol") == PROTOCOL) else None
 
 
 def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:

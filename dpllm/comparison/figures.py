@@ -34,7 +34,7 @@ DODGE = 0.03  # of the axis, between runs above one tick
 UTILITY = {
     "loss": ("Held-out loss", "nats per target token", "{:.2f}", 1.0),
     "bleu": ("BLEU", "", "{:.1f}", 1.0),
-    "rouge_l": ("ROUGE-L", "F1, %", "{:.1f}", 100.0),
+    "rouge_l": ("ROUGE-L", "%", "{:.1f}", 100.0),
 }
 BARS = {"base": "base model", "baseline": "without DP", "dp": "with DP"}
 BAR = 0.38

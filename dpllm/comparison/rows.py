@@ -23,7 +23,9 @@ UTILITY: dict[str, tuple[str, int | None, float]] = {
     "perplexity": ("Held-out perplexity", None, 1.0),
     "accuracy": ("Next token right (%)", 1, 100.0),
     "bleu": ("BLEU", 2, 1.0),
-    "rouge_l": ("ROUGE-L (F1, %)", 1, 100.0),
+    "nist": ("NIST", 2, 1.0),
+    "rouge_l": ("ROUGE-L (%)", 1, 100.0),
+    "cider": ("CIDEr", 2, 1.0),
 }
 SECTIONS = {"privacy": "Privacy", "utility": "Utility", "leakage": "Leakage", "cost": "Cost"}
 PICTURES = {
@@ -215,6 +217,12 @@ def caption(values: Json) -> list[str]:
             lines.append(f"{run['name']} gives no guarantee: {str(privacy['reason']).rstrip('. ')}.")
         if run["status"] != "completed":
             lines.append(f"{run['name']} is {run['status']}.")
+    if scored := values["scored"]:
+        lines.append(
+            f"BLEU, NIST, ROUGE-L and CIDEr as in the E2E challenge, without regard to case: {count(scored['prompts'])} prompts, "
+            f"each with all its references ({count(scored['references'])} in all); a beam search of "
+            f"{scored['protocol']['beams']} for at most {scored['num_tokens']} tokens."
+        )
     return lines
 
 

@@ -82,7 +82,7 @@ def sweep(
         overrides: Dotted key -> value; ``privacy.epsilon`` holds the list, and ``output_dir`` names the sweep's directory.
         by: Who answers for the list of runs, which a planned budget seals.
         resume: Go on with the sweep in ``output_dir``; runs that are finished are kept.
-        tasks: Evaluation prompts for BLEU and ROUGE-L; 0: none.
+        tasks: Evaluation prompts for scores of what is written; 0: none.
         console: Where progress goes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a tuned model does on held-out rows: losses by example, and BLEU and ROUGE-L of what it writes.
+"""What a tuned model does on held-out rows: losses by example, and scores of what it writes against references.
 
 Comes in: finished runs. Goes out: ``private/held_out.json`` and ``private/tasks.json`` of each, from which comparisons take
 their intervals. They hold numbers by example of evaluation data, which is why they stay private; no text is kept. A figure that
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from dpllm.comparison.compared_runs import HELD_OUT, TASKS, cached
+from dpllm.comparison import text_scores
+from dpllm.comparison.compared_runs import HELD_OUT, PROTOCOL, TASKS, cached
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import RunConfig
@@ -27,27 +27,23 @@ if TYPE_CHECKING:
 
     from dpllm.model.loading import ScoringModels
 
-MOST_TOKENS = 128
-"""Written for a prompt at most; fewer where no reference is as long."""
 TOKENS_PER_BATCH = 2**12
 Json = dict[str, Any]
 
 
 def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, console: Console | None = None) -> None:
-    """Computes what is not known yet of runs that are about to be compared: losses by example, BLEU and ROUGE-L.
+    """Computes what is not known yet of runs that are about to be compared: losses by example, scores of what they write.
 
-    The base model is asked once for all of them. BLEU and ROUGE-L are of the first ``rows`` evaluation prompts. A run for which
+    The base model is asked once for all of them. Scores are of the first ``rows`` evaluation prompts. A run for which
     there can be no losses, say because its base model is not at hand, is left as it is, and ``console`` says why.
 
     Raises:
-        ConfigError: ``rows`` without references, or without the packages that score them; or a run that exported no weights.
+        ConfigError: ``rows`` without references, or without the package that scores them; or a run that exported no weights.
     """
-    modules = {"sacrebleu": "sacrebleu", "rouge-score": "rouge_score"}
-    missing = [name for name, module in modules.items() if rows and not importlib.util.find_spec(module)]
-    if missing:
+    if rows and not importlib.util.find_spec("sacrebleu"):
         raise ConfigError(
-            f"--tasks scores what the model writes with {' and '.join(missing)}, not installed here. Type: pip install "
-            "'dpllm[tasks]'"
+            "--tasks splits what the model writes into words with sacrebleu, not installed here, and without it there is no "
+            "BLEU. Type: pip install 'dpllm[tasks]'"
         )
     for name in [name for name, asked in ((HELD_OUT, losses), (TASKS, rows > 0)) if asked]:
         known = [_known(run, name, rows) for run in runs]
@@ -141,7 +137,7 @@ def _by_example(model: Any, units: Sequence[data.Unit]) -> Json:
 
 
 def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
-    """BLEU and ROUGE-L of greedy completions against the references of each prompt."""
+    """Scores of completions against all references of each prompt, see ``PROTOCOL``."""
     from dpllm.auditing.generation import complete, until_end
     from dpllm.auditing.run import load_models
 
@@ -153,17 +149,23 @@ def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
         )
     references = by_prompt(table.rows, rows)
     models = load_models(run, config)
-    prompts, longest = _encoded(references, models, config)
+    prompts, num_tokens = _encoded(references, models, config)
 
     def score(model: Any) -> Json:
         decode: Callable[..., str] = models.tokenizer.decode
-        written = complete(model, models.tokenizer, prompts, longest)
+        written = complete(model, models.tokenizer, prompts, num_tokens, PROTOCOL["beams"], ends=True)
         texts = [decode(until_end(tokens, models.tokenizer), skip_special_tokens=True).strip() for tokens in written]
         answers = list(references.values())
-        return {"bleu": bleu(texts, answers), "rouge_l": rouge_l(texts, answers)}
+        return {name: getattr(text_scores, name)(texts, answers) for name in PROTOCOL["scores"]}
 
     counts = {"asked": rows, "prompts": len(references), "references": sum(map(len, references.values()))}
-    return {"weights": _weights(run), **counts, "num_tokens": longest, **_both(models, base, score)}
+    return {
+        "weights": _weights(run),
+        "protocol": PROTOCOL,
+        "num_tokens": num_tokens,
+        **counts,
+        **_both(models, base, score),
+    }
 
 
 def by_prompt(rows: Sequence[Json], count: int) -> dict[str, list[str]]:
@@ -178,60 +180,19 @@ def by_prompt(rows: Sequence[Json], count: int) -> dict[str, list[str]]:
 def _encoded(
     references: dict[str, list[str]], models: ScoringModels, config: RunConfig
 ) -> tuple[list[tuple[int, ...]], int]:
-    """Each prompt as the tokens that stand before the first target in training, and how many tokens to write."""
-    prompts, lengths = [], [1]
+    """Each prompt as the tokens that stand before the first target in training, and how many tokens to write at most."""
+    prompts = []
     for prompt, answers in references.items():
-        for place, answer in enumerate(answers):
-            row = {"prompt": prompt, "completion": answer or "."}
-            found = data.encode(row, "prompt_completion", models.tokenizer, 2**30, "truncate")
-            if not found:
-                raise ConfigError("a prompt of the evaluation data has nothing to complete. Mend or drop the row.")
-            first = found[0].loss_mask.index(True)
-            lengths.append(len(found[0].input_ids) - first)
-            if place == 0:
-                prompts.append(found[0].input_ids[:first])
-    longest = min(MOST_TOKENS, max(lengths))
+        row = {"prompt": prompt, "completion": answers[0] or "."}
+        found = data.encode(row, "prompt_completion", models.tokenizer, 2**30, "truncate")
+        if not found:
+            raise ConfigError("a prompt of the evaluation data has nothing to complete. Mend or drop the row.")
+        prompts.append(found[0].input_ids[: found[0].loss_mask.index(True)])
     positions = getattr(models.tuned.config, "max_position_embeddings", None) or 2**30
-    room = int(positions) - longest
-    if any(len(prompt) > room for prompt in prompts):
+    longest = max(map(len, prompts))
+    if longest >= positions:
         raise ConfigError(
-            f"{public_name(config.data.eval or '')}: a prompt is longer than the {room} tokens that the model can read before it "
-            f"writes {longest}. Leave --tasks out, or evaluate on shorter prompts."
+            f"{public_name(config.data.eval or '')}: a prompt has {longest} tokens, and the model reads {positions} with what it "
+            "writes. Leave --tasks out, or evaluate on shorter prompts."
         )
-    return prompts, longest
-
-
-def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
-    """Corpus BLEU with sacrebleu's defaults, against all references of each text, one or more.
-
-    Returns:
-        ``value`` in 0..100, a 95 % ``interval`` by sacrebleu's bootstrap over texts (None for one text), and its ``signature``.
-
-    References:
-        Papineni et al. 2002; Post 2018, "A Call for Clarity in Reporting BLEU Scores"; Koehn 2004 for the bootstrap.
-    """
-    from sacrebleu.metrics import BLEU  # type: ignore[import-not-found,unused-ignore]
-
-    streams = [list(stream) for stream in zip_longest(*references)]
-    metric = BLEU()
-    whole = metric.corpus_score(list(texts), streams)
-    limits = None
-    if len(texts) > 1:
-        drawn = metric.corpus_score(list(texts), streams, n_bootstrap=1000)
-        limits = [max(0.0, drawn._mean - drawn._ci), min(100.0, drawn._mean + drawn._ci)]
-    return {"value": float(whole.score), "interval": limits, "signature": str(metric.get_signature())}
-
-
-def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-    """ROUGE-L of each text: F1 of the longest common subsequence, for the reference that it is closest to.
-
-    References:
-        Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", as rouge-score computes it, without stemming.
-    """
-    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped,import-not-found,unused-ignore]
-
-    scorer = RougeScorer(["rougeL"], use_stemmer=False)
-    return [
-        max(float(scorer.score(reference, text)["rougeL"].fmeasure) for reference in row)
-        for text, row in zip(texts, references, strict=True)
-    ]
+    return prompts, min(PROTOCOL["num_tokens"], positions - longest)

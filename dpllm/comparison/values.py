@@ -15,6 +15,7 @@ from dpllm.auditing.attacks import ATTACKS
 from dpllm.auditing.record import AuditRecord
 from dpllm.auditing.summary import PRIMARY_ATTACK
 from dpllm.card.claim import Json, stated_epsilon
+from dpllm.comparison import compared_runs
 from dpllm.comparison.compared_runs import Side
 from dpllm.errors import DpllmError
 from dpllm.files import as_json
@@ -27,7 +28,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 _AT_ONCE = 4_000_000  # numbers of one block of resamples
 
-UTILITY = ("loss", "perplexity", "accuracy", "bleu", "rouge_l")
+UTILITY = ("loss", "perplexity", "accuracy", *compared_runs.PROTOCOL["scores"])
 BOUND = ("value", "ceiling", "alpha", "delta")
 ATTACK = ("group", "auc", "auc_interval", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval")
 EXPOSURE = ("mean", "null_mean", "base_mean", "inserted")
@@ -40,6 +41,7 @@ def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) 
         "public": public,
         "confidence": CONFIDENCE,
         "base": {"name": sides[0].record.model.name_or_path, "utility": _base_utility(sides)},
+        "scored": _scored(sides),
         "runs": [_run(side) for side in sides],
         "together": together(sides),
         "differences": {
@@ -48,6 +50,12 @@ def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) 
         "left_out": [line for side in sides for line in side.left_out],
     }
     return dict(as_json(names.without_paths(value) if public else value))
+
+
+def _scored(sides: Sequence[Side]) -> Json | None:
+    """How texts were written and scored, of how many prompts; None where none were."""
+    keys = ("protocol", "num_tokens", "prompts", "references")
+    return next(({key: side.tasks[key] for key in keys} for side in sides if side.tasks), None)
 
 
 def _run(side: Side) -> Json:
@@ -106,10 +114,12 @@ def _utility(side: Side, moment: str, which: str) -> Json:
     if "loss" in found:
         value, limits = found["loss"]["value"], found["loss"]["interval"]
         found["perplexity"] = {"value": _exp(value), "interval": [_exp(limit) for limit in limits] if limits else None}
-    if written := (side.tasks or {}).get(which):
-        scores = written["rouge_l"]
-        found["bleu"] = written["bleu"]
-        found["rouge_l"] = {"value": sum(scores) / len(scores), "interval": ratio(scores, [1.0] * len(scores))}
+    for name, scores in ((side.tasks or {}).get(which) or {}).items():
+        if isinstance(scores, list):  # one for each text
+            mean = sum(scores) / len(scores)
+            found[name] = {"value": mean, "interval": ratio(scores, [1.0] * len(scores))}
+        else:
+            found[name] = scores
     return found
 
 

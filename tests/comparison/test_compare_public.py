@@ -12,6 +12,7 @@ from comparing import make_run, weights, without_pictures, write_held_out
 from metrics_text import Series, series
 
 from dpllm.comparison.compare import compare
+from dpllm.comparison.compared_runs import PROTOCOL
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.run.directory import RunDir
@@ -36,7 +37,8 @@ def plant(run: RunDir) -> None:
     )
     write_held_out(run, SECRET, base=None)
     scores = {"bleu": {"value": 100 * SECRET, "interval": None}, "rouge_l": [SECRET, SECRET]}
-    tasks = {"weights": weights(run.root), "prompts": 2, "num_tokens": 9, "asked": 2, "tuned": scores, "base": None}
+    counts = {"num_tokens": 100, "prompts": 2, "references": 9, "asked": 2}
+    tasks = {"weights": weights(run.root), "protocol": PROTOCOL, **counts, "tuned": scores, "base": None}
     write_json(run.private / "tasks.json", tasks)
 
 

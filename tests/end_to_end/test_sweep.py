@@ -70,7 +70,7 @@ def test_every_run_is_trained_audited_carded_and_compared(swept: tuple[Place, An
     value = json.loads((root / "compare" / "comparison.json").read_text())
     assert [run["name"] for run in value["runs"]] == ["eps-2", "eps-8", "eps-inf"]
     for part in (value["base"], *value["runs"]):
-        assert {"loss", "perplexity", "accuracy", "bleu", "rouge_l"} == part["utility"].keys()
+        assert {"loss", "perplexity", "accuracy", "bleu", "nist", "rouge_l", "cider"} == part["utility"].keys()
         assert part["utility"]["loss"]["interval"] is not None
     assert "Epsilon lower bound" in answer.out
     assert value["together"]["fixed_together"] is True
@@ -94,7 +94,8 @@ def test_no_figure_of_private_evaluation_data_stands_in_job_logs(swept: tuple[Pl
     for part in (value["base"], *value["runs"]):
         assert f"{part['utility']['loss']['value']:.3f}" not in answer.out
     assert "BLEU" not in answer.out
-    assert "BLEU" in (place.root / "sweep" / "compare" / "comparison.md").read_text()
+    page = (place.root / "sweep" / "compare" / "comparison.md").read_text()
+    assert "3 prompts, each with all its references (6 in all); a beam search of 5 for at most " in page
 
 
 def test_losses_by_example_add_up_to_those_of_training(swept: tuple[Place, Answer]) -> None:
