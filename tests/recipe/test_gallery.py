@@ -72,6 +72,17 @@ def test_every_recipe_is_planned() -> None:
     assert len(GALLERY) >= 16
 
 
+def test_the_anchor_follows_the_published_protocol() -> None:
+    """Li et al. 2021 (arXiv 2110.05679): ten passes, delta 8e-6, C 0.1, the test set; the baseline trains alike."""
+    lora, baseline = (load_config(ROOT / "recipes" / name / "e2e.yaml") for name in ("lora", "baseline"))
+    assert (lora.privacy.delta, lora.privacy.max_grad_norm) == (8e-6, 0.1)
+    assert lora.data.eval_split == "test"
+    assert lora.train.steps is not None
+    assert lora.train.batch_size * lora.train.steps == pytest.approx(10 * 42_061, rel=0.01)
+    assert lora.train == baseline.train
+    assert lora.data.model_copy(update={"public": True}) == baseline.data
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_shape_is_that_of_the_published_model(name: str) -> None:
     shape = transformers.AutoConfig.from_pretrained(ROOT / "recipes" / "configs" / name)
