@@ -169,9 +169,10 @@ def test_an_end_token_ends_a_text_where_asked_and_nobody_elses(base, beams):
     often = max((token for text in plain for token in text), key=[token for text in plain for token in text].count)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(often)
     assert complete(base, tokenizer, prompts, 8, beams) == plain
-    together = [
-        generation.until_end(text, tokenizer) for text in complete(base, tokenizer, prompts, 8, beams, ends=True)
-    ]
+    written = complete(base, tokenizer, prompts, 8, beams, ends=True)
+    together = [generation.until_end(text, tokenizer) for text in written]
+    behind = {token for text, kept in zip(written, together, strict=True) for token in text[len(kept) + 1 :]}
+    assert behind == {tokenizer.pad_token_id}
     one = [complete(base, tokenizer, [prompt], 8, beams, ends=True)[0] for prompt in prompts]
     assert together == [generation.until_end(text, tokenizer) for text in one]
     assert len({len(text) for text in together}) > 1
