@@ -230,6 +230,8 @@ class RunPaths:
     """Mode 0700; never leaves."""
     canaries = _Below("private/canaries.json")
     """Canary texts, coins and references: secret."""
+    groups = _Below("private/groups.json")
+    """With banded noise: the key from which each slot's group follows."""
     projections = _Below("private/gradient_canaries.npy")
     """What each step released along each gradient canary."""
     resume = _Below("private/resume")

@@ -204,6 +204,12 @@ def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
     left_out = {name for name in ("adaptive", *_PROFILE) if not getattr(plan, name)} | set(
         _PROFILE if spent_more else ()
     )
+    mechanism, scheme = ("dp-bandmf", "cyclic_poisson") if plan.coefficients else ("dp-sgd", "poisson")
+    banded = {
+        "bands": len(plan.coefficients),
+        "coefficients": plan.coefficients,
+        "group_rate": plan.event.get("probability"),
+    }
     curve = None if spent_more else tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation)
     generator = record.generator or ("chacha20" if config.privacy.secure_noise else "philox")  # of versions of before
     terms = Terms.pick(
@@ -212,9 +218,9 @@ def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
         definition=DEFINITION,
         holds_for="run",
         trust_model="central",
-        mechanism="dp-sgd",
+        mechanism=mechanism,
         optimizer=config.train.optimizer,
-        sampling=Sampling.pick(plan.to_json(), scheme="poisson", of=plan.sampling, implemented_as_accounted=True),
+        sampling=Sampling.pick(plan.to_json(), scheme=scheme, of=plan.sampling, implemented_as_accounted=True),
         without_amplification=None,
         randomness={
             "generator": generator,
@@ -222,6 +228,7 @@ def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
             **({"lattice": record.lattice} if record.lattice else {}),
         },
         **({"trade_off": curve} if curve else {}),
+        **({"banded": banded} if plan.coefficients else {}),
     )
     if spent_more:
         return terms
@@ -236,7 +243,8 @@ def without_amplification(terms: Terms, num_steps: int) -> float | None:
         num_steps: For which.
 
     Returns:
-        Rounded up to four digits; None where it is 10,000 or more.
+        Rounded up to four digits; None where it is 10,000 or more, or the noise is banded: shuffled anew in each epoch, a unit
+        would come back before the noise that hid it is used up.
 
     Guarantee:
         An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
@@ -245,6 +253,8 @@ def without_amplification(terms: Terms, num_steps: int) -> float | None:
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
     """
+    if terms.banded is not None:
+        return None
     sampling = terms.sampling
     epochs = math.ceil(Fraction(num_steps * sampling.expected_batch_size, sampling.dataset_size))
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dpllm.privacy.plan import Schedule, padded_lengths
+from dpllm.privacy.schedule import Schedule, padded_lengths
 from dpllm.recipe.config import RunConfig
 
 QUANTILE = 0.999

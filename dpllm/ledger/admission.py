@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from dpllm.ledger.chain import canonical
-from dpllm.ledger.values import ONE_RELEASE, Account, Budget, Sealed
+from dpllm.ledger.values import Account, Budget, Sealed, divisible
 from dpllm.privacy import accounting, events, renyi
 from dpllm.privacy.accounting import Event, compose
 
@@ -252,7 +252,7 @@ def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "
 
     ``fits`` tells by accounting at an interval, of which a wide one is quick and never gives too little.
     """
-    if event["type"] != "self_composed" or event["event"]["type"] not in ONE_RELEASE or event["count"] < 1:
+    if not divisible(event) or event["count"] < 1:
         return "Use other data."
     count = int(event["count"])
     steps = _most_steps(event, count, fits)

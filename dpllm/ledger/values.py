@@ -23,6 +23,13 @@ State = Literal["reserved", "running", "completed", "interrupted", "refused", "r
 ONE_RELEASE = ("gaussian", "adaptive_clipping", "poisson_sampled", "poisson_sampled_group")
 
 
+def divisible(event: Event) -> bool:
+    """Whether ``count`` says how many steps an event has, so that a smaller one is the event of fewer of them."""
+    return event["type"] == "cyclic_poisson" or (
+        event["type"] == "self_composed" and event["event"]["type"] in ONE_RELEASE
+    )
+
+
 @dataclass(frozen=True)
 class Budget:
     """What all runs on one dataset may spend together, and how that is decided."""
@@ -100,8 +107,7 @@ class Run:
     @cached_property
     def kept(self) -> str:
         """The event that an adaptive gate still counts, as JSON: the executed part of a reconciled run, all of any other."""
-        divisible = self.event["type"] == "self_composed" and self.event["event"]["type"] in ONE_RELEASE
-        if self.state != "reconciled" or not divisible:
+        if self.state != "reconciled" or not divisible(self.event):
             return self.text
         return canonical({**self.event, "count": min(self.steps, int(self.event["count"]))})
 

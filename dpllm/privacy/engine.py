@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +25,10 @@ from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy import guards
 from dpllm.privacy.clipping import PerUnitClipper, PlainSum, Summer, refuse_foreign_gradients
 from dpllm.privacy.gradient_canaries import GradientCanaries
+from dpllm.privacy.lattice import noise_scale, spacing_of
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, example_means
-from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import Plan, Schedule, noise_scale, spacing_of
+from dpllm.privacy.noise import BandedNoise, GaussianNoise
+from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.privacy.selfcheck import Subject, self_check
@@ -62,7 +62,8 @@ class Engine:
         the release is a post-processing of the Gaussian mechanism (``GaussianNoise``). The divisor B is the Plan's public
         expected batch size, never the realised one. On several ranks rank 0 adds the noise, once, to its own sum; the
         all-reduce is exact, so the total has the same bits for any number of ranks. With adaptive clipping the count of unclipped
-        units is one more coordinate of that vector, with noise of its own (see ``AdaptiveClipping``), and C follows it.
+        units is one more coordinate of that vector, with noise of its own (see ``AdaptiveClipping``), and C follows it. With the
+        Plan's ``coefficients`` the noise takes back a part of earlier steps' (``BandedNoise``).
 
         Without a Plan: none.
 
@@ -109,7 +110,8 @@ class Engine:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_arguments(model, optimizer, self.parameters)
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
-        self._scale, self._device, self._noise, self._form = loss_scale, noise.device, noise, form
+        self._scale, self._device, self._form = loss_scale, noise.device, form
+        self._noise = BandedNoise(noise, plan.coefficients) if plan and plan.coefficients else noise
         self._token_losses = TokenLosses(model, self._device, autocast)
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
         self.noisy_fraction: float | None = None
@@ -177,7 +179,7 @@ class Engine:
             )
         for batch in batches:
             on_device = batch.to(self._device)
-            with _deterministic(self._device):
+            with guards.deterministic(self._device):
                 loss_R, norm_U = self._summer.add(
                     self.losses, on_device, sums, self.max_grad_norm, spacing, self._scale
                 )
@@ -200,16 +202,17 @@ class Engine:
             torch.OutOfMemoryError: They do not fit.
             Refused: See ``step``; as far as the clipped sum is concerned.
         """
-        moments = 2 * self.size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
+        state = 2 * self.size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
+        state += 2 * self.size * (self._plan.bands - 1) if self._plan else 0  # earlier noise in float64, on rank 0
         devices = [self._device] if self._device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
                 # Ones, because a system hands out zeros without holding memory for them.
-                state = torch.ones(moments, device=self._device)
+                held = torch.ones(state, device=self._device)
                 flat_P, _ = self.clipped_sum(batches)
                 released_P = flat_P.float()
                 update = torch.ones(2 * self.size, device=self._device)  # what AdamW holds of all parameters at once
-                del state, flat_P, released_P, update
+                del held, flat_P, released_P, update
         except BaseException:
             recover(self._model)
             self._summer.close()  # it may hold gradients of a pass that did not end
@@ -332,38 +335,13 @@ class Engine:
             tolerance=LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE,
         )
         try:
-            with _deterministic(self._device):
+            with guards.deterministic(self._device):
                 error = self_check(subject)
         except RoundsByCompany:
             self._summer = self._make_summer()
             raise
         self._summer = self._make_summer()
         return error
-
-
-@contextlib.contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """On a GPU, kernels whose result has the same bits each time, where there are such; elsewhere they have anyway.
-
-    Sums by atomic additions come in an order that nobody decides, so a row would be rounded differently in every pass.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)  # warn_only would leave the backward pass of attention as it is
-    try:
-        yield
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        raise Refused(
-            f"this device computes in no fixed order ({str(error).partition('.')[0]}), so the same row would be rounded "
-            "differently in every pass. Use another base model, or train.precision: fp32."
-        ) from None
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:

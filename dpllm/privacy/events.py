@@ -16,6 +16,8 @@ What is done with a mechanism, or with an event:
     {"type": "poisson_sampled", "probability": 0.02, "event": MECHANISM}     over a fresh Poisson sample
     {"type": "poisson_sampled_group", "probability": 0.02, "group_size": 4, "event": MECHANISM}
                                         the same for 4 rows or units together, each of which joins by its own coin
+    {"type": "cyclic_poisson", "bands": 8, "count": 150, "probability": 0.16, "event": {"type": "gaussian", ...}}
+                                        150 steps of banded noise, over fresh Poisson samples of 8 groups in turn (``banded``)
     {"type": "self_composed", "count": 150, "event": EVENT}
     {"type": "composed", "events": [EVENT, ...]}
     {"type": "repeat_and_select", "event": EVENT, "mean": 10, "distribution": "geometric"}
@@ -25,16 +27,18 @@ What is done with a mechanism, or with an event:
 Guarantee:
     ``poisson_sampled_group`` bounds what changes if up to ``group_size`` rows are taken out, each clipped on its own: the
     number of them in a sample is Binomial(group_size, probability), so that one step is dominated by a mixture of
-    Gaussians. ``repeat_and_select`` holds if the number of runs was drawn, before the first of them, from the
-    distribution named (geometric and logarithmic on 1, 2, ...; poisson may give 0 runs and then nothing leaves), of this
-    mean and not seen by anyone; if each run is EVENT with fresh randomness; if the runs differ at most in
+    Gaussians. ``cyclic_poisson`` costs ceil(count / bands) ``poisson_sampled`` sums at its probability, that of its one group
+    (proof: ``dpllm.privacy.banded``). ``repeat_and_select`` holds if the number of runs was drawn, before the first of them,
+    from the distribution named (geometric and logarithmic on 1, 2, ...; poisson may give 0 runs and then nothing leaves), of
+    this mean and not seen by anyone; if each run is EVENT with fresh randomness; if the runs differ at most in
     hyper-parameters whose list was fixed in advance and from which each run draws at random; if the score that decides is
     part of what EVENT accounts for, or computed from public data; and if nothing of the other runs leaves.
     ``imported`` holds under the neighbouring relation and for the unit with which it is composed.
 
 References:
     Choquette-Choo et al. 2023, "Privacy Amplification for Matrix Mechanisms", corollary 4.7 (mixtures). Charles et al.
-    2024, "Fine-Tuning Large Language Models with User-Level Differential Privacy" (example-level sampling). Papernot and
+    2024, "Fine-Tuning Large Language Models with User-Level Differential Privacy" (example-level sampling). Choquette-Choo et
+    al. 2023, "(Amplified) Banded Matrix Factorization", theorem 4 (cyclic_poisson). Papernot and
     Steinke 2022, "Hyperparameter Tuning with Renyi Differential Privacy", theorems 2 and 6. Kairouz, Oh and Viswanath
     2015, "The Composition Theorem for Differential Privacy" (imported).
 """
@@ -61,6 +65,7 @@ FIELDS = {
     "adaptive_clipping": {"type", "gradient_noise_multiplier", "count_noise_multiplier"},
     "poisson_sampled": {"type", "probability", "event"},
     "poisson_sampled_group": {"type", "probability", "group_size", "event"},
+    "cyclic_poisson": {"type", "bands", "count", "probability", "event"},
     "self_composed": {"type", "count", "event"},
     "composed": {"type", "events"},
     "repeat_and_select": {"type", "event", "mean", "distribution"},
@@ -137,6 +142,29 @@ def sampled_steps(mechanism: Event, sampling_rate: float, num_steps: int, group_
     return event
 
 
+def cyclic_steps(mechanism: Event, bands: int, probability: float, num_steps: int) -> Event:
+    """The event of `num_steps` steps of `mechanism` with banded noise, each over a Poisson sample of the group whose turn it is.
+
+    Args:
+        mechanism: a gaussian.
+        bands: and groups, b >= 1.
+        probability: that a member of the group joins, b B / N.
+        num_steps: logical batches, >= 0.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    event = {
+        "type": "cyclic_poisson",
+        "bands": bands,
+        "count": num_steps,
+        "probability": probability,
+        "event": mechanism,
+    }
+    normal_form(event)  # which checks it
+    return event
+
+
 def compose(events: Sequence[Event]) -> Event:
     """The event of doing all of `events` on the same data."""
     return {"type": "composed", "events": list(events)}
@@ -144,7 +172,13 @@ def compose(events: Sequence[Event]) -> Event:
 
 def count_releases(event: Event) -> int:
     """How many noisy sums a run may execute on the strength of `event`; what was imported or selected pays for none."""
-    return sum(part.times for part in normal_form(event).sampled)
+    sampled = normal_form(event).sampled  # which checks it
+    if event["type"] == "composed":
+        return sum(map(count_releases, event["events"]))
+    if event["type"] == "self_composed":
+        return int(event["count"]) * count_releases(event["event"])
+    # The groups of cyclic_poisson share each of the rounds that it costs.
+    return int(event["count"]) if event["type"] == "cyclic_poisson" else sum(part.times for part in sampled)
 
 
 def scaled(event: Event, factor: float) -> Event:
@@ -212,6 +246,12 @@ def normal_form(event: Any) -> Terms:
             size = _integer("group_size", part["group_size"], 1, MAX_GROUP_SIZE) if "group_size" in part else 1
             # Without sampling, all of the group are in every sum: one Gaussian of that sensitivity.
             sampled[(rate, sigma, size) if rate < 1 else (1.0, sigma / size, 1)] += times
+        elif kind == "cyclic_poisson":
+            steps, bands = _integer("cyclic_poisson count", part["count"], 0), _integer("bands", part["bands"], 1)
+            if _kind(part["event"]) != "gaussian":  # adaptive clipping's noise would be taken back at another C
+                raise ConfigError(f"{part['event']['type']!r} within cyclic_poisson has no known cost. Use gaussian.")
+            one = {"type": "poisson_sampled", "probability": part["probability"], "event": part["event"]}
+            walk(one, times * -(-steps // bands))
         elif kind == "self_composed":
             walk(part["event"], times * _integer("self_composed count", part["count"], 0))
         elif kind == "composed":

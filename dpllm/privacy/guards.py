@@ -6,12 +6,16 @@ line; a guard that is missing costs somebody their privacy.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dpllm.errors import Refused
 from dpllm.recipe.config import LoraConfig, RunConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn  # `dpllm plan` guards recipes without importing torch
 
 ROUTED = frozenset({"experts", "router", "gate"})  # parts of a name
@@ -78,3 +82,30 @@ def check_float32() -> None:
             "TF32 or another short cut for float32 products is on, so that gradients would have 10 bits or fewer. Call "
             "torch.set_float32_matmul_precision('highest'), and leave fp32_precision alone."
         )
+
+
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """On a GPU, kernels whose result has the same bits each time, where there are such; elsewhere they have anyway.
+
+    Sums by atomic additions come in an order that nobody decides, so a row would be rounded differently in every pass.
+    """
+    import torch
+
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)  # warn_only would leave the backward pass of attention as it is
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise Refused(
+            f"this device computes in no fixed order ({str(error).partition('.')[0]}), so the same row would be rounded "
+            "differently in every pass. Use another base model, or train.precision: fp32."
+        ) from None
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from torch import Tensor
 
-from dpllm.privacy.plan import spacing_of
+from dpllm.privacy.lattice import spacing_of
 
 KEY_BITS = 256
 CHUNK = 2**17  # variates made at once: what is held meanwhile stays in the cache
@@ -161,3 +162,41 @@ class GaussianNoise:
         for part in torch.split(sum_P, CHUNK):
             noise = (self.draw(len(part)) * (scale / spacing)).round_()
             part.add_(noise, alpha=spacing)  # two multiples of a power of two: exact
+
+
+class BandedNoise:
+    """Noise that takes back a part of earlier steps' noise: n_t = (s z_t - sum over j = 1..b-1 of c_j n_{t-j}) / c_0.
+
+    Guarantee:
+        What ``add_to`` returns is a post-processing of the matrix mechanism C G + s Z, C lower triangular Toeplitz with
+        ``coefficients``, G_t the vector of step t, a multiple of the spacing, and Z independent standard normal: n_t is rounded
+        to the spacing before it is added, and what is kept is n_t as it was added. So n_{t-j} = r_{t-j} - G_{t-j} exactly, for
+        what was released then, and r_t is (C G + s Z)_t - sum over j of c_j r_{t-j}, over c_0, rounded: a function of the
+        mechanism's row and of earlier releases alone. What is left is what is left of ``GaussianNoise``, and the rounding of that
+        sum in float64. Kept in float32, n_t would no longer be what was added, and c_j G could be read off the difference.
+
+        Buffers are secret: they would let a reader take the noise off. They are never stored; a resumed run begins without any,
+        which ``dpllm.privacy.banded`` counts. The scale must stay the same from step to step.
+    """
+
+    def __init__(self, noise: GaussianNoise, coefficients: Sequence[float]) -> None:
+        """``coefficients`` are c_0, ..., c_{b-1}; of ``noise`` every step takes fresh variates."""
+        self.device, self.generator = noise.device, noise.generator
+        self._noise, self._coefficients = noise, tuple(coefficients)
+        # n_{t-1}, n_{t-2}, ..., b - 1 at most, in units of the spacing; the first steps make room for them.
+        self._past: list[Tensor] = []
+
+    def add_to(self, sum_P: Tensor, scale: float) -> None:
+        """Adds the noise of one step in place; see ``GaussianNoise.add_to``."""
+        spacing, (first, *later) = spacing_of(scale), self._coefficients
+        full = len(self._past) == len(later)
+        # The oldest is read, piece by piece, before it is written over.
+        newest_P = self._past[-1] if full and later else torch.empty_like(sum_P)
+        past = [torch.split(one_P, CHUNK) for one_P in self._past]
+        for place, (part, new) in enumerate(zip(torch.split(sum_P, CHUNK), torch.split(newest_P, CHUNK), strict=True)):
+            noise = self._noise.draw(len(part)) * (scale / spacing)
+            for weight, chunks in zip(later, past, strict=False):
+                noise.sub_(chunks[place], alpha=weight)
+            new.copy_(noise.div_(first).round_())
+            part.add_(new, alpha=spacing)
+        self._past = [newest_P, *self._past][: len(later)]

@@ -1,8 +1,8 @@
 """The promise: one frozen value from which sampler, noise, accountant, ledger and card are all built.
 
-Comes in: the recipe and the public number of privacy units. Goes out: a ``Schedule`` (what every run has), a ``Plan``
-(what a run with differential privacy promises), and the numbers that follow from them: noise and its lattice, lengths of
-rows, slots. This module must not see data and must not import torch: whoever verifies a card computes them again.
+Comes in: the recipe and the public number of privacy units. Goes out: a ``Plan``, what a run with differential privacy promises
+beside the ``Schedule`` that every run has. This module must not see data and must not import torch: whoever verifies a card
+computes it again.
 """
 
 from __future__ import annotations
@@ -14,43 +14,32 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.privacy import accounting, events, limits, renyi
+from dpllm.errors import BudgetExceeded, Refused
+from dpllm.privacy import accounting, banded, events, limits, renyi
 from dpllm.privacy.accounting import Event, Relation
 from dpllm.privacy.renyi import Fit
-from dpllm.recipe.audit import AuditConfig
-from dpllm.recipe.config import DataConfig, RunConfig
+from dpllm.privacy.schedule import Schedule, group_rate, group_size_of, make_schedule
+from dpllm.recipe.config import RunConfig
+
+__all__ = [
+    "CURVE_DELTAS",
+    "RELATION_IN_WORDS",
+    "AdaptiveClipping",
+    "Plan",
+    "Schedule",
+    "adaptive_clipping",
+    "auto_delta",
+]
+__all__ += ["check_delta", "make_plan", "make_schedule"]
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e
-LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
-SLACK = 1e-6  # of C, by which rounding may make a clipped gradient longer; see ``clipping.PerUnitClipper``
 
 RELATION_IN_WORDS: dict[Relation, str] = {
     "zero_out": "two datasets of the same public size are neighbours if one becomes the other when the data of one "
     "privacy unit are replaced by nothing",
     "add_or_remove_one": "two datasets are neighbours if one becomes the other when one privacy unit is added or removed",
 }
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How often whom: the part of a run that does not depend on whether it is private.
-
-    Attributes:
-        dataset_size: N, the public number of what is sampled, canary slots included: privacy units, or, with
-            ``data.sampling: example``, their rows after the cap of ``max_examples_per_unit``.
-        canary_slots: How many of the N are held by candidate canaries: see ``canaries.num_slots``.
-        expected_batch_size: B, the public divisor of the summed gradient, in the same things as N.
-        sampling_rate: q = B / N; each of the N joins every logical batch independently with this probability.
-        num_steps: T, the number of logical steps.
-    """
-
-    dataset_size: int
-    canary_slots: int
-    expected_batch_size: int
-    sampling_rate: float
-    num_steps: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +84,8 @@ class Plan:
         added to every coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the
         guarantee is for a unit of up to ``max_examples_per_unit`` rows together. With ``adaptive``, sum and count are
         released together as one Gaussian of the same noise multiplier (see ``AdaptiveClipping``), and the guarantee
-        covers the released counts too.
+        covers the released counts too. With ``coefficients``, steps sample groups in turn and the noise of a step takes back a
+        part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the proof.
 
     Attributes:
         schedule: Sampling rate, steps, public size and divisor.
@@ -112,6 +102,7 @@ class Plan:
         accountant: Name, version and discretisation interval.
         event: The mechanism as a value, from which anyone can recompute epsilon.
         adaptive: How the noise is split between gradients and count; None for the other clipping functions.
+        coefficients: c_0, ..., c_{b-1} of banded noise, squares adding up to at most 1; empty for independent noise.
         accountants: Epsilon by each accountant that knows the event, pld and rdp side by side.
         limits: What no membership attack can exceed, see ``limits.attacker_limits_of``.
         curve: (delta, epsilon) at deltas of 1e-4 to 1e-8; None for an epsilon where none can be certified.
@@ -131,6 +122,7 @@ class Plan:
     event: Event
     adaptive: AdaptiveClipping | None = None
     sampling: Literal["unit", "example"] = "unit"
+    coefficients: tuple[float, ...] = ()
     accountants: dict[str, float | None] = field(default_factory=dict)
     limits: dict[str, float | None] = field(default_factory=dict)
     curve: tuple[tuple[float, float | None], ...] = ()
@@ -140,49 +132,19 @@ class Plan:
         """The noise on the gradients alone, over max_grad_norm."""
         return self.adaptive.gradient_noise_multiplier if self.adaptive else self.noise_multiplier
 
+    @property
+    def bands(self) -> int:
+        """b, how many groups take turns and over how many steps noise reaches back; 1 for independent noise."""
+        return max(1, len(self.coefficients))
+
     def event_after(self, num_steps: int) -> Event:
         """The event of the first `num_steps` steps."""
         return {**self.event, "count": num_steps}
 
     def to_json(self) -> dict[str, Any]:
         """The Plan as plan.json holds it, with the schedule's fields beside the others."""
-        fields = asdict(self)
+        fields = {name: value for name, value in asdict(self).items() if name != "coefficients" or value}
         return {**fields.pop("schedule"), **fields}
-
-
-def make_schedule(config: RunConfig, num_units: int) -> Schedule:
-    """Derives N, q and T, in integers and exact fractions, from the public number of privacy units without canaries.
-
-    Raises:
-        Refused: The logical batch is larger than the dataset.
-        ConfigError: A canary of more rows than one unit may bring.
-    """
-    slots = num_slots(config.audit, config.data)
-    size = num_units + slots
-    batch = config.train.batch_size
-    if batch > size:
-        raise Refused(
-            f"train.batch_size {batch} is larger than the dataset ({size} privacy units), so that the sampling rate would "
-            f"exceed 1. Set train.batch_size to {max(1, size // 10)} or less, or bring more data."
-        )
-    # Exact: int(epochs / q) in floating point is often off by one.
-    steps = config.train.steps or math.ceil(Fraction(str(config.train.epochs)) * size / batch)
-    return Schedule(size, slots, batch, sampling_rate=batch / size, num_steps=steps)
-
-
-def padded_lengths(max_length: int) -> list[int]:
-    """The lengths to which rows are padded, ascending: a few parts of the longest allowed, in multiples of eight."""
-    # Few, because in each step the last physical batch of each length is filled up with rows of nobody.
-    eighths = (1, 2, 3, 4, 6, 8)
-    return sorted({min(max_length, 8 * -(-max_length * part // 64)) for part in eighths})
-
-
-def padded_length(tokens: int, max_length: int) -> int:
-    """The length to which a unit is padded whose longest row has so many tokens: it follows from that number alone."""
-    for length in padded_lengths(max_length):
-        if tokens <= length:
-            return length
-    raise ValueError(f"a row of {tokens} tokens is longer than the {max_length} allowed")
 
 
 def make_plan(
@@ -193,6 +155,7 @@ def make_plan(
     fit: Fit | None = None,
     largest_delta: float = 1.0,
     extra_steps: int = 0,
+    coefficients: tuple[float, ...] | None = None,
 ) -> Plan:
     """Builds the promise, calibrating the noise where the recipe does not set it.
 
@@ -205,10 +168,11 @@ def make_plan(
         largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
         extra_steps: Steps beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
             stated epsilon, which is that of all steps, may exceed the target.
+        coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
 
     Raises:
         Refused: delta >= 1/N, the run's or the budget's, or the given noise_multiplier exceeds the target epsilon, or
-            the event is one that the filter cannot count.
+            the event is one that the filter cannot count, or banded noise has no room: see ``banded.check``.
         BudgetExceeded: Nothing is left of the filter, or fitting it takes more than twice the noise of the target.
         ConfigError: The target epsilon cannot be reached.
     """
@@ -216,9 +180,12 @@ def make_plan(
     schedule = make_schedule(config, num_units)
     relation: Relation = "add_or_remove_one" if data.public_size is not None else "zero_out"
     delta = _delta(config, largest_delta, schedule.dataset_size)
-    sigma, mechanism, adaptive = _mechanism(config, schedule, delta, relation, cache_dir, fit)
+    if coefficients is None:
+        coefficients = _coefficients(config, schedule, delta, relation, cache_dir)
+    bands = max(1, len(coefficients))
+    sigma, mechanism, adaptive = _mechanism(config, schedule, delta, relation, cache_dir, fit, bands)
     schedule = replace(schedule, num_steps=schedule.num_steps + extra_steps)
-    event = events.sampled_steps(mechanism, schedule.sampling_rate, schedule.num_steps, _group_size(data))
+    event = _steps(mechanism, schedule, schedule.num_steps, group_size_of(data), bands)
     return Plan(
         schedule=schedule,
         unit=data.unit,
@@ -234,6 +201,7 @@ def make_plan(
         accountant={**accounting.versions(), "name": "dp-accounting PLD", "interval": accounting.FINE_INTERVAL},
         event=event,
         adaptive=adaptive,
+        coefficients=coefficients,
         accountants={
             name: accounting.finite(value) for name, value in accounting.beside(event, delta, relation).items()
         },
@@ -287,17 +255,68 @@ def _fitting(sigma: float, event_of: Callable[[float, int], Event], steps: int, 
     )
 
 
+def _coefficients(
+    config: RunConfig, schedule: Schedule, delta: float, relation: Relation, cache_dir: Path | None
+) -> tuple[float, ...]:
+    """Of the noise; none where it is independent."""
+    if config.privacy.noise == "independent":
+        return ()
+    size, steps, bands = schedule.dataset_size, schedule.num_steps, config.privacy.bands
+    banded.check(config, size, steps)
+
+    def sigma_of(bands: int) -> float:
+        return noise_multiplier_for(config.privacy.epsilon, delta, schedule, relation, bands, cache_dir, rough=True)
+
+    if bands == "auto":
+        bands = banded.choose(config, size, steps, sigma_of)
+    return banded.strategy(config.train, steps, bands) if bands > 1 else ()
+
+
+def noise_multiplier_for(
+    epsilon: float,
+    delta: float,
+    schedule: Schedule,
+    relation: Relation,
+    bands: int = 1,
+    cache_dir: Path | None = None,
+    *,
+    group_size: int = 1,
+    rough: bool = False,
+) -> float:
+    """Calibrated for the schedule with so many bands: ``accounting.calibrate_noise_multiplier`` of its rounds."""
+    rate, rounds = group_rate(schedule, bands), -(-schedule.num_steps // bands)
+    return accounting.calibrate_noise_multiplier(
+        epsilon, delta, rate, rounds, relation, cache_dir=cache_dir, group_size=group_size, rough=rough
+    )
+
+
+def _steps(mechanism: Event, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> Event:
+    if bands > 1:
+        return events.cyclic_steps(mechanism, bands, group_rate(schedule, bands), num_steps)
+    return events.sampled_steps(mechanism, schedule.sampling_rate, num_steps, group_size)
+
+
 def _mechanism(
-    config: RunConfig, schedule: Schedule, delta: float, relation: Relation, cache_dir: Path | None, fit: Fit | None
+    config: RunConfig,
+    schedule: Schedule,
+    delta: float,
+    relation: Relation,
+    cache_dir: Path | None,
+    fit: Fit | None,
+    bands: int,
 ) -> tuple[float, Event, AdaptiveClipping | None]:
     """The noise that keeps the recipe's promise, one noisy sum of it as an event, and how it is split if C adapts."""
-    privacy, group = config.privacy, _group_size(config.data)
-    rate, steps = schedule.sampling_rate, schedule.num_steps
-    sigma = privacy.noise_multiplier or accounting.calibrate_noise_multiplier(
-        privacy.epsilon, delta, rate, steps, relation, cache_dir=cache_dir, group_size=group
+    privacy, group, steps = config.privacy, group_size_of(config.data), schedule.num_steps
+    sigma = privacy.noise_multiplier or noise_multiplier_for(
+        privacy.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group
     )
     if fit is not None and privacy.noise_multiplier is None:
-        sigma = _fitting(sigma, lambda s, n: events.dp_sgd_event(rate, s, n, group), steps, fit)
+        sigma = _fitting(
+            sigma,
+            lambda s, n: _steps({"type": "gaussian", "noise_multiplier": s}, schedule, n, group, bands),
+            steps,
+            fit,
+        )
     mechanism: Event = {"type": "gaussian", "noise_multiplier": sigma}
     split = None
     if privacy.clipping == "adaptive":
@@ -307,20 +326,15 @@ def _mechanism(
         )
         parts = {name: getattr(split, name) for name in ("gradient_noise_multiplier", "count_noise_multiplier")}
         mechanism = {"type": "adaptive_clipping", **parts}
-    epsilon = accounting.epsilon(events.sampled_steps(mechanism, rate, steps, group), delta, relation)
+    epsilon = accounting.epsilon(_steps(mechanism, schedule, steps, group, bands), delta, relation)
     if epsilon > privacy.epsilon and privacy.noise_multiplier is None and cache_dir is not None:
-        return _mechanism(config, schedule, delta, relation, None, fit)  # somebody changed the remembered noise
+        return _mechanism(config, schedule, delta, relation, None, fit, bands)  # somebody changed the remembered noise
     if epsilon > privacy.epsilon:
         raise Refused(
             f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
             f"{privacy.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
         )
     return sigma, mechanism, split
-
-
-def _group_size(data: DataConfig) -> int:
-    """How many of what is sampled are protected together."""
-    return data.max_examples_per_unit or 1 if data.sampling == "example" else 1
 
 
 def adaptive_clipping(
@@ -348,53 +362,8 @@ def adaptive_clipping(
     return AdaptiveClipping(quantile, learning_rate, sigma_b, sigma_g)
 
 
-def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:
-    """The standard deviation s of the noise: ``noise_multiplier`` times what one unit can move the sum on the lattice.
-
-    A unit's clipped gradient is no longer than C (1 + 1e-6), and rounding it to the lattice moves each of P coordinates by at
-    most one spacing, which is at most 2^-30 s. So s = sigma (C (1 + 1e-6) + 2^-30 s sqrt(P)), solved for s: sigma C (1 + 1e-6
-    + 2^-30 sigma sqrt(P)), nearly; of a million coordinates at sigma 1, sigma C (1 + 2e-6).
-
-    Raises:
-        Refused: The lattice would be as coarse as C.
-    """
-    rounding = 2.0**-LATTICE_BITS * noise_multiplier * math.sqrt(coordinates)
-    if rounding >= 0.5:
-        raise Refused(
-            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates needs a lattice as coarse as the "
-            "gradients themselves. Lower privacy.noise_multiplier, or train fewer parameters."
-        )
-    return noise_multiplier * max_grad_norm * (1 + SLACK) / (1 - rounding)
-
-
-def spacing_of(scale: float) -> float:
-    """The spacing of the lattice for noise of this standard deviation: a power of two in (2^-31, 2^-30] times it."""
-    return math.ldexp(1.0, math.floor(math.log2(scale)) - LATTICE_BITS)
-
-
 def auto_delta(dataset_size: int) -> float:
     """1/(10 N), rounded down to one significant digit."""
     bound = Fraction(1, 10 * dataset_size)
     exponent = math.floor(math.log10(bound))
     return float(math.floor(bound / Fraction(10) ** exponent) * Fraction(10) ** exponent)
-
-
-def num_slots(audit: AuditConfig, data: DataConfig) -> int:
-    """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
-
-    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
-    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
-    """
-    groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
-    if most is not None and max(groups, default=0) > most:
-        raise ConfigError(
-            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(groups)} repetitions only "
-            f"data.max_examples_per_unit ({most}) could train. Lower the repetitions in audit.canaries.groups, or raise "
-            "data.max_examples_per_unit."
-        )
-    return sum(slots_each(group, data) * number for group, number in groups.items()) + audit.gradient_canaries
-
-
-def slots_each(group: int, data: DataConfig) -> int:
-    """Slots that one candidate of so many repetitions holds."""
-    return group if data.unit == "example" or data.sampling == "example" else 1

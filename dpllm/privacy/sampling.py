@@ -18,11 +18,12 @@ from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dpllm.privacy.noise import SecretStream
-from dpllm.privacy.plan import Schedule, padded_length, padded_lengths
+from dpllm.privacy.schedule import Schedule, group_rate, padded_length, padded_lengths
 from dpllm.text.data import TokenSequence, Unit
 
 
@@ -62,27 +63,51 @@ class SizedUnits(Protocol):
         """(sequences, tokens of the longest) of a slot; (0, 0) for one that holds no data."""
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Which group has its turn in which step, for banded noise; by default there is one group."""
+
+    bands: int = 1  # b, how many groups
+    key: int = 0  # 256 secret bits, drawn once for a run, from which each slot's group follows
+    first_step: int = 0  # steps that were charged before the first draw, by earlier attempts
+
+
+def groups(turns: Turns, num_slots: int) -> npt.NDArray[np.int64]:
+    """group_N: of each slot, uniform in 0..b-1 and independent of the others and of what the slots hold.
+
+    From a ``SecretStream``, which is the same in every version, so that a resumed run finds each slot where it was.
+    """
+    uniform_N = SecretStream(turns.key, b"grup").uniform(num_slots)
+    return np.asarray(uniform_N * turns.bands, dtype=np.int64)
+
+
 class PoissonSampler:
     """Draws logical batches.
 
     Guarantee:
         In each draw every one of ``num_slots`` slots joins independently with probability ``schedule.sampling_rate``,
         up to the 53-bit resolution of the uniform variates, which are those of a cryptographic ``SecretStream``.
+        With ``turns``, step i draws from group i mod b alone, at b times that rate.
 
     References:
         Abadi et al. 2016, Deep Learning with Differential Privacy, section 3; Zhu and Wang 2019, Poisson Subsampled
         Renyi Differential Privacy.
     """
 
-    def __init__(self, schedule: Schedule, num_slots: int, entropy: int) -> None:
+    def __init__(self, schedule: Schedule, num_slots: int, entropy: int, turns: Turns | None = None) -> None:
         """``entropy`` is as of ``GaussianNoise``, and the same on every rank; slots are those of units and of canaries."""
-        self._rate = schedule.sampling_rate
+        self._turns = turns or Turns()
+        self._rate = group_rate(schedule, self._turns.bands)
+        self._group_N = groups(self._turns, num_slots)
+        self._step = self._turns.first_step
         self._num_slots = num_slots
         self._stream = SecretStream(entropy, b"samp")
 
     def draw(self) -> list[int]:
         """Indices of the slots that join the next logical batch; possibly none."""
         joins = self._stream.uniform(self._num_slots) < self._rate
+        joins &= self._group_N == self._step % self._turns.bands
+        self._step += 1
         return [int(index) for index in np.flatnonzero(joins)]
 
 

@@ -25,8 +25,8 @@ from torch.utils import _pytree
 from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy.clipping import Losses, PerUnitClipper
 from dpllm.privacy.loss import evaluating
-from dpllm.privacy.plan import padded_lengths
 from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.privacy.schedule import padded_lengths
 from dpllm.text.data import TokenSequence, Unit
 
 SEEDS = 7, 8

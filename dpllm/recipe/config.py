@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapH
 
 from dpllm.errors import ConfigError
 from dpllm.recipe.audit import AuditConfig
+from dpllm.recipe.privacy import PrivacyConfig
 from dpllm.recipe.section import Section, explain, read_recipe
 
 # What a recipe may no longer say -> what to write instead.
@@ -200,64 +201,6 @@ class DataConfig(Section):
         if self.unit != "example" and self.max_examples_per_unit is None:
             raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the rows that one unit may bring")
         return self
-
-
-class AdaptiveConfig(Section):
-    """Adaptive clipping (Andrew et al. 2021)."""
-
-    quantile: float = Field(default=0.5, gt=0, lt=1)
-    """Share of the gradients that should not be clipped."""
-    learning_rate: float = Field(default=0.2, gt=0, le=10)
-    """How fast C moves: C exp(-learning_rate (noisy share of unclipped gradients - quantile)) at each step, within 1e-6 to
-    1e6 of the first C."""
-    count_noise_multiplier: float | None = Field(default=None, gt=0)
-    """Standard deviation of the noise on the count of unclipped units; null: the larger of batch_size / 20 and twice the
-    noise multiplier."""
-
-
-class PrivacyConfig(Section):
-    """The promise, and where it is booked."""
-
-    enabled: bool = True
-    """false: no differential privacy at all; only for data declared public."""
-    epsilon: float = Field(default=8.0, gt=0)
-    """Target; the stated epsilon is at most this."""
-    delta: Literal["auto"] | float = "auto"
-    """auto: 1/(10 N) rounded down to one digit. 1/N or more is refused."""
-    noise_multiplier: float | None = Field(default=None, gt=0)
-    """Noise standard deviation over max_grad_norm; null: calibrated to epsilon. If set, the epsilon it gives is stated,
-    and refused above the target."""
-    max_grad_norm: float = Field(default=1.0, ge=1e-20, le=1e20)
-    """C: the L2 norm to which each privacy unit's gradient is clipped."""
-    clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat"
-    """The clipping function, part of the Plan: flat shortens what is longer than C; automatic gives every gradient about
-    the length C (no threshold to tune); per_layer clips each of L layers to C / sqrt(L); adaptive lets C follow a quantile
-    of the norms, with noise that is part of the same epsilon."""
-    adaptive: AdaptiveConfig = AdaptiveConfig()
-    """Read where clipping is adaptive."""
-    grad_sample_mode: Literal["auto", "per_sample", "ghost"] = "auto"
-    """How the clipped sum is computed, not part of the Plan: auto chooses for each layer, from max_length, between
-    materialised per-example gradients (per_sample forces them) and ghost norms (ghost forces them); all three need one
-    backward pass and give the same sum."""
-    ledger: str | None = None
-    """Path of the ledger, or a postgresql:// URL; null: one file in the user's data directory."""
-    dataset: str | None = None
-    """Name of the dataset in the ledger; null: the name under which the ledger knows these records, or else made from
-    data.train."""
-    derived_from: str | None = None
-    """Name of the dataset in the ledger of which data.train is a subset, an extended or a re-tokenised copy: the parent is
-    charged."""
-    secure_noise: bool = False
-    """true: noise comes from AES, a cryptographic generator on the CPU, also where a GPU trains. Slower; meant for adapters."""
-    insecure_seed: int | None = Field(default=None, ge=0)
-    """For tests only: seeds noise and sampling, so that the run says guarantee: false."""
-
-    @field_validator("delta")
-    @classmethod
-    def _delta(cls, value: str | float) -> str | float:
-        if isinstance(value, float) and not 0 < value < 1:
-            raise ValueError("delta must lie strictly between 0 and 1, and well below 1/N; or type auto")
-        return value
 
 
 class TrainConfig(Section):

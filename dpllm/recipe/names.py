@@ -102,6 +102,8 @@ def digest(config: RunConfig) -> str:
         del recipe["audit"]["gradient_canaries"]
     if recipe["audit"]["canaries"] and not recipe["audit"]["canaries"]["prompt"]:
         del recipe["audit"]["canaries"]["prompt"]
+    if recipe["privacy"]["noise"] == "independent":
+        del recipe["privacy"]["noise"], recipe["privacy"]["bands"]
     if not any(recipe["data"]["csv"].values()):
         del recipe["data"]["csv"]
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):

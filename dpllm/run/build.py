@@ -22,13 +22,14 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, encode_secret
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import write_json
+from dpllm.files import read_json, write_json
 from dpllm.ledger import open_ledger
 from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradient_canaries import GradientCanaries
+from dpllm.privacy.noise import CHACHA20_KEY_BITS, os_entropy
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.recipe.config import RunConfig, dump_config
@@ -158,7 +159,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     net, dropout_off = build_model(config, plan, device, console)
     vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     optimizer = make_optimizer(config.train, net)
-    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device)
+    groups: int = shared(_groups_key(config, run, plan, start.resume) if main else 0)
+    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, groups)
     if plan and planted and main:
         _plant(planted, engine, plan.clipping, device)
     rows = memory.resolve(engine, config, vocabulary, device, world=state.num_processes)
@@ -188,6 +190,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
                 run.config.write_text(dump_config(config), encoding="utf-8")
                 if planted:
                     canaries.save(planted, run.canaries)
+                if plan and plan.coefficients:
+                    write_json(run.groups, {"bands": plan.bands, "key": f"{groups:x}"}, mode=0o600)
             if promise:
                 write_json(run.plan, promise.to_json())
         except BaseException:
@@ -220,6 +224,25 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
     return canaries.plan_canaries(settings.canaries, source=source, gradient=gradient)
+
+
+def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resume: bool) -> int:
+    """The secret from which the groups of banded noise follow: drawn once for a run; 0 where there is one group."""
+    if plan is None or not plan.coefficients:
+        return 0
+    if not resume:
+        seed = config.privacy.insecure_seed
+        return os_entropy(CHACHA20_KEY_BITS) if seed is None else seed
+    try:
+        saved = read_json(run.groups)
+        if saved["bands"] == plan.bands:
+            return int(saved["key"], 16)
+    except (ConfigError, KeyError, TypeError, ValueError):
+        pass
+    raise Refused(
+        f"{run.groups}: not the groups that the run began with, so a unit could join in two turns of one round, which no "
+        "accountant counts. Restore the file, or start anew with --overwrite."
+    )
 
 
 def _plant(planted: CanaryPlan, engine: Engine, clipping: str, device: torch.device) -> None:

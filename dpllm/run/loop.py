@@ -19,12 +19,12 @@ from rich.console import Console
 from dpllm.model import evaluate, memory, processes
 from dpllm.model.processes import ahead, stop_signal
 from dpllm.privacy import guards
+from dpllm.privacy.banded import learning_rate
 from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.recipe.config import RunConfig
 from dpllm.run.build import Prepared, check_processes, prepare
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import StepDeadline, fail_together
-from dpllm.run.mechanism import learning_rate
 from dpllm.run.promise import Start
 from dpllm.run.record import Recorder
 from dpllm.statement.run_files import RunRecord, read_run

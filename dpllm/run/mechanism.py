@@ -7,7 +7,6 @@ data: a schedule that followed the loss would be outside the guarantee.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
 from dpllm.privacy.noise import GaussianNoise, os_entropy
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Form
-from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.sampling import PoissonSampler, Turns
 from dpllm.recipe.config import RunConfig, TrainConfig
 from dpllm.run.promise import Decision
 
@@ -36,19 +35,6 @@ def make_optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Opti
     if train.optimizer == "sgd":
         return torch.optim.SGD(trainable, lr=train.learning_rate, weight_decay=train.weight_decay)
     return torch.optim.AdamW(trainable, lr=train.learning_rate, weight_decay=train.weight_decay)
-
-
-def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
-    """Learning rate of step 0..num_steps-1; never zero, because every step spends privacy.
-
-    Rises linearly over the warm-up, then falls to 0 as the schedule says; depends on the step alone.
-    """
-    warm = math.ceil(train.warmup * num_steps)
-    if step < warm:
-        return train.learning_rate * (step + 1) / (warm + 1)
-    left = (num_steps - step) / max(1, num_steps - warm)
-    shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
-    return train.learning_rate * shape[train.lr_scheduler]
 
 
 def is_low(config: RunConfig, net: Any, device: torch.device) -> bool:
@@ -89,9 +75,17 @@ def build_model(
 
 
 def make_engine(
-    decision: Decision, net: Any, optimizer: torch.optim.Optimizer, size: int, device: torch.device
+    decision: Decision,
+    net: Any,
+    optimizer: torch.optim.Optimizer,
+    size: int,
+    device: torch.device,
+    groups: int = 0,
 ) -> tuple[PoissonSampler, Engine, Autocast]:
-    """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N."""
+    """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
+
+    ``groups`` is the key of ``sampling.Turns``, the same as before where a run goes on.
+    """
     privacy, schedule = decision.config.privacy, decision.schedule
     assert schedule is not None
     seed = privacy.insecure_seed
@@ -108,7 +102,9 @@ def make_engine(
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
-    return PoissonSampler(schedule, size, sampling_key), engine, autocast
+    charged = decision.resumed.charged if decision.resumed else 0
+    turns = Turns(decision.plan.bands if decision.plan else 1, groups, charged)
+    return PoissonSampler(schedule, size, sampling_key, turns), engine, autocast
 
 
 def check_rows(

@@ -280,17 +280,19 @@ def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start
     before, cache = resumed.plan, accounting_cache()
     assert before is not None
     again = _update(config, "privacy", noise_multiplier=before.noise_multiplier, delta=before.delta)
-    plan = make_plan(again, num_units, cache, extra_steps=resumed.extra_steps)
+    coefficients = before.coefficients  # no other machine's last bits
+    plan = make_plan(again, num_units, cache, extra_steps=resumed.extra_steps, coefficients=coefficients)
     check_promise(plan, resumed)
     if not (start.make_up_lost_steps and resumed.to_make_up):
         return plan
-    return make_plan(again, num_units, cache, extra_steps=resumed.extra_steps + resumed.to_make_up)
+    steps = resumed.extra_steps + resumed.to_make_up
+    return make_plan(again, num_units, cache, extra_steps=steps, coefficients=coefficients)
 
 
 def _with_nothing_but_delta(config: RunConfig) -> RunConfig:
     """A recipe in which only delta can be refused: one step, one unit, a noise that meets any target."""
     config = _update(config, "train", batch_size=1, steps=1, epochs=None)
-    return _update(config, "privacy", epsilon=UNBOUNDED, noise_multiplier=100.0, clipping="flat")
+    return _update(config, "privacy", epsilon=UNBOUNDED, noise_multiplier=100.0, clipping="flat", noise="independent")
 
 
 def _update(config: RunConfig, section: str, **values: Any) -> RunConfig:

@@ -121,15 +121,26 @@ class Adaptive(Record):
     """Share of the gradients that should not be clipped."""
 
 
+class Banded(Record):
+    """How noise reaches back and groups take turns; absent where the noise of each step is independent of the others'."""
+
+    bands: AtLeast1
+    """b: how many groups there are, one of which has its turn in a step, and how many steps the noise of one is spread over."""
+    coefficients: tuple[Number, ...]
+    """First column of the strategy matrix C, whose noise is C^-1 times independent noise; its squares add up to at most 1."""
+    group_rate: Share
+    """Probability that a member of the group whose turn it is joins a step: b times the sampling rate."""
+
+
 class Sampling(Record):
     """Who takes part in a step."""
 
-    scheme: Literal["poisson"]
-    """How: poisson, an independent coin for each."""
+    scheme: Literal["poisson", "cyclic_poisson"]
+    """How: poisson, an independent coin for each; cyclic_poisson, for each of the group whose turn it is."""
     of: Literal["unit", "example"]
     """What is drawn and clipped as a whole: unit, or example for single rows."""
     sampling_rate: Annotated[float, Field(gt=0, le=1), _GIVEN]
-    """Probability of each coin, expected_batch_size / dataset_size."""
+    """Probability of each coin, expected_batch_size / dataset_size; with groups, over the draw of the groups too."""
     expected_batch_size: AtLeast1
     """Expected number in a step, and the public divisor of the sum."""
     dataset_size: AtLeast1
@@ -215,8 +226,8 @@ class Terms(Record):
     neighbouring_relation: Literal["zero_out", "add_or_remove_one"]
     """How two datasets differ between which the guarantee holds: zero_out (one unit's data replaced by nothing, N unchanged) or
     add_or_remove_one."""
-    mechanism: Literal["dp-sgd"]
-    """What released the weights."""
+    mechanism: Literal["dp-sgd", "dp-bandmf"]
+    """What released the weights; dp-bandmf is DP-SGD with banded noise."""
     optimizer: Literal["adamw", "sgd"]
     """What the noised sums were given to."""
     clipping: Literal["flat", "automatic", "per_layer", "adaptive"]
@@ -226,6 +237,7 @@ class Terms(Record):
     noise_multiplier: Positive
     """Standard deviation of the noise over C; with adaptive clipping, of the one Gaussian release that a step amounts to."""
     adaptive: Adaptive | None = None
+    banded: Banded | None = None
     sampling: Sampling
     without_amplification: NotNegative | None
     """Epsilon at the same delta if batches had come from shuffling, rounded up to four digits; null where none can be stated."""

@@ -117,6 +117,8 @@ class PlanRecord(Record):
     """The mechanism as a value."""
     adaptive: Adaptive | None = None
     """How adaptive clipping splits the noise."""
+    coefficients: tuple[Number, ...] = ()
+    """Of banded noise; empty for independent noise."""
     accountants: dict[str, Number | None] = Field(default={})
     """Epsilon by each accountant."""
     limits: dict[str, Number | None] = Field(default={})
@@ -141,7 +143,7 @@ class PlanRecord(Record):
         schedule = Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
         own = {field.name: values[field.name] for field in fields(Plan) if field.name in values}
         adaptive = AdaptiveClipping(**values["adaptive"]) if values.get("adaptive") else None
-        return Plan(**{**own, "schedule": schedule, "adaptive": adaptive})
+        return Plan(**{**own, "schedule": schedule, "adaptive": adaptive, "coefficients": self.coefficients})
 
 
 class Guarantee(Record):

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any, cast, get_args
 
 from dpllm.card import claim
-from dpllm.privacy import accounting, events
-from dpllm.privacy.plan import noise_scale
+from dpllm.privacy import accounting, banded, events
+from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
@@ -82,14 +82,18 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
     """The event against N, q, T, sigma and delta."""
     sampling, event = terms.sampling, terms.event
     size, batch, delta, group = sampling.dataset_size, sampling.expected_batch_size, terms.delta, terms.group_size
-    step = event["event"]
+    turns = terms.banded
+    step = event if turns else event["event"]
+    kind = "cyclic_poisson" if turns else "poisson_sampled_group" if group > 1 else "poisson_sampled"
+    rate = turns.group_rate if turns else sampling.sampling_rate
     taken, planned = record.steps.taken, record.steps.planned
     rules = {
-        "the event is not that of Poisson sampled steps": event["type"] == "self_composed"
-        and step["type"] == ("poisson_sampled_group" if group > 1 else "poisson_sampled"),
+        "the event is not that of Poisson sampled steps": event["type"] == (kind if turns else "self_composed")
+        and step["type"] == kind,
+        "banded is not what the event, mechanism and scheme are about": _turns(terms),
         "max_examples_per_unit is not the event's group": step.get("group_size", 1) == group,
         "max_examples_per_unit belongs to another unit": terms.unit != "example" or terms.max_examples_per_unit is None,
-        "sampling_rate is not the event's": sampling.sampling_rate == step["probability"],
+        "sampling_rate is not the event's": rate == step["probability"],
         "sampling_rate is not expected_batch_size / dataset_size": close(sampling.sampling_rate, batch / size, 1e-12),
         "steps.planned is not the event's count": planned == event["count"],
         "clipping is not what the event is about": (terms.clipping == "adaptive") == (terms.adaptive is not None),
@@ -108,6 +112,18 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
         f"N {size}, batch {batch}, {planned} steps and noise multiplier {terms.noise_multiplier:.4g} are the event's; delta "
         f"is {delta * size:.2g} / N.",
     )
+
+
+def _turns(terms: Terms) -> bool:
+    """The strategy moves no unit's sum by more than C, and its groups are those of the event."""
+    found, sampling = terms.banded, terms.sampling
+    if (terms.mechanism, sampling.scheme) != (("dp-bandmf", "cyclic_poisson") if found else ("dp-sgd", "poisson")):
+        return False
+    if found is None:
+        return True
+    good = banded.admissible(found.coefficients) and found.bands == len(found.coefficients) == terms.event["bands"]
+    fits = close(found.group_rate, found.bands * sampling.expected_batch_size / sampling.dataset_size, 1e-12)
+    return good and fits and sampling.of == "unit" and terms.adaptive is None
 
 
 def _noise(terms: Terms, mechanism: Json) -> bool:
@@ -191,6 +207,8 @@ def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
     fresh = claim.without_amplification(terms, record.steps.planned)
     if stated != fresh:  # rounded up to four digits, by no accountant's version
         raise Wrong(f"{stated} is stated, and the same noise without credit for sampling costs {fresh}. {_AGAIN}")
+    if terms.banded is not None:
+        return verified(name, "none is stated: banded noise has no such figure.")
     return verified(name, f"epsilon {stated}, if batches had come from shuffling.")
 
 
@@ -198,7 +216,8 @@ def _generator(terms: Terms) -> Check:
     """What the schema, which fixes the other words, does not say."""
     if terms.randomness.secure_noise != (terms.randomness.generator in CRYPTOGRAPHIC):
         raise Wrong(f"randomness.secure_noise is not true of {terms.randomness.generator}. {_AGAIN}")
-    return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples; the base model is not covered.")
+    how = " of groups in turn, with banded noise" if terms.banded else ""
+    return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples{how}; the base model is not covered.")
 
 
 def check_lineage(found: Published) -> Iterator[Check]:

@@ -13,8 +13,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import noise_scale
 
 STEPS, C, SIGMA, B = 3, 0.05, 0.7, 12
 SLOTS, DRAWS, RATE = 40, 1500, 10 / 40

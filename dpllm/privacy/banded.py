@@ -1,0 +1,257 @@
+"""Noise that later steps take back in part: its coefficients, what they leave of the noise, and how many of them are best.
+
+An example: with coefficients (0.9, 0.4) the noise of step t is (z_t - 0.4 x_{t-1}) / 0.9, z fresh and x what was added a step
+before. The sum over many steps is then quieter than of independent noise, and one step alone is noisier.
+
+Comes in: the public schedule of learning rates, a promise. Goes out: the coefficients c_0, ..., c_{b-1} of the lower triangular
+Toeplitz matrix C with b bands, ratios of noise. Must not see data and must not import torch: `dpllm plan` and `verify` use it.
+
+Guarantee:
+    Steps are numbered 0, 1, ... as they are charged, over all attempts. Each unit has one group g of b, whatever its data are,
+    and joins step i with probability q' if i mod b = g, else never. Let G_i be the clipped sum of step i, Z rows of N(0,
+    sigma^2), and let every release be a function of C G + Z up to then (``noise.BandedNoise``). Then n steps cost at most ceil(n
+    / b) rounds of a Gaussian of noise multiplier sigma, each over a fresh Poisson sample of rate q':
+
+    1. A unit's steps i < j are at least b apart, and column i of C is zero outside rows i to i + b - 1. So the columns of its
+       steps have no row in common, and n steps hold at most ceil(n / b) of them.
+    2. Column i has norm at most ||c|| <= 1. So in those rows the unit moves the mean by a vector of norm at most 1, or with
+       probability 1 - q' by none, and G_i was fixed before the first of them: given what was released before, one Poisson-sampled
+       Gaussian. Rows between its steps it does not move. Other units' sums may follow earlier releases, as in any composition.
+    3. A resumed run begins with empty buffers: no row of the new attempt reaches into the old one. C is then block diagonal, and
+       each block's columns are the first entries of c: no wider and no longer. Steps that were charged and lost are counted and
+       skip no turn, so 1 holds across the gap, and no round is charged twice.
+    4. All of this holds for every assignment of groups, and the assignment does not depend on the data. Hockey-stick divergences
+       are jointly convex, so it holds on average over assignments, and nobody needs to know or not to know them.
+
+References:
+    Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization: A unified approach to private training" (arXiv
+    2306.08153), theorems 2 and 4. Denisov et al. 2022, "Improved Differential Privacy for SGD via Optimal Private Linear
+    Operators on Adaptive Streams", theorem 2.1 (adaptive streams). McKenna 2024, "Scaling up the Banded Matrix Factorization
+    Mechanism for Differentially Private ML" (Toeplitz strategies and their gradients).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.recipe.config import RunConfig, TrainConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+CANDIDATES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # bands that auto compares with 1
+LEAST_GAIN = 0.05  # of the noise in the last weights, below which it takes 1
+MOST_STEPS = 2000  # for which coefficients are optimised; a longer schedule is taken for one of the same shape
+FIRST_STEP = 0.05  # of the search, in every coefficient: a longer one can reach a series that diverges
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What banded noise does at a promise, beside independent noise that keeps the same promise.
+
+    Attributes:
+        last_iterate: Noise in the last weights under plain SGD: below 1.
+        one_step: Noise of one step, once all buffers are full: above 1. AdamW divides by its own estimate of that noise, so that
+            the learning rate that suits independent noise is to be multiplied by it.
+    """
+
+    last_iterate: float
+    one_step: float
+
+
+def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
+    """Learning rate of step 0..num_steps-1; never zero, because every step spends privacy.
+
+    Rises linearly over the warm-up, then falls to 0 as the schedule says; depends on the step alone.
+    """
+    warm = math.ceil(train.warmup * num_steps)
+    if step < warm:
+        return train.learning_rate * (step + 1) / (warm + 1)
+    left = (num_steps - step) / max(1, num_steps - warm)
+    shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
+    return train.learning_rate * shape[train.lr_scheduler]
+
+
+def rates(train: TrainConfig, num_steps: int) -> Floats:
+    """rate_T: the schedule of learning rates over its maximum; cosine's last rate may be as small as 1e-7, and none is 0."""
+    import numpy as np
+
+    rate_T = np.array([learning_rate(train, step, num_steps) for step in range(num_steps)])
+    return np.asarray(rate_T / rate_T.max())
+
+
+def strategy(train: TrainConfig, num_steps: int, bands: int) -> tuple[float, ...]:
+    """Coefficients of the least noise in the weights over a run, of squares that add up to at most 1, exactly.
+
+    Least is the sum over all steps of the squared noise in the weights under plain SGD, ||A C^-1||_F^2 with A[t, s] = lr_s for s
+    <= t. The search has the same result for the same numpy and scipy; who goes on with a run reads its coefficients from
+    plan.json.
+    """
+    return _strategy(train.lr_scheduler, train.warmup, min(num_steps, max(MOST_STEPS, bands)), bands)
+
+
+@lru_cache(maxsize=64)
+def _strategy(shape: str, warmup: float, num_steps: int, bands: int) -> tuple[float, ...]:
+    import numpy as np
+
+    train = TrainConfig.model_validate({"steps": num_steps, "lr_scheduler": shape, "warmup": warmup})
+    found_B = optimise(workload(rates(train, num_steps)), bands)
+    found_B = found_B / np.linalg.norm(found_B)
+    while not admissible(
+        coefficients := tuple(map(float, found_B))
+    ):  # rounding may have made it longer by its last bits
+        found_B = found_B * (1 - 2.0**-52)
+    return coefficients
+
+
+def admissible(coefficients: Sequence[float]) -> bool:
+    """Whether no column of C is longer than 1, in exact arithmetic, and the noise can be computed from c_0."""
+    finite = all(math.isfinite(one) for one in coefficients)
+    return finite and coefficients[0] > 0 and sum(Fraction(one) ** 2 for one in coefficients) <= 1
+
+
+def workload(rate_T: Floats) -> Floats:
+    """H_TT, with which the squared error ||A C^-1||_F^2 is d^T H d, d the first T coefficients of the power series 1 / c(x).
+
+    With G[u, v] = lr_u lr_v (T - max(u, v)), H[k, l] = sum over s of G[s + k, s + l], so that H[k, l] = H[k + 1, l + 1] + G[k,
+    l].
+    """
+    import numpy as np
+
+    steps = np.arange(len(rate_T))
+    gram_TT: Floats = np.outer(rate_T, rate_T) * (len(rate_T) - np.maximum(steps[:, None], steps))
+    for k in range(len(rate_T) - 2, -1, -1):
+        gram_TT[k, :-1] += gram_TT[k + 1, 1:]
+    return gram_TT
+
+
+def error(coefficients_B: Floats, workload_TT: Floats) -> tuple[float, Floats]:
+    """log(||A C^-1||_F^2 ||c||^2), which does not depend on the length of c, and its gradient.
+
+    With g = 2 H d and e = d * d as a product of series, dE/dc_j = - sum over k >= j of g_k e_{k-j}.
+    """
+    import numpy as np
+    from scipy.signal import lfilter
+
+    steps = len(workload_TT)
+    with np.errstate(all="ignore"):
+        inverse_T = inverse(coefficients_B, steps)
+        half_T = workload_TT @ inverse_T
+        total, length = float(inverse_T @ half_T), float(coefficients_B @ coefficients_B)
+        if not math.isfinite(total):
+            return 1e300, np.zeros_like(coefficients_B)
+        square_T = lfilter([1.0], coefficients_B, inverse_T)
+        gradient_B = np.array([-2 * half_T[j:] @ square_T[: steps - j] for j in range(len(coefficients_B))])
+    return math.log(total) + math.log(length), gradient_B / total + 2 * coefficients_B / length
+
+
+def optimise(workload_TT: Floats, bands: int) -> Floats:
+    """c_B of the least ``error``, of any length, from the first coefficients of (1 - x)^(-1/2), which are best without bands."""
+    import numpy as np
+    from scipy.optimize import minimize
+
+    start_B = np.cumprod([1.0] + [(2 * j - 1) / (2 * j) for j in range(1, bands)])
+
+    def scaled(point_B: Floats) -> tuple[float, Floats]:
+        value, gradient_B = error(point_B * FIRST_STEP, workload_TT)
+        return value, gradient_B * FIRST_STEP
+
+    options = {"ftol": 1e-15, "gtol": 1e-9, "maxiter": 1000}
+    found = minimize(scaled, start_B / FIRST_STEP, jac=True, method="L-BFGS-B", options=options)
+    return np.asarray(found.x * FIRST_STEP)
+
+
+def inverse(coefficients: Sequence[float] | Floats, num_steps: int) -> Floats:
+    """d_T: the first column of C^-1, the coefficients of the power series 1 / c(x)."""
+    import numpy as np
+    from scipy.signal import lfilter
+
+    return np.asarray(lfilter([1.0], np.asarray(coefficients), np.eye(1, num_steps)[0]))
+
+
+def whiten(coefficients: Sequence[float], noise_TP: Floats) -> Floats:
+    """C noise: independent normal rows, if ``noise_TP`` holds one attempt's noise from its first step, one row for each step."""
+    import numpy as np
+    from scipy.signal import lfilter
+
+    return np.asarray(lfilter(np.asarray(coefficients), [1.0], noise_TP, axis=0))
+
+
+def effect(coefficients: Sequence[float], rate_T: Floats, sigma: float, independent: float) -> Effect:
+    """What these coefficients do with noise multiplier ``sigma``, where independent noise would need ``independent``."""
+    import numpy as np
+    from scipy.signal import fftconvolve
+
+    steps, more = len(rate_T), sigma / independent
+    inverse_T = inverse(coefficients, steps)
+    left_T = fftconvolve(rate_T, inverse_T[::-1])[steps - 1 :]  # (lr^T C^-1)_j = sum over k of lr_{j+k} d_k
+    last = float(np.linalg.norm(left_T) / np.linalg.norm(rate_T))
+    return Effect(more * last, more * float(np.linalg.norm(inverse_T)))
+
+
+def most_bands(config: RunConfig, size: int, num_steps: int) -> int:
+    """How many bands the sizes allow: q' = b B / N is at most 1, and no turn is longer than the run."""
+    return min(size // config.train.batch_size, num_steps)
+
+
+def check(config: RunConfig, size: int, num_steps: int) -> None:
+    """Refuses what banded noise is not accounted for, or has no room for.
+
+    Raises:
+        Refused: Rows are sampled, or there are fewer units or steps than so many bands take.
+    """
+    if config.data.sampling == "example":
+        raise Refused(
+            "privacy.noise: banded needs each unit to join at most every b-th step, and with data.sampling: example the rows of "
+            "one unit join in any, which no accountant counts. Set data.sampling: unit, or privacy.noise: independent."
+        )
+    if config.audit.gradient_canaries:
+        raise Refused(
+            "audit.gradient_canaries reads each step's noise as independent of the others', which banded noise is not, so its "
+            "bounds would be wrong. Set audit.gradient_canaries: 0, or privacy.noise: independent."
+        )
+    batch, bands = config.train.batch_size, config.privacy.bands
+    if bands == "auto" or bands == 1:
+        return
+    if bands * batch > size:
+        raise Refused(
+            f"privacy.bands {bands} splits {size} units into groups that are smaller than train.batch_size {batch}, so that the "
+            f"sampling rate within a group would exceed 1. Set privacy.bands to {size // batch} or less, or lower "
+            "train.batch_size."
+        )
+    if bands > num_steps:
+        raise Refused(
+            f"privacy.bands {bands} is more than the run's {num_steps} steps, so that some groups would never have a turn. "
+            f"Set privacy.bands to {num_steps} or less."
+        )
+
+
+def choose(config: RunConfig, size: int, num_steps: int, sigma_of: Callable[[int], float]) -> int:
+    """How many bands leave the least noise in the last weights; 1 where that is less than 5% below independent noise.
+
+    Args:
+        config: A recipe with banded noise and ``bands: auto``.
+        size: N.
+        num_steps: T.
+        sigma_of: Bands -> the noise multiplier that keeps the promise, to about a hundredth; ConfigError where none does.
+    """
+    rate_T, best, least = rates(config.train, num_steps), 1, 1 - LEAST_GAIN
+    independent = sigma_of(1)
+    for bands in CANDIDATES:
+        if bands <= most_bands(config, size, num_steps):
+            try:
+                sigma = sigma_of(bands)
+            except ConfigError:
+                continue
+            left = effect(strategy(config.train, num_steps, bands), rate_T, sigma, independent).last_iterate
+            best, least = (bands, left) if left < least else (best, least)
+    return best
