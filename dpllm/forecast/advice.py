@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpllm.errors import ConfigError
-from dpllm.privacy import accounting
+from dpllm.privacy import accounting, banded
 from dpllm.privacy.accounting import Event
-from dpllm.privacy.plan import Plan, auto_delta
+from dpllm.privacy.plan import Plan, auto_delta, noise_multiplier_for
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
+from dpllm.run.promise import accounting_cache
 from dpllm.statement.run_files import read_run
 
 TOO_NOISY = 1.5  # times the least noise per unit of signal that the same compute allows
@@ -41,7 +42,7 @@ def advise(config: RunConfig, plan: Plan, released: Mapping[str, float] | None =
         epsilon; batch size and steps); Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping (the
         median as a target of C).
     """
-    found = [_epsilon(plan), _delta(plan), _noise(plan), _batch(plan), _steps(plan)]
+    found = [_epsilon(plan), _delta(plan), _noise(plan), _batch(plan), _steps(plan), _bands(config, plan)]
     found.append(_clipping(config, released) if released else None)
     return [text for text in found if text]
 
@@ -128,6 +129,36 @@ def _steps(plan: Plan) -> str | None:
     )
 
 
+def _bands(config: RunConfig, plan: Plan) -> str | None:
+    seen = effect_of(config, plan)
+    if config.privacy.noise == "independent" or (seen and config.train.optimizer != "adamw"):
+        return None
+    if seen is None:
+        return (
+            f"privacy.noise: banded gains less than {banded.LEAST_GAIN:.0%} at this epsilon and number of epochs, so that "
+            "independent noise is taken. Type --privacy.noise independent, or fewer epochs, or a larger --privacy.epsilon."
+        )
+    rate = config.train.learning_rate
+    return (
+        f"banded noise makes one step {seen.one_step:.2g} times as noisy as independent noise, and the sum of all steps quieter. "
+        "AdamW divides by what it sees in one step, so a learning rate that suits independent noise is too small by that factor. "
+        f"If {rate:g} is such a rate, type --train.learning_rate {rate * seen.one_step:.2g}."
+    )
+
+
+def effect_of(config: RunConfig, plan: Plan) -> banded.Effect | None:
+    """What a Plan's banded noise does beside independent noise of the same promise; None for independent noise."""
+    if not plan.coefficients:
+        return None
+    target = min(plan.epsilon, plan.target_epsilon)
+    sigma = noise_multiplier_for(
+        target, plan.delta, plan.schedule, plan.neighbouring_relation, cache_dir=accounting_cache(), rough=True
+    )
+    return banded.effect(
+        plan.coefficients, banded.rates(config.train, plan.schedule.num_steps), plan.noise_multiplier, sigma
+    )
+
+
 def _clipping(config: RunConfig, released: Mapping[str, float]) -> str | None:
     fraction, norm = 1 - released["unclipped_fraction"], released["max_grad_norm"]
     wanted = 1 - config.privacy.adaptive.quantile
@@ -191,22 +222,32 @@ def noise_per_signal(noise_multiplier: float, batch_size: int, num_steps: int) -
 
 def own_choice(plan: Plan) -> Choice:
     """The Plan's own."""
-    return _choice(plan.schedule.expected_batch_size, plan.schedule.num_steps, plan.noise_multiplier)
+    return _choice(plan, plan.schedule.expected_batch_size, plan.schedule.num_steps, plan.noise_multiplier)
 
 
-def _choice(batch_size: int, num_steps: int, noise_multiplier: float) -> Choice:
-    return Choice(batch_size, num_steps, noise_multiplier, noise_per_signal(noise_multiplier, batch_size, num_steps))
+def _choice(plan: Plan, batch_size: int, num_steps: int, noise_multiplier: float) -> Choice:
+    left = _left(plan, num_steps) * noise_multiplier
+    return Choice(batch_size, num_steps, noise_multiplier, noise_per_signal(left, batch_size, num_steps))
+
+
+def _left(plan: Plan, num_steps: int) -> float:
+    """What the Plan's banded noise leaves in the sum of so many updates, over what independent noise would."""
+    if not plan.coefficients:
+        return 1.0
+    import numpy as np
+
+    return banded.effect(plan.coefficients, np.ones(num_steps), 1.0, 1.0).last_iterate
 
 
 def candidates(plan: Plan) -> list[tuple[int, int]]:
     """(B, T) of the Plan's compute, K = B T examples: B the powers of two and the Plan's own, in rising order.
 
-    The last has the least noise per unit of signal. No B is larger than N, and none leaves fewer than 50 steps (or than the
-    Plan's own, where that has fewer).
+    The last has the least noise per unit of signal. No B is larger than N, or a group of banded noise, and none leaves fewer than
+    50 steps (or than the Plan's own, where that has fewer).
     """
     own = plan.schedule
     compute = own.expected_batch_size * own.num_steps
-    most = min(own.dataset_size, compute // min(MIN_STEPS, own.num_steps))
+    most = min(own.dataset_size // plan.bands, compute // min(MIN_STEPS, own.num_steps))
     sizes = {2**power for power in range(most.bit_length())} | {own.expected_batch_size}
     return [
         (size, own.num_steps if size == own.expected_batch_size else round(compute / size)) for size in sorted(sizes)
@@ -240,7 +281,8 @@ def noisier(plan: Plan, batch_size: int, num_steps: int, than: float) -> bool:
 
     One evaluation instead of a calibration: the promise is missed with the noise that would be just enough.
     """
-    return _epsilon_of(plan, batch_size, than * batch_size * math.sqrt(num_steps), num_steps) > plan.epsilon
+    sigma = than * batch_size * math.sqrt(num_steps) / _left(plan, num_steps)
+    return _epsilon_of(plan, batch_size, sigma, num_steps) > plan.epsilon
 
 
 def choose(plan: Plan, batch_size: int, num_steps: int) -> Choice:
@@ -261,7 +303,7 @@ def choose(plan: Plan, batch_size: int, num_steps: int) -> Choice:
         if math.isfinite(error - last) and step:
             slope = min(max((error - last) / step, -1000.0), -0.3)
         if -2e-3 <= error <= 0:
-            return _choice(batch_size, num_steps, sigma)
+            return _choice(plan, batch_size, num_steps, sigma)
         step, last = min(max((error + 1e-3) / -slope, -0.7), 0.7), error  # aims at a thousandth below the target
         sigma *= math.exp(step)
     raise ConfigError(
@@ -272,7 +314,7 @@ def choose(plan: Plan, batch_size: int, num_steps: int) -> Choice:
 
 def _epsilon_of(plan: Plan, batch_size: int, noise_multiplier: float, num_steps: int) -> float:
     """Epsilon of the Plan's mechanism with another batch size, noise and number of steps, to about 1e-3."""
-    rate = batch_size / plan.schedule.dataset_size
+    rate = plan.bands * batch_size / plan.schedule.dataset_size
     # PLD's interval: a tenth of the standard deviation of one step's privacy loss, about.
     spread = rate * math.sqrt(math.expm1(min(noise_multiplier**-2, 50.0)))
     interval = min(max(spread / 10, accounting.FINE_INTERVAL), WIDEST)
@@ -283,5 +325,7 @@ def _epsilon_of(plan: Plan, batch_size: int, noise_multiplier: float, num_steps:
 def with_numbers(event: Event, sampling_rate: float, noise_multiplier: float, num_steps: int) -> Event:
     """The mechanism of a Plan's event with other numbers: the same kind of sampling, another q, sigma and T."""
     gaussian = {"type": "gaussian", "noise_multiplier": noise_multiplier}
+    if event["type"] == "cyclic_poisson":
+        return {**event, "count": num_steps, "probability": sampling_rate, "event": gaussian}
     step = {**event["event"], "probability": sampling_rate, "event": gaussian}
     return {**event, "count": num_steps, "event": step}

@@ -26,7 +26,7 @@ from dpllm.forecast.batches import batches_of
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.model import adapters, loading
 from dpllm.model import memory as device_memory
-from dpllm.privacy import guards
+from dpllm.privacy import banded, guards
 from dpllm.privacy.loss import TokenLosses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
@@ -68,6 +68,7 @@ class Memory:
         activations: What the forward pass of R sequences of T tokens keeps for the backward pass.
         logits: What losses and backward pass add to that at their peak: a chunk of logits where the head is frozen, R T V
             logits and their gradients where it is not; with checkpointing, a block computed again, if that is more.
+        noise: 8 d (b - 1) with banded noise of b bands, on the first process alone: earlier steps' noise in float64.
     """
 
     weights: int
@@ -77,6 +78,7 @@ class Memory:
     unit_gradients: int
     activations: int
     logits: int
+    noise: int = 0
 
     @property
     def total(self) -> int:
@@ -146,13 +148,16 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     trainable = sum(size for size, trains in sizes if trains)
     sigma = plan.gradient_noise_multiplier if plan else None
     noise = sigma * plan.max_grad_norm / schedule.expected_batch_size if plan and sigma else None
-    rows, counted, found = _rows(config, net, device, SHEET_MEMORY if gpu else None)
+    bands = plan.bands if plan else 1
+    if noise and plan and bands > 1:  # of a step that takes back the noise of as many as it can
+        noise *= banded.step_noise(plan.coefficients, schedule.num_steps)
+    rows, counted, found = _rows(config, net, device, SHEET_MEMORY if gpu else None, bands)
     memory, flops, seconds, speed = None, None, None, None
     if counted is not None and rows is not None:
         batches = batches_of(config, schedule)
         share = batches.expected * batches.sequences_per_unit / rows
         speed = DATA_SHEETS[gpu] if gpu else measure(device, dtype, rows * config.data.max_length, net)
-        memory = _memory(config, net, counted, rows, device)
+        memory = _memory(config, net, counted, rows, device, bands)
         flops = round(counted.flops * share)
         seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * trainable) / speed.bandwidth
     return Footprint(
@@ -208,7 +213,7 @@ class _Counts:
 
 
 def _rows(
-    config: RunConfig, net: Any, device: torch.device, memory: int | None
+    config: RunConfig, net: Any, device: torch.device, memory: int | None, bands: int
 ) -> tuple[int | None, _Counts | None, str]:
     """The sequences of a physical batch, what one computes, and, where a run finds the number at its start, a word on that."""
     named = config.train.physical_batch_size
@@ -218,8 +223,8 @@ def _rows(
     if one is None or two is None:
         return None, None, ""
     # Memory grows with the number of sequences on the line through both.
-    total = _memory(config, net, one, 1, device).total
-    grows = _memory(config, net, two, 2, device).total - total
+    total = _memory(config, net, one, 1, device, bands).total
+    grows = _memory(config, net, two, 2, device, bands).total - total
     free = memory or device_memory.free_memory(device)
     most = device_memory.most_rows(config, device)
     fits = device_memory.largest(lambda rows: total + (rows - 1) * grows, device_memory.budget(free), most)
@@ -254,7 +259,7 @@ def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
     return _Counts(counted.flops, counted.moved, held, counted.peak - held)
 
 
-def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: torch.device) -> Memory:
+def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: torch.device, bands: int) -> Memory:
     trains = [parameter for parameter in net.parameters() if parameter.requires_grad]
     size = sum(parameter.numel() for parameter in trains)
     tokens = config.data.max_length
@@ -274,6 +279,7 @@ def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: to
         trainable=4 * size,
         optimizer=8 * size if config.train.optimizer == "adamw" else 0,
         sums=12 * size,
+        noise=8 * size * (bands - 1),
         unit_gradients=4 * rows * kept if config.privacy.enabled else 4 * size,
         activations=counted.activations,
         logits=counted.logits,

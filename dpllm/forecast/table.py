@@ -9,10 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dpllm.forecast.advice import Choice, Suggestion
+from dpllm.forecast.advice import Choice, Suggestion, effect_of
 from dpllm.forecast.batches import Batches, batches_of
 from dpllm.forecast.sweep import Point
+from dpllm.privacy.banded import Effect
 from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
+from dpllm.privacy.schedule import group_rate
 from dpllm.run.promise import Decision
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ def plan_table(seen: Decision, title: str) -> Table:
         counted = "rows" if plan and plan.sampling == "example" else "units"
         rows |= {
             "public size N": f"{schedule.dataset_size} {counted}, of which {schedule.canary_slots} are canary slots",
-            "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin",
+            "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin"
+            + (", if its group has the turn" if plan and plan.coefficients else ""),
             "steps T": str(schedule.num_steps),
             "logical batch": f"B = {sizes.expected} {counted} expected, at most {sizes.largest} in 99.9% of the steps",
             "physical batches": _physical(sizes),
@@ -51,6 +54,8 @@ def plan_table(seen: Decision, title: str) -> Table:
             sigma += f": {shares} on the count that moves C"
         rows["clipping"] = f"{plan.clipping}, {'first C' if split else 'C'} = {plan.max_grad_norm:g}"
         rows["noise multiplier sigma"] = sigma
+        if effect := effect_of(seen.config, plan):
+            rows["banded noise"] = _banded(plan, effect)
         rows["ledger"] = _ledger(seen)
     if seen.subject and seen.subject.reads:
         from rich.markup import escape
@@ -58,6 +63,15 @@ def plan_table(seen: Decision, title: str) -> Table:
         rows["data"] = escape(seen.subject.reads)
         rows["first example" if seen.config.data.public else "an example"] = escape(seen.subject.example)
     return _two_columns(title, rows)
+
+
+def _banded(plan: Plan, effect: Effect) -> str:
+    bands, rate = plan.bands, group_rate(plan.schedule, plan.bands)
+    return (
+        f"{bands} bands: {effect.last_iterate:.3f} of the noise in the last weights that independent noise would leave; noise of "
+        f"one step {effect.one_step:.3g} times as large, and with it the learning rate that suits adamw; {bands} groups take "
+        f"turns, at rate {rate:.6f}; {8 * (bands - 1)} bytes of earlier noise for each number that trains"
+    )
 
 
 def _promise(plan: Plan) -> dict[str, str]:
@@ -117,7 +131,9 @@ def footprint_tables(needs: Footprint) -> list[Table | str]:
         rows["noise per coordinate"] = f"sigma C / B = {needs.noise_per_coordinate:.3g} in the averaged gradient"
         rows["noise in total"] = f"times sqrt(d) = {needs.noise_total:.3g}, beside a signal of length C at most"
     if needs.memory:
-        parts = ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for name, size in vars(needs.memory).items())
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {size_text(size)}" for name, size in vars(needs.memory).items() if size
+        )
         counted = f", with {needs.physical_batch_size} sequences in one forward pass" if needs.found else ""
         rows["memory"] = f"about {size_text(needs.memory.total)}{counted}: {parts}"
     if needs.seconds_per_step is not None and needs.seconds is not None and needs.flops is not None:

@@ -195,7 +195,12 @@ def effect(coefficients: Sequence[float], rate_T: Floats, sigma: float, independ
     inverse_T = inverse(coefficients, steps)
     left_T = fftconvolve(rate_T, inverse_T[::-1])[steps - 1 :]  # (lr^T C^-1)_j = sum over k of lr_{j+k} d_k
     last = float(np.linalg.norm(left_T) / np.linalg.norm(rate_T))
-    return Effect(more * last, more * float(np.linalg.norm(inverse_T)))
+    return Effect(more * last, more * step_noise(coefficients, steps))
+
+
+def step_noise(coefficients: Sequence[float], num_steps: int) -> float:
+    """Standard deviation of what one step adds, once all buffers are full, over that of fresh noise: ||d||, above 1."""
+    return math.sqrt(sum(one**2 for one in inverse(coefficients, num_steps).tolist()))
 
 
 def most_bands(config: RunConfig, size: int, num_steps: int) -> int:

@@ -30,7 +30,7 @@ __all__ = [
     "adaptive_clipping",
     "auto_delta",
 ]
-__all__ += ["check_delta", "make_plan", "make_schedule"]
+__all__ += ["check_delta", "make_plan", "make_schedule", "noise_multiplier_for"]
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e

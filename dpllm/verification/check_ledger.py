@@ -149,7 +149,10 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
             "is not in it. Name the ledger that it was charged to."
         )
     own = [found[name].facts for name in names]
-    paid = {"type": "composed", "events": [facts["event"] for facts in own]}
+    reserved, counts = [facts["event"] for facts in own], [facts["event"].get("count", 0) for facts in own]
+    paid: Json = {"type": "composed", "events": reserved}
+    if all(event == {**terms.event, "count": count} for event, count in zip(reserved, counts, strict=True)):
+        paid = {**terms.event, "count": sum(counts)}  # of banded noise, whose rounds the parts share
     if events.normal_form(paid) != events.normal_form(terms.event):
         raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for another event than the card states.")
     for facts in own:

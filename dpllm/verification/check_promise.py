@@ -93,7 +93,7 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
         "banded is not what the event, mechanism and scheme are about": _turns(terms),
         "max_examples_per_unit is not the event's group": step.get("group_size", 1) == group,
         "max_examples_per_unit belongs to another unit": terms.unit != "example" or terms.max_examples_per_unit is None,
-        "sampling_rate is not the event's": rate == step["probability"],
+        "sampling_rate is not the event's": rate == step.get("probability"),
         "sampling_rate is not expected_batch_size / dataset_size": close(sampling.sampling_rate, batch / size, 1e-12),
         "steps.planned is not the event's count": planned == event["count"],
         "clipping is not what the event is about": (terms.clipping == "adaptive") == (terms.adaptive is not None),

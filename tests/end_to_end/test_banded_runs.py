@@ -1,0 +1,208 @@
+"""A run with banded noise from recipe to a card that verifies, also where it stopped and steps were lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import Place, done, dpllm_, make_place
+
+from dpllm.ledger import Ledger
+from dpllm.privacy import accounting
+from dpllm.privacy.engine import Engine
+from dpllm.privacy.noise import BandedNoise
+from dpllm.privacy.sampling import PoissonSampler
+from dpllm.statement import privacy_record
+from dpllm.verification import check_promise
+from dpllm.verification.values import tried
+
+BANDS, STEPS = 3, 7
+RECIPE = {
+    "privacy.noise": "banded",
+    "privacy.bands": BANDS,
+    "train.steps": STEPS,
+    "train.checkpoint_every": 2,
+    "audit.canaries": {"groups": {1: 6}, "references": 100, "digits": 12},
+    "audit.guesses": [2],
+}
+
+
+@pytest.fixture(scope="module")
+def banded_run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
+    """A finished run with a card; read only."""
+    place = make_place(tmp_path_factory.mktemp("banded"), base, RECIPE)
+    done("train", place.recipe)
+    done("card", place.run)
+    return place
+
+
+def test_the_card_of_a_run_verifies_and_says_how(banded_run: Place) -> None:
+    found = done("verify", banded_run.run).out
+    assert "0 failed" in found
+    assert "of groups in turn, with banded noise" in found
+    block = banded_run.json("export/privacy.json")
+    assert (block["guarantee"], block["mechanism"]) == (True, "dp-bandmf")
+    assert block["sampling"]["scheme"] == "cyclic_poisson"
+    assert len(block["banded"]["coefficients"]) == block["banded"]["bands"] == BANDS
+    assert block["event"]["count"] == STEPS
+    assert block["without_amplification"] is None
+    card = (banded_run.run / "export" / "README.md").read_text()
+    assert "Groups took turns" in card
+    assert "3 Poisson-sampled Gaussian rounds" in card
+
+
+def test_groups_are_private_and_buffers_are_nowhere(banded_run: Place) -> None:
+    groups = banded_run.run / "private" / "groups.json"
+    assert groups.stat().st_mode & 0o077 == 0
+    secret = json.loads(groups.read_text())["key"]
+    public = [path for path in banded_run.run.rglob("*") if path.is_file() and "private" not in path.parts]
+    assert all(secret.encode() not in path.read_bytes() for path in public)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda b: b["banded"]["coefficients"].__setitem__(0, 1.1), "banded is not what"),
+        (lambda b: b["banded"].__setitem__("bands", 4), "banded is not what"),
+        (lambda b: b["banded"]["coefficients"].pop(), "banded is not what"),
+        (lambda b: b["banded"].__setitem__("group_rate", 0.1), "sampling_rate is not the event's"),
+        (lambda b: b["event"].__setitem__("bands", 7), "epsilon"),
+        (lambda b: b.__setitem__("mechanism", "dp-sgd"), "banded is not what"),
+        (lambda b: b["sampling"].__setitem__("scheme", "poisson"), "banded is not what"),
+        (lambda b: b.pop("banded"), "not as dpllm writes them"),
+    ],
+)
+def test_a_statement_that_was_changed_does_not_verify(
+    banded_run: Place, change: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path
+) -> None:
+    block = banded_run.json("export/privacy.json")
+    change(block)
+    record = privacy_record.read(block)
+    terms = record.terms
+    assert terms is not None
+
+    found = [
+        tried("epsilon", check_promise._epsilon, terms),
+        tried("sizes", check_promise._sizes, record, terms),
+    ]
+    assert words in " ".join(one.detail for one in found if one.outcome == "failed")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Draws of each step and noise of each attempt."""
+    seen: dict[str, Any] = {"drawn": [], "attempts": [], "steps": 0}
+    draw, init, add = PoissonSampler.draw, BandedNoise.__init__, BandedNoise.add_to
+
+    def begin(self: BandedNoise, *arguments: Any) -> None:
+        init(self, *arguments)
+        if self.device.type == "cpu":
+            seen["attempts"].append([])
+
+    def drawn(self: PoissonSampler) -> list[int]:
+        found = draw(self)
+        seen["drawn"].append((self._step - 1, found))
+        return found
+
+    def added(self: BandedNoise, sum_P: torch.Tensor, scale: float) -> None:
+        seen["attempts"][-1].append(len(self._past))
+        add(self, sum_P, scale)
+
+    monkeypatch.setattr(BandedNoise, "__init__", begin)
+    monkeypatch.setattr(BandedNoise, "add_to", added)
+    monkeypatch.setattr(PoissonSampler, "draw", drawn)
+    return seen
+
+
+def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
+    place: Place, watched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails in its fourth step, two steps after its checkpoint; both are charged, lost, and made up."""
+    place.write(RECIPE)
+    step, calls = Engine.step, []
+
+    def fail(engine: Engine, *batches: Any) -> Any:
+        calls.append(batches)
+        if len(calls) == 4:
+            raise RuntimeError
+        return step(engine, *batches)
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", place.recipe)
+    before, key = place.json("plan.json"), (place.run / "private" / "groups.json").read_text()
+    done("train", place.recipe, "--resume", "--make-up-lost-steps")
+    assert (place.run / "private" / "groups.json").read_text() == key
+    record, after = place.json("run.json"), place.json("plan.json")
+    assert (record["status"], record["steps_taken"]) == ("completed", STEPS + 2)
+    assert after["coefficients"] == before["coefficients"]
+    assert after["event"] == {**before["event"], "count": STEPS + 2}
+    # Four steps were charged, of which two were lost: the next is the fifth, so its turn is that of group 1.
+    assert watched["attempts"][-1][0] == 0
+    second = next(i for i, one in enumerate(watched["drawn"]) if i and one[0] <= watched["drawn"][i - 1][0])
+    assert watched["drawn"][second][0] == 4
+    executed = [*watched["drawn"][:4], *watched["drawn"][second:]]
+    assert [at for at, _ in executed] == list(range(STEPS + 2))
+    for slot in range(60):
+        at = [number for number, drawn in executed if slot in drawn]
+        assert all(later - earlier >= BANDS for earlier, later in itertools.pairwise(at))
+    with Ledger(place.ledger) as book:
+        events = [link.facts["event"] for link in book.history("notes") if link.kind == "reserve"]
+    whole = accounting.epsilon(after["event"], after["delta"], "zero_out")
+    assert after["epsilon"] == whole
+    assert accounting.epsilon(accounting.compose(events), after["delta"], "zero_out") >= whole
+    done("card", place.run)
+    assert "0 failed" in done("verify", place.run).out
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda path: path.unlink(), "not the groups that the run began with"),
+        (lambda path: path.write_text("{}"), "not the groups that the run began with"),
+        (lambda path: path.write_text('{"bands": 4, "key": "ab"}'), "not the groups that the run began with"),
+    ],
+)
+def test_a_run_whose_groups_are_gone_does_not_go_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], Any], words: str
+) -> None:
+    place.write(RECIPE)
+    step, calls = Engine.step, []
+
+    def fail(engine: Engine, *batches: Any) -> Any:
+        calls.append(batches)
+        if len(calls) == 3:
+            raise RuntimeError
+        return step(engine, *batches)
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", place.recipe)
+    answer = dpllm_("train", place.recipe, "--resume", "--privacy.bands", 2)
+    assert answer.code == 3
+    assert "privacy.bands differs" in " ".join(answer.err.split())
+    harm(place.run / "private" / "groups.json")
+    answer = dpllm_("train", place.recipe, "--resume")
+    assert answer.code == 3
+    assert words in " ".join(answer.err.split())
+
+
+def test_a_seeded_run_is_repeated_and_gives_no_guarantee(place: Place) -> None:
+    weights = []
+    for _ in range(2):
+        place.write({**RECIPE, "privacy.insecure_seed": 3, "audit.canaries": None})
+        done("train", place.recipe, "--overwrite")
+        weights.append((place.run / "export" / "adapter_model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert place.json("run.json")["guarantee"]["holds"] is False
+
+
+def test_a_run_with_a_cryptographic_generator(place: Place) -> None:
+    place.write({**RECIPE, "privacy.secure_noise": True})
+    done("train", place.recipe)
+    assert place.json("run.json")["guarantee"]["holds"] is True

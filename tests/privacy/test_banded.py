@@ -1,0 +1,304 @@
+"""Banded noise as numbers: the strategy is the best one and moves no unit by more than C, and the event counts every round."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from scipy.optimize import minimize
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy import accounting, banded, events
+from dpllm.privacy.plan import Plan, make_plan
+from dpllm.recipe.config import RunConfig, TrainConfig
+
+UNITS = 1200
+
+
+def recipe(**sections: dict[str, Any]) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": {"name_or_path": "builtin:tiny"},
+        "data": {"train": "builtin:clinic", **sections.get("data", {})},
+        "privacy": {"epsilon": 4.0, "noise": "banded", "bands": 4, **sections.get("privacy", {})},
+        "train": {"batch_size": 60, "steps": 30, **sections.get("train", {})},
+        "output_dir": "nowhere",
+    }
+    return RunConfig.model_validate(values)
+
+
+def plan(**sections: dict[str, Any]) -> Plan:
+    return make_plan(recipe(**sections), UNITS)
+
+
+def rates(num_steps: int, **train: Any) -> banded.Floats:
+    return banded.rates(TrainConfig.model_validate({"steps": num_steps, **train}), num_steps)
+
+
+def toeplitz(coefficients: Any, num_steps: int) -> banded.Floats:
+    c_TT = np.zeros((num_steps, num_steps))
+    for lag, value in enumerate(list(coefficients)[:num_steps]):
+        c_TT += np.diag(np.full(num_steps - lag, value), -lag)
+    return c_TT
+
+
+def dense_error(coefficients: Any, rate_T: banded.Floats) -> float:
+    """||A C^-1||_F^2 ||c||^2 from dense matrices."""
+    steps = len(rate_T)
+    a_TT = np.tril(np.ones((steps, steps))) * rate_T
+    return float(np.sum((a_TT @ np.linalg.inv(toeplitz(coefficients, steps))) ** 2) * np.sum(np.square(coefficients)))
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(("num_steps", "bands"), [(6, 2), (9, 3), (16, 5), (12, 12)])
+def test_the_strategy_is_the_best_one(num_steps: int, bands: int, shape: str) -> None:
+    rate_T = rates(num_steps, lr_scheduler=shape, warmup=0.2)
+    train = TrainConfig.model_validate({"steps": num_steps, "lr_scheduler": shape, "warmup": 0.2})
+    found = dense_error(banded.strategy(train, num_steps, bands), rate_T)
+    starts = np.random.default_rng(7).uniform(0, 0.6, (4, bands - 1))
+    others = [
+        minimize(
+            lambda rest: math.log(dense_error([1.0, *rest], rate_T)),
+            start,
+            method="Nelder-Mead" if bands < 4 else "BFGS",
+            options={"maxiter": 20_000, **({"xatol": 1e-10, "fatol": 1e-14} if bands < 4 else {"gtol": 1e-7})},
+        ).fun
+        for start in starts
+    ]
+    assert abs(found / math.exp(min(others)) - 1) < 1e-6
+
+
+def test_error_and_gradient_are_those_of_the_dense_matrices() -> None:
+    rate_T, c_B = rates(11, warmup=0.3), np.array([0.8, 0.5, 0.2])
+    workload_TT = banded.workload(rate_T)
+    value, gradient_B = banded.error(c_B, workload_TT)
+    assert value == pytest.approx(math.log(dense_error(c_B, rate_T)), rel=1e-12)
+    for place in range(3):
+        step_B = np.eye(3)[place] * 1e-6
+        slope = (banded.error(c_B + step_B, workload_TT)[0] - banded.error(c_B - step_B, workload_TT)[0]) / 2e-6
+        assert gradient_B[place] == pytest.approx(slope, rel=1e-6)
+
+
+def sensitivity(c_TT: banded.Floats, patterns: list[tuple[int, ...]]) -> float:
+    """The furthest that a unit of norm 1 in each of its steps moves C G, over all patterns and all signs of what it adds."""
+    most = 0.0
+    for steps in patterns:
+        columns_TK = c_TT[:, list(steps)]
+        for signs in itertools.product((1.0, -1.0), repeat=len(steps)):
+            most = max(most, float(np.linalg.norm(columns_TK @ np.array(signs))))
+    return most
+
+
+def patterns(num_steps: int, apart: int) -> list[tuple[int, ...]]:
+    """All choices of up to five steps that are at least so far apart."""
+    whole = itertools.chain.from_iterable(itertools.combinations(range(num_steps), n) for n in range(1, 6))
+    return [one for one in whole if all(b - a >= apart for a, b in itertools.pairwise(one))]
+
+
+@pytest.mark.parametrize(("num_steps", "bands"), [(8, 2), (9, 3), (10, 4), (7, 7)])
+def test_no_pattern_of_steps_moves_a_sum_by_more_than_one(num_steps: int, bands: int) -> None:
+    """Columns of steps that are b apart share no row, so that each round is one Gaussian of sensitivity 1."""
+    train = TrainConfig.model_validate({"steps": num_steps})
+    c_TT = toeplitz(banded.strategy(train, num_steps, bands), num_steps)
+    for steps in patterns(num_steps, bands):
+        overlap_KK = np.abs(c_TT[:, list(steps)]).T @ np.abs(c_TT[:, list(steps)])
+        assert np.count_nonzero(overlap_KK - np.diag(np.diag(overlap_KK))) == 0
+        assert np.diag(overlap_KK).max() <= 1
+        assert len(steps) <= -(-num_steps // bands)
+    assert sensitivity(c_TT, patterns(num_steps, bands)) <= math.sqrt(-(-num_steps // bands)) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 5])
+@pytest.mark.parametrize("first", [1, 3, 4])
+def test_a_resume_costs_no_further_round(first: int, lost: int) -> None:
+    """Two attempts, the second with empty buffers after steps that were charged and lost: C is block diagonal."""
+    bands, num_steps = 3, 9
+    charged = [*range(first), *range(first + lost, num_steps + lost)]
+    coefficients = banded.strategy(TrainConfig.model_validate({"steps": num_steps}), num_steps, bands)
+    c_TT = toeplitz(coefficients, num_steps)
+    c_TT[first:, :first] = 0
+    for group in range(bands):
+        steps = [place for place, count in enumerate(charged) if count % bands == group]
+        for i, j in itertools.combinations(steps, 2):
+            assert not np.any(c_TT[:, i] * c_TT[:, j])
+        assert len(steps) <= -(-(charged[-1] + 1) // bands)
+    assert np.linalg.norm(c_TT, axis=0).max() <= 1
+
+
+def test_mutants_of_the_strategy_and_of_the_groups_are_seen() -> None:
+    train = TrainConfig.model_validate({"steps": 9})
+    good = banded.strategy(train, 9, 3)
+    assert banded.admissible(good)
+    assert not banded.admissible([*good[:2], good[2] * (1 + 1e-9)])  # a column longer than 1
+    c_TT = toeplitz(good, 9)
+    # b - 1 groups: steps two apart share a row, and move the sum further than two rounds would.
+    fewer = [one for one in patterns(9, 2) if len(one) == 2]
+    assert sensitivity(c_TT, fewer) > math.sqrt(2) * (1 + 1e-3)
+    # A unit in two groups takes part in neighbouring steps.
+    assert sensitivity(c_TT, [(0, 1)]) > math.sqrt(2) * (1 + 1e-3)
+    # Buffers replayed after a resume: noise of the first attempt is taken back where it was not added, so whitening fails.
+    fresh_TP = np.random.default_rng(3).standard_normal((6, 4000))
+    replayed_TP = np.zeros_like(fresh_TP)
+    for t in range(6):
+        past_TP = replayed_TP[:t] if t < 3 else np.concatenate([replayed_TP[1:3], replayed_TP[3:t]])
+        back_P = sum(weight * past_TP[-lag] for lag, weight in enumerate(good[1:], 1) if lag <= len(past_TP))
+        replayed_TP[t] = (fresh_TP[t] - back_P) / good[0]
+    second_TP = banded.whiten(good, replayed_TP[3:])
+    assert abs(np.var(second_TP[0]) - 1) > 0.1
+
+
+def test_columns_are_at_most_one_in_exact_arithmetic() -> None:
+    for bands in (1, 2, 3, 7, 16, 48):
+        for steps in (48, 300):
+            found = banded.strategy(TrainConfig.model_validate({"steps": steps}), steps, bands)
+            assert len(found) == bands
+            assert 1 - 1e-12 < sum(Fraction(one) ** 2 for one in found) <= 1
+    assert not banded.admissible((0.0, 0.5))
+    assert not banded.admissible((math.nan,))
+
+
+def test_whitening_undoes_the_strategy() -> None:
+    coefficients = banded.strategy(TrainConfig.model_validate({"steps": 20}), 20, 5)
+    z_TP = np.random.default_rng(0).standard_normal((20, 3))
+    x_TP = np.linalg.solve(toeplitz(coefficients, 20), z_TP)
+    assert np.allclose(banded.whiten(coefficients, x_TP), z_TP, atol=1e-12)
+    assert np.allclose(toeplitz(banded.inverse(coefficients, 20), 20) @ z_TP, x_TP, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "bands", "ratio"), [(3.0, 3, 0.73), (3.0, 8, 0.670), (8.0, 16, 0.526), (8.0, 48, 0.472)]
+)
+def test_the_gain_is_the_one_that_was_computed_elsewhere(epsilon: float, bands: int, ratio: float) -> None:
+    """The last prefix sum of 80 steps of our E2E recipe, beside amplified DP-SGD of the same epsilon."""
+    size, batch, steps = 42_061, 768, 80
+
+    def sigma(b: int) -> float:
+        rounds = -(-steps // b)
+        return accounting.calibrate_noise_multiplier(epsilon, 1e-5, b * batch / size, rounds, "zero_out", rough=True)
+
+    train = TrainConfig.model_validate({"steps": steps, "lr_scheduler": "constant", "warmup": 0.0})
+    found = banded.effect(banded.strategy(train, steps, bands), np.ones(steps), sigma(bands), sigma(1))
+    assert found.last_iterate == pytest.approx(ratio, abs=0.02 if bands == 3 else 0.01)
+    assert found.one_step > 2
+
+
+def test_the_event_costs_ceil_t_over_b_rounds_at_b_times_the_rate() -> None:
+    for steps, rounds in ((29, 8), (30, 8), (32, 8), (33, 9)):
+        made = plan(train={"steps": steps})
+        account = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL, accounting.FINE_INTERVAL)
+        one = dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(made.noise_multiplier))
+        account.compose(dp_accounting.SelfComposedDpEvent(one, rounds))
+        assert made.epsilon == pytest.approx(account.get_epsilon(made.delta), rel=1e-9)
+        assert made.epsilon <= 4.0
+        assert events.count_releases(made.event) == steps
+        assert events.accountants(made.event) == {"pld", "rdp", "prv"}
+
+
+def test_fewer_steps_never_cost_more_than_is_stated() -> None:
+    made = plan()
+    costs = [accounting.epsilon(made.event_after(n), made.delta, "zero_out") for n in range(31)]
+    assert costs == sorted(costs)
+    assert costs[0] == 0
+    assert costs[30] == made.epsilon
+    assert costs[1] == costs[4] < costs[5]
+
+
+def test_attempts_that_were_reserved_apart_cost_at_least_the_whole() -> None:
+    made = plan()
+    apart = accounting.epsilon(events.compose([made.event_after(17), made.event_after(13)]), made.delta, "zero_out")
+    assert apart >= made.epsilon
+
+
+def test_one_band_is_plain_dp_sgd() -> None:
+    plain = plan(privacy={"noise": "independent", "bands": "auto"})
+    assert plan(privacy={"bands": 1}) == plain
+    assert "coefficients" not in plain.to_json()
+    assert plain.event["type"] == "self_composed"
+
+
+def test_auto_takes_the_least_noise_and_one_band_where_it_gains_nothing() -> None:
+    strong, weak = ({"privacy": {"bands": "auto", "epsilon": epsilon}} for epsilon in (8.0, 0.3))
+    made = plan(**strong)
+    rate_T = rates(30)
+    alone = plan(privacy={"noise": "independent", "bands": "auto", "epsilon": 8.0}).noise_multiplier
+
+    def left(of: Plan) -> float:
+        return banded.effect(of.coefficients or (1.0,), rate_T, of.noise_multiplier, alone).last_iterate
+
+    each = {bands: left(plan(privacy={"bands": bands, "epsilon": 8.0})) for bands in (2, 3, 4, 6, 8, 12, 16)}
+    assert made.bands > 1
+    assert left(made) <= min(each.values()) * 1.01
+    assert plan(**weak, train={"steps": 400}).coefficients == ()
+
+
+def test_a_schedule_of_any_length_has_coefficients() -> None:
+    train = TrainConfig.model_validate({"steps": 5000})
+    assert banded.admissible(banded.strategy(train, 5000, 4))
+    assert banded.effect(banded.strategy(train, 5000, 4), banded.rates(train, 5000), 1.0, 1.0).last_iterate < 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"privacy": {"bands": 21}}, "privacy.bands 21 splits 1200 units"),
+        ({"privacy": {"bands": 16}, "train": {"steps": 15}}, "more than the run's 15 steps"),
+        ({"data": {"unit": "person", "max_examples_per_unit": 2, "sampling": "example"}}, "data.sampling: example"),
+    ],
+)
+def test_what_it_is_not_accounted_for_is_refused(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        plan(**sections)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "words"),
+    [
+        ({"clipping": "adaptive"}, "privacy.clipping: flat"),
+        ({"noise": "independent", "bands": 4}, "privacy.noise: banded"),
+        ({"bands": 0}, "1 or more, or auto"),
+        ({"bands": "many"}, "1 or more, or auto"),
+    ],
+)
+def test_a_recipe_that_contradicts_itself_is_refused(privacy: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        recipe(privacy=privacy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bands": 0},
+        {"bands": 2.0},
+        {"count": -1},
+        {"probability": 1.5},
+        {"event": {"type": "adaptive_clipping", "gradient_noise_multiplier": 1.0, "count_noise_multiplier": 5.0}},
+        {"event": {"type": "imported", "epsilon": 1.0, "delta": 0.0}},
+        {"more": 1},
+    ],
+)
+def test_a_malformed_event_is_refused(change: dict[str, Any]) -> None:
+    good = events.cyclic_steps({"type": "gaussian", "noise_multiplier": 1.0}, 4, 0.2, 30)
+    with pytest.raises(ConfigError):
+        events.normal_form({**good, **change})
+
+
+def test_a_noise_multiplier_of_the_recipe_is_judged_with_its_bands() -> None:
+    given: Callable[[float], Plan] = lambda sigma: plan(privacy={"noise_multiplier": sigma})  # noqa: E731
+    needed = plan().noise_multiplier
+    assert given(needed).epsilon <= 4.0
+    with pytest.raises(Refused, match="above the target"):
+        given(needed * 0.9)
+
+
+def test_a_plan_of_a_run_that_goes_on_keeps_its_coefficients(tmp_path: Path) -> None:
+    first = plan()
+    again = make_plan(recipe(), UNITS, extra_steps=6, coefficients=first.coefficients)
+    assert again.coefficients == first.coefficients
+    assert again.event == first.event_after(36)

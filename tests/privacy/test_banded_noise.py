@@ -1,0 +1,243 @@
+"""What a run with banded noise adds is C^-1 times independent noise, exactly, and only the group whose turn it is joins."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import tiny_models as tm
+import torch
+from scipy import stats
+
+from dpllm.privacy import banded
+from dpllm.privacy.engine import Engine
+from dpllm.privacy.lattice import spacing_of
+from dpllm.privacy.noise import BandedNoise, GaussianNoise
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.sampling import PoissonSampler, Turns, groups
+from dpllm.recipe.config import TrainConfig
+
+CPU = torch.device("cpu")
+BANDS, STEPS, SEQUENCES = 4, 9, 100_000
+ALARM = 1e-4  # p-value below which a statistic of fixed seeds is called wrong
+COEFFICIENTS = banded.strategy(TrainConfig.model_validate({"steps": STEPS}), STEPS, BANDS)
+
+
+def promise(sigma: float = 0.7, bound: float = 0.05) -> Plan:
+    made = tm.plan(bound, sigma, tm.schedule(100, 10, STEPS))
+    return Plan(**{**vars(made), "coefficients": COEFFICIENTS})
+
+
+def released(noise: BandedNoise, scale: float = 3.0) -> banded.Floats:
+    """noise_TP of one attempt, over its scale."""
+    rows = []
+    for _ in range(STEPS):
+        row_P = torch.zeros(SEQUENCES, dtype=torch.float64)
+        noise.add_to(row_P, scale)
+        rows.append(row_P.numpy() / scale)
+    return np.stack(rows)
+
+
+def inverse() -> banded.Floats:
+    d_T = banded.inverse(COEFFICIENTS, STEPS)
+    return np.stack([np.concatenate([np.zeros(t), d_T[: STEPS - t]]) for t in range(STEPS)], axis=1)
+
+
+def looks_like(noise_TP: banded.Floats) -> bool:
+    """Whether the sequences have covariance C^-1 C^-T, and give independent normal rows if C is applied."""
+    expected_TT = inverse() @ inverse().T
+    found_TT = noise_TP @ noise_TP.T / SEQUENCES
+    deviation_TT = np.sqrt(
+        (expected_TT**2 + np.outer(np.diag(expected_TT), np.diag(expected_TT))) / SEQUENCES
+    )  # of a sample covariance of normal variates
+    z_TP = banded.whiten(COEFFICIENTS, noise_TP)
+    normal = min(stats.kstest(row_P, "norm").pvalue for row_P in z_TP) > ALARM
+    between = np.abs(np.corrcoef(z_TP)[np.triu_indices(STEPS, 1)]).max() < 5 / SEQUENCES**0.5
+    return bool((np.abs(found_TT - expected_TT) < 5 * deviation_TT).all()) and normal and bool(between)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_hundred_thousand_sequences_have_the_covariance_of_the_strategy(secure: bool) -> None:
+    assert looks_like(released(BandedNoise(GaussianNoise(2**90 + 1, CPU, secure=secure), COEFFICIENTS)))
+
+
+def test_noise_of_other_strategies_is_seen() -> None:
+    def rows(coefficients: tuple[float, ...], past: list[torch.Tensor] | None = None) -> banded.Floats:
+        noise = BandedNoise(GaussianNoise(2**90 + 1, CPU), coefficients)
+        noise._past = past or []
+        return released(noise)
+
+    first = BandedNoise(GaussianNoise(5, CPU), COEFFICIENTS)
+    released(first)
+    assert not looks_like(rows(COEFFICIENTS, first._past))  # buffers replayed after a resume
+    assert not looks_like(rows(COEFFICIENTS[:-1]))
+    assert not looks_like(rows((COEFFICIENTS[0] * 1.02, *COEFFICIENTS[1:])))  # too little noise
+    assert not looks_like(rows((1.0,)))
+
+
+def test_what_is_released_is_the_matrix_mechanism_rounded_exactly() -> None:
+    """In exact arithmetic: C n - s z is c_0 times a rounding error of at most half a spacing, whatever was added to n."""
+    scale, size = 3.0, 50
+    spacing, noise = spacing_of(scale), BandedNoise(GaussianNoise(77, CPU), COEFFICIENTS)
+    fresh = GaussianNoise(77, CPU)
+    sums_TP = torch.randint(-(2**40), 2**40, (STEPS, size)).double() * spacing
+    added_TP = sums_TP.clone()
+    for row_P in added_TP:
+        noise.add_to(row_P, scale)
+    steps = (added_TP - sums_TP) / spacing
+    assert torch.equal(steps, steps.round())
+    for t in range(STEPS):
+        z_P = (fresh.draw(size) * (scale / spacing)).tolist()
+        for place in range(size):
+            row = sum(Fraction(c) * int(steps[t - j, place]) for j, c in enumerate(COEFFICIENTS) if j <= t)
+            assert abs(row - Fraction(z_P[place])) <= Fraction(COEFFICIENTS[0]) * (Fraction(1, 2) + Fraction(1, 2**12))
+
+
+def test_buffers_are_few_and_begin_empty() -> None:
+    noise, row_P = BandedNoise(GaussianNoise(1, CPU), COEFFICIENTS), torch.zeros(10, dtype=torch.float64)
+    for t in range(STEPS):
+        assert len(noise._past) == min(t, BANDS - 1)
+        noise.add_to(row_P, 1.0)
+    assert len({id(one) for one in noise._past}) == BANDS - 1
+
+
+def test_a_long_vector_is_made_in_pieces_that_know_their_own_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> banded.Floats:
+        noise, rows = BandedNoise(GaussianNoise(9, CPU, secure=False), COEFFICIENTS), []
+        for _ in range(STEPS):
+            row_P = torch.zeros(1000, dtype=torch.float64)
+            noise.add_to(row_P, 1.0)
+            rows.append(row_P.numpy())
+        return np.stack(rows)
+
+    whole = rows()
+    monkeypatch.setattr("dpllm.privacy.noise.CHUNK", 64)
+    assert np.array_equal(whole, rows())
+
+
+def test_the_engine_adds_it_and_keeps_its_scale() -> None:
+    made = promise()
+    engine = tm.make_engine(tm.build("llama"), made, noise_entropy=2**80 + 5)
+    empty = torch.zeros(engine.size, dtype=torch.float64)
+    rows = torch.stack([engine._release(empty.clone()) for _ in range(STEPS)]).double().numpy()
+    scale = engine.lattice()["noise_over_max_grad_norm"] * made.max_grad_norm
+    z_TP = banded.whiten(COEFFICIENTS, rows * made.schedule.expected_batch_size / scale)
+    for row_P in z_TP:
+        assert stats.kstest(row_P, "norm").pvalue > ALARM
+    assert np.abs(np.corrcoef(z_TP)[np.triu_indices(STEPS, 1)]).max() < 5 / engine.size**0.5
+    noisier = (banded.step_noise(COEFFICIENTS, STEPS) * COEFFICIENTS[0]) ** 2  # than the first step
+    assert float(np.var(rows[-1]) / np.var(rows[0])) == pytest.approx(noisier, rel=0.1)
+
+
+def test_a_plan_without_bands_has_independent_noise() -> None:
+    engine = tm.make_engine(tm.build("llama"), tm.plan())
+    assert isinstance(engine._noise, GaussianNoise)
+
+
+def test_rehearsing_draws_no_noise_and_keeps_none() -> None:
+    engine = tm.make_engine(tm.build("llama"), promise())
+    engine.rehearse([])
+    assert isinstance(engine._noise, BandedNoise)
+    assert engine._noise._past == []
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def draws(turns: Turns, number: int, slots: int = 60, batch: int = 10, key: int = 3) -> list[list[int]]:
+    sampler = PoissonSampler(tm.schedule(slots, batch), slots, key, turns=turns)
+    return [sampler.draw() for _ in range(number)]
+
+
+def test_groups_are_uniform_and_stay() -> None:
+    found = groups(Turns(BANDS, 2**200 + 9), 40_000)
+    assert stats.chisquare(np.bincount(found, minlength=BANDS)).pvalue > ALARM
+    assert set(found) == set(range(BANDS))
+    assert np.array_equal(found, groups(Turns(BANDS, 2**200 + 9, first_step=17), 40_000))
+    assert not np.array_equal(found, groups(Turns(BANDS, 2**200 + 10), 40_000))
+    # They follow from a slot's place alone: neighbours say nothing, and a longer list begins the same.
+    assert np.array_equal(found, groups(Turns(BANDS, 2**200 + 9), 50_000)[:40_000])
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / 200
+
+
+def test_each_of_the_group_joins_its_steps_by_its_own_coin_and_nobody_else() -> None:
+    turns, number, slots, rate = Turns(BANDS, 12345), 12_000, 60, BANDS * 10 / 60
+    found, group_N = draws(turns, number, slots), groups(turns, slots)
+    joined_TN = np.zeros((number, slots), dtype=bool)
+    for step, drawn in enumerate(found):
+        joined_TN[step, drawn] = True
+        assert set(group_N[drawn]) <= {step % BANDS}
+    times_N, rounds = joined_TN.sum(axis=0), number // BANDS
+    excess = (times_N - rounds * rate) ** 2 / (rounds * rate * (1 - rate))
+    assert stats.chi2.sf(excess.sum(), slots) > ALARM
+    for group in range(BANDS):
+        mine = joined_TN[group::BANDS][:, group_N == group]
+        pairs = np.corrcoef(mine.T)[np.triu_indices(mine.shape[1], 1)]
+        assert np.abs(pairs).max() < 5.5 / rounds**0.5
+    assert np.mean([len(drawn) for drawn in found]) == pytest.approx(10, rel=0.1)  # B, over the draw of the groups
+
+
+def test_steps_of_a_unit_stay_apart_over_a_resume_with_lost_steps() -> None:
+    """The second attempt begins where charges ended, not where the checkpoint was."""
+    key = 99
+    first, second = draws(Turns(BANDS, key), 6, key=1), draws(Turns(BANDS, key, first_step=6), 9, key=2)
+    charged = [*first[:3], *first[3:], *second]  # of the first six steps the last three were lost, and are counted
+    for slot in range(60):
+        at = [step for step, drawn in enumerate(charged) if slot in drawn]
+        assert all(later - earlier >= BANDS for earlier, later in itertools.pairwise(at))
+        assert len(at) <= -(-len(charged) // BANDS)
+    # From the step of the checkpoint, some unit would join twice within a round.
+    again = [*first, *draws(Turns(BANDS, key, first_step=3), 9, key=2)]
+    close = [
+        later - earlier < BANDS
+        for slot in range(60)
+        for earlier, later in itertools.pairwise([step for step, drawn in enumerate(again) if slot in drawn])
+    ]
+    assert any(close)
+
+
+def apart(turns: Turns) -> bool:
+    """Whether no slot joins twice within ``bands`` steps."""
+    found = draws(turns, 40)
+    at = [[step for step, drawn in enumerate(found) if slot in drawn] for slot in range(60)]
+    return all(b - a >= turns.bands for one in at for a, b in itertools.pairwise(one))
+
+
+def test_groups_of_b_less_one_and_a_unit_in_two_groups_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert apart(Turns(BANDS, 5))
+    with monkeypatch.context() as patch:
+        draw = PoissonSampler.draw
+
+        def fewer(self: PoissonSampler) -> list[int]:
+            self._group_N = self._group_N % (BANDS - 1)
+            self._turns = Turns(BANDS - 1, 5)
+            return draw(self)
+
+        patch.setattr(PoissonSampler, "draw", fewer)
+        assert not apart(Turns(BANDS, 5))
+    with monkeypatch.context() as patch:
+        draw = PoissonSampler.draw
+
+        def twice(self: PoissonSampler) -> list[int]:
+            self._group_N[0] = self._step % 2  # slot 0 has two turns in each round
+            return draw(self)
+
+        patch.setattr(PoissonSampler, "draw", twice)
+        assert not apart(Turns(BANDS, 5))
+
+
+def test_the_engine_of_a_new_attempt_knows_no_earlier_noise() -> None:
+    """Two engines, as before and after a resume: the second's first row is fresh noise over c_0 alone."""
+    net = tm.build("llama")
+    engines: list[Engine] = []
+    for key in (1, 2):
+        engine = tm.make_engine(net, promise(), noise_entropy=key)
+        engines.append(engine)
+        empty = torch.zeros(engine.size, dtype=torch.float64)
+        first_P = engine._release(empty.clone()).double() * 10
+        scale = engine.lattice()["noise_over_max_grad_norm"] * 0.05
+        fresh_P = GaussianNoise(key, CPU).draw(engine.size) * scale / COEFFICIENTS[0]
+        torch.testing.assert_close(first_P, fresh_P, rtol=1e-5, atol=1e-8)
+        engine._release(empty.clone())
