@@ -29,7 +29,7 @@ from dpllm.model.processes import salted, shared
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.noise import CHACHA20_KEY_BITS, os_entropy
+from dpllm.privacy.noise import os_entropy
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.recipe.config import RunConfig, dump_config
@@ -232,7 +232,7 @@ def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resume: bool)
         return 0
     if not resume:
         seed = config.privacy.insecure_seed
-        return os_entropy(CHACHA20_KEY_BITS) if seed is None else seed
+        return os_entropy() if seed is None else seed
     try:
         saved = read_json(run.groups)
         if saved["bands"] == plan.bands:

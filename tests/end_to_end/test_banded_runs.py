@@ -90,7 +90,7 @@ def test_a_statement_that_was_changed_does_not_verify(
         tried("epsilon", check_promise._epsilon, terms),
         tried("sizes", check_promise._sizes, record, terms),
     ]
-    assert words in " ".join(one.detail for one in found if one.outcome == "failed")
+    assert words in " ".join(one.detail for one in found if one.status == "failed")
 
 
 @pytest.fixture
