@@ -39,6 +39,9 @@ def add_commands(add: AddCommand) -> None:
     )
     parser.add_argument("--group-size", type=int, default=1, metavar="K", help="units protected together (default: 1)")
     parser.add_argument(
+        "--bands", type=int, default=1, metavar="B", help="of banded noise, with as many groups in turn (default: 1)"
+    )
+    parser.add_argument(
         "--relation",
         default="zero_out",
         choices=["zero_out", "add_or_remove_one"],
@@ -75,13 +78,16 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     from dpllm.privacy.plan import CURVE_DELTAS
 
     size, batch, group, relation = known.dataset_size, known.batch_size, known.group_size, known.relation
-    steps, delta = _steps(known), _delta(known)
-    rate = batch / size
+    steps, delta, bands = _steps(known), _delta(known), known.bands
+    rate, in_group = batch / size, bands * batch / size
     sigma = known.noise_multiplier
     if sigma is None:
         cache = ledger.default_path().parent / "calibration"
-        sigma = accounting.calibrate_noise_multiplier(known.epsilon, delta, rate, steps, relation, cache, group)
+        rounds = -(-steps // bands)
+        sigma = accounting.calibrate_noise_multiplier(known.epsilon, delta, in_group, rounds, relation, cache, group)
     event = events.dp_sgd_event(rate, sigma, steps, group)
+    if bands > 1:
+        event = events.cyclic_steps({"type": "gaussian", "noise_multiplier": sigma}, bands, in_group, steps)
     value, accountant = accounting.stated(event, delta, relation)
     if known.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
         accounting.epsilon(event, delta, relation, known.accountant)
@@ -100,11 +106,14 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "noise_multiplier": sigma,
         "target_epsilon": known.epsilon,
         "group_size": group,
+        "bands": bands,
         "accountants": accounting.beside(event, delta, relation, prv=known.accountant == "prv"),
         "curve": accounting.curve(event, relation, sorted({*CURVE_DELTAS, delta}, reverse=True)),
         "limits": limits.attacker_limits_of(event, relation),
         "one_unit": None,
-        "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs},
+        "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs}
+        if bands == 1
+        else None,
         "event": event,
         "software": accounting.versions(),
     }
@@ -116,6 +125,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
 def _steps(known: argparse.Namespace) -> int:
     size, batch = known.dataset_size, known.batch_size
     numbers = {"--dataset-size": size, "--batch-size": batch, "--steps": known.steps, "--group-size": known.group_size}
+    numbers["--bands"] = known.bands
     for name, value in numbers.items():
         if value is not None and not 1 <= value <= LARGEST:
             raise ConfigError(f"{name}: no epsilon follows from that. Type a number from 1 to {LARGEST:.0e}.")
@@ -125,6 +135,16 @@ def _steps(known: argparse.Namespace) -> int:
         raise Refused(
             f"--batch-size {batch} is larger than --dataset-size {size}, so that the sampling rate would exceed 1. "
             f"Type --batch-size {size} or less; a tenth of it or less is usual."
+        )
+    if known.bands > 1 and known.group_size > 1:
+        raise Refused(
+            "--bands keeps steps of one unit apart, and of several units together some join in neighbouring steps, which no "
+            "accountant counts. Type --group-size 1, where a unit is all that is protected together, or --bands 1."
+        )
+    if known.bands * batch > size:
+        raise Refused(
+            f"--bands {known.bands} makes groups smaller than --batch-size {batch}, so that the rate within one would exceed 1. "
+            f"Type --bands {size // batch} or less."
         )
     if known.steps is not None:
         return int(known.steps)
@@ -177,7 +197,8 @@ def _show(answer: dict[str, Any]) -> None:
             table.add_row(f"by {name}", f"{answer['delta']:g}", up(value))
     if answer["one_unit"] is not None:
         table.add_row("of one unit alone", f"{answer['delta']:g}", up(answer["one_unit"]))
-    table.add_row("if shuffled, not sampled", f"{answer['delta']:g}", up(answer["shuffled"]["epsilon"]))
+    if answer["shuffled"] is not None:
+        table.add_row("if shuffled, not sampled", f"{answer['delta']:g}", up(answer["shuffled"]["epsilon"]))
     console.print(table)
     bounds = Table("limit on an attacker", "", title="What follows for membership tests")
     for name, words in LIMITS_IN_WORDS.items():

@@ -195,3 +195,21 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert math.isfinite(float(done.stdout.split("with which epsilon is ")[1].split()[0]))
+
+
+def test_bands_cost_fewer_rounds_at_a_larger_rate(capsys: Any) -> None:
+    answer = ask(capsys, *RUN, *NOISE, "--bands", "8")
+    assert answer["epsilon"] == epsilon(dp_sgd_event(0.16, 0.8, 19), 1e-5, "zero_out")
+    assert answer["event"]["type"] == "cyclic_poisson"
+    assert answer["shuffled"] is None
+    assert "groups take turns" in answer["statement"]
+    needed = ask(capsys, *RUN, "--epsilon", "3", "--bands", "8")
+    assert needed["epsilon"] <= 3 < ask(capsys, *RUN, *NOISE, "--bands", "8")["epsilon"]
+    assert main(["epsilon", *RUN, *NOISE, "--bands", "8"]) == 0
+    assert "if shuffled" not in capsys.readouterr().out
+    assert "--bands 50 or less" in refusal(capsys, *RUN, *NOISE, "--bands", "51", code=3).replace("\n", " ")
+
+
+def test_bands_do_not_go_with_groups_that_are_protected_together(capsys: Any) -> None:
+    assert "--group-size 1" in refusal(capsys, *RUN, *NOISE, "--bands", "4", "--group-size", "2", code=3)
+    assert "--bands" in refusal(capsys, *RUN, *NOISE, "--bands", "0", code=2)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from dataclasses import replace
 
 import tiny_models as tm
 import torch
 from torch import distributed
 
+from dpllm.privacy.banded import strategy
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.sampling import PoissonSampler, Turns, physical_batches
+from dpllm.recipe.config import TrainConfig
 from dpllm.text.data import Unit
 
 STEPS, C, SIGMA = 3, 0.05, 0.7
@@ -72,6 +75,21 @@ def noise(rank: int, world: int) -> Results:
     return {"rows": rows[:, :512].clone()}
 
 
+def banded_noise(rank: int, world: int) -> Results:
+    """Banded noise released over a whole run, and who joins which step; the groups' key is shared, the noise key is not."""
+    plain = tm.plan(C, SIGMA, tm.schedule(24, 6, STEPS * 3))
+    coefficients = strategy(TrainConfig(steps=STEPS * 3), STEPS * 3, 3)
+    engine = tm.make_engine(tm.build("llama"), replace(plain, coefficients=coefficients), noise_entropy=71 + rank)
+    sampler = PoissonSampler(plain.schedule, 24, 77, Turns(3, 2**250 + 1))
+    empty = torch.zeros(len(engine.clipped_sum([])[0]), dtype=torch.float64)
+    rows, joined = [], torch.zeros((STEPS * 3, 24), dtype=torch.int8)
+    for step in range(STEPS * 3):
+        rows.append(engine._release(empty.clone()).double() * plain.schedule.expected_batch_size)
+        joined[step, sampler.draw()] = 1
+    held = torch.tensor(len(engine._noise._past))  # type: ignore[union-attr]
+    return {"rows": torch.stack(rows), "joined": joined, "held": held}
+
+
 def masks(rank: int, world: int) -> Results:
     """Which slots this rank computed in each draw; slot s writes token s + 3 everywhere."""
     schedule = tm.schedule(SLOTS, MEMBERS)
@@ -91,7 +109,7 @@ def work(rank: int, world: int, folder: str) -> None:
     if world > 1:
         rendezvous = f"file://{folder}/rendezvous{world}"
         distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
-    found = {job.__name__: job(rank, world) for job in (steps, few, noise, masks)}
+    found = {job.__name__: job(rank, world) for job in (steps, few, noise, banded_noise, masks)}
     torch.save(found, f"{folder}/world{world}_rank{rank}.pt")
     if world > 1:
         distributed.barrier()

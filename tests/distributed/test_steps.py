@@ -13,8 +13,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from dpllm.privacy import banded
 from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.recipe.config import TrainConfig
 
 STEPS, C, SIGMA, B = 3, 0.05, 0.7, 12
 SLOTS, DRAWS, RATE = 40, 1500, 10 / 40
@@ -127,3 +129,24 @@ def test_sampling_masks_agree_with_one_global_poisson_draw(runs: dict[int, list[
     assert (
         load.max() - load.min() <= 4 * DRAWS
     )  # dealt out by physical batches of four: the first rank has one more at most
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_banded_noise_is_rank_0_s_alone_and_all_ranks_know_whose_turn_it_is(
+    runs: dict[int, list[Results]], world: int
+) -> None:
+    first, *others = (rank["banded_noise"] for rank in runs[world])
+    for other in others:
+        assert torch.equal(first["rows"], other["rows"])
+        assert torch.equal(first["joined"], other["joined"])
+        assert int(other["held"]) == 0  # buffers lie where noise is added
+    assert int(first["held"]) == 2
+    assert torch.equal(first["rows"], runs[1][0]["banded_noise"]["rows"])
+    scale = noise_scale(SIGMA, C, first["rows"].shape[1])
+    coefficients = banded.strategy(TrainConfig(steps=3 * STEPS), 3 * STEPS, 3)
+    z_TP = banded.whiten(coefficients, first["rows"].numpy() / scale)
+    assert min(stats.kstest(row_P, "norm").pvalue for row_P in z_TP) > ALARM
+    assert np.abs(np.corrcoef(z_TP)[np.triu_indices(3 * STEPS, 1)]).max() < 6 / z_TP.shape[1] ** 0.5
+    joined = first["joined"].numpy()
+    assert (joined[:3].sum(axis=0) <= 1).all()
+    assert all((joined[t : t + 3].sum(axis=0) <= 1).all() for t in range(3 * STEPS - 2))
