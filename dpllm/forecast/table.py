@@ -128,7 +128,8 @@ def footprint_tables(needs: Footprint) -> list[Table | str]:
 
     rows = {}
     if needs.noise_per_coordinate is not None and needs.noise_total is not None:
-        rows["noise per coordinate"] = f"sigma C / B = {needs.noise_per_coordinate:.3g} in the averaged gradient"
+        times = ", times what banded noise adds to a step," if needs.memory and needs.memory.noise else ""
+        rows["noise per coordinate"] = f"sigma C / B{times} = {needs.noise_per_coordinate:.3g} in the averaged gradient"
         rows["noise in total"] = f"times sqrt(d) = {needs.noise_total:.3g}, beside a signal of length C at most"
     if needs.memory:
         parts = ", ".join(
