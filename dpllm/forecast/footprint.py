@@ -94,8 +94,8 @@ class Footprint:
         kinds: (kind of layer, tensors, parameters) of what trains.
         trainable: d, the number of coordinates that receive noise.
         total: Parameters of the whole model.
-        noise_per_coordinate: sigma C / B: standard deviation in one coordinate of the averaged gradient; None without a Plan. With
-            banded noise, of a step that takes back the noise of all steps that it can.
+        noise_per_coordinate: sigma C / B: standard deviation in one coordinate of the averaged gradient; None without a Plan.
+            With banded noise, of a step that takes back the noise of all steps that it can.
         noise_total: The same times sqrt(d): the length of the noise vector, beside a signal of length C at most.
         memory: At the peak of a step of one process; None where the model cannot be run on shapes alone.
         flops: Of a step of B units at full length; None likewise.
