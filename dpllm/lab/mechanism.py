@@ -14,16 +14,24 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import stats
 
 from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.gradient import likelihood_ratio
-from dpllm.auditing.mechanism_report import ALPHA, MechanismReport, Pair, ReleaseTest, verdict
+from dpllm.auditing.mechanism_report import (
+    ALPHA,
+    MechanismReport,
+    Pair,
+    ReleaseTest,
+    rate_test,
+    scale_test,
+    spread_test,
+    verdict,
+)
 from dpllm.errors import ConfigError
 from dpllm.lab.probe import Floats, Observation, lengths, observe
 from dpllm.lab.replay import replay
-from dpllm.privacy import accounting, events
+from dpllm.privacy import accounting, banded, events
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.audit import default_ways
 from dpllm.recipe.config import RunConfig
@@ -90,10 +98,11 @@ def audit_mechanism(
 
 def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair, ...]) -> MechanismReport:
     steps, canaries, schedule = len(seen.draws), len(seen.inserted_M), plan.schedule
-    tests, promised = release_tests(seen, schedule.sampling_rate), min(steps, schedule.num_steps)
+    rate = group_rate(schedule, plan.bands)
+    tests, promised = release_tests(seen, rate), min(steps, schedule.num_steps)
     level, length = ALPHA / 2 / len(tests), _length_of_the_sum(seen)
     bound = epsilon_lower_bound(
-        canary_scores(seen, schedule.sampling_rate, promised),
+        canary_scores(seen, rate, promised),
         seen.inserted_M,
         # The Plan's event states an epsilon for every delta; the bound's price, 2 M delta, must be small beside alpha.
         delta=min(plan.delta, ALPHA / 1000 / canaries),
@@ -101,7 +110,9 @@ def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair,
         **default_ways(canaries),
     )
     # Of one thing that is sampled: a canary is one, also where the promise is for a unit of several.
-    event = events.sampled_steps(plan.event["event"]["event"], schedule.sampling_rate, promised)
+    event = plan.event_after(promised)
+    if plan.sampling == "example":
+        event = events.sampled_steps(plan.event["event"]["event"], rate, promised)
     report = MechanismReport(
         verdict="",
         reason="",
@@ -133,34 +144,14 @@ def release_tests(seen: Observation, sampling_rate: float) -> tuple[ReleaseTest,
     """Every test of what was released; how many there are depends on public numbers alone."""
     # Independent N(0, 1) if the Plan is kept.
     noise_TP = (seen.released_TP - seen.expected_TP) / seen.noise_multiplier
-    found = [_noise_scale(f"noise on {name}", noise_TP[:, start:end]) for name, (start, end) in seen.parts.items()]
+    found = [scale_test(f"noise on {name}", noise_TP[:, start:end]) for name, (start, end) in seen.parts.items()]
     shape = stats.kstest(noise_TP.ravel(), "norm")  # found is the largest distance from the normal distribution
     found.append(ReleaseTest("shape of the noise", float(shape.statistic), 0.0, float(shape.pvalue)))
-    found += [_noise_between_steps(noise_TP), _noise_within_steps(noise_TP)]
+    found += [steps_test(noise_TP), _noise_within_steps(noise_TP)]
     if seen.count_residual_T is not None:
-        found.append(_noise_scale("noise on the count of unclipped units", seen.count_residual_T))
+        found.append(scale_test("noise on the count of unclipped units", seen.count_residual_T))
     found += [_scale_of_the_sum(seen, noise_TP), _single_canaries(seen, noise_TP)]
     return (*found, *_sampling_tests(seen, sampling_rate))
-
-
-def _noise_scale(name: str, noise: Floats) -> ReleaseTest:
-    """Chi-square test of the standard deviation, over all steps and coordinates given."""
-    square, degrees = float(np.square(noise).sum()), noise.size
-    p_value = 2 * min(stats.chi2.cdf(square, degrees), stats.chi2.sf(square, degrees))
-    return ReleaseTest(name, math.sqrt(square / degrees), 1.0, min(1.0, float(p_value)))
-
-
-def _noise_between_steps(noise_TP: Floats) -> ReleaseTest:
-    """Equal or related noise in two steps, whichever they are; found is the largest correlation.
-
-    For s < t, <r_s, r_t> / |r_s| is N(0, 1) given r_s; the p-value is the smallest of all pairs, times their number.
-    """
-    gram_TT = noise_TP @ noise_TP.T
-    length_T = np.sqrt(np.maximum(np.diag(gram_TT), 1e-300))
-    earlier, later = np.triu_indices(len(noise_TP), k=1)
-    z = np.abs(gram_TT[earlier, later]) / length_T[earlier]
-    found = float((z / length_T[later]).max())
-    return ReleaseTest("noise of two steps", found, 0.0, min(1.0, len(z) * 2 * float(stats.norm.sf(z.max()))))
 
 
 def _noise_within_steps(noise_TP: Floats) -> ReleaseTest:
@@ -212,7 +203,7 @@ def _single_canaries(seen: Observation, noise_TP: Floats) -> ReleaseTest:
     if not drawn_M.any():
         return ReleaseTest("sum of single canaries", 1.0, 1.0, 1.0)
     z = (present_TM * _along(seen, noise_TP)).sum(axis=0)[drawn_M] / np.sqrt(count_M[drawn_M])
-    return _noise_scale("sum of single canaries", z)
+    return scale_test("sum of single canaries", z)
 
 
 def _along(seen: Observation, rows_TP: Floats) -> Floats:
@@ -227,41 +218,38 @@ def _sampling_tests(seen: Observation, rate: float) -> list[ReleaseTest]:
     slot_counts = np.bincount([slot for drawn in seen.draws for slot in drawn], minlength=seen.num_slots)
     step_counts = np.array([len(drawn) for drawn in seen.draws])
     of_canaries = int(slot_counts[seen.num_slots - canaries :].sum())
+    bands = len(seen.coefficients)
+    in_turn_T, in_turn_N = seen.turn_TN.sum(axis=1), seen.turn_TN.sum(axis=0)
     found = [
-        _rate("sampling rate of canaries", of_canaries, steps * canaries, rate),
-        _rate("sampling rate of all slots", int(slot_counts.sum()), steps * seen.num_slots, rate),
+        rate_test("sampling rate of canaries", of_canaries, int(in_turn_N[-canaries:].sum()), rate),
+        rate_test("sampling rate of all slots", int(slot_counts.sum()), int(in_turn_N.sum()), rate),
     ]
-    if rate < 1 and rate * seen.num_slots >= FEWEST_EXPECTED:
-        found.append(_spread("spread of the batch's size", step_counts, seen.num_slots, rate))
-    if rate < 1 and rate * steps >= FEWEST_EXPECTED:
-        found.append(_spread("spread over slots", slot_counts, steps, rate))
+    if rate < 1 and rate * seen.num_slots / bands >= FEWEST_EXPECTED:
+        found.append(spread_test("spread of the batch's size", step_counts, in_turn_T, rate))
+    if rate < 1 and rate * in_turn_N.min() >= FEWEST_EXPECTED:
+        found.append(spread_test("spread over slots", slot_counts, in_turn_N, rate))
+    if bands > 1:
+        astray = sum(int((~turn_N[drawn]).sum()) for turn_N, drawn in zip(seen.turn_TN, seen.draws, strict=True))
+        found.append(ReleaseTest("slots that join out of turn", float(astray), 0.0, float(astray == 0)))
+        even = stats.chisquare(seen.turn_TN[:bands].sum(axis=1)) if steps >= bands else None
+        found += (
+            [ReleaseTest("sizes of the groups", float(even.statistic), bands - 1, float(even.pvalue))] if even else []
+        )
     return found
-
-
-def _rate(name: str, joined: int, chances: int, rate: float) -> ReleaseTest:
-    p_value = 2 * min(stats.binom.cdf(joined, chances, rate), stats.binom.sf(joined - 1, chances, rate))
-    return ReleaseTest(name, joined / chances, rate, min(1.0, float(p_value)))
-
-
-def _spread(name: str, counts: NDArray[np.int64], trials: int, rate: float) -> ReleaseTest:
-    """Sum of squared deviations of binomial counts, against the gamma distribution of the same mean and variance."""
-    variance = trials * rate * (1 - rate)
-    ratio = float(np.square(counts - trials * rate).sum()) / variance
-    of_one = 2 + (1 - 6 * rate * (1 - rate)) / variance  # variance of (n - trials q)^2 / variance
-    shape = len(counts) / of_one
-    p_value = 2 * min(stats.gamma.cdf(ratio, shape, scale=of_one), stats.gamma.sf(ratio, shape, scale=of_one))
-    return ReleaseTest(name, math.sqrt(ratio / len(counts)), 1.0, min(1.0, float(p_value)))
 
 
 def canary_scores(seen: Observation, sampling_rate: float, steps: int) -> Floats:
     """score_M of the first steps: higher = more likely inserted. Looks at no draw and no coin.
 
-    For each step it is the logarithm of the likelihood ratio of "joins with probability q" against "never", along the
-    canary's own coordinates; summed over steps. What it would be for releases of zero is subtracted, so that canaries that
+    For each turn of its group it is the logarithm of the likelihood ratio of "joins with probability q'" against "never", along
+    the canary's own coordinates; summed over turns. What it would be for releases of zero is subtracted, so that canaries that
     weigh less are not ranked by their weight where the noise is not what it should be.
     """
-    along_TM = _along(seen, seen.released_TP[:steps]) / seen.noise_multiplier
-    shift_TM = seen.gain_TM[:steps] * lengths(seen.own_MP) / seen.noise_multiplier
-    at_zero_TM = -(shift_TM**2) / 2
+    starts = [first for first in seen.starts if first < steps]
+    turn_TM = seen.turn_TN[:steps, -len(seen.inserted_M) :]
+    shown_TP, power_T = banded.matched(seen.coefficients, seen.released_TP[:steps], starts)
+    along_TM = _along(seen, shown_TP) / seen.noise_multiplier * turn_TM
+    shift_TM = seen.gain_TM[:steps] * lengths(seen.own_MP) / seen.noise_multiplier * turn_TM
+    at_zero_TM = -(shift_TM**2) * power_T[:, None] / 2
     seen_M = likelihood_ratio(shift_TM * along_TM + at_zero_TM, sampling_rate)
     return seen_M - likelihood_ratio(at_zero_TM, sampling_rate)

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpllm.lab.replay import Watched, engine_options, noise_key
+from dpllm.privacy import banded
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.sampling import PoissonSampler, Turns, groups, physical_batches
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -48,13 +49,17 @@ class Observation:
     inserted_M: NDArray[np.bool_]  # the coins
     draws: list[list[int]]  # slots that joined each step; canary i holds slot num_slots - M + i, those before are empty
     num_slots: int
+    # Both times C, the strategy of banded noise, so that the noise is independent:
     released_TP: Floats  # times the public divisor, over that step's C: a sum with noise of noise_multiplier
-    expected_TP: (
-        Floats  # the sum of the drawn canaries' clipped gradients over that step's C, by this module's arithmetic
-    )
+    expected_TP: Floats  # the sum of the drawn canaries' clipped gradients over C, by this module's arithmetic
     own_MP: Any  # the part of each canary's clipped gradient on coordinates of its own, over C; sparse
     gain_TM: Floats  # by how much that part was longer or shorter in that step (C moves under adaptive clipping)
     noise_multiplier: float  # the Plan's, of the gradients
+    turn_TN: NDArray[np.bool_]  # whether a slot's group has its turn; always, where there is one group
+    coefficients: tuple[float, ...]  # c of banded noise; (1,) for independent noise
+    starts: tuple[
+        int, ...
+    ]  # steps with which attempts began: with banded noise the run is stopped and resumed half way
     parts: dict[str, tuple[int, int]]  # trained parameter -> its first coordinate and the one behind its last
     count_residual_T: Floats | None  # with adaptive clipping, released minus counted units over the Plan's noise
     contributions: tuple[float, ...]  # norm of what the engine adds for a single unit, over C, for some canaries
@@ -100,21 +105,25 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
     units = _canary_units(canaries, several=plan.sampling == "unit")
     probe, exact = _probe(units, plan.max_grad_norm)
     divisor = plan.schedule.expected_batch_size
-    watched = Watched(probe, plan, noise_key(generator), **engine_options(config))
+    coefficients = plan.coefficients or (1.0,)
+    starts = (0, steps // 2) if plan.coefficients else (0,)
     inserted_M = generator.random(canaries) < 0.5
     slots: list[Unit | None] = [None] * EMPTY_SLOTS
     slots += [unit if coin else None for unit, coin in zip(units, inserted_M, strict=True)]
-    sampler = PoissonSampler(plan.schedule, len(slots), noise_key(generator))
+    turns = Turns(plan.bands, noise_key(generator))
+    sampler = PoissonSampler(plan.schedule, len(slots), noise_key(generator), turns)
     draws = [sampler.draw() for _ in range(steps)]
     size = _physical_batch_size(config, plan, slots)
     norms, counts, released_TP = [], [], []
-    with contextlib.closing(watched.engine) as engine:
-        for drawn in draws:
-            norms.append(engine.max_grad_norm)
-            released_P, count = watched.step(physical_batches(drawn, slots, size, 0, MAX_LENGTH))
-            released_TP.append(released_P.numpy() * divisor / norms[-1])
-            counts.append(count)
-        contributions = _contributions(engine, units)
+    for first, last in itertools.pairwise((*starts, steps)):
+        watched = Watched(probe, plan, noise_key(generator), **engine_options(config))
+        with contextlib.closing(watched.engine) as engine:
+            for drawn in draws[first:last]:
+                norms.append(engine.max_grad_norm)
+                released_P, count = watched.step(physical_batches(drawn, slots, size, 0, MAX_LENGTH))
+                released_TP.append(released_P.numpy() * divisor / norms[-1])
+                counts.append(count)
+            contributions = _contributions(engine, units)
     present = [[slot - EMPTY_SLOTS for slot in drawn if slots[slot] is not None] for drawn in draws]
     clipped = {norm: _clipped(exact, plan.clipping, norm) for norm in set(norms)}
     own_MP = clipped[plan.max_grad_norm] @ exact.own_PP
@@ -126,8 +135,11 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
         inserted_M=inserted_M,
         draws=draws,
         num_slots=len(slots),
-        released_TP=np.array(released_TP),
-        expected_TP=np.array(expected_TP),
+        turn_TN=np.arange(steps)[:, None] % plan.bands == groups(turns, len(slots)),
+        coefficients=coefficients,
+        starts=starts,
+        released_TP=banded.whiten(coefficients, np.array(released_TP), starts),
+        expected_TP=banded.whiten(coefficients, np.array(expected_TP), starts),
         own_MP=own_MP,
         gain_TM=np.array([lengths(clipped[norm] @ exact.own_PP) for norm in norms]) / lengths(own_MP),
         noise_multiplier=plan.gradient_noise_multiplier,

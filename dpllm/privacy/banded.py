@@ -178,12 +178,35 @@ def inverse(coefficients: Sequence[float] | Floats, num_steps: int) -> Floats:
     return np.asarray(lfilter([1.0], np.asarray(coefficients), np.eye(1, num_steps)[0]))
 
 
-def whiten(coefficients: Sequence[float], noise_TP: Floats) -> Floats:
-    """C noise: independent normal rows, if ``noise_TP`` holds one attempt's noise from its first step, one row for each step."""
+def whiten(coefficients: Sequence[float], row_TP: Floats, starts: Sequence[int] = (0,)) -> Floats:
+    """C rows: of noise, independent normal rows; ``starts`` are the rows with which attempts began, at empty buffers."""
+    return _each(lambda part_TP: _filter(coefficients, part_TP), row_TP, starts)
+
+
+def matched(coefficients: Sequence[float], white_TP: Floats, starts: Sequence[int] = (0,)) -> tuple[Floats, Floats]:
+    """What whitened rows show of a contribution to each step: the sum over j of c_j times row t + j, and its power_T.
+
+    A contribution g to step t moves it by power_t g; its noise has standard deviation sigma sqrt(power_t). Two of its steps are
+    at least b apart, so that their noise is independent.
+    """
+    import numpy as np
+
+    squares = [one**2 for one in coefficients]
+    power_T = _each(lambda part_T: _filter(squares, part_T)[::-1], np.ones(len(white_TP)), starts)
+    return _each(lambda part_TP: _filter(coefficients, part_TP[::-1])[::-1], white_TP, starts), power_T
+
+
+def _each(change: Callable[[Floats], Floats], row_TP: Floats, starts: Sequence[int]) -> Floats:
+    import numpy as np
+
+    return np.concatenate([change(part) for part in np.split(row_TP, list(starts)[1:])])
+
+
+def _filter(coefficients: Sequence[float], row_TP: Floats) -> Floats:
     import numpy as np
     from scipy.signal import lfilter
 
-    return np.asarray(lfilter(np.asarray(coefficients), [1.0], noise_TP, axis=0))
+    return np.asarray(lfilter(np.asarray(coefficients), [1.0], row_TP, axis=0))
 
 
 def effect(coefficients: Sequence[float], rate_T: Floats, sigma: float, independent: float) -> Effect:
