@@ -231,7 +231,7 @@ class RunPaths:
     canaries = _Below("private/canaries.json")
     """Canary texts, coins and references: secret."""
     groups = _Below("private/groups.json")
-    """With banded noise: the key from which each slot's group follows."""
+    """With banded noise: the key from which each slot's group follows, and the steps with which attempts began."""
     projections = _Below("private/gradient_canaries.npy")
     """What each step released along each gradient canary."""
     resume = _Below("private/resume")

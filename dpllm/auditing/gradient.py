@@ -22,6 +22,8 @@ from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.statistics import Floats
 from dpllm.errors import ConfigError
 from dpllm.files import write_whole
+from dpllm.privacy import banded
+from dpllm.run.projections import BandedTurns
 from dpllm.statement.privacy_record import GradientAudit
 
 SHARE_OF_ALPHA = 0.5
@@ -38,16 +40,20 @@ what earlier steps released: where the loss is concave along a canary, they shor
 class GradientTable:
     """One row for each gradient canary, from the steps that were seen.
 
+    Of banded noise, x_t below is what was released times the matrix C, so that its noise is independent, and y_t what the b steps
+    from t on show of a contribution to step t (``banded.matched``), in turns of the canary's own group alone; else y_t = x_t.
+
     Attributes:
         inserted_M: The coins.
-        score_M: Logarithm of the likelihood ratio of "joins with probability q" against "never", summed over steps.
+        score_M: Logarithm of the likelihood ratio of "joins with probability b q" against "never", summed over y.
         squares_M: Sum over disjoint pairs of neighbouring steps of (x_{t+1} - x_t)^2 / 2, x what was released along the canary
             over C: the square of the noise, whatever the two steps have in common.
-        total_M: Sum of x over steps: how often it was drawn, and noise.
+        total_M: Sum of y over steps: how often it was drawn, and noise.
         steps: How many were seen.
         pairs: How many pairs of them.
         sampling_rate: q of the Plan, in (0, 1].
-        noise: Standard deviation of the Plan's noise over C, > 0.
+        noise: Standard deviation of the Plan's noise over C, > 0; of banded noise, of its fresh part.
+        bands: b; 1 for independent noise.
     """
 
     inserted_M: NDArray[np.bool_]
@@ -58,9 +64,12 @@ class GradientTable:
     pairs: int
     sampling_rate: float
     noise: float
+    bands: int = 1
 
 
-def tabulate(proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: float) -> GradientTable:
+def tabulate(
+    proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: float, turns: BandedTurns | None = None
+) -> GradientTable:
     """The table of a run.
 
     Args:
@@ -68,6 +77,7 @@ def tabulate(proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: 
         coins: Shape (M,).
         sampling_rate: See ``GradientTable``.
         noise: See ``GradientTable``.
+        turns: Where the noise is banded. What an attempt released behind a step that was not seen is not read.
 
     References:
         The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power and
@@ -75,19 +85,32 @@ def tabulate(proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: 
         the Variance".
     """
     proj_TM = np.asarray(proj_TM, dtype=np.float64)
+    steps, bands = len(proj_TM), len(turns.coefficients) if turns else 1
     seen_T = np.isfinite(proj_TM).all(axis=1)
+    starts = turns.starts if turns else range(steps)
+    for part_T in np.split(seen_T, list(starts)[1:]):
+        np.logical_and.accumulate(part_T, out=part_T)
+    white_TM = shown_TM = proj_TM[seen_T]
+    power_T, turn_TM = np.ones(len(white_TM)), np.ones_like(white_TM)
+    if turns:
+        begun = [int(seen_T[:start].sum()) for start in starts]
+        white_TM = banded.whiten(turns.coefficients, white_TM, begun)
+        shown_TM, power_T = banded.matched(turns.coefficients, white_TM, begun)
+        turn_TM = (np.flatnonzero(seen_T)[:, None] % bands == turns.group_M).astype(float)
+        proj_TM = proj_TM.copy()
+        proj_TM[seen_T] = white_TM
     pairs = [step for step in range(0, len(seen_T) - 1, 2) if seen_T[step] and seen_T[step + 1]]
     differences = proj_TM[[step + 1 for step in pairs]] - proj_TM[pairs]
-    known_TM = proj_TM[seen_T]
     return GradientTable(
         np.asarray(coins, dtype=bool),
-        likelihood_ratio((known_TM - 0.5) / noise**2, sampling_rate),
+        likelihood_ratio(turn_TM * (shown_TM - power_T[:, None] / 2) / noise**2, bands * sampling_rate),
         np.square(differences).sum(axis=0) / 2,
-        known_TM.sum(axis=0),
-        len(known_TM),
+        (turn_TM * shown_TM / power_T[:, None]).sum(axis=0),
+        len(white_TM),
         len(pairs),
         sampling_rate,
         noise,
+        bands,
     )
 
 
@@ -167,7 +190,8 @@ def _drawn(table: GradientTable) -> tuple[float, float, float]:
     total_I, total_O = table.total_M[table.inserted_M], table.total_M[~table.inserted_M]
     if min(len(total_I), len(total_O)) < 2 or not table.steps:
         return 0.0, 0.0, 0.0
-    noise, draws = table.steps * table.noise**2, table.steps * table.sampling_rate * (1 - table.sampling_rate)
+    turns, rate = table.steps / table.bands, table.bands * table.sampling_rate
+    noise, draws = turns * table.noise**2, turns * rate * (1 - rate)
     square_I = max(float(total_I.var(ddof=1)), noise + draws) / len(total_I)
     square_O = max(float(total_O.var(ddof=1)), noise) / len(total_O)
     square = square_I + square_O
@@ -193,8 +217,8 @@ def write_gradient(table: GradientTable, path: Path) -> None:
     write_whole(path, content.getvalue())
 
 
-def read_gradient(path: Path, sampling_rate: float, noise: float) -> GradientTable:
-    """Reads what ``write_gradient`` wrote, of a run with this q and this noise.
+def read_gradient(path: Path, sampling_rate: float, noise: float, bands: int = 1) -> GradientTable:
+    """Reads what ``write_gradient`` wrote, of a run with this q, this noise and so many bands.
 
     Raises:
         ConfigError: Missing or damaged file, or one that holds something else.
@@ -214,6 +238,6 @@ def read_gradient(path: Path, sampling_rate: float, noise: float) -> GradientTab
         inserted_M = read["inserted"].to_numpy(zero_copy_only=False)
         counted = [read[name].cast(pyarrow.int64()).unique().to_pylist() for name in ("steps", "pairs")]
         ((steps,), (pairs,)) = counted  # the same in every row
-        return GradientTable(inserted_M, score_M, squares_M, total_M, steps, pairs, sampling_rate, noise)
+        return GradientTable(inserted_M, score_M, squares_M, total_M, steps, pairs, sampling_rate, noise, bands)
     except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError, TypeError):
         raise ConfigError(f"{path}: is no table of gradient canaries, or is missing. Run dpllm audit again.") from None

@@ -36,7 +36,7 @@ from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.run.projections import read_projections
+from dpllm.run.projections import read_projections, read_turns
 from dpllm.statement.run_files import AuditSettings, RunRecord, read_plan, read_run
 from dpllm.telemetry import AuditFigures, publish_audit
 from dpllm.text.data import load_table
@@ -218,7 +218,9 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
     lattice = read_run(run).lattice
     assert lattice is not None
     proj_TM, promise = read_projections(run.projections), read_plan(run)
-    table = tabulate(proj_TM, plan.gradient_coins, promise.sampling_rate, lattice.noise_over_max_grad_norm)
+    turns = read_turns(run.groups, promise.coefficients, len(plan.gradient_coins))
+    noise = lattice.noise_over_max_grad_norm
+    table = tabulate(proj_TM, plan.gradient_coins, promise.sampling_rate, noise, turns)
     if proj_TM.shape != (promise.num_steps, len(plan.gradient_coins)) or not table.steps:
         raise ConfigError(
             f"{run.projections}: holds no values of this run's gradient canaries, so they cannot be audited. Restore the file, "

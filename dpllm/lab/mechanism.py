@@ -26,6 +26,7 @@ from dpllm.auditing.mechanism_report import (
     rate_test,
     scale_test,
     spread_test,
+    steps_test,
     verdict,
 )
 from dpllm.errors import ConfigError
@@ -33,6 +34,7 @@ from dpllm.lab.probe import Floats, Observation, lengths, observe
 from dpllm.lab.replay import replay
 from dpllm.privacy import accounting, banded, events
 from dpllm.privacy.plan import Plan
+from dpllm.privacy.schedule import group_rate
 from dpllm.recipe.audit import default_ways
 from dpllm.recipe.config import RunConfig
 from dpllm.run.promise import plan_before_any_run
@@ -214,7 +216,7 @@ def _along(seen: Observation, rows_TP: Floats) -> Floats:
 
 def _sampling_tests(seen: Observation, rate: float) -> list[ReleaseTest]:
     """How often canaries' slots, and all slots, join; how that spreads over steps and over slots."""
-    steps, canaries = len(seen.draws), len(seen.inserted_M)
+    canaries = len(seen.inserted_M)
     slot_counts = np.bincount([slot for drawn in seen.draws for slot in drawn], minlength=seen.num_slots)
     step_counts = np.array([len(drawn) for drawn in seen.draws])
     of_canaries = int(slot_counts[seen.num_slots - canaries :].sum())
@@ -231,10 +233,8 @@ def _sampling_tests(seen: Observation, rate: float) -> list[ReleaseTest]:
     if bands > 1:
         astray = sum(int((~turn_N[drawn]).sum()) for turn_N, drawn in zip(seen.turn_TN, seen.draws, strict=True))
         found.append(ReleaseTest("slots that join out of turn", float(astray), 0.0, float(astray == 0)))
-        even = stats.chisquare(seen.turn_TN[:bands].sum(axis=1)) if steps >= bands else None
-        found += (
-            [ReleaseTest("sizes of the groups", float(even.statistic), bands - 1, float(even.pvalue))] if even else []
-        )
+        even = stats.chisquare(seen.turn_TN[:bands].sum(axis=1))
+        found.append(ReleaseTest("sizes of the groups", float(even.statistic), bands - 1, float(even.pvalue)))
     return found
 
 

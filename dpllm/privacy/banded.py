@@ -199,7 +199,7 @@ def matched(coefficients: Sequence[float], white_TP: Floats, starts: Sequence[in
 def _each(change: Callable[[Floats], Floats], row_TP: Floats, starts: Sequence[int]) -> Floats:
     import numpy as np
 
-    return np.concatenate([change(part) for part in np.split(row_TP, list(starts)[1:])])
+    return np.concatenate([change(part) if len(part) else part for part in np.split(row_TP, list(starts)[1:])])
 
 
 def _filter(coefficients: Sequence[float], row_TP: Floats) -> Floats:
@@ -241,11 +241,6 @@ def check(config: RunConfig, size: int, num_steps: int) -> None:
         raise Refused(
             "privacy.noise: banded needs each unit to join at most every b-th step, and with data.sampling: example the rows of "
             "one unit join in any, which no accountant counts. Set data.sampling: unit, or privacy.noise: independent."
-        )
-    if config.audit.gradient_canaries:
-        raise Refused(
-            "audit.gradient_canaries reads each step's noise as independent of the others', which banded noise is not, so its "
-            "bounds would be wrong. Set audit.gradient_canaries: 0, or privacy.noise: independent."
         )
     batch, bands = config.train.batch_size, config.privacy.bands
     if bands == "auto" or bands == 1:

@@ -190,8 +190,10 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
                 run.config.write_text(dump_config(config), encoding="utf-8")
                 if planted:
                     canaries.save(planted, run.canaries)
-                if plan and plan.coefficients:
-                    write_json(run.groups, {"bands": plan.bands, "key": f"{groups:x}"}, mode=0o600)
+            if plan and plan.coefficients:
+                starts = [*(read_json(run.groups)["starts"] if resumed else []), resumed.charged if resumed else 0]
+                turns = {"bands": plan.bands, "key": f"{groups:x}", "slots": len(units), "starts": starts}
+                write_json(run.groups, turns, mode=0o600)
             if promise:
                 write_json(run.plan, promise.to_json())
         except BaseException:

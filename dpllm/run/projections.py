@@ -9,13 +9,14 @@ Shape suffixes: T steps, M canaries.
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
-from dpllm.files import write_whole
+from dpllm.files import read_json, write_whole
 
 Floats = NDArray[np.float32]
 
@@ -39,6 +40,36 @@ class Projections:
         """Keeps what step ``step``, counted from 1, released."""
         self._kept_TM[step - 1] = proj_M
         self._kept_TM.flush()  # type: ignore[attr-defined]  # a memmap
+
+
+@dataclass(frozen=True, eq=False)
+class BandedTurns:
+    """Of banded noise: c_0, ..., c_{b-1}; each canary's group; the steps with which attempts began, at empty buffers."""
+
+    coefficients: tuple[float, ...]
+    group_M: NDArray[np.int64]
+    starts: tuple[int, ...]
+
+
+def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> BandedTurns | None:
+    """Which turns ``width`` gradient canaries had, whose slots are the last; None without coefficients.
+
+    Raises:
+        ConfigError: Missing or damaged file.
+    """
+    if not coefficients:
+        return None
+    from dpllm.privacy.sampling import Turns, groups  # which imports torch
+
+    try:
+        kept = read_json(path)
+        turns, slots = Turns(int(kept["bands"]), int(kept["key"], 16)), int(kept["slots"])
+        group_M, starts = groups(turns, slots)[slots - width :], tuple(map(int, kept["starts"]))
+    except (ConfigError, KeyError, TypeError, ValueError, OverflowError):
+        raise ConfigError(
+            f"{path}: is missing or damaged, and says when gradient canaries could join. Restore it, or train again."
+        ) from None
+    return BandedTurns(coefficients, group_M, starts)
 
 
 def read_projections(path: Path) -> Floats:

@@ -247,7 +247,8 @@ def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> 
     if lattice is None:
         raise Wrong(f"the card does not say how large the noise was, which gradient canaries measure. {_AUDIT_AGAIN}")
     try:
-        table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm)
+        bands = terms.banded.bands if terms.banded else 1
+        table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm, bands)
     except ConfigError as error:
         raise Wrong(str(error).replace(f"{folder}/", "")) from None
     # A step that was not seen takes one pair at most.

@@ -16,7 +16,7 @@ from dpllm.auditing.table import read_scores
 from dpllm.canaries import canaries
 from dpllm.card import claim
 from dpllm.run.directory import RunDir
-from dpllm.run.projections import read_projections
+from dpllm.run.projections import read_projections, read_turns
 from dpllm.statement.privacy_record import Audit
 from dpllm.statement.run_files import RunRecord, read_plan, read_run
 from dpllm.verification import check_audits
@@ -104,9 +104,11 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     if scored != coins or references != {reference.canary_id for reference in plan.references}:
         raise Wrong("the audit has other coins or canaries than were committed to before training. Audit again.")
     if plan.gradient_coins and audit.gradient:
-        of_plan = (read_plan(run).sampling_rate, audit.gradient.noise_planned)
-        shown = read_gradient(found.directory / "audit" / "gradient.parquet", *of_plan)
-        kept = tabulate(read_projections(run.projections), plan.gradient_coins, *of_plan)
+        promise = read_plan(run)
+        of_plan, bands = (promise.sampling_rate, audit.gradient.noise_planned), max(1, len(promise.coefficients))
+        shown = read_gradient(found.directory / "audit" / "gradient.parquet", *of_plan, bands)
+        turns = read_turns(run.groups, promise.coefficients, len(plan.gradient_coins))
+        kept = tabulate(read_projections(run.projections), plan.gradient_coins, *of_plan, turns)
         if not all(np.allclose(getattr(shown, name), getattr(kept, name), rtol=1e-9, atol=1e-9) for name in vars(kept)):
             raise Wrong("the audit has other coins or scores of gradient canaries than the run kept. Audit again.")
     stated = check_audits.published_audit(found.directory / "audit").controls.words

@@ -123,7 +123,7 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     place: Place, watched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails in its fourth step, two steps after its checkpoint; both are charged, lost, and made up."""
-    place.write(RECIPE)
+    place.write({**RECIPE, "audit.gradient_canaries": 40})
     step, calls = Engine.step, []
 
     def fail(engine: Engine, *batches: Any) -> Any:
@@ -135,9 +135,10 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     monkeypatch.setattr(Engine, "step", fail)
     with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)
-    before, key = place.json("plan.json"), (place.run / "private" / "groups.json").read_text()
+    before, groups = place.json("plan.json"), place.json("private/groups.json")
+    assert groups["starts"] == [0]
     done("train", place.recipe, "--resume", "--make-up-lost-steps")
-    assert (place.run / "private" / "groups.json").read_text() == key
+    assert place.json("private/groups.json") == {**groups, "starts": [0, 4]}
     record, after = place.json("run.json"), place.json("plan.json")
     assert (record["status"], record["steps_taken"]) == ("completed", STEPS + 2)
     assert after["coefficients"] == before["coefficients"]
@@ -156,8 +157,12 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     whole = accounting.epsilon(after["event"], after["delta"], "zero_out")
     assert after["epsilon"] == whole
     assert accounting.epsilon(accounting.compose(events), after["delta"], "zero_out") >= whole
+    done("audit", place.run)
     done("card", place.run)
     assert "0 failed" in done("verify", place.run).out
+    found = place.json("export/privacy.json")["audit"]["gradient"]
+    assert found["steps"] == STEPS + 2 - 1  # the one that failed released nothing
+    assert found["noise_interval"][0] < found["noise_planned"] < found["noise_interval"][1]
 
 
 @pytest.mark.parametrize(
