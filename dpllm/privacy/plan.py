@@ -180,8 +180,7 @@ def make_plan(
     schedule = make_schedule(config, num_units)
     relation: Relation = "add_or_remove_one" if data.public_size is not None else "zero_out"
     delta = _delta(config, largest_delta, schedule.dataset_size)
-    if coefficients is None:
-        coefficients = _coefficients(config, schedule, delta, relation, cache_dir)
+    coefficients = _coefficients(config, schedule, delta, relation, cache_dir) if coefficients is None else coefficients
     bands = max(1, len(coefficients))
     sigma, mechanism, adaptive = _mechanism(config, schedule, delta, relation, cache_dir, fit, bands)
     schedule = replace(schedule, num_steps=schedule.num_steps + extra_steps)

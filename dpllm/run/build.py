@@ -191,9 +191,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
                 if planted:
                     canaries.save(planted, run.canaries)
             if plan and plan.coefficients:
-                starts = [*(read_json(run.groups)["starts"] if resumed else []), resumed.charged if resumed else 0]
-                turns = {"bands": plan.bands, "key": f"{groups:x}", "slots": len(units), "starts": starts}
-                write_json(run.groups, turns, mode=0o600)
+                _save_turns(run, plan, groups, len(units), resumed.charged if resumed else None)
             if promise:
                 write_json(run.plan, promise.to_json())
         except BaseException:
@@ -226,6 +224,13 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
     return canaries.plan_canaries(settings.canaries, source=source, gradient=gradient)
+
+
+def _save_turns(run: RunDir, plan: Plan, key: int, slots: int, charged: int | None) -> None:
+    """Writes what a run that goes on, and its audit, read of its groups; ``charged`` is None for a new run."""
+    starts = [0] if charged is None else [*read_json(run.groups)["starts"], charged]
+    turns = {"bands": plan.bands, "key": f"{key:x}", "slots": slots, "starts": starts}
+    write_json(run.groups, turns, mode=0o600)
 
 
 def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resume: bool) -> int:
