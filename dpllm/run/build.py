@@ -176,10 +176,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         processes.replicate(optimizer, list(engine.parameters.values()))
         engine.max_grad_norm = saved.max_grad_norm
         notes += [note for note in (*resumed.notes, *saved.notes) if note not in notes]
-        if lost := resumed.to_make_up:
-            made_up = f"{lost} charged steps were lost and were made up by as many more"
-            left_out = f"{lost} charged steps were lost before the checkpoint and were not repeated"
-            notes.append(made_up if plan and start.make_up_lost_steps else left_out)
+        notes += _lost(resumed.to_make_up, made_up=plan is not None and start.make_up_lost_steps)
     payment = pay(config, decision, start, run, table) if main else Payment()
     claims = shared(payment.claims)
     if main:
@@ -224,6 +221,14 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
     return canaries.plan_canaries(settings.canaries, source=source, gradient=gradient)
+
+
+def _lost(steps: int, *, made_up: bool) -> list[str]:
+    """What is noted of steps that were charged and that no checkpoint has."""
+    if not steps:
+        return []
+    became = "and were made up by as many more" if made_up else "before the checkpoint and were not repeated"
+    return [f"{steps} charged steps were lost {became}"]
 
 
 def _save_turns(run: RunDir, plan: Plan, key: int, slots: int, charged: int | None) -> None:
