@@ -6,8 +6,11 @@ Started by scripts/quickstart. Prints the command that does the same before each
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +25,18 @@ def typing(console: Console, command: str) -> None:
     console.print(f"\n[bold]$ {command}[/]", soft_wrap=True, highlight=False)
 
 
+def dpllm_(*command: str) -> tuple[str, subprocess.CompletedProcess[str]]:
+    """What is typed, and what came of it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dpllm", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return shlex.join(["dpllm", *command]), done
+
+
 def main(output: Path) -> None:
     start = time.time()
     from dpllm.auditing import terminal
@@ -34,21 +49,21 @@ def main(output: Path) -> None:
     from dpllm.run.promise import Start
 
     console = Console()
-    ledger = {"privacy.ledger": str(output / "ledger.sqlite")}
-    runs = {
-        "baseline": {"privacy.enabled": False, **ledger, "output_dir": str(output / "baseline")},
-        "dp": {**ledger, "output_dir": str(output / "dp")},
-    }
-    for name, overrides in runs.items():
-        typed = " ".join(
-            f"--{key} {str(value).lower() if value is False else value}" for key, value in overrides.items()
-        )
-        typing(console, f"dpllm train {RECIPE} --overwrite {typed}")
-        train(load_config(RECIPE, overrides), Start(overwrite=True), console=console)
-        twin = RunDir(output / "baseline") if name == "dp" else None
-        typing(console, f"dpllm audit {output / name}" + (f" --twin {twin.root}" if twin else ""))
-        console.print(terminal.table(audit(RunDir(output / name), twin=twin)))
     baseline, private = RunDir(output / "baseline"), RunDir(output / "dp")
+    ledger = ["--privacy.ledger", str(output / "ledger.sqlite")]
+    alone = ["train", RECIPE, "--overwrite", "--privacy.enabled", "false", *ledger, "--output_dir", str(baseline.root)]
+    with ThreadPoolExecutor(1) as other:  # in processes of their own, on the other core
+        beside = other.submit(lambda: [dpllm_(*command) for command in (alone, ["audit", str(baseline.root)])])
+        typing(console, f"dpllm train {RECIPE} --overwrite {shlex.join(ledger)} --output_dir {private.root}")
+        overrides = {"privacy.ledger": ledger[1], "output_dir": str(private.root)}
+        train(load_config(RECIPE, overrides), Start(overwrite=True), console=console)
+        for command, done in beside.result():
+            typing(console, command)
+            console.out(done.stdout, highlight=False)
+            if done.returncode:
+                sys.exit(done.returncode)
+    typing(console, f"dpllm audit {private.root} --twin {baseline.root}")
+    console.print(terminal.table(audit(private, twin=baseline)))
     typing(console, f"dpllm card {private.root}; dpllm compare {baseline.root} {private.root}")
     card = write_card(private)
     write_card(baseline)
