@@ -32,16 +32,8 @@ from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
 from dpllm.statement.run_files import read_plan, read_run
 
-MECHANISM = [
-    "event",
-    "coefficients",
-    "delta",
-    "dataset_size",
-    "expected_batch_size",
-    "max_grad_norm",
-    "clipping",
-    "adaptive",
-]
+SIZES = ("delta", "dataset_size", "expected_batch_size")
+MECHANISM = ("event", "coefficients", *SIZES, "max_grad_norm", "clipping", "adaptive")
 """Of plan.json: what two runs of one recipe and one mechanism have in common."""
 
 

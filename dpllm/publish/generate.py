@@ -140,10 +140,7 @@ def sample(
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
         written = generation.write(generator.model, settings, [ids for ids in encoded for _ in range(num)])
     decode = generator.tokenizer.decode
-    return [
-        Sample(index // num, asked[index // num], decode(ids, skip_special_tokens=True))
-        for index, ids in enumerate(written)
-    ]
+    return [Sample(n // num, asked[n // num], decode(ids, skip_special_tokens=True)) for n, ids in enumerate(written)]
 
 
 def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConfig:
