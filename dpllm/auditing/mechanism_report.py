@@ -38,23 +38,24 @@ def scale_test(name: str, noise: Floats) -> ReleaseTest:
     """Chi-square test of the standard deviation, over all steps and coordinates given."""
     square, degrees = float(np.square(noise).sum()), noise.size
     p_value = 2 * min(stats.chi2.cdf(square, degrees), stats.chi2.sf(square, degrees))
-    return ReleaseTest(name, math.sqrt(square / degrees), 1.0, min(1.0, float(p_value)))
+    return ReleaseTest(name, math.sqrt(square / degrees), 1.0, float(np.minimum(1.0, p_value)))
 
 
 def rate_test(name: str, joined: int, chances: int, rate: float) -> ReleaseTest:
     """Binomial test of how many of so many chances were taken."""
     p_value = 2 * min(stats.binom.cdf(joined, chances, rate), stats.binom.sf(joined - 1, chances, rate))
-    return ReleaseTest(name, joined / chances, rate, min(1.0, float(p_value)))
+    return ReleaseTest(name, joined / chances, rate, float(np.minimum(1.0, p_value)))
 
 
 def spread_test(name: str, counts: NDArray[np.int64], trials: NDArray[np.int64], rate: float) -> ReleaseTest:
     """Sum of squared deviations of binomial counts, against the gamma distribution of the same mean and variance."""
+    counts, trials = counts[trials > 0], trials[trials > 0]  # nobody in a group, nothing to be seen
     variance = trials * rate * (1 - rate)
     ratio = float((np.square(counts - trials * rate) / variance).sum())
     of_one = float((2 + (1 - 6 * rate * (1 - rate)) / variance).mean())  # variance of (n - trials q)^2 / variance
     shape = len(counts) / of_one
     p_value = 2 * min(stats.gamma.cdf(ratio, shape, scale=of_one), stats.gamma.sf(ratio, shape, scale=of_one))
-    return ReleaseTest(name, math.sqrt(ratio / len(counts)), 1.0, min(1.0, float(p_value)))
+    return ReleaseTest(name, math.sqrt(ratio / len(counts)), 1.0, float(np.minimum(1.0, p_value)))
 
 
 def steps_test(noise_TP: Floats) -> ReleaseTest:
@@ -67,7 +68,7 @@ def steps_test(noise_TP: Floats) -> ReleaseTest:
     earlier, later = np.triu_indices(len(noise_TP), k=1)
     z = np.abs(gram_TT[earlier, later]) / length_T[earlier]
     found = float((z / length_T[later]).max())
-    return ReleaseTest("noise of two steps", found, 0.0, min(1.0, len(z) * 2 * float(stats.norm.sf(z.max()))))
+    return ReleaseTest("noise of two steps", found, 0.0, float(np.minimum(1.0, len(z) * 2 * stats.norm.sf(z.max()))))
 
 
 @dataclass(frozen=True)

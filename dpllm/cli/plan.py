@@ -144,10 +144,9 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
         return _sweep(known, rest, config)
     from dpllm.forecast.advice import advise, released_by
     from dpllm.run.directory import RunDir
-    from dpllm.run.promise import Start, decide
 
     released = released_by(RunDir(Path(known.after))) if known.after else None
-    seen = decide(config, Start())
+    seen = _decided(config, beside_model=known.model)
     refusals = list(seen.refusals)
     needs = _footprint(config, seen, refusals, known.device) if known.model else None
     advice = advise(config, seen.plan, released) if seen.plan else []
@@ -158,6 +157,21 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     for error in refusals:
         print(f"dpllm plan: {error}", file=sys.stderr)
     return max((error.exit_code for error in refusals), default=0)
+
+
+def _decided(config: RunConfig, *, beside_model: bool) -> Decision:
+    from dpllm.run.promise import Start, decide
+
+    if not beside_model or os.cpu_count() == 1:
+        return decide(config, Start())
+    from concurrent.futures import ProcessPoolExecutor
+    from importlib import import_module
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, get_context("spawn")) as other:  # accounting takes as long as reading torch and peft
+        seen = other.submit(decide, config, Start())
+        import_module("dpllm.forecast.footprint")
+        return seen.result()
 
 
 def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError], gpu: str | None) -> Footprint | None:

@@ -48,8 +48,8 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
     limits = None
     if len(texts) > 1:
         drawn = metric.corpus_score(list(texts), streams, n_bootstrap=RESAMPLES)
-        limits = [max(0.0, drawn._mean - drawn._ci), min(100.0, drawn._mean + drawn._ci)]
-    return {"value": float(whole.score), "interval": limits, "signature": str(metric.get_signature())}
+        limits = [min(100.0, max(0.0, drawn._mean - drawn._ci)), min(100.0, drawn._mean + drawn._ci)]
+    return {"value": min(100.0, whole.score), "interval": limits, "signature": str(metric.get_signature())}
 
 
 def nist(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:

@@ -133,6 +133,8 @@ def _bands(config: RunConfig, plan: Plan) -> str | None:
     seen = effect_of(config, plan)
     if config.privacy.noise == "independent" or (seen and config.train.optimizer != "adamw"):
         return None
+    if seen is None and (plan.coefficients or config.privacy.bands != "auto"):
+        return None
     if seen is None:
         return (
             f"privacy.noise: banded gains less than {banded.LEAST_GAIN:.0%} at this epsilon and number of epochs, so that "
@@ -151,9 +153,12 @@ def effect_of(config: RunConfig, plan: Plan) -> banded.Effect | None:
     if not plan.coefficients:
         return None
     target = min(plan.epsilon, plan.target_epsilon)
-    sigma = noise_multiplier_for(
-        target, plan.delta, plan.schedule, plan.neighbouring_relation, cache_dir=accounting_cache(), rough=True
-    )
+    try:
+        sigma = noise_multiplier_for(
+            target, plan.delta, plan.schedule, plan.neighbouring_relation, cache_dir=accounting_cache(), rough=True
+        )
+    except ConfigError:  # no independent noise that is considered keeps it
+        return None
     return banded.effect(
         plan.coefficients, banded.rates(config.train, plan.schedule.num_steps), plan.noise_multiplier, sigma
     )

@@ -170,7 +170,7 @@ def _noise_within_steps(noise_TP: Floats) -> ReleaseTest:
     spread = np.sqrt(steps * size * np.where(2 * np.arange(1, distances + 1) == size, 2.0, 1.0))
     z = float((products / spread).max())
     found = float(products.max() / max(np.square(noise_TP).sum(), 1e-300))
-    return ReleaseTest("noise of two coordinates", found, 0.0, min(1.0, distances * 2 * float(stats.norm.sf(z))))
+    return ReleaseTest("noise of two coordinates", found, 0.0, float(np.minimum(1.0, distances * 2 * stats.norm.sf(z))))
 
 
 def _scale_of_the_sum(seen: Observation, noise_TP: Floats) -> ReleaseTest:

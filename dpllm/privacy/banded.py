@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 CANDIDATES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # bands that auto compares with 1
 LEAST_GAIN = 0.05  # of the noise in the last weights, below which it takes 1
 MOST_STEPS = 2000  # for which coefficients are optimised; a longer schedule is taken for one of the same shape
+MOST_BANDS = 512
 FIRST_STEP = 0.05  # of the search, in every coefficient: a longer one can reach a series that diverges
 
 
@@ -96,7 +97,7 @@ def strategy(train: TrainConfig, num_steps: int, bands: int) -> tuple[float, ...
     <= t. The search has the same result for the same numpy and scipy; who goes on with a run reads its coefficients from
     plan.json.
     """
-    return _strategy(train.lr_scheduler, train.warmup, min(num_steps, max(MOST_STEPS, bands)), bands)
+    return _strategy(train.lr_scheduler, train.warmup, min(num_steps, MOST_STEPS), bands)
 
 
 @lru_cache(maxsize=64)
@@ -251,10 +252,10 @@ def check(config: RunConfig, size: int, num_steps: int) -> None:
             f"sampling rate within a group would exceed 1. Set privacy.bands to {size // batch} or less, or lower "
             "train.batch_size."
         )
-    if bands > num_steps:
+    if bands > (most := min(num_steps, MOST_BANDS)):
         raise Refused(
-            f"privacy.bands {bands} is more than the run's {num_steps} steps, so that some groups would never have a turn. "
-            f"Set privacy.bands to {num_steps} or less."
+            f"privacy.bands {bands} is more than the run's {num_steps} steps, so that some groups would never have a turn, or "
+            f"more than {MOST_BANDS}, which would take long to plan. Set privacy.bands to {most} or less."
         )
 
 
@@ -268,7 +269,10 @@ def choose(config: RunConfig, size: int, num_steps: int, sigma_of: Callable[[int
         sigma_of: Bands -> the noise multiplier that keeps the promise, to about a hundredth; ConfigError where none does.
     """
     rate_T, best, least = rates(config.train, num_steps), 1, 1 - LEAST_GAIN
-    independent = sigma_of(1)
+    try:
+        independent = sigma_of(1)
+    except ConfigError:  # a target that the recipe's own noise meets, and calibration does not reach
+        return 1
     for bands in CANDIDATES:
         if bands <= most_bands(config, size, num_steps):
             try:

@@ -127,6 +127,14 @@ class Plan:
     limits: dict[str, float | None] = field(default_factory=dict)
     curve: tuple[tuple[float, float | None], ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuses coefficients of banded noise for which the event would not hold."""
+        if self.coefficients and (len(self.coefficients) < 2 or not banded.admissible(self.coefficients)):
+            raise Refused(
+                "the coefficients of banded noise are no strategy whose columns are at most 1 long, so there would be less noise "
+                "than the event counts. plan.json was edited: start anew with --overwrite."
+            )
+
     @property
     def gradient_noise_multiplier(self) -> float:
         """The noise on the gradients alone, over max_grad_norm."""

@@ -27,6 +27,8 @@ from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run
 from dpllm.text.prompts import Prompt, encode
 
+MOST_BEAMS = 100
+
 
 @dataclass(frozen=True)
 class Generator:
@@ -113,10 +115,11 @@ def sample(
             has no way to begin without a prompt.
         DataError: The chat template does not take a prompt's messages, or a prompt is no text.
     """
-    if min(num, max_new_tokens, beams) < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+    few = min(num, max_new_tokens, beams) < 1 or beams > MOST_BEAMS
+    if few or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise ConfigError(
             f"num {num}, max-new-tokens {max_new_tokens}, beams {beams}, temperature {temperature:g} and top-p {top_p:g} ask "
-            "for no text: the first three are at least 1, temperature is at least 0, and top-p above 0 and at most 1."
+            f"for no text: the first three are at least 1, beams at most {MOST_BEAMS}, temperature 0 or more, top-p in (0, 1]."
         )
     if beams > 1 and temperature > 0:
         raise ConfigError(

@@ -66,7 +66,7 @@ class PrivacyConfig(Section):
     charged."""
     secure_noise: bool = False
     """true: noise comes from AES, a cryptographic generator on the CPU, also where a GPU trains. Slower; meant for adapters."""
-    insecure_seed: int | None = Field(default=None, ge=0)
+    insecure_seed: int | None = Field(default=None, ge=0, lt=2**128)
     """For tests only: seeds noise and sampling, so that the run says guarantee: false."""
 
     @field_validator("delta")

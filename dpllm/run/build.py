@@ -22,7 +22,7 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, encode_secret
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import read_json, write_json
+from dpllm.files import write_json
 from dpllm.ledger import open_ledger
 from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
@@ -37,6 +37,7 @@ from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
 from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer
 from dpllm.run.payment import Payment, pay
+from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.resume import flat
 from dpllm.run.samples import Samples
@@ -233,9 +234,8 @@ def _lost(steps: int, *, made_up: bool) -> list[str]:
 
 def _save_turns(run: RunDir, plan: Plan, key: int, slots: int, charged: int | None) -> None:
     """Writes what a run that goes on, and its audit, read of its groups; ``charged`` is None for a new run."""
-    starts = [0] if charged is None else [*read_json(run.groups)["starts"], charged]
-    turns = {"bands": plan.bands, "key": f"{key:x}", "slots": slots, "starts": starts}
-    write_json(run.groups, turns, mode=0o600)
+    starts = (0,) if charged is None else (*read_groups(run.groups).starts, charged)
+    KeptGroups(plan.bands, key, slots, starts).write(run.groups)
 
 
 def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resume: bool) -> int:
@@ -245,12 +245,10 @@ def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resume: bool)
     if not resume:
         seed = config.privacy.insecure_seed
         return os_entropy() if seed is None else seed
-    try:
-        saved = read_json(run.groups)
-        if saved["bands"] == plan.bands:
-            return int(saved["key"], 16)
-    except (ConfigError, KeyError, TypeError, ValueError):
-        pass
+    with contextlib.suppress(ConfigError):
+        saved = read_groups(run.groups)
+        if saved.bands == plan.bands and saved.digest == checkpoint.newest(run)[1].groups:
+            return saved.key
     raise Refused(
         f"{run.groups}: not the groups that the run began with, so a unit could join in two turns of one round, which no "
         "accountant counts. Restore the file, or start anew with --overwrite."

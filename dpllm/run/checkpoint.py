@@ -39,6 +39,7 @@ class State:
     event: dict[str, Any] | None = None  # of the steps that were executed
     reserved: int = 0  # steps reserved by now, those included that make up lost ones
     units: str | None = None  # digest of all tokens and of which unit they are
+    groups: str | None = None  # digest of the groups of banded noise
     notes: tuple[str, ...] = ()  # sentences for run.json about a newer checkpoint that was damaged; not written
 
 

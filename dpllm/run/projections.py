@@ -8,6 +8,7 @@ Shape suffixes: T steps, M canaries.
 
 from __future__ import annotations
 
+import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
-from dpllm.files import read_json, write_whole
+from dpllm.files import read_json, write_json, write_whole
 
 Floats = NDArray[np.float32]
 
@@ -61,15 +62,46 @@ def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> Bande
         return None
     from dpllm.privacy.sampling import Turns, groups  # which imports torch
 
+    kept = read_groups(path)
+    if kept.bands != len(coefficients) or kept.slots < width:
+        raise ConfigError(f"{path}: is not of this run, whose Plan has other bands. Restore it, or train again.")
+    group_N = groups(Turns(kept.bands, kept.key), kept.slots)
+    return BandedTurns(coefficients, group_N[kept.slots - width :], kept.starts)
+
+
+@dataclass(frozen=True)
+class KeptGroups:
+    """private/groups.json, of banded noise: what a run that goes on, and its audit, read of its groups."""
+
+    bands: int  # b
+    key: int  # from which each slot's group follows: secret
+    slots: int  # how many there are
+    starts: tuple[int, ...]  # steps with which attempts began
+
+    @property
+    def digest(self) -> str:
+        """Of what stays the same in all attempts; every checkpoint has it."""
+        return hashlib.sha256(f"{self.bands} {self.key:x} {self.slots}".encode()).hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Writes the file, which the owner alone can read."""
+        write_json(path, {**vars(self), "key": f"{self.key:x}", "starts": list(self.starts)}, mode=0o600)
+
+
+def read_groups(path: Path) -> KeptGroups:
+    """Reads what ``KeptGroups.write`` wrote.
+
+    Raises:
+        ConfigError: Missing or damaged file.
+    """
     try:
         kept = read_json(path)
-        turns, slots = Turns(int(kept["bands"]), int(kept["key"], 16)), int(kept["slots"])
-        group_M, starts = groups(turns, slots)[slots - width :], tuple(map(int, kept["starts"]))
-    except (ConfigError, KeyError, TypeError, ValueError, OverflowError):
-        raise ConfigError(
-            f"{path}: is missing or damaged, and says when gradient canaries could join. Restore it, or train again."
-        ) from None
-    return BandedTurns(coefficients, group_M, starts)
+        key, bands, slots, starts = int(kept["key"], 16), kept["bands"], kept["slots"], list(kept["starts"])
+        if all(type(one) is int and one >= 0 for one in (bands, slots, *starts)) and bands > 1 and 0 <= key < 2**256:
+            return KeptGroups(bands, key, slots, tuple(starts))
+    except (ConfigError, KeyError, TypeError, ValueError):
+        pass
+    raise ConfigError(f"{path}: is missing or damaged, and says who could join when. Restore it, or train again.")
 
 
 def read_projections(path: Path) -> Floats:

@@ -29,7 +29,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
 from dpllm.run.failures import StepDeadline
-from dpllm.run.projections import Projections
+from dpllm.run.projections import Projections, read_groups
 from dpllm.run.screen import ProgressLine, summary, summary_table
 from dpllm.statement import lineage
 from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan, read_run
@@ -155,6 +155,9 @@ class Recorder:
                 event=prepared.plan.event_after(self._step) if prepared.plan else None,
                 reserved=sum(size for _, size in prepared.payment.claims),
                 units=getattr(prepared.units, "digest", None),
+                groups=read_groups(prepared.run.groups).digest
+                if prepared.plan and prepared.plan.coefficients
+                else None,
             )
             checkpoint.save_resume(prepared.run, prepared.model, prepared.optimizer, state)
 

@@ -64,9 +64,9 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
             f"{run.root}: its ledger, {where}, is not there, so nothing knows which steps were released. "
             "Put back the ledger that the run was started with."
         )
-    if record and record.generator is None:
+    if record is None or record.generator is None:
         raise Refused(
-            f"{run.root}: the run began with an older dpllm, which drew its noise from another generator, so no statement "
+            f"{run.root}: run.json is missing, or the run began with an older dpllm, whose noise was another, so no statement "
             "holds for all its steps. Start anew with --overwrite; what it spent stays in the ledger."
         )
     plan = read_plan(run)

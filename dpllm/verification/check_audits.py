@@ -349,7 +349,9 @@ def _mechanism(found: Json, terms: Terms, planned: int) -> MechanismReport:
     sampling, bound, canaries = terms.sampling, report.bound, report.canaries
     steps = min(report.steps, planned)
     # Of one thing that is sampled, as the audit has it.
-    event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, steps)
+    event = {**terms.event, "count": steps}
+    if sampling.of == "example":
+        event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, steps)
     epsilon, _ = costs.pld(event, bound.delta, terms.neighbouring_relation)
     weight = bound.correct if bound.weight is None else bound.weight
     side, guesses = bound.best_side or "both", bound.best_guesses or 0

@@ -37,6 +37,7 @@ def banded_run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: 
     """A finished run with a card; read only."""
     place = make_place(tmp_path_factory.mktemp("banded"), base, RECIPE)
     done("train", place.recipe)
+    done("audit", "--mechanism", place.run)
     done("card", place.run)
     return place
 
@@ -165,12 +166,23 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     assert found["noise_interval"][0] < found["noise_planned"] < found["noise_interval"][1]
 
 
+def edited(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
         (lambda path: path.unlink(), "not the groups that the run began with"),
         (lambda path: path.write_text("{}"), "not the groups that the run began with"),
         (lambda path: path.write_text('{"bands": 4, "key": "ab"}'), "not the groups that the run began with"),
+        (lambda path: edited(path, key="ab"), "not the groups that the run began with"),
+        (lambda path: edited(path, slots=5), "not the groups that the run began with"),
+        (lambda path: edited(path, starts="abc"), "not the groups that the run began with"),
+        (lambda path: edited(path, key="f" * 70), "not the groups that the run began with"),
+        (lambda path: edited(path.parents[1] / "plan.json", coefficients=[3.0, 0.1, 0.1]), "less noise than the event"),
+        (lambda path: edited(path.parents[1] / "plan.json", coefficients=[0.0, 0.1, 0.1]), "less noise than the event"),
+        (lambda path: (path.parents[1] / "run.json").unlink(), "run.json is missing"),
     ],
 )
 def test_a_run_whose_groups_are_gone_does_not_go_on(

@@ -125,7 +125,7 @@ def test_a_checkpoint_holds_no_generator_state(terminated: tuple[Place, int, str
     assert {path.name for path in folder.iterdir()} == {"state.json", "trainable.safetensors", "optimizer.pt"}
     state = json.loads((folder / "state.json").read_text())
     assert set(state) == {
-        "schema_version", "step", "entry", "head", "event", "reserved", "files", "units", "max_grad_norm", "digest",
+        "schema_version", "step", "entry", "head", "event", "reserved", "files", "units", "max_grad_norm", "digest", "groups",
     }  # fmt: skip
     assert set(torch.load(folder / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
 

@@ -23,6 +23,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         "num_steps": 150,
         "noise_multiplier": 0.8,
         "group_size": 1,
+        "bands": 1,
         "limits": {"tpr_at_fpr_0.001": 0.0061848, "tpr_at_fpr_0.01": 0.0367772, "auc": 0.626541, "gdp_mu": 0.93},
         "shuffled": {"epsilon": 11.02781, "epochs": 3},
         **changes,
@@ -77,3 +78,9 @@ def test_without_a_finite_epsilon_nothing_is_claimed() -> None:
     assert "no guarantee" in text
     assert "differentially private" not in text
     assert "infinite" in statement(answer(shuffled={"epsilon": None, "epochs": 3}))
+
+
+def test_groups_of_banded_noise_are_said_to_take_turns() -> None:
+    said = statement(answer(bands=8))
+    assert "banded noise of 8 bands" in said
+    assert "Each unit has one of 8 groups" in said
