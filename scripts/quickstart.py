@@ -1,6 +1,6 @@
 """The main job on the embedded model and data: train with and without differential privacy, audit, compare, card.
 
-Started by scripts/quickstart. Prints the command that does the same before each part, so that it can be typed alone.
+Started by scripts/quickstart. Prints the command that does the same with each part, so that it can be typed alone.
 """
 
 from __future__ import annotations
