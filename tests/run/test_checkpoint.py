@@ -198,6 +198,7 @@ def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
             "reserved",
             "files",
             "units",
+            "groups",  # a digest
             "max_grad_norm",
             "digest",
         }
