@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +179,35 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             return
 
 
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A new directory for copies of private rows, which the user alone can read, and which goes at the end.
+
+    Where a process was killed, the next one that comes here removes what it left.
+
+    Raises:
+        ConfigError: The place for such directories belongs to somebody else.
+    """
+    place = Path(tempfile.gettempdir()) / f"dpllm-{os.getuid()}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    owner = place.lstat()
+    if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode) or owner.st_mode & 0o077:
+        raise ConfigError(
+            f"{place}: others may read it, and copies of private rows would lie there. Remove it, or set TMPDIR to a directory "
+            "of your own."
+        )
+    for lock in place.glob("*.lock"):
+        with contextlib.suppress(BlockingIOError), locked(lock, wait=False):
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    mine = place / secrets.token_hex(8)
+    with locked(mine.with_suffix(".lock")):
+        mine.mkdir(mode=0o700)
+        try:
+            yield mine
+        finally:
+            shutil.rmtree(mine, ignore_errors=True)
+
+
 def as_json(value: Any) -> Any:
     """The same value as JSON holds it, which has no tuple and no infinity: what is not finite is None."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
@@ -224,6 +255,8 @@ class RunPaths:
     """The promise."""
     run = _Below("run.json")
     """What happened."""
+    describe = _Below("describe.json")
+    """Statistics of the data that were released, where the card shows some."""
     export = _Below("export")
     """The only directory that is ever uploaded."""
     private = _Below("private")
@@ -236,6 +269,8 @@ class RunPaths:
     """What each step released along each gradient canary."""
     resume = _Below("private/resume")
     """The checkpoints that a resumed run starts from: secret."""
+    audits = _Below("private/audits.jsonl")
+    """One line for each audit that was made: private."""
     metrics = _Below("private/metrics.jsonl")
     """Un-noised diagnostics, one JSON value a line: private."""
 

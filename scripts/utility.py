@@ -1,97 +1,137 @@
-"""What privacy costs in held-out loss, with independent and with banded noise: paired runs of one recipe on data declared public.
+r"""Held-out losses of variants of one recipe: runs with the same seeds, and the paired differences from the first variant.
 
-    python scripts/utility.py --model MODEL --train FILE --eval FILE --epsilon 3 8 --seeds 1 2 3 --output benchmarks/NAME.json
+    python scripts/utility.py recipes/smoke/clinic.yaml --output benchmarks/NAME.json --seeds 1 2 3 4 5 --set privacy.epsilon=8 \
+        --variant independent --variant banded privacy.noise=banded train.learning_rate=0.03
 
-Variants of one seed begin with the same adapter. Whoever knows the seed of a run knows its noise, so that these runs give
-no guarantee, and their data must be public. Losses are in nats per token of completions. Runs that the output holds are kept.
+Runs of one seed begin with the same adapter and plant the same canaries. Whoever knows a run's seed knows its noise, so that
+these runs give no guarantee, and their data must be public. ``--half first`` evaluates on the first half of data.eval, to
+choose settings, and ``--half second`` on the other, to report them. Losses are in nats per token of completions. Runs that the
+output holds are kept, and several calls may add to it at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
+from scipy import stats
 
-from dpllm import files
+from dpllm.errors import DpllmError
+from dpllm.files import locked, read_json, write_json
 from dpllm.model import environment
-from dpllm.recipe.config import load_config
+from dpllm.recipe.config import RunConfig, load_config
+from dpllm.recipe.names import is_builtin, without_paths
 from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
 from dpllm.run.promise import Start
+from dpllm.text import builtin
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "lora" / "e2e.yaml"
-
-
-def changes(known: argparse.Namespace, name: str, epsilon: float | None, seed: int, rate: float) -> dict[str, Any]:
-    """What a variant changes of the recipe."""
-    own: dict[str, Any] = {"privacy.enabled": False}
-    if epsilon is not None:
-        own = {"privacy.epsilon": epsilon, "privacy.noise": name, "privacy.delta": 1e-5, "privacy.max_grad_norm": 0.5}
-    return own | {
-        "model.name_or_path": str(known.model), "data.train": str(known.train), "data.eval": str(known.eval),
-        "data.revision": None, "data.public": True, "data.eval_public": True,
-        "data.columns": {"prompt": "prompt", "completion": "completion"},
-        "audit.gradient_canaries": 0, "privacy.insecure_seed": seed, "train.seed": seed, "train.learning_rate": rate,
-        "train.batch_size": known.batch_size, "train.steps": known.steps, "train.physical_batch_size": 12,
-    }  # fmt: skip
+Json = dict[str, Any]
 
 
-def loss(known: argparse.Namespace, name: str, epsilon: float | None, seed: int, rate: float) -> dict[str, Any]:
+def keys(words: list[str]) -> Json:
+    """``["privacy.epsilon=8"]`` as changes of a recipe."""
+    return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
+
+
+def read(known: argparse.Namespace, folder: Path, own: Json, seed: int) -> RunConfig:
+    """The recipe of one run, evaluated on half of the rows."""
+    place = {"output_dir": str(folder / "run"), "privacy.ledger": str(folder / "ledger.sqlite")}
+    seeds = {"privacy.insecure_seed": seed, "train.seed": seed}
+    changes = keys(known.set) | own | place | seeds | {"data.public": True, "data.eval_public": True}
+    config = load_config(known.recipe, changes)
+    source = str(config.data.eval)
+    path = builtin.path(source) if is_builtin(source) else Path(source)
+    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    part = rows[: len(rows) // 2] if known.half == "first" else rows[len(rows) // 2 :]
+    (folder / "eval.jsonl").write_text("".join(part), encoding="utf-8")
+    return load_config(known.recipe, changes | {"data.eval": str(folder / "eval.jsonl")})
+
+
+def run(known: argparse.Namespace, name: str, own: Json, seed: int) -> Json:
     """One run."""
     with tempfile.TemporaryDirectory() as folder:
-        place = {"output_dir": f"{folder}/run", "privacy.ledger": f"{folder}/ledger.sqlite"}
-        config = load_config(RECIPE, changes(known, name, epsilon, seed, rate) | place)
+        config = read(known, Path(folder), own, seed)
         record = train(config, Start(), console=Console(quiet=True))
-        plan = files.read_json(RunDir(Path(folder) / "run").plan) if epsilon is not None else {}
+        plan = read_json(RunDir(Path(folder) / "run").plan) if config.privacy.enabled else {}
         bands = len(plan.get("coefficients", ())) or 1
         found = record.metrics.public["eval_loss_after"]
-    return {"noise": name, "epsilon": epsilon, "seed": seed, "learning_rate": rate, "bands": bands, "loss": found}
+    return {"variant": name, "changes": without_paths(own), "seed": seed, "bands": bands, "loss": found}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Mean and spread of each variant, and the paired difference from independent noise."""
-    groups: dict[tuple[str, str, float], dict[int, float]] = {}
+def show(rows: list[Json], first_variant: str) -> None:
+    """Mean and spread of each variant; mean and 95% interval (Student's t) of its difference from the first, seed by seed."""
+    losses: dict[str, dict[int, float]] = {}
     for row in rows:
-        groups.setdefault((str(row["epsilon"]), row["noise"], row["learning_rate"]), {})[row["seed"]] = row["loss"]
-    for key, of_seed in sorted(groups.items()):
-        spread = statistics.stdev(of_seed.values()) if len(of_seed) > 1 else float("nan")
-        print(*key, f"{statistics.mean(of_seed.values()):.4f} +- {spread:.4f} over {len(of_seed)} seeds")
+        losses.setdefault(row["variant"], {})[row["seed"]] = row["loss"]
+    first = losses.get(first_variant, {})
+    for name, of_seed in losses.items():
+        gains = [loss - first[seed] for seed, loss in of_seed.items() if seed in first]
+        paired = f"; less {first_variant}: {_mean(gains)}" if gains and name != first_variant else ""
+        print(f"{name}: {_mean(list(of_seed.values()))} over {len(of_seed)} seeds{paired}")
+
+
+def _mean(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{sum(values):.4f}"
+    spread = statistics.stdev(values)
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * spread / len(values) ** 0.5
+    return f"{statistics.mean(values):.4f} (+- {half:.4f}, spread {spread:.4f})"
 
 
 def main() -> None:
     """Runs what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "train", "eval", "output"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--epsilon", type=float, nargs="+", default=[3.0, 8.0])
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument(
-        "--rates", type=float, nargs=3, default=[0.01, 0.01, 0.02], metavar=("NONE", "INDEPENDENT", "BANDED")
-    )
-    parser.add_argument("--variants", nargs="+", default=["none", "independent", "banded"])
+    parser.add_argument("--half", choices=["first", "second"], default="second")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--variant", nargs="+", action="append", required=True, metavar=("NAME", "KEY=VALUE"))
     known = parser.parse_args()
-    rows = json.loads(known.output.read_text())["runs"] if known.output.exists() else []
-    rates = dict(zip(("none", "independent", "banded"), known.rates, strict=True))
-    for seed in known.seeds:
-        for name in known.variants:
-            for epsilon in known.epsilon if name != "none" else [None]:
-                key = (name, epsilon, seed, rates[name])
-                if key in {(row["noise"], row["epsilon"], row["seed"], row["learning_rate"]) for row in rows}:
-                    continue
-                rows.append(loss(known, name, epsilon, seed, rates[name]))
-                print(rows[-1], flush=True)
-                settings = {"batch_size": known.batch_size, "steps": known.steps, "recipe": "recipes/lora/e2e.yaml"}
-                machine = {"versions": environment.versions(), "hardware": environment.hardware()}
-                files.write_json(known.output, {"settings": settings, **machine, "runs": rows})
-    show(rows)
+    told = json.loads(json.dumps(without_paths(keys(known.set))))  # as the output has it: keys are strings
+    settings = {"recipe": known.recipe.name, "set": told, "half": known.half}
+    for seed, (name, *words) in itertools.product(known.seeds, known.variant):
+        if _is_held(_held(known.output, settings), name, keys(words), seed):
+            continue
+        row = run(known, name, keys(words), seed)
+        print(row, flush=True)
+        with locked(known.output.with_suffix(".lock")):  # other calls may add to the same file
+            held = _held(known.output, settings)
+            machine = {"versions": environment.versions(), "hardware": environment.hardware()}
+            if not _is_held(held, name, keys(words), seed):
+                runs = sorted([*held, row], key=lambda row: row["seed"])
+                write_json(known.output, {"settings": settings, **machine, "runs": runs})
+    show(_held(known.output, settings), known.variant[0][0])
+
+
+def _is_held(held: list[Json], name: str, own: Json, seed: int) -> bool:
+    """Whether a run is there, of the same changes."""
+    there = [row["changes"] for row in held if (row["variant"], row["seed"]) == (name, seed)]
+    if there and there[0] != without_paths(own):
+        raise SystemExit(f"{name!r} of seed {seed} was run with {there[0]}; give the variant another name")
+    return bool(there)
+
+
+def _held(output: Path, settings: Json) -> list[Json]:
+    """Runs that the output holds."""
+    if not output.exists():
+        return []
+    found = read_json(output)
+    if found["settings"] != settings:
+        raise SystemExit(f"{output} holds runs with other settings; name another file, or move it away")
+    return list(found["runs"])
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DpllmError as error:
+        raise SystemExit(f"scripts/utility.py: {error}") from None

@@ -182,6 +182,32 @@ def audit(**changes: Any) -> Json:
     return {**whole_audit(found), **changes}
 
 
+def described(**changes: Any) -> Json:
+    """describe.json about the data of ``record``."""
+    declared: Json = {"values": ["yes", "no"]}
+    cost = {"event": {"type": "pure_dp", "epsilon": 0.25}, "error_95": 15.5, "error_of": "rows in each count"}
+    value = {"yes": 60, "no": 43, "other": -3}
+    shares = {"statistic": "shares of label", "declared": declared, "mechanism": "discrete Laplace", "value": value}
+    mean = {
+        "statistic": "mean of age",
+        "declared": {"numbers": [0, 120]},
+        "mechanism": "discrete Laplace (sum and count)",
+        "value": {"mean": 44.25, "low": 40.1, "high": 48.5, "rows": 97},
+    }
+    return {
+        "dataset": "ward-7-notes",
+        "unit": "patient_id",
+        "max_examples_per_unit": 6,
+        "neighbouring_relation": "zero_out",
+        "epsilon": 0.49999999683586765,
+        "delta": 1e-9,
+        "date": "2026-11-20",
+        "software": {"dpllm": "0.1.0", "opendp": "0.16.0"},
+        "releases": [{**shares, **cost, "entry": "0a1b"}, {**mean, **cost, "entry": "2c3d"}],
+        **changes,
+    }
+
+
 def render_card(
     recipe: RunConfig,
     the_plan: Json | None,
@@ -190,11 +216,12 @@ def render_card(
     mechanism: Json | None = None,
     *,
     files: Json | None = None,
+    statistics: Json | None = None,
 ) -> tuple[str, Json]:
     """A card and its privacy block; with ``files`` None it names those of the record."""
     promised, happened = the_plan and PlanRecord.pick(the_plan), RunRecord.pick(the_record)
     audited = None if the_audit is None else parse_audit(the_audit, "audit.json")
-    statement = statement_of(recipe, promised or None, happened, audited, mechanism, files)
+    statement = statement_of(recipe, promised or None, happened, audited, mechanism, files, statistics)
     return compose(recipe, happened, statement), statement.to_json()
 
 

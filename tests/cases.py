@@ -52,6 +52,8 @@ CASES: dict[str, Case] = {
     "stablelm, last block": ("stablelm", FROZEN, {}),
     "mixtral, attention": ("mixtral", ATTENTION, {}),
     "rsLoRA": ("llama", lora(use_rslora=True), {}),
+    "LoRA, first factor frozen": ("llama", lora(lora_a="frozen"), {}),
+    "LoRA, first factor frozen, and head": ("gpt2", lora(lora_a="frozen", modules_to_save=["lm_head"]), {}),
     "LoRA and head": ("llama", lora(modules_to_save=["lm_head"]), {}),
     "LoRA and tied head": ("llama", lora(modules_to_save=["lm_head"]), TIED),
     "LoRA, embedding and head": ("llama", lora(modules_to_save=["embed_tokens", "lm_head"]), {}),

@@ -166,7 +166,15 @@ def prepare(root: Path, shown: Mapping[str, str]) -> Path:
 def write_data(root: Path) -> None:
     """Rows for the recipes, and the files of the reader's own that pages name."""
     pairs = [{"meaning_representation": tiny.NAMES[n % 10], "human_reference": tiny.sentence(n)} for n in range(120)]
-    letters = [{"text": tiny.sentence(1000 + n), "patient_id": f"P{n // 2:03d}"} for n in range(80)]
+    letters = [
+        {
+            "text": tiny.sentence(1000 + n),
+            "patient_id": f"P{n // 2:03d}",
+            "label": ["yes", "no"][n % 2],
+            "age": 30 + n % 40,
+        }
+        for n in range(80)
+    ]
     for name, rows in {
         "data/train.jsonl": pairs[:60],
         "data/eval.jsonl": pairs[60:],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dpllm import files
+from dpllm.errors import ConfigError
 from dpllm.run.checkpoint import export
 from dpllm.run.directory import RunDir
 
@@ -72,3 +76,26 @@ def test_a_lock_holds_one_at_a_time_however_many_come_and_go(tmp_path: Path) -> 
         thread.join()
     assert seen == [1] * 1800
     assert not path.exists()
+
+
+def test_copies_of_rows_go_with_the_next_command_where_one_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed = (
+        "import os, signal\nfrom dpllm.files import scratch\n"
+        "with scratch() as place:\n (place / 'rows').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(files.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", killed], env=env, check=False).returncode == -9
+    (left,) = tmp_path.rglob("rows")
+    with files.scratch() as mine:
+        assert not left.exists()
+        (mine / "rows").touch()
+        with files.scratch():
+            assert (mine / "rows").exists()  # of a command that goes on
+        assert mine.stat().st_mode & 0o077 == mine.parent.stat().st_mode & 0o077 == 0
+    assert list(mine.parent.iterdir()) == []
+    mine.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="others may read it"), files.scratch():
+        pass

@@ -227,7 +227,7 @@ def read_gradient(path: Path, sampling_rate: float, noise: float, bands: int = 1
     from pyarrow import parquet
 
     try:
-        read = parquet.read_table(path)
+        read = parquet.read_table(path, use_threads=False)
         if set(read.column_names) != COLUMNS or not read.num_rows:
             raise ValueError("other columns")
         score_M, squares_M, total_M = (read[name].cast(pyarrow.float64()).to_numpy() for name in list(_ARRAYS)[1:])

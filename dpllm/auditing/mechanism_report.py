@@ -96,7 +96,8 @@ class Pair:
     def excess(self) -> float:
         """The largest of the differences over what the Plan allows for it; more than 1 contradicts the Plan."""
         of_count = 2 * (self.count_difference or 0.0) / (1 + SLACK)
-        return max(self.sum_difference / (1 + SLACK), self.released_difference / (1 + SLACK), of_count)
+        # numpy's maximum, because Python's forgets a nan that does not come first.
+        return float(np.max([self.sum_difference / (1 + SLACK), self.released_difference / (1 + SLACK), of_count]))
 
 
 ALPHA = 1e-3
@@ -159,7 +160,7 @@ def verdict(report: MechanismReport) -> tuple[str, str]:
     wrong = contradictions(report)
     if wrong:
         return "falsified", f"What the engine released contradicts the Plan: {'; '.join(wrong)}."
-    if report.resolution > COARSEST:
+    if not report.resolution <= COARSEST:
         return "inconclusive", (
             f"In {report.steps} steps at sampling rate {report.claimed['sampling_rate']:.3g} the {report.canaries} canaries "
             "were drawn too seldom: a sum of half or twice its length would not have been seen. Noise and single "
@@ -183,7 +184,7 @@ def contradictions(report: MechanismReport) -> list[str]:
     excess = max((pair.excess for pair in report.pairs), default=0.0)
     if not all(pair.excess <= 1 for pair in report.pairs):
         wrong.append(f"neighbouring batches with equal noise differ by {excess:.4g} times what is allowed")
-    if report.bound.value > report.epsilon:
+    if not report.bound.value <= report.epsilon:
         wrong.append(
             f"epsilon is at least {report.bound.value:.3g} after {report.promised_steps} steps, and {report.epsilon:.3g} is "
             f"stated (delta {report.bound.delta:.1g}, level {report.bound.alpha:.1g})"

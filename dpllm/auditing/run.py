@@ -352,7 +352,7 @@ def _count(run: RunDir) -> int:
 
     One line each, added in one write, so that audits at the same time are all counted.
     """
-    path = run.private / "audits.jsonl"
+    path = run.audits
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
     return len(path.read_text(encoding="utf-8", errors="replace").splitlines())

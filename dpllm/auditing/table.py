@@ -167,7 +167,7 @@ def read_tokens(path: Path) -> TokenTable:
     from pyarrow import parquet
 
     try:
-        read = parquet.read_table(path)
+        read = parquet.read_table(path, use_threads=False)
         names_N = np.array(read["canary_id"].to_pylist(), dtype=object)
         first_N = np.append(True, names_N[1:] != names_N[:-1])
         ids = tuple(str(name) for name in names_N[first_N])

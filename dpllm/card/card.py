@@ -7,6 +7,7 @@ Must not read ``private/``: what is written here is published.
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import math
 import re
@@ -31,7 +32,7 @@ from dpllm.statement.run_files import RunRecord, read_plan, read_run
 DP_TAGS = ("differential-privacy", "dp-sgd")
 
 
-def write_card(run: RunDir) -> Path:
+def write_card(run: RunDir, describe: Path | None = None) -> Path:
     """Writes the model card of a run, the same privacy statement as JSON, and its figure.
 
     A signature of another statement is removed.
@@ -39,6 +40,7 @@ def write_card(run: RunDir) -> Path:
     Args:
         run: A finished or interrupted run. Of a run without differential privacy the audit is not read: it lies in
             ``private/``.
+        describe: What ``dpllm describe`` wrote about the training data; it is shown from now on.
 
     Returns:
         The path of ``export/README.md``.
@@ -47,10 +49,12 @@ def write_card(run: RunDir) -> Path:
         ConfigError: A file is missing or damaged, the run was refused, export/ does not hold what the run wrote, or the audit
             belongs to other weights.
     """
-    config, record, statement = _read(run)
+    config, record, statement = _read(run, describe or run.describe)
     found = hashes(run.export, UNHASHED | {tradeoff_figure.FILE})
     _check_artifacts(run, record, found)
     made = pages(config, record, statement, found)
+    if describe is not None:
+        write_whole(run.describe, describe.read_bytes())
     before = run.export / BLOCK
     if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != made[BLOCK]:
         (run.export / SIGNATURE).unlink(missing_ok=True)
@@ -65,19 +69,20 @@ def rerender(directory: Path) -> dict[str, str]:
     """The files that ``write_card`` writes, made again without the weights.
 
     Args:
-        directory: Holds config.yaml, run.json, plan.json (with differential privacy) and, in export/, the folder audit/ of the
-            run as it was published. For the other files of export/ the hashes of run.json are taken.
+        directory: Holds config.yaml, run.json, plan.json (with differential privacy), describe.json where statistics are shown
+            and, in export/, the folder audit/ of the run as it was published. For the other files of export/ the hashes of
+            run.json are taken.
             ``names.publishable`` makes a config.yaml that may be published.
 
     Returns:
         File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg; byte for byte what ``write_card``
-        wrote, unless something was added to export/ between the end of training and the card.
+        wrote.
 
     Raises:
         ConfigError: See ``write_card``.
     """
     run = RunDir(directory)
-    config, record, statement = _read(run)
+    config, record, statement = _read(run, run.describe)
     audits = {name: digest for name, digest in hashes(run.export).items() if name.startswith("audit/")}
     return pages(config, record, statement, {**record.artifacts, **audits})
 
@@ -147,7 +152,7 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
     return text
 
 
-def _read(run: RunDir) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
+def _read(run: RunDir, describe: Path) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
     """Recipe and record of a run, and its statement, which names no files yet."""
     config, record = run.load_config(), read_run(run)
     if not record.artifacts:
@@ -155,16 +160,21 @@ def _read(run: RunDir) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
             f"{run.root}: the run ended before it exported weights, so there are none to describe. Go on with it, dpllm train "
             "RECIPE --resume, or train again."
         )
+    released = read_json(describe) if describe != run.describe or describe.exists() else None
     if not config.privacy.enabled:
-        return config, record, statement_of(config, None, record, None, None, {})
+        return config, record, statement_of(config, None, record, None, None, {}, released)
     folder = run.export / "audit"
     audit = read_audit(folder / "audit.json") if (folder / "audit.json").exists() else None
     mechanism = read_json(folder / "mechanism.json") if (folder / "mechanism.json").exists() else None
-    return config, record, statement_of(config, read_plan(run), record, audit, mechanism, {})
+    return config, record, statement_of(config, read_plan(run), record, audit, mechanism, {}, released)
 
 
 def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -> None:
-    if strange := unknown(files):
+    # An audit alone is added behind the run; any other name, or a link, may stand for a private file.
+    added = [name for name in files if name not in record.artifacts]
+    whole = not all(name.endswith(".safetensors") for name in record.artifacts)  # earlier records name weights alone
+    other = [name for name in added if (whole and not name.startswith("audit/")) or _private(run, run.export / name)]
+    if strange := unknown(files) + other:
         raise ConfigError(
             f"{run.export}: {strange[0]} does not belong in an export, and everything beside the card is published with it. Move "
             "it elsewhere, then type the command again."
@@ -175,6 +185,13 @@ def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -
             f"{run.export}: {', '.join(changed[:3])} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so a card "
             "would describe other files. Restore them, or train again."
         )
+
+
+def _private(run: RunDir, path: Path) -> bool:
+    """Whether a file holds what a file in private/ holds."""
+    size = path.stat().st_size
+    there = (one for one in run.private.rglob("*") if one.is_file() and one.stat().st_size == size)
+    return any(filecmp.cmp(one, path, shallow=False) for one in there)
 
 
 def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str | None) -> ModelCardData:

@@ -17,12 +17,14 @@ from dpllm.auditing.record import AuditRecord, Canaries
 from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
+from dpllm.privacy.accounting import compose, finite, stated
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import formatting, privacy_record, tradeoff_figure
 from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Composed, Sampling, Terms
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
+from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.run_files import PlanRecord, RunRecord
 
 Json = dict[str, Any]
@@ -38,6 +40,7 @@ def statement_of(
     audit: AuditRecord | None,
     mechanism: Json | None = None,
     files: Mapping[str, str] | None = None,
+    statistics: Json | None = None,
 ) -> PrivacyRecord:
     """The privacy statement of a run.
 
@@ -48,6 +51,7 @@ def statement_of(
         audit: ``audit.json``; None where these weights were not audited.
         mechanism: ``mechanism.json``; None where the engine was not audited.
         files: Path in export/ -> SHA-256, of all that is published beside the card; None: those of the record.
+        statistics: ``describe.json``; None without one.
 
     Returns:
         The statement. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict it. Otherwise
@@ -56,15 +60,12 @@ def statement_of(
     Raises:
         ConfigError: These are parts of two runs, or one of them holds what no statement may say.
     """
-    _check_one_run(config, plan, record)
-    if audit is not None:
-        check_audit(plan, record, audit)
+    _check_one_run(config, plan, record, audit)
     reason = why_not(config, plan, record, audit, mechanism)
     terms = None if plan is None else _terms(config, plan, record)
     numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     model, ledger = record.model, record.ledger
-    base = model.name_or_path
-    base = base if model.commit or is_builtin(base) else names.last_part(base)
+    base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
     block = {
         "schema_version": privacy_record.SCHEMA_VERSION,
         "guarantee": reason is None,
@@ -80,8 +81,7 @@ def statement_of(
         "base_model": {"name": base, "revision": model.commit, "covered": False},
         "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
         "deviations": list(record.deviations),
-        "tuning": config.card.tuning,
-        "contact": config.card.contact,
+        **config.card.model_dump(include={"tuning", "contact"}),
         "audit": None if audit is None else audit_part(audit, terms if reason is None else None).to_json(),
         "mechanism_audit": None if mechanism is None else privacy_record.MechanismAudit.pick(mechanism).to_json(),
         "software": record.versions,
@@ -89,6 +89,7 @@ def statement_of(
         "date": record.started_at[:10],
         "recipe_digest": names.digest(config),
         "files": dict(sorted((record.artifacts if files is None else files).items())),
+        **_statistics(statistics, terms, reason, record),
     }
     return privacy_record.read(names.without_paths(block))
 
@@ -146,21 +147,21 @@ def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
     return max(plan.epsilon, spent or 0.0)
 
 
-def _check_one_run(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> None:
-    """Recipe and Plan are those of the record; a record of an earlier version does not say which they were."""
+def _check_one_run(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
+    """Recipe, Plan and audit are those of the record; a record of an earlier version does not say which they were."""
     trained = names.of_training(config)
     if record.training_digest not in (None, trained):
         raise ConfigError(
             "config.yaml was changed after the run, so the card would describe another one. Restore it; of a finished run only "
             "the section card may change."
         )
-    if plan is None:
-        return
-    if record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps:
+    if plan and (record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps):
         raise ConfigError(
             "plan.json is not the Plan of the run in run.json, so its figures say nothing about these weights. The run "
             "directory holds parts of two runs: train again."
         )
+    if audit is not None:
+        check_audit(plan, record, audit)
 
 
 def check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord) -> None:
@@ -279,6 +280,29 @@ def _composed(record: RunRecord) -> Json | None:
         head=ledger.head.hash,
         group=ledger.group,
     ).to_json()
+
+
+def _statistics(released: Json | None, terms: Terms | None, reason: str | None, record: RunRecord) -> Json:
+    """What was released about the training data, and what it comes to together with the run; nothing where nothing was."""
+    if released is None:
+        return {}
+    one, ledger = Statistics.pick(released), record.ledger
+    mine = None if terms is None or ledger is None else (ledger.dataset, terms.unit, terms.neighbouring_relation)
+    theirs = one.dataset, one.unit, one.neighbouring_relation
+    if not one.drawn:
+        raise ConfigError(
+            "describe.json holds no values: it is what a dry run printed. Name what dpllm describe wrote when it released them."
+        )
+    if theirs != mine:
+        raise ConfigError(
+            f"describe.json is about dataset {one.dataset!r} per {one.unit!r} under {one.neighbouring_relation!r}, and the run "
+            "was charged for other data, another unit or relation, so that the two do not add. Name the file of these data."
+        )
+    with_run = None
+    if terms is not None and reason is None:
+        with_run = stated(compose([terms.event, one.event()]), terms.delta, terms.neighbouring_relation)[0]
+    together = None if with_run is None else finite(with_run)
+    return {"statistics": BesideRun.pick(one.to_json(), with_run=together).to_json()}
 
 
 def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> list[str]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import dpllm
-from dpllm.cli import audit, canaries, compare, epsilon, import_config, ledger, plan, publish
+from dpllm.cli import audit, canaries, compare, describe, epsilon, import_config, ledger, plan, publish
 from dpllm.cli.plan import Call
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Waiting threads sleep: spinning ones made a step 20 times slower beside another busy process on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        wrong = unknown + (overrides if known.command not in {"plan", "train", "canaries", "audit", "sweep"} else [])
+        wrong = unknown + (
+            overrides if known.command not in {"plan", "train", "describe", "canaries", "audit", "sweep"} else []
+        )
         if wrong:
             name = wrong[0].partition("=")[0]
             if mend := RETIRED.get(f"{known.command} {name}"):
@@ -100,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(call=call)
         return sub
 
-    for module in (plan, import_config, canaries, audit, compare, publish, epsilon):
+    for module in (plan, import_config, describe, canaries, audit, compare, publish, epsilon):
         module.add_commands(add)
     ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs"))
     env = add("env", _env, "versions and hardware, for a bug report")

@@ -7,13 +7,14 @@ import getpass
 import json
 import os
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpllm.cli.describe import listed
 from dpllm.cli.plan import show
 from dpllm.errors import ConfigError, LedgerContradiction, Refused
+from dpllm.files import scratch
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
@@ -65,9 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "adaptive: the kind of run for which the filter's order is chosen, a recipe or q=0.02,sigma=0.8,steps=150"
     init.add_argument("--reference", help=text)
     init.add_argument("--import-delta", type=float, default=0.0, help="adaptive: part of delta for imported runs")
-    init.add_argument("--runs", nargs="+", metavar="RECIPE", help="planned: seal these recipes as the list")
+    init.add_argument("--runs", nargs="+", metavar="RECIPE", help="planned: seal these as the list")
     init.add_argument("--data", help="the data file, so that copies under other names are recognised from now on")
-    made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help="recipes, one for each run")
+    text = "a recipe for each run; for statistics, what dpllm describe --dry-run --json printed"
+    made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help=text)
     verify = made["verify"]
     verify.add_argument("--head", help="HASH:COUNT, a head that was copied elsewhere, or the path of a run.json")
     verify.add_argument("--file", help="verify an exported chain instead")
@@ -148,7 +150,7 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger import admission, budgets, dataset_policy
     from dpllm.privacy.plan import auto_delta, check_delta
 
-    sources = [known.data] if known.data else [*(known.runs or [])]
+    sources = [known.data] if known.data else [name for name in known.runs or [] if not name.endswith(".json")]
     if known.reference and os.path.exists(known.reference):
         sources.append(known.reference)
     records, units = dataset_policy.records_of(sources[0], ledger, known.unit) if sources else (None, None)
@@ -159,7 +161,7 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
                 f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so near to it that single records "
                 "could be published whole."
             )
-    sealed = [_run_of(recipe, known.dataset, known.unit, known.delta) for recipe in known.runs or []]
+    sealed = listed(known.runs or [], lambda recipe: _run_of(recipe, known.dataset, known.unit, known.delta))
     budget = budgets.set_budget(ledger, known.dataset, known.wanted, records=records)
     print(f"{known.dataset}: {budget}, in {ledger.location}")
     account = ledger.account(known.dataset)
@@ -183,7 +185,7 @@ def _seal(ledger: Ledger, known: argparse.Namespace, runs: list[Sealed] | None =
 
     budget = ledger.budget(known.dataset)
     largest_delta, unit = (budget.delta, budget.unit) if budget else (1.0, None)
-    runs = runs or [_run_of(recipe, known.dataset, unit, largest_delta) for recipe in known.runs]
+    runs = runs or listed(known.runs, lambda recipe: _run_of(recipe, known.dataset, unit, largest_delta))
     together = budgets.seal(ledger, known.dataset, runs, known.by, known.reason)
     limit = f"{budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
     print(f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}")
@@ -389,8 +391,8 @@ def _run_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: f
             f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be "
             "charged to it. Type --unit, or set data.unit."
         )
-    with tempfile.TemporaryDirectory() as folder:
-        size = config.data.public_size or count_units(config.data, Path(folder))
+    with scratch() as folder:
+        size = config.data.public_size or count_units(config.data, folder)
     # Whose records they are is asked when the run starts, of the ledger that it names.
     subject = Subject(size, "text", dataset or config.privacy.dataset or dataset_name(config.data), None)
     plan = decide(config, subject=subject, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan

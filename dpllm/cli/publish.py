@@ -26,6 +26,7 @@ def add_commands(add: AddCommand) -> None:
     parser = add("card", card, "write the model card into RUN/export, and sign it")
     parser.add_argument("run", help="run directory")
     parser.add_argument("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
+    parser.add_argument("--describe", metavar="FILE", type=Path, help="show these statistics of its data too")
     parser = add("verify", verify, "recompute every number that a card states")
     parser.add_argument("path", help="run directory, export directory, or Hub id (a path that exists comes first)")
     parser.add_argument(
@@ -85,7 +86,7 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.card.card import write_card
     from dpllm.run.directory import RunDir
 
-    path = write_card(RunDir(Path(known.run)))
+    path = write_card(RunDir(Path(known.run)), known.describe)
     print(path)
     if known.sign:
         from dpllm.verification.sign import sign

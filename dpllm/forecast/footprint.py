@@ -61,7 +61,7 @@ class Memory:
     Attributes:
         weights: Of the frozen base, in its own precision; 4 or 8 bits for each weight of a quantised linear layer.
         trainable: 4 d, for d trainable coordinates in float32.
-        optimizer: 8 d for AdamW (two moments in float32), 0 for SGD.
+        optimizer: 8 d for AdamW (two moments in float32), 0 for SGD, 4 d with momentum.
         sums: 12 d: the clipped sum in float64, and what is released of it in float32.
         unit_gradients: What is kept of each sequence's gradients until its norm is known: for R sequences of T tokens, the sum
             over trainable tensors of R min(i j, T (i + j)) float32 numbers, i j their size.
@@ -278,7 +278,7 @@ def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: to
     return Memory(
         weights=round(weights),
         trainable=4 * size,
-        optimizer=8 * size if config.train.optimizer == "adamw" else 0,
+        optimizer=size * (8 if config.train.optimizer == "adamw" else 4 if config.train.momentum else 0),
         sums=12 * size,
         noise=8 * size * (bands - 1),
         unit_gradients=4 * rows * kept if config.privacy.enabled else 4 * size,

@@ -208,8 +208,8 @@ def _first_adapters(net: nn.Module, batch: PhysicalBatch) -> list[str]:
     }
     if not adapters:
         raise ConfigError(
-            "the model has no LoRA adapter that trains, so the span check has no gradient to read: with frozen-layer "
-            "fine-tuning the first layers do not train. Use adapter.method: lora."
+            "the model has no LoRA adapter whose first factor trains, so the span check has no gradient to read: neither with "
+            "frozen layers nor with adapter.lora_a: frozen. Use adapter.method: lora and adapter.lora_a: trained."
         )
     seen = _inputs(net, adapters, batch.input_ids_RT)
     first = next(iter(seen))

@@ -8,7 +8,6 @@ tokenizer of another model.
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from dpllm.auditing.scores import score_encoded
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries.canaries import Canary, count_groups, encode_secret
 from dpllm.errors import ConfigError, DataError
-from dpllm.files import write_json
+from dpllm.files import scratch, write_json
 from dpllm.lab.manifest import read_manifest, summarise_manifest
 from dpllm.model import loading
 from dpllm.model.loading import ScoringModels
@@ -184,8 +183,8 @@ def _load(source: str, settings: DataConfig) -> data.Table:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read as text ({type(error).__name__}).") from None
         return data.Table(name=source, rows=[{"text": line} for line in lines if line.strip()], format="text")
-    with tempfile.TemporaryDirectory() as cache:  # copies of private rows, which go with it
-        return data.load_table(source, settings, settings.train_split, Path(cache))
+    with scratch() as cache:
+        return data.load_table(source, settings, settings.train_split, cache)
 
 
 # The model beside its base.

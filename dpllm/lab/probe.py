@@ -27,7 +27,8 @@ from dpllm.lab.replay import Watched, engine_options, noise_key
 from dpllm.privacy import banded
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.sampling import PoissonSampler, Turns, groups, physical_batches
+from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.stream import Turns, groups
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -57,9 +58,7 @@ class Observation:
     noise_multiplier: float  # the Plan's, of the gradients
     turn_TN: NDArray[np.bool_]  # whether a slot's group has its turn; always, where there is one group
     coefficients: tuple[float, ...]  # c of banded noise; (1,) for independent noise
-    starts: tuple[
-        int, ...
-    ]  # steps with which attempts began: with banded noise the run is stopped and resumed half way
+    starts: tuple[int, ...]  # with which attempts began: with banded noise the run is stopped and resumed half way
     parts: dict[str, tuple[int, int]]  # trained parameter -> its first coordinate and the one behind its last
     count_residual_T: Floats | None  # with adaptive clipping, released minus counted units over the Plan's noise
     contributions: tuple[float, ...]  # norm of what the engine adds for a single unit, over C, for some canaries

@@ -22,10 +22,11 @@ from dpllm.auditing.mechanism_report import Pair
 from dpllm.model import loading
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.loss import sequence_losses
-from dpllm.privacy.noise import KEY_BITS, GaussianNoise
+from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Form, Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
+from dpllm.privacy.stream import KEY_BITS
 from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -82,15 +83,7 @@ def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
 class Watched:
     """An engine whose releases are read at the optimizer's door; the weights stay."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        plan: Plan,
-        key: int,
-        *,
-        grad_sample_mode: Mode,
-        max_length: int = 512,
-    ) -> None:
+    def __init__(self, net: nn.Module, plan: Plan, key: int, *, grad_sample_mode: Mode, max_length: int = 512) -> None:
         """``key`` is the entropy of the noise; the others are the recipe's."""
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0)
         form, noise = Form(grad_sample_mode, max_length), GaussianNoise(key, CPU)
@@ -124,13 +117,13 @@ def _pair(one: Watched, other: Watched, units: list[Unit], left_out: int, plan: 
     if count is not None and other_count is not None:
         exact = float((sum_P[size:] - other_sum_P[size:]).abs())
         in_release = abs(count - other_count) * divisor - 2.0**-22 * (abs(count) + abs(other_count) + 1) * divisor
-        moved = max(exact, in_release)
+        moved = float(np.maximum(exact, in_release))
     return Pair(
         units=len(units),
         rows=len(units[left_out].sequences),
         physical_batches=len(larger),
         sum_difference=float((sum_P[:size] - other_sum_P[:size]).norm()) / norm,
-        released_difference=max(0.0, released - rounding),
+        released_difference=float(np.maximum(0.0, released - rounding)),  # where Python's max forgets a nan
         count_difference=moved,
     )
 
@@ -141,7 +134,7 @@ def _model(config: RunConfig, generator: np.random.Generator) -> nn.Module:
     )
     adapter: LoraConfig | FrozenConfig = config.adapter
     if isinstance(adapter, LoraConfig):
-        adapter = LoraConfig(r=min(adapter.r, 4), alpha=adapter.alpha, use_rslora=adapter.use_rslora)
+        adapter = adapter.model_copy(update={"r": min(adapter.r, 4), "target_modules": "auto", "modules_to_save": []})
     net: nn.Module = loading.shrunken(config.model_copy(update={"adapter": adapter}), LlamaForCausalLM(shape), CPU)
     with torch.no_grad():
         for parameter in net.parameters():

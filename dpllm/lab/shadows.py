@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
 from dpllm.statement.run_files import read_plan, read_run
 
-SIZES = ("delta", "dataset_size", "expected_batch_size")
-MECHANISM = ("event", "coefficients", *SIZES, "max_grad_norm", "clipping", "adaptive")
-"""Of plan.json: what two runs of one recipe and one mechanism have in common."""
+MECHANISM = ("event", "delta", "dataset_size", "expected_batch_size", "max_grad_norm", "clipping", "adaptive")
+"""Of plan.json: what two runs of one recipe and one mechanism have in common, beside the coefficients of banded noise."""
+SAME = 1e-5  # up to which a coefficient is the same: processors round the search for it differently, by about 1e-7
 
 
 def audit_shadows(
@@ -170,6 +171,8 @@ def _recipe(run: RunDir, config: RunConfig, shadow: RunDir) -> RunConfig:
     if config.privacy.enabled:
         promise = read_plan(run)
         privacy |= {"noise_multiplier": promise.noise_multiplier, "delta": promise.delta}
+        if config.privacy.noise == "banded":
+            privacy["bands"] = max(1, len(promise.coefficients))  # which auto found, and need not find here
     return _changed(
         config,
         data={"eval": None, "eval_public": False},
@@ -207,7 +210,10 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
 
 def _same_mechanism(run: RunDir, shadow: RunDir) -> None:
     mine, other = read_plan(run).to_json(), read_plan(shadow).to_json()
-    if changed := [key for key in MECHANISM if mine.get(key) != other.get(key)]:
+    changed = [key for key in MECHANISM if mine.get(key) != other.get(key)]
+    pairs = zip_longest(mine.get("coefficients", ()), other.get("coefficients", ()), fillvalue=0.0)
+    changed += ["coefficients"] if any(abs(one - two) > SAME for one, two in pairs) else []
+    if changed:
         raise ConfigError(
             f"{shadow.root}: its Plan has another {changed[0]} than that of {run.root}, so they are runs of different mechanisms "
             f"and comparing them would show nothing. Train the run again, or remove {shadow.root.parent}."

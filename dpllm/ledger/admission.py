@@ -211,7 +211,7 @@ def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
     if waiting:
         way_on = (
             f"Of the list, {len(waiting)} have not run: {'; '.join(map(_described, waiting))}. A run must have the "
-            "noise, the sampling rate and the steps of one of them."
+            "noise, its bands, the sampling rate and the steps of one of them."
         )
     return (
         f"dataset {account.dataset!r} has a planned budget, and its list of {sealed} sealed runs ({used} "
@@ -221,8 +221,12 @@ def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
 
 def _described(run: Sealed) -> str:
     """A run of a list in a few words."""
-    step = run.event.get("event", {})
+    if run.event["type"] == "pure_dp":
+        return f"a statistic of epsilon {run.event['epsilon']:g}"
+    step = run.event if "bands" in run.event else run.event.get("event", {})
     rate = f"q {step['probability']:.4g}, " if "probability" in step else ""
+    if "bands" in step:
+        rate = f"q' {step['probability']:.4g} in {step['bands']} bands, "
     try:
         return f"{rate}sigma {noise_multiplier(run.event):.4g}, {run.num_steps} steps"
     except (KeyError, TypeError):
@@ -253,7 +257,7 @@ def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "
     ``fits`` tells by accounting at an interval, of which a wide one is quick and never gives too little.
     """
     if not divisible(event) or event["count"] < 1:
-        return "Use other data."
+        return "Ask for a smaller epsilon, or use other data." if event["type"] == "pure_dp" else "Use other data."
     count = int(event["count"])
     steps = _most_steps(event, count, fits)
     advice = [f"at most {steps} steps{whose} at this noise" if steps else f"not even one step{whose} at this noise"]

@@ -6,13 +6,13 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.files import scratch
 from dpllm.ledger.admission import filter_left
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.records import LEAST_SHARE, Fingerprint, fingerprint, share_in_common
@@ -46,9 +46,9 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
     """Finds the account of a recipe's data, and refuses what it does not permit.
 
     Raises:
-        Refused: Training without differential privacy on data that are not declared public, or that have a budget, and
-            no exception of its owner; records that are another dataset of the ledger; evaluation data declared public that
-            are not.
+        Refused: Training without differential privacy on data that are not declared public, or that have a budget, or with
+            ``insecure_seed`` on data with a budget, and no exception of its owner; records that are another dataset of the
+            ledger; evaluation data declared public that are not.
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger.
     """
     records = fingerprint(table.rows, FIELDS[table.format], ledger.records.key()) if ledger else None
@@ -62,7 +62,7 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
         if clash := ledger.records.conflict(name, records, parent):
             raise clash
         account = ledger.account(ledger.records.charged_to(name, parent))
-    if not config.privacy.enabled and not (account and account.permission):
+    if not (account and account.permission):
         _refuse_without_privacy(config, name, account is not None and account.budget is not None)
     if config.data.eval is not None and config.data.eval_public:
         _check_public_evaluation(config, config.data.eval, table, ledger)
@@ -85,7 +85,15 @@ def terms(ledger: Ledger | None, dataset: str, derived_from: str | None) -> Term
 
 
 def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> None:
-    if budgeted:
+    if config.privacy.enabled and not (budgeted and config.privacy.insecure_seed is not None):
+        return
+    if config.privacy.enabled:
+        why = (
+            f"privacy.insecure_seed on dataset {name!r}, which has a privacy budget: who knows the seed can take the noise off, "
+            "and the ledger would add the run up as if nobody could. Remove privacy.insecure_seed, or let the budget's owner "
+            "record an exception: "
+        )
+    elif budgeted:
         why = (
             f"privacy.enabled: false on dataset {name!r}, which has a privacy budget: whatever it holds could be read out of the "
             "adapter, and no ledger would show it. Set privacy.enabled: true, or let the budget's owner record an exception: "
@@ -104,8 +112,8 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
 
 def _check_public_evaluation(config: RunConfig, source: Source, table: Table, ledger: Ledger | None) -> None:
     """Refuses evaluation data that are private after all: their exact losses would be published."""
-    with tempfile.TemporaryDirectory() as cache:
-        held_out = data.load_table(source, config.data, config.data.eval_split, Path(cache))
+    with scratch() as cache:
+        held_out = data.load_table(source, config.data, config.data.eval_split, cache)
     key = ledger.records.key() if ledger else b"compared here"
     records = fingerprint(held_out.rows, FIELDS[held_out.format], key)
     whose = None
@@ -138,8 +146,8 @@ def records_of(source: str, ledger: Ledger, unit: str) -> tuple[Fingerprint, int
     """
     recipe = Path(source).suffix in (".yaml", ".yml")
     wanted = load_config(source).data if recipe else DataConfig(train=source)
-    with tempfile.TemporaryDirectory() as cache:
-        table = data.load_table(wanted.train, wanted, wanted.train_split, Path(cache))
+    with scratch() as cache:
+        table = data.load_table(wanted.train, wanted, wanted.train_split, cache)
     if recipe and wanted.unit != unit:
         raise ConfigError(
             f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."

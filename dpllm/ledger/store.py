@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from dpllm.errors import ConfigError
+from dpllm.errors import ConfigError, Refused
 
 SCHEMA_VERSION = 2
 TABLES = {  # table -> columns
@@ -49,6 +49,10 @@ GUARDS = {
     for moment, when in (("INSERT", insert), ("UPDATE", update), ("DELETE", "true"))
 }
 ONLY_GROWS = "the ledger only grows"
+MOST_VALUE, MOST_WORK = (
+    2**26,
+    2 * 10**8,
+)  # of a file that may be a stranger's: bytes of one value, steps of SQLite's machine
 LOCK = 0x6470_6C6C_6D  # "dpllm": PostgreSQL's advisory lock under which the schema is made
 BITS = {"INSERT": 4, "DELETE": 8, "UPDATE": 16, "TRUNCATE": 32}  # pg_trigger.tgtype; 1 is FOR EACH ROW, 2 is BEFORE
 
@@ -73,19 +77,24 @@ def _create(tables: Iterable[str], **types: str) -> list[str]:
 class SQLite:
     """The ledger in one file, for one thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         """Opens the file; makes it, readable by its owner only, and its directories if absent.
 
         Args:
             path: On a local disk; the locks of SQLite do not hold on most network file systems.
+            read_only: Make and change nothing; the file may be a stranger's.
 
         Raises:
             ConfigError: The path cannot be written, or holds something other than a ledger.
         """
         self.location = str(path)
+        if read_only:
+            self._open_read_only(path)
+            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._path, self._file = path.absolute(), os.stat(path)
         except OSError as error:
             raise self.unusable(error.strerror) from error
         self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None)
@@ -93,6 +102,26 @@ class SQLite:
             self.rows("PRAGMA journal_mode = WAL")
             self.rows("PRAGMA synchronous = FULL")
             self._migrate()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _open_read_only(self, path: Path) -> None:
+        # A ledger that nobody uses has no -wal, and SQLite would make one to read it.
+        how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+        self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE)
+        ticks = iter(range(MOST_WORK // 100_000))
+        self._db.set_progress_handler(lambda: next(ticks, None) is None, 100_000)
+        try:
+            for table in ("entries", "progress"):
+                made = _create([table], integer="INTEGER", real="REAL")[0]
+                # A view, or a column that is computed, could go on for ever; so could pages that name one another.
+                texts = self.rows("SELECT sql FROM sqlite_master WHERE name = ?", table)
+                if [" ".join(str(text).split()) for (text,) in texts] != [made]:
+                    raise self.unusable(f"its table {table} is not as dpllm makes it")
+                if self.rows(f"PRAGMA quick_check({table})") != [("ok",)]:
+                    raise self.unusable("it is damaged")
         except BaseException:
             self._db.close()
             raise
@@ -142,7 +171,21 @@ class SQLite:
             raise self.unusable(error) from error
 
     def write(self) -> AbstractContextManager[None]:
-        """A transaction in which nobody else writes; on disk when it ends, undone if it fails."""
+        """A transaction in which nobody else writes; on disk when it ends, undone if it fails.
+
+        Raises:
+            Refused: The file is no longer where it was opened, so that what is written would be lost.
+        """
+        try:
+            there = os.path.samestat(os.stat(self._path), self._file)
+        except OSError:
+            there = False
+        if not there:
+            raise Refused(
+                f"ledger {self.location}: its file was deleted, moved or replaced while it was in use, so what is charged now "
+                "would be lost. Put that very file back and go on with --resume; if it is gone, restore a backup, and start anew "
+                "with --overwrite."
+            )
         return self._transaction("BEGIN IMMEDIATE")
 
     def read(self) -> AbstractContextManager[None]:
@@ -179,12 +222,13 @@ class SQLite:
 class Postgres:
     """The ledger in a schema of a PostgreSQL database, the first one of the connection's search path; for one thread."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
         """Connects; makes the tables if absent.
 
         Args:
             url: ``postgresql://user@host/database``, without a password: a recipe is copied into the run directory. libpq
                 takes passwords from PGPASSWORD or ~/.pgpass.
+            read_only: Make and change nothing.
 
         Raises:
             ConfigError: The URL holds a password, psycopg is missing, the server cannot be reached, or the tables are
@@ -214,7 +258,10 @@ class Postgres:
         try:
             self.rows("SET synchronous_commit = on")
             self.rows("SET lock_timeout = '60s'")
-            self._create()
+            if read_only:
+                self.rows("SET default_transaction_read_only = on")
+            else:
+                self._create()
         except BaseException:
             self._db.close()
             raise

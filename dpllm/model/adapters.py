@@ -6,17 +6,21 @@ names. This module must not see data.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from dpllm.errors import ConfigError
+from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.guards import ROUTED
 from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig
 from dpllm.recipe.names import public_name
@@ -40,6 +44,44 @@ def attach(model: Any, config: RunConfig) -> Any:
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def start_from(model: PeftModel, folder: Path, sha256: str | None = None) -> None:
+    """Gives an adapter the values of one that was trained before, from safetensors alone.
+
+    Raises:
+        ConfigError: It is damaged, or has other layers, or other shapes.
+        Refused: It has not this SHA-256.
+    """
+    try:
+        content = (folder / "adapter_model.safetensors").read_bytes()
+        if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            raise Refused(
+                f"model.adapter {folder}: its weights were exchanged after they were judged, so the run's lineage would be of "
+                "others. Start again, and let nobody write there meanwhile."
+            )
+        saved = load(content)
+    except (OSError, SafetensorError, KeyError) as error:  # KeyError: numbers of a type that torch has not
+        raise ConfigError(
+            f"model.adapter {folder}: its weights cannot be read ({type(error).__name__}), so there is nothing to start from. "
+            "Take a whole copy."
+        ) from None
+    for name, tensor in saved.items():
+        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+            raise ConfigError(
+                f"model.adapter {folder}: {name} holds what is no finite number, so no step can learn. Take an undamaged copy."
+            )
+    mine = get_peft_model_state_dict(model, save_embedding_layers=False)
+    theirs, ours = ({name: tensor.shape for name, tensor in of.items()} for of in (saved, mine))
+    if theirs != ours:
+        layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved if ".lora_" in name})
+        differs = min(theirs.items() ^ ours.items())[0]
+        raise ConfigError(
+            f"model.adapter {folder}: {differs} is not there and in the recipe's adapter in one shape, so some of it would be "
+            "lost or start at random. Name its base model, its adapter.modules_to_save, and its layers: "
+            f"--adapter.target_modules '[{', '.join(layers)}]'."
+        )
+    set_peft_model_state_dict(model, saved)
 
 
 def blocks(model: Any) -> tuple[str, nn.ModuleList]:
@@ -68,7 +110,7 @@ def left_out(model: Any) -> list[str]:
     frozen = [
         name
         for name, parameter in layers.named_parameters()
-        if parameter.dim() > 1 and not parameter.requires_grad and ".base_layer." not in name
+        if parameter.dim() > 1 and not parameter.requires_grad and not re.search(r"\.base_layer\.|\.lora_", name)
     ]
     return sorted({".".join(part for part in name.split(".")[:-1] if not part.isdigit()) for name in frozen})
 
@@ -79,13 +121,13 @@ def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
     Adapters of all projections are one kind, ("LoRA on q, k, v, o_proj of 12 layers", 96, 589824), and so are whole blocks.
     """
     kinds: dict[str, tuple[dict[str, None], set[str], int, int]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapter = "LoRA" if any(re.search(r"\.lora_(embedding_)?A\.", name) for name in trained) else "B of LoRA"
+    for name, parameter in trained.items():
         path, lora, _ = name.partition(".lora_")
         parts = [part for part in (path if lora else name.rpartition(".")[0]).split(".") if part not in _WRAPPERS]
         block = re.match(r"(.*?\.)?\d+\.", name)  # up to the first number, which counts layers
-        kind = "LoRA" if lora else "blocks" if block and ".modules_to_save." not in name else parts[-1]
+        kind = adapter if lora else "blocks" if block and ".modules_to_save." not in name else parts[-1]
         layers, blocks, tensors, size = kinds.get(kind, ({}, set(), 0, 0))
         layers[parts[-1]] = None
         kinds[kind] = layers, blocks | ({block[0]} if block else set()), tensors + 1, size + parameter.numel()
@@ -101,7 +143,7 @@ def _in_words(kind: str, layers: list[str], blocks: int) -> str:
         return f"{count}, whole"
     proj = all(layer.endswith("_proj") for layer in layers)
     named = ", ".join(layer.removesuffix("_proj") for layer in layers) + "_proj" if proj else ", ".join(layers)
-    return ("LoRA on " if kind == "LoRA" else "") + named + (f" of {count}" if blocks else "")
+    return (f"{kind} on " if kind.endswith("LoRA") else "") + named + (f" of {count}" if blocks else "")
 
 
 def trainable_text(kinds: Sequence[tuple[str, int, int]], total: int) -> str:
@@ -148,6 +190,15 @@ def _add_lora(model: Any, adapter: LoraConfig, name: str) -> Any:
             f"adapter.target_modules {adapter.target_modules!r} matches no layer that LoRA knows in {name}. "
             f"Its linear layers are {', '.join(sorted(linear))}; or set adapter.target_modules: auto."
         ) from None
+    if adapter.lora_a == "frozen":
+        for path, parameter in peft_model.named_parameters():
+            if ".lora_embedding_A." in path:
+                raise ConfigError(
+                    "adapter.lora_a: frozen, and peft starts the first factor of an embedding's adapter at zero, so that the "
+                    "second would never learn. Take the embedding out of adapter.target_modules, or set adapter.lora_a: trained."
+                )
+            if ".lora_A." in path:
+                parameter.requires_grad_(False)
     # The user's path means nothing to a stranger, and may tell him more than it should.
     peft_model.peft_config["default"].base_model_name_or_path = public_name(name)
     return peft_model

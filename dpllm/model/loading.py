@@ -133,15 +133,15 @@ def check_length(config: RunConfig, net: Any) -> None:
         )
 
 
-def build(config: RunConfig, device: torch.device) -> Any:
+def build(config: RunConfig, device: torch.device, weights: str | None = None) -> Any:
     """The model as it trains: a PeftModel or a transformers model, in training mode; what trains is float32.
 
     ``train.seed`` seeds the adapter's initialisation. Where the launcher asks for it, its frozen weights are sharded over the
-    ranks, which must all be here.
+    ranks, which must all be here. ``weights`` is the SHA-256 that the weights of ``model.adapter`` must have.
 
     Raises:
         ConfigError: The adapter matches nothing, or would train weights that are packed in few bits.
-        Refused: The model cannot be sharded, or its 8-bit products couple rows.
+        Refused: The model cannot be sharded, its 8-bit products couple rows, or ``model.adapter`` has other weights.
     """
     sharded = sharding.requested()
     if sharded:
@@ -160,6 +160,11 @@ def build(config: RunConfig, device: torch.device) -> Any:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    if config.model.adapter is not None:
+        adapters.start_from(model, Path(config.model.adapter), weights)
+    if processes.several():  # a frozen factor too, which no step compares
+        own = (p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name)
+        processes.check_equal({"the adapter or layers that training starts from": f"{processes.fingerprint(own):x}"})
     if sharded:
         sharding.shard(model, adapters.blocks(model)[0], device)
     return model.train()

@@ -178,7 +178,7 @@ def shard(model: Any, blocks: str, device: torch.device) -> None:
 def _ends(model: Any) -> list[nn.Module]:
     """Embedding and head, if they share nothing; without adapters around them, whose class is the key to their rule."""
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-    layers = [[layer for layer in end.modules() if _frozen(layer)] for end in ends]
+    layers = [[layer for name, layer in end.named_modules() if "lora_" not in name and _frozen(layer)] for end in ends]
     frozen = [{id(p) for layer in some for p in _frozen(layer)} for some in layers]
     return [] if len(ends) == 2 and frozen[0] & frozen[1] else [layer for some in layers for layer in some]
 
@@ -188,7 +188,7 @@ def _frozen(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _to_cut(units: list[nn.Module]) -> set[int]:
-    """Identities of the frozen parameters of the units; a number without dimension cannot be cut."""
+    """Identities of the units' frozen parameters, adapters' aside; a number without dimension cannot be cut."""
     found: set[int] = set()
     for unit in units:
         if any(not p.is_floating_point() for p in unit.parameters()):
@@ -196,7 +196,7 @@ def _to_cut(units: list[nn.Module]) -> set[int]:
                 "the base model's files are quantised: they pack weights with scales beside them, which sharding would tear "
                 "apart. Name the unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml."
             )
-        mine = {id(p) for p in unit.parameters() if not p.requires_grad and p.dim()}
+        mine = {id(p) for name, p in unit.named_parameters() if not p.requires_grad and p.dim() and "lora_" not in name}
         if mine & found:
             raise Refused(
                 "decoder blocks of the base model share weights, so that gathering one would change another. Launch with "

@@ -94,8 +94,8 @@ def strategy(train: TrainConfig, num_steps: int, bands: int) -> tuple[float, ...
     """Coefficients of the least noise in the weights over a run, of squares that add up to at most 1, exactly.
 
     Least is the sum over all steps of the squared noise in the weights under plain SGD, ||A C^-1||_F^2 with A[t, s] = lr_s for s
-    <= t. The search has the same result for the same numpy and scipy; who goes on with a run reads its coefficients from
-    plan.json.
+    <= t. Momentum is left out: it multiplies all weights of a step by nearly the same, but those of the last steps. The search
+    has the same result for the same numpy and scipy; who goes on with a run reads its coefficients from plan.json.
     """
     return _strategy(train.lr_scheduler, train.warmup, min(num_steps, MOST_STEPS), bands)
 
@@ -253,10 +253,10 @@ def check(config: RunConfig, size: int, num_steps: int) -> None:
             "train.batch_size."
         )
     if bands > (most := min(num_steps, MOST_BANDS)):
-        raise Refused(
-            f"privacy.bands {bands} is more than the run's {num_steps} steps, so that some groups would never have a turn, or "
-            f"more than {MOST_BANDS}, which would take long to plan. Set privacy.bands to {most} or less."
-        )
+        why = f"{MOST_BANDS}, which would take long to plan"
+        if most == num_steps:
+            why = f"the run's {num_steps} steps, so that some groups would never have a turn"
+        raise Refused(f"privacy.bands {bands} is more than {why}. Set privacy.bands to {most} or less.")
 
 
 def choose(config: RunConfig, size: int, num_steps: int, sigma_of: Callable[[int], float]) -> int:

@@ -202,8 +202,12 @@ class Engine:
             torch.OutOfMemoryError: They do not fit.
             Refused: See ``step``; as far as the clipped sum is concerned.
         """
-        state = 2 * self.size if isinstance(self._optimizer, torch.optim.Adam) and not self._optimizer.state else 0
-        state += 2 * self.size * (self._plan.bands - 1) if self._plan else 0  # earlier noise in float64, on rank 0
+        numbers = (
+            2 if isinstance(self._optimizer, torch.optim.Adam) else int(bool(self._optimizer.defaults.get("momentum")))
+        )
+        state = 0 if self._optimizer.state else numbers * self.size
+        if self._plan and _rank() in (None, 0):
+            state += 2 * self.size * (self._plan.bands - 1)  # earlier noise in float64
         devices = [self._device] if self._device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
@@ -242,13 +246,12 @@ class Engine:
 
         What comes before the division is exact, and what comes after it a post-processing.
         """
-        ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        adaptive = self._plan.adaptive if self._plan else None
-        if self._plan is not None and (not ranks or distributed.get_rank() == 0):
+        rank, adaptive = _rank(), self._plan.adaptive if self._plan else None
+        if self._plan is not None and rank in (None, 0):
             self._noise.add_to(flat_P[: self.size], self._noise_scale())
             if adaptive:  # halves, which are multiples of the count's own lattice
                 self._noise.add_to(flat_P[self.size :], adaptive.count_noise_multiplier)
-        if ranks:
+        if rank is not None:
             distributed.all_reduce(flat_P)
         if self.canaries is not None:
             self.projections = self.canaries.project(flat_P[: self.size]) / self.max_grad_norm
@@ -259,6 +262,11 @@ class Engine:
             self.max_grad_norm = adaptive.next_norm(self.max_grad_norm, self.noisy_fraction, self._first_norm)
             released_P = released_P[:-1]
         return released_P
+
+    def forget_noise(self) -> None:
+        """Takes back no earlier noise from now on, as a resumed run does; for a step that was drawn and did not end."""
+        if isinstance(self._noise, BandedNoise):
+            self._noise.forget()
 
     def _apply(self, released_P: Tensor) -> None:
         for name, gradient in self._views(released_P).items():
@@ -342,6 +350,12 @@ class Engine:
             raise
         self._summer = self._make_summer()
         return error
+
+
+def _rank() -> int | None:
+    """Of this process among several; None where there is one. The first adds the noise."""
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return distributed.get_rank() if several else None
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:

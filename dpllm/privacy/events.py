@@ -23,6 +23,7 @@ What is done with a mechanism, or with an event:
     {"type": "repeat_and_select", "event": EVENT, "mean": 10, "distribution": "geometric"}
                                         EVENT ran a random number of times, and only the best result left
     {"type": "imported", "epsilon": 1.0, "delta": 1e-6}     made elsewhere, and no more is known
+    {"type": "pure_dp", "epsilon": 0.25}    one release with this epsilon and no delta, such as discrete Laplace noise on a count
 
 Guarantee:
     ``poisson_sampled_group`` bounds what changes if up to ``group_size`` rows are taken out, each clipped on its own: the
@@ -33,14 +34,14 @@ Guarantee:
     this mean and not seen by anyone; if each run is EVENT with fresh randomness; if the runs differ at most in
     hyper-parameters whose list was fixed in advance and from which each run draws at random; if the score that decides is
     part of what EVENT accounts for, or computed from public data; and if nothing of the other runs leaves.
-    ``imported`` holds under the neighbouring relation and for the unit with which it is composed.
+    ``imported`` and ``pure_dp`` hold under the neighbouring relation and for the unit with which they are composed.
 
 References:
     Choquette-Choo et al. 2023, "Privacy Amplification for Matrix Mechanisms", corollary 4.7 (mixtures). Charles et al.
     2024, "Fine-Tuning Large Language Models with User-Level Differential Privacy" (example-level sampling). Choquette-Choo et
     al. 2023, "(Amplified) Banded Matrix Factorization", theorem 4 (cyclic_poisson). Papernot and
     Steinke 2022, "Hyperparameter Tuning with Renyi Differential Privacy", theorems 2 and 6. Kairouz, Oh and Viswanath
-    2015, "The Composition Theorem for Differential Privacy" (imported).
+    2015, "The Composition Theorem for Differential Privacy" (imported, pure_dp).
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ FIELDS = {
     "composed": {"type", "events"},
     "repeat_and_select": {"type", "event", "mean", "distribution"},
     "imported": {"type", "epsilon", "delta"},
+    "pure_dp": {"type", "epsilon"},
 }
 MECHANISMS = ("gaussian", "adaptive_clipping")
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
@@ -97,7 +99,7 @@ class Selected(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """``times`` releases of which epsilon and delta are known."""
+    """``times`` releases, made elsewhere or ``pure_dp``, of which epsilon and delta are known."""
 
     epsilon: float
     delta: float
@@ -171,12 +173,14 @@ def compose(events: Sequence[Event]) -> Event:
 
 
 def count_releases(event: Event) -> int:
-    """How many noisy sums a run may execute on the strength of `event`; what was imported or selected pays for none."""
+    """How many noisy sums, or pure_dp releases, a run may execute on the strength of `event`; others pay for none."""
     sampled = normal_form(event).sampled  # which checks it
     if event["type"] == "composed":
         return sum(map(count_releases, event["events"]))
     if event["type"] == "self_composed":
         return int(event["count"]) * count_releases(event["event"])
+    if event["type"] == "pure_dp":
+        return 1
     # The groups of cyclic_poisson share each of the rounds that it costs.
     return int(event["count"]) if event["type"] == "cyclic_poisson" else sum(part.times for part in sampled)
 
@@ -270,8 +274,8 @@ def normal_form(event: Any) -> Terms:
             if inner != Terms():
                 selected[(inner, mean, shape)] += times
         else:
-            epsilon = number("imported epsilon", part["epsilon"], 0.0, including=True)
-            delta = number("imported delta", part["delta"], 0.0, including=True)
+            epsilon = number(f"{kind} epsilon", part["epsilon"], 0.0, including=True)
+            delta = number("imported delta", part.get("delta", 0.0), 0.0, including=True)  # pure_dp has none
             if delta >= 1:
                 raise ConfigError(f"imported delta is {delta:g}, which promises nothing. Set a number below 1.")
             if epsilon or delta:

@@ -1,6 +1,6 @@
-"""Secret randomness: Gaussian noise on a lattice, and the uniform variates of Poisson sampling.
+"""Gaussian noise on a lattice: independent from step to step, or banded.
 
-Comes in: a secret key, made by ``os_entropy``. Goes out: noise and uniform variates. The key is never a user's seed
+Comes in: a secret key, made by ``stream.os_entropy``. Goes out: sums with noise. The key is never a user's seed
 (``privacy.insecure_seed`` aside, which ends the guarantee), is not logged and is not stored. Must not know what is drawn
 for.
 
@@ -14,100 +14,14 @@ Shape suffixes: P coordinates.
 
 from __future__ import annotations
 
-import math
-import secrets
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import CTR
 from torch import Tensor
 
 from dpllm.privacy.lattice import spacing_of
-
-KEY_BITS = 256
-CHUNK = 2**17  # variates made at once: what is held meanwhile stays in the cache
-ENDS = 2.0**-12  # of the unit interval, where a radius is computed from more bits
-
-
-def os_entropy(bits: int = KEY_BITS) -> int:
-    """That many secret bits from the operating system."""
-    return secrets.randbits(bits)
-
-
-class SecretStream:
-    """Words and uniform variates from AES-256 in counter mode, keyed by a secret integer below 2**256.
-
-    The counter begins at ``purpose``, four bytes, and twelve bytes of zero, so that streams of one key and different purposes
-    share no block before 2**96 of them are used.
-
-    Guarantee:
-        Whoever does not know the key cannot tell n words from independent uniform ones, under the assumption that AES-256 is
-        a pseudorandom permutation; as its blocks never repeat, they differ from random ones with probability below
-        n^2 2^-131: 2^-57 for the 2^37 words of a large run.
-
-    References:
-        Dworkin 2001, NIST SP 800-38A, section 6.5 (counter mode).
-    """
-
-    def __init__(self, key: int, purpose: bytes) -> None:
-        """A stream of its own for each key and purpose."""
-        secret = key.to_bytes(KEY_BITS // 8, "little")
-        self._cipher = Cipher(AES(secret), CTR(purpose + bytes(12))).encryptor()
-        self._zeros = memoryview(bytes(8 * CHUNK))
-        self._words = np.empty(CHUNK + 2, dtype="<i8")  # the library wants room for one more block
-
-    def words(self, size: int) -> npt.NDArray[np.int64]:
-        """The next ``size`` words of 64 bits."""
-        return np.frombuffer(self._cipher.update(bytes(8 * size)), dtype="<i8")
-
-    def uniform(self, size: int) -> npt.NDArray[np.float64]:
-        """``size`` independent multiples of 2**-53, uniform in [0, 1)."""
-        return np.asarray((self.words(size).view(np.uint64) >> np.uint64(11)) * 2.0**-53)
-
-    def normal(self, out_N: npt.NDArray[np.float64]) -> None:
-        """Fills a vector of any length with independent standard normal variates; ``GaussianNoise`` says how densely they lie.
-
-        Pairs are r cos(a) and r sin(a) with r^2 = -2 log(u): one word for the angle a, one for u. Where u is near 0 or 1, another
-        word makes it finer.
-
-        References:
-            Box and Muller 1958, A Note on the Generation of Random Normal Deviates.
-        """
-        for part in np.split(out_N, range(CHUNK, len(out_N), CHUNK)):
-            if len(part) % 2:
-                pairs = np.empty(len(part) + 1)
-                self._fill(pairs)
-                part[:] = pairs[:-1]
-            else:
-                self._fill(part)
-
-    def _fill(self, pairs_N: npt.NDArray[np.float64]) -> None:
-        size, half = len(pairs_N), len(pairs_N) // 2
-        self._cipher.update_into(self._zeros[: 8 * size], self._words.view(np.uint8))  # type: ignore[arg-type]
-        words = self._words[:size]
-        np.multiply(words, 2.0**-64, out=pairs_N)  # in [-1/2, 1/2)
-        u, angle = pairs_N[:half], torch.from_numpy(pairs_N[half:])
-        u += 0.5
-        near_end = np.flatnonzero((u < ENDS) | (u > 1 - ENDS))
-        np.log(u, out=u)
-        if len(near_end):
-            u[near_end] = self._log_near_an_end(words[near_end])
-        radius = torch.from_numpy(u).mul_(-2.0).sqrt_()
-        sine = torch.sin(angle.mul_(2.0 * math.pi)).mul_(radius)
-        radius.mul_(angle.cos_())
-        angle.copy_(sine)
-
-    def _log_near_an_end(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """log(u) where u = 1/2 + word 2^-64 is near 0 or 1, with 64 more bits behind those of the word."""
-        low = words < 0
-        distance = np.where(low, words + 2**62 + 2**62, 2**62 - 1 - words + 2**62)  # from that end, in 2^-64
-        more = self.words(len(words)).view(np.uint64) * 2.0**-64 + 2.0**-65
-        v = (distance + more) * 2.0**-64
-        return np.asarray(np.where(low, np.log(v), np.log1p(-v)))
+from dpllm.privacy.stream import CHUNK, SecretStream
 
 
 class GaussianNoise:
@@ -185,6 +99,10 @@ class BandedNoise:
         self._noise, self._coefficients = noise, tuple(coefficients)
         # n_{t-1}, n_{t-2}, ..., b - 1 at most, in units of the spacing; the first steps make room for them.
         self._past: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Empties the buffers."""
+        self._past = []
 
     def add_to(self, sum_P: Tensor, scale: float) -> None:
         """Adds the noise of one step in place; see ``GaussianNoise.add_to``."""

@@ -18,12 +18,11 @@ from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpllm.privacy.noise import SecretStream
 from dpllm.privacy.schedule import Schedule, group_rate, padded_length, padded_lengths
+from dpllm.privacy.stream import SecretStream, Turns, groups
 from dpllm.text.data import TokenSequence, Unit
 
 
@@ -61,24 +60,6 @@ class SizedUnits(Protocol):
 
     def sizes(self, index: int) -> tuple[int, int]:
         """(sequences, tokens of the longest) of a slot; (0, 0) for one that holds no data."""
-
-
-@dataclass(frozen=True)
-class Turns:
-    """Which group has its turn in which step, for banded noise; by default there is one group."""
-
-    bands: int = 1  # b, how many groups
-    key: int = 0  # 256 secret bits, drawn once for a run, from which each slot's group follows
-    first_step: int = 0  # steps that were charged before the first draw, by earlier attempts
-
-
-def groups(turns: Turns, num_slots: int) -> npt.NDArray[np.int64]:
-    """group_N: of each slot, uniform in 0..b-1 and independent of the others and of what the slots hold.
-
-    From a ``SecretStream``, which is the same in every version, so that a resumed run finds each slot where it was.
-    """
-    uniform_N = SecretStream(turns.key, b"grup").uniform(num_slots)
-    return np.asarray(uniform_N * turns.bands, dtype=np.int64)
 
 
 class PoissonSampler:

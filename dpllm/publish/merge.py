@@ -23,7 +23,7 @@ from dpllm.files import BLOCK, CARD, UNHASHED, hashes, keep_publishable, read_js
 from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.directory import RunDir
-from dpllm.statement import lineage, privacy_record, section
+from dpllm.statement import parents, privacy_record, section
 from dpllm.statement.fields import Lineage, MergedFrom
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import read_run
@@ -110,8 +110,8 @@ def _check_output(run: RunDir, output: Path) -> None:
 
 
 def _check_base(config: RunConfig, stated: Lineage | None) -> None:
-    base = lineage.of_base(config) if stated else None
-    if stated and (base is None or base.statement.files_digest != stated.base.files_digest):
+    alone = config.model_copy(update={"model": config.model.model_copy(update={"adapter": None})})
+    if stated and not parents.same_base(parents.of_base(alone), stated):
         raise Refused(
             f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
             "block is another), so the sum of the two would be a model that nobody trained. Put the former base back."

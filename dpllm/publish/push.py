@@ -116,7 +116,8 @@ def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> Priv
                 f"{run.export}: has no {name}, so whoever downloads the model could not know what it promises. Type dpllm card "
                 f"{run.root} first."
             )
-    found = verify(run.root, ledger=ledger)
+    named = config.privacy.ledger  # which is the publisher's own word here
+    found = verify(run.root, ledger=named if ledger is None and named and "://" in named else ledger)
     wrong = [check for check in found.checks if check.status == "failed"]
     if wrong:
         more = f" ({len(wrong)} checks fail)" if len(wrong) > 1 else ""

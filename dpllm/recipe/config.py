@@ -16,7 +16,7 @@ from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapH
 from dpllm.errors import ConfigError
 from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.privacy import PrivacyConfig
-from dpllm.recipe.section import Section, explain, read_recipe
+from dpllm.recipe.section import Section, explain, number_or_auto, read_recipe
 
 # What a recipe may no longer say -> what to write instead.
 RETIRED = {
@@ -36,6 +36,9 @@ class ModelConfig(Section):
     """Precision of the frozen base; auto is the checkpoint's on a GPU and float32 on a CPU. What trains is float32."""
     quantization: Literal["4bit", "8bit"] | None = None
     """Load the frozen base through bitsandbytes (extra: quant)."""
+    adapter: str | None = Field(default=None, min_length=1)
+    """Directory of an adapter to start from, as a run's export/ or peft has it: of the recipe's rank, alpha and layers, on this
+    base model. Its training data are protected by its own statement alone."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
@@ -54,6 +57,9 @@ class LoraConfig(Section):
     """auto: every linear layer of the decoder blocks. Otherwise names as peft takes them; an embedding may be among them."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead (Kalajdzievski 2023)."""
+    lora_a: Literal["trained", "frozen"] = "trained"
+    """frozen: the first factor stays at its random start and only the second trains (FFA-LoRA, Sun et al. 2024): half the
+    coordinates to put noise on, and the noise of the one is not multiplied by that of the other."""
     use_dora: bool = False
     """Only false is possible; the key exists to say why."""
     modules_to_save: list[str] = Field(default_factory=list)
@@ -218,6 +224,8 @@ class TrainConfig(Section):
     """Number of logical steps; give epochs or steps."""
     learning_rate: float = Field(default=1e-3, gt=0)
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Of optimizer: sgd; what one step releases acts on the steps after it too, 1 / (1 - momentum) times in all."""
     lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
     """Shape after the warm-up; depends on the step alone."""
     warmup: float = Field(default=0.05, ge=0, lt=1)
@@ -241,18 +249,14 @@ class TrainConfig(Section):
     """With several processes: seconds that one step may take before the run ends, because a process hangs or the network is
     cut."""
 
-    @field_validator("physical_batch_size", mode="wrap")
-    @classmethod
-    def _number_or_auto(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return read(value)
-        except ValidationError:  # one line for each of the two types that it might have been
-            raise ValueError("should be a whole number of sequences, 1 or more, or auto") from None
+    _rows = field_validator("physical_batch_size", mode="wrap")(number_or_auto("sequences"))
 
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give train.epochs or train.steps, one of the two")
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError("momentum is of sgd alone, and adamw has its own; set optimizer: sgd or remove momentum")
         return self
 
 
@@ -302,11 +306,16 @@ class RunConfig(Section):
     """The run directory; one that already holds a run is refused unless resumed or overwritten."""
 
     @model_validator(mode="after")
-    def _packed_weights_do_not_train(self) -> RunConfig:
+    def _model_suits_adapter(self) -> RunConfig:
         if self.model.quantization is not None and self.adapter.method == "frozen":
             raise ValueError(
                 f"adapter.method: frozen trains whole weights, and model.quantization: {self.model.quantization} packs them in "
                 "few bits, which no gradient can move; set model.quantization: null, or adapter.method: lora"
+            )
+        if self.model.adapter is not None and self.adapter.method == "frozen":
+            raise ValueError(
+                "model.adapter is where LoRA starts from, and adapter.method: frozen trains none; set model.adapter: null, or "
+                "adapter.method: lora"
             )
         return self
 
@@ -321,8 +330,11 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         ConfigError: Missing file, broken or unclear YAML, unknown key, wrong type or impossible value; one line for each.
     """
-    path = Path(path)
-    raw = read_recipe(path)
+    return make_config(read_recipe(Path(path)), overrides, str(path))
+
+
+def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where: str) -> RunConfig:
+    """The recipe that a mapping of sections is, with overrides; errors name ``where``. See ``load_config``."""
     for key, value in (overrides or {}).items():
         *parents, last = key.split(".")
         section = raw
@@ -334,7 +346,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error, RunConfig, RETIRED))) from None
+        raise ConfigError("\n".join(f"{where}: {line}" for line in explain(error, RunConfig, RETIRED))) from None
 
 
 def dump_config(config: RunConfig) -> str:

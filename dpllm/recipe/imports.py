@@ -63,6 +63,12 @@ def _off(why: str) -> Callable[[Any], Any]:
     return convert
 
 
+def _one_adapter(value: Any) -> str:
+    if not isinstance(value, str) or "," in value:
+        raise _No("a recipe starts from one adapter; merge the others into the base model first")
+    return value
+
+
 CONVERT: dict[str, Callable[[Any], Any]] = {
     "adapter.target_modules": _layers,
     "adapter.modules_to_save": listed,
@@ -79,6 +85,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "telemetry.trackers": lambda value: sorted({"tensorboard", "wandb", "mlflow", "trackio"} & set(listed(value))),
     "model.quantization": lambda value: f"{value}bit",
     "model.gradient_checkpointing": bool,
+    "model.adapter": _one_adapter,
 }
 
 
@@ -155,6 +162,9 @@ def _method(draft: Draft) -> None:
     if method in (True, "lora", "qlora"):
         found["adapter.method"] = "lora"
         found.pop("adapter.last_blocks", None)
+        if special.get("@new_adapter"):
+            _drop(draft, "model.adapter")
+            draft.left.append("create_new_adapter: the old adapter becomes part of the base; name the sum of both.")
         if special.get("@linear"):
             found["adapter.target_modules"] = "auto"
         if method == "qlora" or special.get("@4bit"):
@@ -163,9 +173,7 @@ def _method(draft: Draft) -> None:
             found["model.quantization"] = "8bit"
     else:
         last_blocks = found.get("adapter.last_blocks", 2)
-        for key in [key for key in found if key.startswith("adapter.") or key == "model.quantization"]:
-            del found[key]
-        draft.carried = [line for line in draft.carried if " -> adapter." not in line]  # of LoRA
+        _drop(draft, "adapter.", "model.adapter", "model.quantization")
         found |= {"adapter.method": "frozen", "adapter.last_blocks": last_blocks}
         if method != "freeze":
             why = "full fine-tuning: noise grows with the number of weights that train"
@@ -177,6 +185,13 @@ def _method(draft: Draft) -> None:
         if special.get(f"@{precision}") in (True, "full"):
             found["train.precision"] = precision
             draft.carried.append(f"{precision} -> train.precision: {precision}")
+
+
+def _drop(draft: Draft, *keys: str) -> None:
+    """Takes back what was carried to keys that begin so."""
+    for key in [key for key in draft.found if key.startswith(keys)]:
+        del draft.found[key]
+    draft.carried = [line for line in draft.carried if not line.partition(" -> ")[2].startswith(keys)]
 
 
 def _length(draft: Draft) -> None:

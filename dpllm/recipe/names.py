@@ -72,14 +72,15 @@ def publishable(config: RunConfig) -> RunConfig:
     are left out; a seed of the noise, with which the noise can be taken off, becomes 0. A card says the same of it, byte for
     byte.
     """
-    data = config.data
+    data, model = config.data, config.model
+    started = last_part(model.adapter) if model.adapter else None
     told = {name: _each(public_name, source) for name in ("train", "eval") if (source := getattr(data, name))}
     seed = None if config.privacy.insecure_seed is None else 0
     prompts = config.train.sample_prompts
     asked = public_name(prompts) if isinstance(prompts, str) else prompts
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update={"name_or_path": public_name(config.model.name_or_path)}),
+            "model": model.model_copy(update={"name_or_path": public_name(model.name_or_path), "adapter": started}),
             "data": data.model_copy(update=told),
             "privacy": config.privacy.model_copy(update={"ledger": None, "insecure_seed": seed}),
             "train": config.train.model_copy(update={"sample_prompts": asked}),
@@ -104,6 +105,12 @@ def digest(config: RunConfig) -> str:
         del recipe["audit"]["canaries"]["prompt"]
     if recipe["privacy"]["noise"] == "independent":
         del recipe["privacy"]["noise"], recipe["privacy"]["bands"]
+    if not recipe["model"]["adapter"]:
+        del recipe["model"]["adapter"]
+    if not recipe["train"]["momentum"]:
+        del recipe["train"]["momentum"]
+    if recipe["adapter"].get("lora_a") == "trained":
+        del recipe["adapter"]["lora_a"]
     if not any(recipe["data"]["csv"].values()):
         del recipe["data"]["csv"]
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):

@@ -5,11 +5,11 @@ Comes in: values of a YAML file. Goes out: one ``PrivacyConfig``. Must not see d
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from dpllm.recipe.section import Section
+from dpllm.recipe.section import Section, number_or_auto
 
 
 class AdaptiveConfig(Section):
@@ -67,7 +67,7 @@ class PrivacyConfig(Section):
     secure_noise: bool = False
     """true: noise comes from AES, a cryptographic generator on the CPU, also where a GPU trains. Slower; meant for adapters."""
     insecure_seed: int | None = Field(default=None, ge=0, lt=2**128)
-    """For tests only: seeds noise and sampling, so that the run says guarantee: false."""
+    """For tests only: seeds noise and sampling, so that the run says guarantee: false; refused on data with a budget."""
 
     @field_validator("delta")
     @classmethod
@@ -76,13 +76,7 @@ class PrivacyConfig(Section):
             raise ValueError("delta must lie strictly between 0 and 1, and well below 1/N; or type auto")
         return value
 
-    @field_validator("bands", mode="wrap")
-    @classmethod
-    def _number_or_auto(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return read(value)
-        except ValidationError:  # one line for each of the two types that it might have been
-            raise ValueError("should be a whole number of steps, 1 or more, or auto") from None
+    _bands = field_validator("bands", mode="wrap")(number_or_auto("steps"))
 
     @model_validator(mode="after")
     def _banded(self) -> Self:

@@ -7,12 +7,12 @@ which sections there are.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 from dpllm.errors import ConfigError
@@ -34,6 +34,18 @@ class Section(BaseModel):
                     "flag", "should be {wanted}", {"key": key, "wanted": wanted, "got": values[key]}
                 )
         return values
+
+
+def number_or_auto(of: str) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
+    """Reads a positive number of something, or auto; what is wrong is one line, not one for each of the two types."""
+
+    def read_either(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(f"should be a whole number of {of}, 1 or more, or auto") from None
+
+    return read_either
 
 
 class UnclearYAML(yaml.YAMLError):

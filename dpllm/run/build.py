@@ -29,9 +29,9 @@ from dpllm.model.processes import salted, shared
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.noise import os_entropy
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
@@ -39,13 +39,14 @@ from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_r
 from dpllm.run.payment import Payment, pay
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
-from dpllm.run.resume import flat
+from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.statement.run_files import PlanRecord, read_plan
 from dpllm.text import data, tokens
 from dpllm.text.rows import each_row
 
-PLACES = {"output_dir", "data.train", "data.eval", "model.name_or_path", "privacy.ledger", "telemetry.textfile"}
+PLACES = {"output_dir", "data.train", "data.eval", "model.name_or_path", "model.adapter", "privacy.ledger"}
+PLACES |= {"telemetry.textfile"}
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,10 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
     told = {"training": units.digest, "held-out": repr(held_out)}
     processes.check_equal({f"the {name} data, as tokens,": salted(one) for name, one in told.items()})
-    net, dropout_off = build_model(config, plan, device, console)
+    net, dropout_off = build_model(decision, device, console)
     vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     optimizer = make_optimizer(config.train, net)
-    groups: int = shared(_groups_key(config, run, plan, start.resume) if main else 0)
+    groups: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
     sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, groups)
     if plan and planted and main:
         _plant(planted, engine, plan.clipping, device)
@@ -174,7 +175,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     notes = decision.policy.deviations()
     if resumed:
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)
-        processes.replicate(optimizer, list(engine.parameters.values()))
+        processes.replicate(optimizer, list(checkpoint.kept(net).values()))
         engine.max_grad_norm = saved.max_grad_norm
         notes += [note for note in (*resumed.notes, *saved.notes) if note not in notes]
         notes += _lost(resumed.to_make_up, made_up=plan is not None and start.make_up_lost_steps)
@@ -238,16 +239,16 @@ def _save_turns(run: RunDir, plan: Plan, key: int, slots: int, charged: int | No
     KeptGroups(plan.bands, key, slots, starts).write(run.groups)
 
 
-def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resume: bool) -> int:
+def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: ResumeState | None) -> int:
     """The secret from which the groups of banded noise follow: drawn once for a run; 0 where there is one group."""
     if plan is None or not plan.coefficients:
         return 0
-    if not resume:
+    if resumed is None:
         seed = config.privacy.insecure_seed
         return os_entropy() if seed is None else seed
     with contextlib.suppress(ConfigError):
         saved = read_groups(run.groups)
-        if saved.bands == plan.bands and saved.digest == checkpoint.newest(run)[1].groups:
+        if saved.bands == plan.bands and saved.digest == resumed.groups:
             return saved.key
     raise Refused(
         f"{run.groups}: not the groups that the run began with, so a unit could join in two turns of one round, which no "

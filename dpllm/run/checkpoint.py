@@ -72,7 +72,7 @@ def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer,
         shutil.rmtree(leftover, ignore_errors=True)
     temporary = run.private / f".resume.{os.getpid()}"
     temporary.mkdir(parents=True)
-    save_file(_trainable(model), temporary / WEIGHTS)
+    save_file({n: p.detach().cpu().contiguous() for n, p in kept(model).items()}, temporary / WEIGHTS)
     torch.save(optimizer.state_dict(), temporary / MOMENTS)
     (temporary / STATE).write_bytes(_text(state, {name: sha256(temporary / name) for name in (WEIGHTS, MOMENTS)}))
     for path in (temporary / WEIGHTS, temporary / MOMENTS, temporary / STATE, temporary):
@@ -120,8 +120,8 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
     """
     place, state = newest(run)
     saved = load_file(place / WEIGHTS)
-    current = dict(model.named_parameters())
-    if set(saved) != set(_trainable(model)):
+    current = kept(model)
+    if set(saved) != set(current):
         raise Refused(
             f"{place}: the checkpoint trains other layers than the recipe. Resume with the run's config.yaml."
         )
@@ -169,5 +169,6 @@ def _flush(path: Path) -> None:
         os.close(number)
 
 
-def _trainable(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
+def kept(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What a checkpoint holds of a model: what trains, and the factors of adapters that do not (adapter.lora_a)."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name}

@@ -19,10 +19,11 @@ from dpllm.model import adapters, loading, processes
 from dpllm.model.processes import shared
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
-from dpllm.privacy.noise import GaussianNoise, os_entropy
+from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Form
-from dpllm.privacy.sampling import PoissonSampler, Turns
+from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe.config import RunConfig, TrainConfig
 from dpllm.run.promise import Decision
 
@@ -32,9 +33,10 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 def make_optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Optimizer:
     """The recipe's optimizer, over what trains."""
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    rate, decay = train.learning_rate, train.weight_decay
     if train.optimizer == "sgd":
-        return torch.optim.SGD(trainable, lr=train.learning_rate, weight_decay=train.weight_decay)
-    return torch.optim.AdamW(trainable, lr=train.learning_rate, weight_decay=train.weight_decay)
+        return torch.optim.SGD(trainable, lr=rate, weight_decay=decay, momentum=train.momentum)
+    return torch.optim.AdamW(trainable, lr=rate, weight_decay=decay)
 
 
 def is_low(config: RunConfig, net: Any, device: torch.device) -> bool:
@@ -47,16 +49,15 @@ def is_low(config: RunConfig, net: Any, device: torch.device) -> bool:
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
 
 
-def build_model(
-    config: RunConfig, plan: Plan | None, device: torch.device, console: Console
-) -> tuple[Any, dict[str, float] | None]:
+def build_model(decision: Decision, device: torch.device, console: Console) -> tuple[Any, dict[str, float] | None]:
     """The model with what trains, and the rates of dropout that were set to zero; says both."""
-    net = loading.build(config, device)
+    config = decision.config
+    net = loading.build(config, device, decision.weights)
     guards.check_model(net)
     loading.check_length(config, net)
     total = sum(parameter.numel() for parameter in net.parameters())
     console.print(adapters.trainable_text(adapters.trainable_table(net), total), markup=False, highlight=False)
-    dropout_off = loading.without_dropout(net) if plan else None
+    dropout_off = loading.without_dropout(net) if decision.plan else None
     if dropout_off:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
         console.print(

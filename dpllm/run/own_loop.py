@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from pydantic import ValidationError
@@ -21,16 +21,25 @@ from dpllm.model import loading, processes
 from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.engine import Engine as StepEngine
-from dpllm.privacy.noise import GaussianNoise, os_entropy
+from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe.config import RunConfig
 from dpllm.run.mechanism import check_rows
 from dpllm.text.data import Unit
 
 
-def promise(num_units: int, *, epsilon: float, batch_size: int, steps: int, max_grad_norm: float = 1.0) -> Plan:
+def promise(
+    num_units: int,
+    *,
+    epsilon: float,
+    batch_size: int,
+    steps: int,
+    max_grad_norm: float = 1.0,
+    bands: int | Literal["auto"] = 1,
+) -> Plan:
     """The Plan of a loop of one's own: flat clipping, units sampled whole, delta by ``privacy.delta: auto``.
 
     Args:
@@ -39,16 +48,19 @@ def promise(num_units: int, *, epsilon: float, batch_size: int, steps: int, max_
         batch_size: B, expected units of a step.
         steps: T.
         max_grad_norm: C.
+        bands: b, how many steps banded noise reaches back and how many groups take turns, or auto (``privacy.bands``); it suits
+            a constant learning rate. 1: independent noise.
 
     Raises:
         ConfigError: A number is impossible, or the target cannot be reached.
-        Refused: The batch is larger than N.
+        Refused: The batch is larger than N, or than one of b groups; or there are fewer than b steps.
     """
+    noise = {} if bands == 1 else {"noise": "banded", "bands": bands}
     values = {
         "model": {"name_or_path": "a model in memory"},
         "data": {"train": "units in memory"},
-        "privacy": {"epsilon": epsilon, "max_grad_norm": max_grad_norm},
-        "train": {"batch_size": batch_size, "steps": steps},
+        "privacy": {"epsilon": epsilon, "max_grad_norm": max_grad_norm, **noise},
+        "train": {"batch_size": batch_size, "steps": steps, "lr_scheduler": "constant", "warmup": 0.0},
         "output_dir": "nowhere",
     }
     try:
@@ -109,6 +121,7 @@ class Engine:
         _check_plan(plan)
         schedule, size = plan.schedule, plan.schedule.dataset_size
         self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
+        self._broken = False
         self._units = tuple(units)  # the caller's list may change
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -129,7 +142,7 @@ class Engine:
         )
         try:
             self._rows = check_rows(self._engine, vocabulary, max_length, physical_batch_size, pad_id=self._pad_id)
-            self._sampler = PoissonSampler(schedule, size, os_entropy())
+            self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
             self._ledger, self.entry = ledger, _reserve(plan, ledger, dataset)
         except BaseException:
             self._engine.close()  # the model is the caller's again
@@ -171,8 +184,14 @@ class Engine:
             )
         self._ledger.charge(self.entry, self._steps + 1)  # written before the update exists
         self._steps += 1
+        if self._broken:  # a turn passed without a row of noise, so that a unit's next turn would be too near in noise
+            self._engine.forget_noise()
+        self._broken = True  # before the turn passes: an interrupt may come within the draw
         drawn = self._sampler.draw()
-        return self._engine.step(physical_batches(drawn, self._units, self._rows, self._pad_id, self._max_length))
+        batches = physical_batches(drawn, self._units, self._rows, self._pad_id, self._max_length)
+        diagnostics = self._engine.step(batches)
+        self._broken = False
+        return diagnostics
 
     def __enter__(self) -> Self:
         return self
@@ -191,7 +210,8 @@ class Engine:
 def _check_plan(plan: Plan) -> None:
     schedule, norm = plan.schedule, plan.max_grad_norm
     size, batch, steps = schedule.dataset_size, schedule.expected_batch_size, schedule.num_steps
-    if plan != promise(size, epsilon=plan.target_epsilon, batch_size=batch, steps=steps, max_grad_norm=norm):
+    numbers = {"epsilon": plan.target_epsilon, "max_grad_norm": norm}
+    if plan != promise(size, batch_size=batch, steps=steps, bands=plan.bands, **numbers):
         raise Refused(
             "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
             "Pass what dpllm.promise(len(units), ...) returns."

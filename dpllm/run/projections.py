@@ -1,7 +1,7 @@
-"""What every step released along the gradient canaries: one private file of numbers, step by step.
+"""What every step released along the gradient canaries, and with banded noise who could join when: two private files.
 
-Comes in: one number for each canary and step, in units of C. Goes out: the same after the run, without the steps that a crash
-took. Knows no coins.
+Comes in: one number for each canary and step, in units of C; the key of the groups. Goes out: the same after the run, without
+the steps that a crash took. Knows no coins.
 
 Shape suffixes: T steps, M canaries.
 """
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json, write_whole
+from dpllm.privacy.stream import Turns, groups
 
 Floats = NDArray[np.float32]
 
@@ -60,8 +61,6 @@ def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> Bande
     """
     if not coefficients:
         return None
-    from dpllm.privacy.sampling import Turns, groups  # which imports torch
-
     kept = read_groups(path)
     if kept.bands != len(coefficients) or kept.slots < width:
         raise ConfigError(f"{path}: is not of this run, whose Plan has other bands. Restore it, or train again.")

@@ -8,20 +8,20 @@ still be computed beside one is. Must not import torch, read weights or write to
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from dpllm.errors import BudgetExceeded, DpllmError, Refused
+from dpllm.files import scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, check_directory
-from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_recipe
-from dpllm.statement import lineage
+from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
+from dpllm.statement import lineage, parents
 from dpllm.statement.fields import Lineage
 from dpllm.text import data, layouts
 
@@ -73,6 +73,7 @@ class Decision:
         resumed: The run that goes on; None for a new one.
         refusals: Everything that would refuse the run, but for what needs a tokenizer, the model or a second accountant,
             which needs torch: rows and canaries longer than ``data.max_length``, what the model cannot be, PRV.
+        weights: SHA-256 of the weights of ``model.adapter`` that were judged, which must be those that are loaded.
     """
 
     config: RunConfig
@@ -83,6 +84,7 @@ class Decision:
     lineage: Lineage | None = None
     resumed: ResumeState | None = None
     refusals: tuple[DpllmError, ...] = ()
+    weights: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -194,11 +196,13 @@ def decide(
                 found.add(kind(seen.refusal, dataset=seen.dataset, reason=seen.reason))
             elif over:
                 found.add(over)
-        base = found.attempt(lineage.of_base, config, fetch=fetch)
-        ancestry = found.attempt(
-            lineage.compose_with_base, base, config, dataset=dataset, derived_from=parent, book=ledger, plan=plan
-        )
-        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors))
+        base = found.attempt(parents.of_base, config, fetch=fetch)
+        if resumed and not found.errors:
+            found.attempt(same_lineage, base, config, run)
+        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan}
+        ancestry = found.attempt(lineage.compose_with_base, base, config, **about)
+        weights = base.weights if base else None
+        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), weights)
 
 
 def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
@@ -223,8 +227,8 @@ def plan_before_any_run(config: RunConfig) -> Plan:
     Raises:
         Refused: See ``make_plan``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        num_units = config.data.public_size or data.count_units(config.data, Path(folder))
+    with scratch() as folder:
+        num_units = config.data.public_size or data.count_units(config.data, folder)
     return make_plan(config, num_units, accounting_cache())
 
 
@@ -234,8 +238,7 @@ def accounting_cache() -> Path:
 
 
 def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, cache: Path | None) -> Subject | None:
-    with tempfile.TemporaryDirectory() if cache is None else contextlib.nullcontext(cache) as folder:
-        where = Path(folder)
+    with scratch() if cache is None else contextlib.nullcontext(cache) as where:
         table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None

@@ -37,6 +37,10 @@ from dpllm.telemetry import EpsilonSpent, Telemetry
 from dpllm.text.prompts import printable
 
 Status = Literal["completed", "interrupted"]
+INTERRUPTED = (
+    "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised metrics is "
+    "outside the guarantee"
+)
 
 
 class Recorder:
@@ -61,11 +65,12 @@ class Recorder:
         self._step = prepared.first_step
         self._saved: int | None = None
         self._finishing = False  # from then on, run.json says what was done, or that the process was killed
-        before = read_run(prepared.run).generator if main and prepared.plan and self._step else None
-        # Of a run that was resumed on another device, what is weaker.
-        self._generator = (
-            "philox_gpu" if before == "philox_gpu" else prepared.engine.generator if prepared.plan else None
-        )
+        # Of a run that was resumed, with another recipe or on another device, what is weaker.
+        before = read_run(prepared.run) if main and prepared.plan and self._step else None
+        self._generator = prepared.engine.generator if prepared.plan else None
+        if before and before.generator == "philox_gpu":
+            self._generator = before.generator
+        self._deviations = before.deviations if before else ()
         self._projections: Projections | None = None
         public = may_tell_cost(prepared.config)
         self._progress = ProgressLine(console, prepared.schedule.num_steps, self._step, public=public)
@@ -204,16 +209,13 @@ class Recorder:
         reason, notes = guards.deviations(prepared.config)
         reason = reason or lineage.why_not(prepared.decision.lineage)
         if status == "interrupted" and prepared.plan and unfinished is None:
-            notes.append(
-                "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised "
-                "metrics is outside the guarantee"
-            )
+            notes.append(INTERRUPTED)
         permitted = prepared.decision.policy.deviations()
         record = RunRecord.pick(
             cost if may_tell_cost(prepared.config) else {},
             status=status,
             guarantee=Guarantee(holds=reason is None and unfinished is None, reason=reason or unfinished),
-            deviations=notes + lineage.deviations(prepared.decision.lineage) + prepared.notes,
+            deviations=grown(notes + lineage.deviations(prepared.decision.lineage) + prepared.notes, self._deviations),
             resumes=[note for note in prepared.notes if note not in permitted],
             steps_planned=prepared.schedule.num_steps,
             training_digest=names.of_training(prepared.config),
@@ -245,6 +247,11 @@ class Recorder:
         )
         write_json(prepared.run.run, record.to_json())
         write_json(prepared.run.private / "summary.json", {**summary, **cost})
+
+
+def grown(notes: Sequence[str], before: Sequence[str]) -> list[str]:
+    """The deviations of a run that was resumed: what an earlier attempt gave away stays given away."""
+    return list(dict.fromkeys([*notes, *(note for note in before if note != INTERRUPTED)]))
 
 
 def may_tell(prepared: Prepared) -> bool:

@@ -16,6 +16,7 @@ from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
+from dpllm.statement.parents import Base
 from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 
 TRAIN_MAY_CHANGE = {"physical_batch_size", "eval_every", "checkpoint_every", "process_timeout"}
@@ -42,6 +43,7 @@ class ResumeState:
     to_make_up: int  # of the charged steps that the checkpoint does not have, how many none of these stand for
     notes: tuple[str, ...]  # what earlier resumes noted for run.json
     units: str | None  # digest of the units on which the checkpoint was trained; None in one that does not say
+    groups: str | None = None  # digest of the groups of banded noise
 
 
 def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, policy: DatasetPolicy) -> ResumeState:
@@ -92,7 +94,7 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
     since = sum(sizes) - saved.reserved  # the checkpoint stands on steps made up before it
     left = max(0, charged - saved.step - since)
     entries = tuple((claim.entry, claim.num_steps) for claim in claims)
-    return ResumeState(plan, entries, charged, sum(sizes[1:]), left, notes, saved.units)
+    return ResumeState(plan, entries, charged, sum(sizes[1:]), left, notes, saved.units, saved.groups)
 
 
 def _reservations(run: RunDir, entry: str, ledger: Ledger, policy: DatasetPolicy) -> list[Reservation]:
@@ -150,6 +152,25 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
         raise Refused(
             f"{run.root}: {', '.join(changed)} differs from the run that is resumed, whose reservation and record are about "
             f"that run only. Resume with {run.config}."
+        )
+
+
+def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
+    """Makes sure that what the run started from, a base model or an adapter, is and says what its record has of it.
+
+    Raises:
+        Refused: Files or statement were changed since, or cannot be read now.
+    """
+    record = read_run(run) if run.run.exists() else None
+    if record is None or "lineage" not in record.model_fields_set:  # of an older version
+        return
+    before = (record.lineage.base, *record.lineage.ancestors) if record.lineage else ()
+    if before != ((base.statement, *base.ancestors) if base else ()):
+        gone = " (none is found now: it was removed, or the Hub cannot be reached)" if base is None else ""
+        raise Refused(
+            f"{run.root}: {'model.adapter' if config.model.adapter else 'model.name_or_path'} no longer holds the files and the "
+            f"privacy statement that the run started from{gone}, so its lineage would be of others. Put back the files of that "
+            "time, or start anew with --overwrite."
         )
 
 

@@ -2,8 +2,7 @@
 
 Comes in: steps, epsilon in words, numbers of tokens; run.json. Goes out: text on a console. How fast and how large a step is
 follows from the units that were drawn and from the longest row: it is for whoever sits at the terminal, and is kept in a log
-or in a notebook of public data alone. Which steps get a line in
-a log follows from their number.
+or in a notebook of public data alone. Which steps get a line in a log follows from their number.
 """
 
 from __future__ import annotations

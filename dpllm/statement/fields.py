@@ -67,9 +67,8 @@ class NotAStatement(ConfigError):
         """
         lines = []
         for one in error.errors(include_url=False)[:_MOST_PROBLEMS]:
-            place = ".".join(str(part) for part in one["loc"][tag:]) or "the block"
-            if one["type"].startswith("union_tag"):
-                place = "guarantee"
+            place = ".".join(map(str, one["loc"][tag:])) or "the block"
+            place = "guarantee" if one["type"].startswith("union_tag") else place
             lines.append(f"{place[:_LONGEST]}: {one['msg'][:_LONGEST]}")
         return cls(lines)
 
@@ -316,8 +315,7 @@ class Composed(Record):
     spent_epsilon: NotNegative | None
     """Epsilon of all runs together, as if all had been fixed in advance."""
     filter_epsilon: NotNegative | None
-    """Epsilon of all runs by the Renyi filter, which holds where later runs were chosen after earlier results; null without
-    one."""
+    """Epsilon of all runs by the Renyi filter, which holds where later runs were chosen after earlier results; else null."""
     imported: Count
     """How many entries are for runs made elsewhere, as somebody stated them."""
     made_up_by: tuple[str | int, ...]
@@ -358,6 +356,8 @@ class Ancestor(Record):
     """Hash of that ledger's last entry then."""
     files_digest: str | None
     """SHA-256 over the hashes of its files."""
+    adapter: bool = False
+    """Whether it is an adapter, which training started from; absent where it is a model."""
 
 
 class ComposedLineage(Record):

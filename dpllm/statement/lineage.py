@@ -1,104 +1,23 @@
-"""Lineage: what a base model says about its own privacy, and what it and a run on it promise together.
+"""Lineage: what a run and the models before it promise together.
 
-Comes in: the recipe, its account in the ledger, its Plan. Goes out: the base model's statement, once it was found to be about
-these weights; the value that run.json and the card have under ``lineage``; or a refusal. Must not import torch or read any row.
+Comes in: the statement of what the run starts from (``parents.py``), its account in the ledger, its Plan. Goes out: the value
+that run.json and the card have under ``lineage``, or a refusal. Must not import torch or read any row.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dpllm.errors import ConfigError, DpllmError, Refused
-from dpllm.files import BLOCK, CARD, digest, sha256
+from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, guards
-from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.names import is_builtin
-from dpllm.statement import privacy_record
 from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
-from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.parents import Base
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
     from dpllm.privacy.plan import Plan
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-_LARGEST_BLOCK = 2**24  # bytes
-_PROMISED = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
-_ROUNDING = 1e-3  # between versions of an accountant
-
-
-@dataclass(frozen=True)
-class Base:
-    """The privacy block of a base model, once it was found to be about these weights.
-
-    Attributes:
-        statement: What it says.
-        ancestors: The same of the models before it, the nearest first.
-        budgeted: Whether its dataset had a budget in its ledger.
-        whole_event: Whether the ledger's entry alone pays for the event.
-    """
-
-    statement: Ancestor
-    ancestors: tuple[Ancestor, ...]
-    budgeted: bool
-    whole_event: bool
-
-
-def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
-    """Reads and checks what a recipe's base model says about its own privacy.
-
-    Args:
-        config: The recipe. A local directory is read as it is; of a Hub id, ``privacy.json`` and the weights that it names.
-        fetch: Whether files of a Hub id may be fetched; else only what lies in the cache is read.
-
-    Returns:
-        None where the base model has no privacy block, or (of a Hub id) none that can be reached.
-
-    Raises:
-        ConfigError: The directory is an adapter or a run directory, which no run can start from.
-        Refused: The block is damaged, is about other weights, or states less than its own event costs.
-    """
-    name = config.model.name_or_path
-    if is_builtin(name):
-        return None
-    path = Path(name)
-    if path.is_dir():
-        _refuse_what_is_no_model(path)
-        if not (path / BLOCK).exists():
-            return None
-        record = _read(path / BLOCK)
-        found = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-        wrong = _changed(record.files, found)
-    else:
-        where = _hub_file(name, BLOCK, config.model.revision, fetch)
-        if where is None:
-            return None
-        record = _read(where)
-        if "adapter_config.json" in record.files and "config.json" not in record.files:
-            raise ConfigError(_no_adapters(name))
-        weights = [file for file in record.files if file.endswith(_WEIGHTS)]
-        # What transformers loads first may be a file that the block does not speak of.
-        asked = dict.fromkeys([*weights, "model.safetensors"])
-        found = {f: at for f in asked if (at := _hub_file(name, f, config.model.revision, fetch))}
-        wrong = _changed({file: record.files[file] for file in weights if fetch or file in found}, found)
-    if wrong:
-        raise Refused(
-            f"{wrong[0]} of the base model {names.last_part(name)} is not the file that its privacy.json describes"
-            f"{f' ({len(wrong)} such files)' if len(wrong) > 1 else ''}, so nobody knows what these weights promise. Take a copy "
-            "that dpllm verify passes; if it was changed on purpose, remove privacy.json and the card, which no longer speak "
-            "of it."
-        )
-    public = names.public_name(name)
-    if path.is_dir():
-        path = path.resolve()
-        public = f"{path.parent.name}/{path.name}" if path.name in ("export", "merged") else path.name
-    return _base(public, record)
 
 
 def compose_with_base(
@@ -113,7 +32,7 @@ def compose_with_base(
     """Judges a run by its base model's statement, and composes the two where they are about the same data.
 
     Args:
-        base: Of ``of_base``.
+        base: Of ``parents.of_base``.
         config: The recipe.
         dataset: The name of its data in the ledger.
         derived_from: The dataset that is charged instead, where the recipe declares one.
@@ -144,6 +63,8 @@ def compose_with_base(
     _refuse_contradictions(base, book)
     excepted = _permission(base, config, mine, account, book)
     composed, reason = _compose(mine, plan, guards.deviations(config)[0])
+    if base.statement.dataset is None:
+        reason = f"nothing says on which data {base.statement.name} was trained"
     return Lineage(
         base=base.statement,
         ancestors=base.ancestors,
@@ -161,10 +82,9 @@ def why_not(lineage: Lineage | None) -> str | None:
         return None
     for parent in (lineage.base, *lineage.ancestors):
         if not parent.guarantee and parent.dataset == lineage.dataset:
-            return (
-                f"its base model goes back to {parent.name}, which was trained on the same dataset "
-                f"({lineage.dataset}) without a guarantee"
-            )
+            start = "the adapter that it started from" if lineage.base.adapter else "its base model"
+            same = f"which was trained on the same dataset ({lineage.dataset}) without a guarantee"
+            return f"{start} goes back to {parent.name}, {same}"
     return None
 
 
@@ -183,113 +103,6 @@ def deviations(lineage: Lineage | None) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _refuse_what_is_no_model(path: Path) -> None:
-    """An adapter, a run directory, or a copy of a model from which privacy.json was cut."""
-    from dpllm.statement.section import front_matter
-
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        raise ConfigError(_no_adapters(str(path)))
-    if (path / "run.json").exists() and (path / "export").is_dir():
-        raise ConfigError(
-            f"model.name_or_path {path}: is a run directory, not a model. Name {path / 'export'} if the run trained whole "
-            f"layers; if it trained an adapter, type dpllm merge {path} and name what that writes."
-        )
-    try:
-        stated = (
-            {} if (path / BLOCK).exists() else front_matter((path / CARD).read_text(encoding="utf-8")).get("privacy")
-        )
-    except (OSError, UnicodeDecodeError, ConfigError):  # no card, or one that states nothing
-        return
-    if isinstance(stated, dict) and "guarantee" in stated:
-        raise Refused(
-            f"{path}: its card has a privacy block and privacy.json is missing, so what these weights promise cannot be checked. "
-            "Take a whole copy, which dpllm verify passes."
-        )
-
-
-def _no_adapters(name: str) -> str:
-    return (
-        f"model.name_or_path {name}: is an adapter and not a whole model, so no run can start from it. Merge it into its "
-        "base first, dpllm merge RUN, and name the merged directory."
-    )
-
-
-def _read(path: Path) -> PrivacyRecord:
-    try:
-        if path.stat().st_size > _LARGEST_BLOCK:
-            raise ValueError
-        return privacy_record.read(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, DpllmError):
-        raise Refused(
-            f"{path}: is no privacy block that this version of dpllm can read, so what the base model promises is unknown, and "
-            "with it what a run on it would. Take a copy that dpllm verify passes, or write its card again with dpllm card."
-        ) from None
-
-
-def _changed(files: dict[str, str], found: dict[str, Path]) -> list[str]:
-    """Names of files that are missing or another; and of weights that the block does not speak of."""
-    changed = [name for name, sha in files.items() if name not in found or _sha256(found[name]) != sha]
-    return changed + [name for name in sorted(found) if name.endswith(_WEIGHTS) and name not in files]
-
-
-def _sha256(path: Path) -> str:
-    seen = path.stat()
-    return _sha256_of(path, seen.st_size, seen.st_mtime_ns, seen.st_ino)
-
-
-@lru_cache(maxsize=4096)  # one sweep looks at the same weights many times
-def _sha256_of(path: Path, size: int, modified: int, inode: int) -> str:
-    return sha256(path)
-
-
-def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path | None:
-    """A file of a Hub repository in the cache; None where there is none, or where nobody can be asked."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    try:
-        if not fetch:
-            cached = try_to_load_from_cache(name, file, revision=revision)
-            return Path(cached) if isinstance(cached, str) else None
-        return Path(hf_hub_download(name, file, revision=revision))
-    except Exception:  # no such file or repository, no network, a name that is none: the tokenizer's loading says which
-        return None
-
-
-def _base(name: str, record: PrivacyRecord) -> Base:
-    promised: dict[str, Any] = dict.fromkeys(_PROMISED)
-    if record.guarantee:
-        terms = record.terms
-        promised = {key: getattr(terms, key) for key in _PROMISED}
-        try:
-            costs = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)[0]
-        except DpllmError:
-            costs = math.inf
-        if costs > terms.epsilon * (1 + _ROUNDING) + _ROUNDING:
-            raise Refused(
-                f"the privacy block of the base model {name} states epsilon {terms.epsilon:g}, and its own event costs {costs:g} "
-                f"at delta {terms.delta:g}: the block is damaged or false. Take a copy that dpllm verify passes."
-            )
-    account, before = record.composed, record.lineage
-    # A model that was trained without privacy has no entry. Its lineage knows the name where its base had one, and of public
-    # data the block's own name is the one that the ledger would give them.
-    dataset = (account.dataset if account else None) or (before.dataset if before else None) or record.dataset
-    statement = Ancestor(
-        name=name,
-        guarantee=record.guarantee,
-        **promised,
-        dataset=dataset,
-        entry=account.entry if account else None,
-        head=account.head if account else None,
-        files_digest=digest(record.files),
-    )
-    return Base(
-        statement,
-        () if before is None else (before.base, *before.ancestors),
-        budgeted=account is not None and account.budget is not None,
-        whole_event=account is None or not account.made_up_by,
-    )
-
-
 def _refuse_contradictions(base: Base, book: Ledger | None) -> None:
     parent = base.statement
     if book is None or not _holds(book, parent.entry):
@@ -298,7 +111,7 @@ def _refuse_contradictions(base: Base, book: Ledger | None) -> None:
     other_data = run.reservation.dataset != parent.dataset
     if other_data or (base.whole_event and parent.event is not None and run.event != parent.event):
         raise Refused(
-            f"the privacy block of the base model {parent.name} names entry {parent.entry} of the ledger, which is about "
+            f"the privacy block of {parent.name} names entry {parent.entry} of the ledger, which is about "
             f"{'another dataset' if other_data else 'another event'}: one of the two was changed. Take a copy that dpllm verify "
             "passes.",
             dataset=run.reservation.dataset,

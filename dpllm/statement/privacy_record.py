@@ -31,6 +31,7 @@ from dpllm.statement.fields import (
     Terms,
     Text,
 )
+from dpllm.statement.released import BesideRun
 
 SCHEMA_VERSION = 2
 _FIRST = ("schema_version", "guarantee", "reason", "attempted")
@@ -278,6 +279,7 @@ class _Statement(Record):
     files: dict[Text, Sha256]
     """SHA-256 of every file published beside the card, by its path."""
     merged_from: MergedFrom | None = None
+    statistics: BesideRun | None = None
 
     def to_json(self) -> Json:
         """As privacy.json holds it."""

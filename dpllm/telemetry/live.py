@@ -188,7 +188,7 @@ def _checked(directory: str, run: RunPaths) -> Path:
 
 def _about(config: RunConfig, run: RunPaths, values: RunValues) -> dict[str, Value | None]:
     """A run in public values, for the trackers' configuration."""
-    train = ("optimizer", "learning_rate", "lr_scheduler", "warmup", "weight_decay")
+    train = ("optimizer", "momentum", "learning_rate", "lr_scheduler", "warmup", "weight_decay")
     promise = ("unit", "neighbouring_relation", "clipping", "max_grad_norm", "sampling_rate")
     plan = read_plan(run).to_json() if values.noise_multiplier is not None else {}
     return {

@@ -45,7 +45,7 @@ from dpllm.verification.values import (
     verified,
 )
 
-MOST_ROWS, MOST_TOKENS, MOST_TABLE = 200_000, 10_000_000, 2**24
+MOST_ROWS, MOST_TOKENS, MOST_UNPACKED, MOST_TABLE = 200_000, 10_000_000, 2**29, 2**24
 _ID = re.compile(r"[cr]\d{5,9}")
 _AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
@@ -69,7 +69,7 @@ def check(found: Published) -> Iterator[Check]:
     report = published_audit(folder)
     yield _belongs(found, stated.terms, report)
     yield _in_block(stated, stated.audit, report)
-    table, tokens = _tables(folder)
+    table, tokens = tables(folder)
     gradient = _gradient(folder, stated.terms, stated.steps, report)
     yield _rows(stated.terms, table, tokens, report)
     yield _statistics(stated.terms, report, table, tokens, gradient)
@@ -128,7 +128,8 @@ def _in_block(block: PrivacyRecord, part: Audit, report: AuditRecord) -> Check:
     return verified("audit: in the card", "the card shows what audit.json says.")
 
 
-def _tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+    """The scores of an audit, whose files are read once they are known to be small; ``Wrong`` says what is wrong with them."""
     tokens, old = folder / "tokens.parquet", folder / "scores.csv"
     read_bytes(tokens)
     if old.exists():  # of an audit before version 3
@@ -157,34 +158,41 @@ def _only_numbers(path: Path, *, coins: bool) -> None:
     wanted |= {
         field.name.removesuffix("_N") for field in fields(TokenTable) if field.name.startswith(("tuned", "base"))
     }
-    _described(path, wanted, MOST_TOKENS)
+    described(path, wanted, MOST_TOKENS)
     # As a dictionary: a few bytes can stand for any number of long names.
-    names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"])["canary_id"]
+    names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"], use_threads=False)[
+        "canary_id"
+    ]
+    if sum(len(chunk.dictionary) for chunk in names.chunks) > 2 * MOST_ROWS:
+        raise Wrong(f"{path.name} names more canaries than any audit of dpllm. {_AUDIT_AGAIN}")
     if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
         raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
 
 
-def _described(path: Path, wanted: set[str], most: int) -> Any:
-    """The Arrow schema of a parquet file that has these columns, no text beside them, and at most so many rows."""
+def described(path: Path, wanted: set[str], most: int) -> None:
+    """Refuses a parquet file with other columns, with text beside them, or with more rows, before any of it is unpacked."""
     from pyarrow import ArrowException, parquet
 
     try:
-        described = parquet.read_metadata(path)
+        found = parquet.read_metadata(path)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is no parquet file. {_AUDIT_AGAIN}") from None
-    names = set(described.schema.names)
-    if names not in (wanted, wanted | {"secret", "word"}) or (described.metadata or {}).keys() - {b"ARROW:schema"}:
+    names = set(found.schema.names)
+    if names not in (wanted, wanted | {"secret", "word"}) or (found.metadata or {}).keys() - {b"ARROW:schema"}:
         raise Wrong(f"{path.name} holds other columns than a table of dpllm, which could be text. {_AUDIT_AGAIN}")
-    fields_of = described.schema.to_arrow_schema()
+    fields_of = found.schema.to_arrow_schema()
     if fields_of.metadata or any(one.metadata for one in fields_of):
         raise Wrong(f"{path.name} describes its columns in text of its own. {_AUDIT_AGAIN}")
     # A row of lists could unpack to any number of values; only a token table names anything.
     texts = [one.name for one in fields_of if str(one.type) not in _NUMBERS and one.name != "canary_id"]
-    if texts or any(described.schema.column(i).max_repetition_level for i in range(len(described.schema.names))):
+    if texts or any(found.schema.column(i).max_repetition_level for i in range(len(found.schema.names))):
         raise Wrong(f"{path.name} holds something else than numbers and flags. {_AUDIT_AGAIN}")
-    if described.num_rows > most:
-        raise Wrong(f"{path.name} has {described.num_rows:,} rows, more than any audit of dpllm. {_AUDIT_AGAIN}")
-    return fields_of
+    unpacked = sum(found.row_group(number).total_byte_size for number in range(found.num_row_groups))
+    if found.num_rows > most or unpacked > MOST_UNPACKED:
+        raise Wrong(
+            f"{path.name} has {found.num_rows:,} rows, or {unpacked:,} bytes unpacked, and no audit of dpllm has as many. "
+            f"{_AUDIT_AGAIN}"
+        )
 
 
 def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
@@ -242,7 +250,7 @@ def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> 
             raise Wrong(f"gradient.parquet lies there, and audit.json names no gradient canaries. {_AUDIT_AGAIN}")
         return None
     read_bytes(path)
-    _described(path, COLUMNS, MOST_ROWS)
+    described(path, COLUMNS, MOST_ROWS)
     lattice = terms.randomness.lattice
     if lattice is None:
         raise Wrong(f"the card does not say how large the noise was, which gradient canaries measure. {_AUDIT_AGAIN}")
@@ -329,8 +337,10 @@ def check_mechanism(found: Published) -> Iterator[Check]:
         for key, one in fresh.items()
         for path in differences(report.get(key), one, key, 1e-3 if key in ("bound", "epsilon") else TOLERANCE)
     ]
-    if wrong:
-        raise Wrong(f"{listed(wrong)} of mechanism.json does not follow from the card and its own figures. {again}")
+    if wrong or not report["pairs"]:
+        raise Wrong(
+            f"{listed(wrong or ['pairs'])} of mechanism.json does not follow from the card and its own figures. {again}"
+        )
     if found.record.guarantee and report["verdict"] == "falsified":
         raise Wrong("it falsified the mechanism, and the card states a guarantee. There is none: do not rely on it.")
     yield verified(name, f"{report['verdict']}, by its own figures; that they were measured is asserted.")

@@ -39,7 +39,9 @@ OF_THE_HUB = (".gitattributes", ".git", ".cache")
 _TRAINING_STATE = re.compile(
     r"exp_avg|momentum_buffer|optimizer|rng|grad_sample|summed_grad|\bmoments?\b", re.IGNORECASE
 )
-_HIDING = re.compile(r"<(?:style|script|link|iframe|object|embed)\b|[\s\"'/]style\s*=", re.IGNORECASE)
+_HIDING = re.compile(
+    r"<(?:style|script|link|iframe|object|embed|meta|base|dialog)\b|[\s\"'/](?:style|class)\s*=", re.IGNORECASE
+)
 _KEYS = {"base_model", "library_name", "pipeline_tag", "tags", "license", "language", "datasets", "privacy"}
 _KEYS |= {"license_name", "license_link"}
 """Of the front matter: what dpllm writes, and two that the Hub asks for beside a licence of one's own."""

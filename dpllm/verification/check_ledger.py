@@ -1,35 +1,47 @@
 """The ledger: that its chain is whole, holds the head that the card states and the run with this very event.
 
 Comes in: what a card says of its ledger, and a ledger (a file, an export of one, a PostgreSQL URL) or none. Goes out: checks.
-A ledger's file is copied before it is opened: verifying writes nothing.
+Nothing is written, and no place on the network is taken from the files that are verified.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from dpllm.errors import DpllmError
 from dpllm.ledger import admission
-from dpllm.ledger.chain import Entry, read_export, verify_export
-from dpllm.ledger.ledger import open_ledger
-from dpllm.ledger.store import default_path
+from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
+from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import Account, account_of
 from dpllm.privacy import events
 from dpllm.statement.fields import Composed, Group, Terms
+from dpllm.statement.released import Statistics
 from dpllm.verification import costs
 from dpllm.verification.costs import rounding
-from dpllm.verification.values import Check, Json, Published, Wrong, asserted, close, listed, read_object, verified
+from dpllm.verification.values import (
+    Check,
+    Json,
+    Published,
+    Wrong,
+    asserted,
+    close,
+    listed,
+    read_object,
+    regular,
+    verified,
+)
 
 _NAME = "ledger"
 _SQLITE = b"SQLite format 3\x00"
 _URL = ("postgresql://", "postgres://")
+MOST_LEDGER = 2**30
 _TERMS = attrgetter("epsilon", "delta", "gate", "order")
 
 
@@ -69,6 +81,8 @@ def check(found: Published) -> Iterator[Check]:
         raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
     yield _entry(chain, composed, terms, found.record.steps.taken)
     yield _total(chain, composed, terms)
+    if found.record.statistics is not None:
+        yield _released(chain, found.record.statistics)
 
 
 def _coherent(composed: Composed, terms: Terms) -> Check:
@@ -94,48 +108,35 @@ def _coherent(composed: Composed, terms: Terms) -> Check:
 
 
 def _of_run(found: Published) -> str | None:
-    """The ledger that the recipe of a run names, if it is there."""
+    """The ledger that the recipe of a run names, if it is a file that is there; the recipe may be a stranger's."""
     if found.run is None:
         return None
     named = found.run.load_config().privacy.ledger
-    if named is None:
-        return str(default_path()) if default_path().exists() else None
-    return named if named.startswith(_URL) or Path(named).exists() else None
+    path = default_path() if named is None else Path(named)
+    return str(path) if path.exists() else None
 
 
 def _open(where: str, head: Json) -> _Chain:
     if where.startswith(_URL):
-        return _of_store(where, where, head)
-    path = Path(where).resolve()
-    with open(path, "rb") as file:
-        stored = file.read(len(_SQLITE)) == _SQLITE
-    if not stored:
-        value = read_object(path)
-        read_export(value, Path(path.name))
-        return _trusted(value, path.name, verify_export(value, head))
-    with TemporaryDirectory() as folder:
-        copy = Path(folder) / "ledger.sqlite"
-        with (
-            closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as source,
-            closing(sqlite3.connect(copy)) as target,
-        ):
-            source.backup(target)
-        return _of_store(str(copy), path.name, head)
+        name, value = where, _read(Postgres(where, read_only=True))
+    else:
+        path = Path(where).resolve()
+        with regular(path, MOST_LEDGER) as file:
+            stored = file.read(len(_SQLITE)) == _SQLITE
+        for beside in (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "journal")):
+            if os.path.lexists(beside):
+                with regular(beside, MOST_LEDGER):
+                    pass  # SQLite would wait for ever at a pipe of such a name
+        name, value = path.name, _read(SQLite(path, read_only=True)) if stored else read_object(path)
+    entries = read_export(value, Path(name))
+    if problems := verify_export(value, head):
+        raise Wrong(f"{name}: {problems[0]} Do not trust what it says of this run.")
+    return _Chain(entries, value["progress"], name)
 
 
-def _of_store(location: str, where: str, head: Json) -> _Chain:
-    book = open_ledger(location, create=False)
-    if book is None:
-        raise Wrong(f"{where}: no such ledger. Name its file with --ledger FILE.")
-    with book:
-        problems = book.verify(head)
-        return _trusted({} if problems else book.chain.export(), where, problems)
-
-
-def _trusted(export: Json, where: str, problems: list[str]) -> _Chain:
-    if problems:
-        raise Wrong(f"{where}: {problems[0]} Do not trust what it says of this run.")
-    return _Chain(read_export(export, Path(where)), export["progress"], where)
+def _read(store: Store) -> Json:
+    with closing(store):
+        return Chain(store).export()
 
 
 def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check:
@@ -167,6 +168,22 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
         "ledger: entry",
         f"{composed.entry} of {chain.where} was reserved for this very event, and {executed} steps were charged.",
     )
+
+
+def _released(chain: _Chain, shown: Statistics) -> Check:
+    """Each statistic has an entry of its own, before the stated head or after it."""
+    reserved = {
+        entry.facts["entry"]: (entry.dataset, entry.facts["unit"], entry.facts["relation"], entry.facts["event"])
+        for entry in chain.entries
+        if entry.kind == "reserve"
+    }
+    mine = shown.dataset, shown.unit, shown.neighbouring_relation
+    wrong = [one.statistic for one in shown.releases if reserved.get(one.entry) != (*mine, one.event.to_json())]
+    if wrong or len({one.entry for one in shown.releases}) < len(shown.releases):
+        raise Wrong(
+            f"{chain.where} has no entry of its own for {listed(wrong or ['each release'])}. Name their ledger."
+        )
+    return verified("ledger: statistics", f"{chain.where} charged each of {len(shown.releases)} releases by itself.")
 
 
 def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:

@@ -220,6 +220,25 @@ def _generator(terms: Terms) -> Check:
     return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples{how}; the base model is not covered.")
 
 
+def check_statistics(found: Published) -> Iterator[Check]:
+    """What was released about the data: its epsilon, alone and with the run, against its events."""
+    shown, terms, name = found.record.statistics, found.record.terms, "statistics"
+    if shown is None:
+        return
+    if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
+        raise Wrong(f"statistics protect another unit than the run, or by another relation. {_WRITE_AGAIN}")
+    relation, slack = terms.neighbouring_relation, rounding(terms)
+    if not shown.drawn or sum(one.event.epsilon for one in shown.releases) > costs.LARGE:
+        raise Wrong(f"statistics were not drawn, or with an epsilon above {costs.LARGE:g}. {_WRITE_AGAIN}")
+    alone = costs.together([shown.event()], shown.delta, relation)
+    both = costs.together([terms.event, shown.event()], terms.delta, relation) if found.record.guarantee else None
+    if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
+        raise Wrong(f"statistics cost {alone:.6g}, with the run {both}; other figures are stated. {_WRITE_AGAIN}")
+    with_run = "" if both is None else f", with the run {both:.6g} at delta {terms.delta:g}"
+    yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
+    yield asserted("values of statistics", "the author's word that OpenDP drew them from the data of this run.")
+
+
 def check_lineage(found: Published) -> Iterator[Check]:
     """Each ancestor's epsilon against its event, and the composition of those on the same data."""
     lineage = found.record.lineage

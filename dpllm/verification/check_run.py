@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dpllm.auditing.blind import words_control
-from dpllm.auditing.gradient import read_gradient, tabulate
-from dpllm.auditing.table import read_scores
+from dpllm.auditing.gradient import COLUMNS, read_gradient, tabulate
 from dpllm.canaries import canaries
 from dpllm.card import claim
 from dpllm.run.directory import RunDir
@@ -58,8 +57,7 @@ def check(found: Published) -> Iterator[Check]:
 
 
 def _audits_made(run: RunDir) -> int:
-    lines = run.private / "audits.jsonl"
-    return len(lines.read_text(encoding="utf-8", errors="replace").splitlines()) if lines.exists() else 0
+    return len(run.audits.read_text(encoding="utf-8", errors="replace").splitlines()) if run.audits.exists() else 0
 
 
 def _artifacts(found: Published, record: RunRecord) -> Check:
@@ -79,7 +77,8 @@ def _block(found: Published, run: RunDir, record: RunRecord) -> Check:
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
     watched = folder / "mechanism.json"
     mechanism = read_object(watched) if plan is not None and watched.exists() else None
-    fresh = claim.statement_of(config, plan, record, audit, mechanism, found.record.files)
+    released = read_object(run.describe) if run.describe.exists() else None
+    fresh = claim.statement_of(config, plan, record, audit, mechanism, found.record.files, released)
     wrong = list(differences(found.block, fresh.to_json(), tolerance=0.0))
     declared = "zero_out" if config.data.public_size is None else "add_or_remove_one"
     if plan is not None and plan.neighbouring_relation != declared:
@@ -98,7 +97,7 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     if plan.commitment != audit.commitment:
         raise Wrong(f"the card commits to other canaries than private/canaries.json holds. {_AGAIN}")
     coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
-    table, _ = read_scores(found.directory / "audit")
+    table, _ = check_audits.tables(found.directory / "audit")
     scored = {row.canary_id: (row.group, row.inserted) for row in table if row.group}
     references = {row.canary_id for row in table if not row.group}
     if scored != coins or references != {reference.canary_id for reference in plan.references}:
@@ -106,7 +105,9 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     if plan.gradient_coins and audit.gradient:
         promise = read_plan(run)
         of_plan, bands = (promise.sampling_rate, audit.gradient.noise_planned), max(1, len(promise.coefficients))
-        shown = read_gradient(found.directory / "audit" / "gradient.parquet", *of_plan, bands)
+        path = found.directory / "audit" / "gradient.parquet"
+        check_audits.described(path, COLUMNS, check_audits.MOST_ROWS)
+        shown = read_gradient(path, *of_plan, bands)
         turns = read_turns(run.groups, promise.coefficients, len(plan.gradient_coins))
         kept = tabulate(read_projections(run.projections), plan.gradient_coins, *of_plan, turns)
         if not all(np.allclose(getattr(shown, name), getattr(kept, name), rtol=1e-9, atol=1e-9) for name in vars(kept)):

@@ -11,10 +11,11 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from dpllm.errors import DpllmError
 from dpllm.run.directory import RunDir
@@ -176,8 +177,9 @@ def listed(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """A regular file of bounded size.
+@contextmanager
+def regular(path: Path, most: int = MOST_BYTES) -> Iterator[BinaryIO]:
+    """A regular file of bounded size, open for reading.
 
     Raises:
         Wrong: It is missing, a link, no file, too large or not readable.
@@ -191,11 +193,17 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
                 raise Wrong(f"{path.name} is no regular file. {_RESTORE}")
             if status.st_size > most:
                 raise Wrong(f"{path.name} has {status.st_size:,} bytes, more than {most:,}. {_RESTORE}")
-            return file.read(most + 1)
+            yield file
     except FileNotFoundError:
         raise Wrong(f"{path.name} is missing. {_RESTORE}") from None
     except OSError as error:
         raise Wrong(f"{path.name} cannot be read ({error.strerror}). {_RESTORE}") from None
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """What such a file holds."""
+    with regular(path, most) as file:
+        return file.read(most + 1)
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:

@@ -20,6 +20,7 @@ from dpllm.files import BLOCK, CARD
 from dpllm.run.directory import RunDir
 from dpllm.verification import check_audits, check_export, check_ledger, check_promise, check_run, sign
 from dpllm.verification.values import (
+    MOST_BYTES,
     Check,
     Published,
     Verification,
@@ -28,6 +29,7 @@ from dpllm.verification.values import (
     gone_wrong,
     read_object,
     read_text,
+    regular,
     verified,
 )
 
@@ -42,6 +44,7 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("audit", check_audits.check),
     ("audit of the engine", check_audits.check_mechanism),
     ("lineage", check_promise.check_lineage),
+    ("statistics", check_promise.check_statistics),
     ("ledger", check_ledger.check),
     ("run", check_run.check),
 )
@@ -68,6 +71,10 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     try:
         block = read_object(directory / BLOCK, _MOST_BLOCK)
         card = read_text(directory / CARD, _MOST_CARD)
+        for path, most in _files_of(run) if run else ():
+            if os.path.lexists(path):
+                with regular(path, most):
+                    pass  # what reads it later waits for no pipe, and follows no link
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
     checks.append(verified("card", "README.md and privacy.json are there and can be read."))
@@ -98,6 +105,13 @@ def _subject(path: Path) -> tuple[Path, RunDir | None]:
             f"{path}: the run has no card yet, so there is nothing to verify. Type dpllm card {path} first."
         )
     return run.export, run
+
+
+def _files_of(run: RunDir) -> Iterator[tuple[Path, int]]:
+    """What is read of a run beside its export, and how long each may be."""
+    yield run.config, 2**18  # YAML is slow to read
+    yield run.projections, 2**30
+    yield from ((path, MOST_BYTES) for path in (run.plan, run.run, run.describe, run.canaries, run.groups, run.audits))
 
 
 def _has_card(directory: Path) -> bool:

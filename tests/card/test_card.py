@@ -7,7 +7,9 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -365,3 +367,16 @@ def test_tables_of_the_card_are_whole() -> None:
         for above, line in itertools.pairwise(lines):
             if above.startswith("|") and line.startswith("|"):
                 assert above.count("|") == line.count("|"), line
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "chat_template.jinja", "special_tokens_map.json", "audit/roc.png"])
+@pytest.mark.parametrize("link", [True, False])
+def test_a_private_file_is_not_published_under_any_name(tmp_path: Path, name: str, link: bool) -> None:
+    run = make_run(tmp_path, config(), plan(), record(), audit())
+    run.metrics.write_text('{"loss": 7.654321}\n')
+    path = run.export / name
+    (os.link if link else shutil.copy)(run.metrics, path)
+    with pytest.raises(ConfigError, match=f"{name} does not belong in an export"):
+        write_card(run)
+    path.unlink()
+    write_card(run)

@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from sharding_worker import LAUNCHED
+from torch.distributed.fsdp import FSDPModule
 
 from dpllm import cli
 from dpllm.model import environment
 from dpllm.privacy.engine import Engine
+from dpllm.privacy.noise import BandedNoise
 from dpllm.run import loop
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +72,25 @@ def broken(engine: Engine) -> None:
     raise ValueError("a secret")
 
 
+def cut(engine: Engine) -> None:
+    assert isinstance(engine._model, FSDPModule)
+
+
+def sharded(name: str) -> None:
+    """Launches as recipes/accelerate/gpu_fsdp2.yaml does; a rank that adds noise keeps it, over its standard deviation."""
+    os.environ.update(LAUNCHED)
+    add, added = BandedNoise.add_to, []
+
+    def noted(noise: BandedNoise, sum_P: torch.Tensor, scale: float) -> None:
+        before_P = sum_P.clone()
+        add(noise, sum_P, scale)
+        added.append((sum_P - before_P) / scale)
+        torch.save(torch.stack(added), Path(sys.argv[1]) / f"{name}.noise{os.environ['RANK']}.pt")
+
+    BandedNoise.add_to = noted  # type: ignore[method-assign]
+    at_step(1, cut)
+
+
 @dataclass
 class Scenario:
     """What the ranks do; ``odd`` and ``odd_words`` are for the last rank alone."""
@@ -83,8 +105,18 @@ class Scenario:
 
 
 SEED = {"privacy.insecure_seed": "5"}
+BANDED = {"privacy.noise": "banded", "privacy.bands": "3", "train.steps": "8"}
+CANARIES = {"audit.canaries": "{groups: {1: 6}, references: 100}", "audit.gradient_canaries": "40"}
 SCENARIOS = {
     **{f"seeded_{world}": Scenario(world, SEED) for world in (1, 2, 3)},
+    "banded": Scenario(1, SEED | BANDED),
+    "banded_sharded": Scenario(2, SEED | BANDED, all_ranks=lambda: sharded("banded_sharded")),
+    "sharded_stopped": Scenario(
+        2, BANDED | CANARIES, odd=lambda: at_step(3, stopped), all_ranks=lambda: sharded("sharded_stopped")
+    ),
+    "sharded_resumed": Scenario(
+        2, BANDED | CANARIES, all_ranks=lambda: sharded("sharded_resumed"), flags=("--resume",), of="sharded_stopped"
+    ),
     "stopped": Scenario(2, odd=lambda: at_step(2, stopped)),
     "resumed_on_3": Scenario(3, flags=("--resume",), of="stopped"),
     "killed": Scenario(2, {"train.checkpoint_every": "1"}, odd=lambda: at_step(3, killed)),

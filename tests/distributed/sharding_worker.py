@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"base": "llama"},
     "checkpointed": {"base": "llama", "gradient_checkpointing": True},
     "low": {"base": "llama", "dtype": "bfloat16"},
-    "tied": {"base": "gpt2", "gradient_checkpointing": True},
+    "tied": {"base": "gpt2", "gradient_checkpointing": True, "lora_a": "frozen"},
     "copied": {"base": "gpt2", "modules_to_save": ["lm_head"]},
 }
 LENGTHS = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (6,), (8,))
@@ -68,7 +68,7 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     settings = VARIANTS[name]
     base = {key: settings[key] for key in ("gradient_checkpointing", "dtype") if key in settings}
     base["name_or_path"] = str(folder / settings["base"])
-    adapter = {**tm.LORA, "modules_to_save": settings.get("modules_to_save", [])}
+    adapter = {**tm.LORA, **{key: settings[key] for key in ("modules_to_save", "lora_a") if key in settings}}
     config = tm.recipe(model=base, adapter=adapter, train={"seed": 3})
     net = loading.build(config, tm.CPU)
     results: dict[str, Any] = facts(net)
@@ -175,7 +175,9 @@ def facts(net: Any) -> dict[str, Any]:
         "dtypes": sorted({str(p.dtype) for p in cut.values()}),
         "frozen_types": sorted({str(p.dtype) for p in net.parameters() if not p.requires_grad}),
         "frozen_in_blocks": [
-            f"{blocks}.{name}" for name, p in layers.named_parameters() if not p.requires_grad and p.dim()
+            f"{blocks}.{name}"
+            for name, p in layers.named_parameters()
+            if not p.requires_grad and p.dim() and ".lora_" not in name
         ],
         "trains_in": sorted({str(p.dtype) for p in net.parameters() if p.requires_grad}),
         "frozen": sum(p.numel() for p in net.parameters() if not p.requires_grad),

@@ -12,7 +12,8 @@ from torch import distributed
 
 from dpllm.privacy.banded import strategy
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.sampling import PoissonSampler, Turns, physical_batches
+from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.stream import Turns
 from dpllm.recipe.config import TrainConfig
 from dpllm.text.data import Unit
 

@@ -9,15 +9,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
+from scipy import stats
 
+from dpllm import cli
 from dpllm.ledger import Ledger
+from dpllm.privacy import banded
 
 HERE = Path(__file__).parent
 STEPS = 4
+ALARM = 1e-9  # p-value below which noise is called wrong
 COMPLETE = ["seeded_1", "seeded_2", "seeded_3"]
 STOPPED = ["stopped", "resumed_on_3", "killed", "resumed_on_1"]
+SHARDED = ["banded", "banded_sharded", "sharded_stopped", "sharded_resumed"]
+BANDED_STEPS, BANDS = 8, 3
 FAILED = {
     "broken": (1, "process 1: ValueError"),
     "hanging": (1, "step 2 did not end within 2 s"),
@@ -48,6 +57,11 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("stopped"), STOPPED)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("sharded"), SHARDED)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +144,48 @@ def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(st
         "resumes"
     ]  # step 3, which no checkpoint has
     assert charged(stopped, "killed") == [(STEPS, "completed")]
+
+
+def noise_of(folder: Path, name: str) -> NDArray[np.float64]:
+    """Of each step that a scenario took, over its standard deviation, times C: independent if the noise is as planned."""
+    assert not (folder / f"{name}.noise1.pt").exists()  # the other rank added none, and holds none
+    plan = json.loads((folder / name.replace("resumed", "stopped") / "run" / "plan.json").read_text())
+    rows_TP: NDArray[np.float64] = torch.load(folder / f"{name}.noise0.pt", weights_only=True).numpy()
+    return banded.whiten(plan["coefficients"], rows_TP)
+
+
+def test_banded_noise_of_a_sharded_base_is_that_of_a_whole_one(sharded: Path) -> None:
+    """Same secret draws: the same groups in turn, and the same noise, of which rank 0 takes back what it added."""
+    for name in SHARDED[:2]:
+        assert set(codes(sharded, name)) == {0}, (sharded / f"{name}.0.err").read_text()
+    plans = [json.loads((sharded / name / "run" / "plan.json").read_text()) for name in SHARDED[:2]]
+    assert plans[0] == plans[1]
+    assert (plans[0]["event"]["bands"], plans[0]["event"]["count"]) == (BANDS, BANDED_STEPS)
+    ours, whole = (load_file(sharded / name / "run" / "export" / "adapter_model.safetensors") for name in SHARDED[:2])
+    for name, tensor in whole.items():
+        assert float((ours[name] - tensor).norm()) <= 2e-3 * float(tensor.norm()), name
+    white_TP = noise_of(sharded, "banded_sharded")
+    assert len(white_TP) == BANDED_STEPS
+    assert min(stats.kstest(row_P, "norm").pvalue for row_P in white_TP) > ALARM
+    assert np.abs(np.corrcoef(white_TP)[np.triu_indices(BANDED_STEPS, 1)]).max() < 7 / white_TP.shape[1] ** 0.5
+
+
+def test_a_sharded_run_with_banded_noise_goes_on_with_empty_buffers_and_its_card_verifies(sharded: Path) -> None:
+    assert codes(sharded, "sharded_stopped") == [1, 1]
+    assert codes(sharded, "sharded_resumed") == [0, 0], (sharded / "sharded_resumed.0.err").read_text()
+    assert charged(sharded, "sharded_stopped") == [(BANDED_STEPS, "completed")]
+    white_TP = noise_of(sharded, "sharded_resumed")  # as if nothing had been added before
+    assert len(white_TP) == BANDED_STEPS - 3
+    assert min(stats.kstest(row_P, "norm").pvalue for row_P in white_TP) > ALARM
+    place = sharded / "sharded_stopped" / "run"
+    assert json.loads((place / "private" / "groups.json").read_text())["starts"] == [0, 3]
+    for command in ("audit", "card", "verify"):
+        assert cli.main([command, str(place)]) == 0
+    found = json.loads((place / "export" / "privacy.json").read_text())
+    assert (found["guarantee"], found["mechanism"]) == (True, "dp-bandmf")
+    audit = found["audit"]["gradient"]
+    assert audit["steps"] == BANDED_STEPS
+    assert audit["noise_interval"][0] < audit["noise_planned"] < audit["noise_interval"][1]
 
 
 @pytest.mark.full

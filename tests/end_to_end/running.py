@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 import yaml
 
 import dpllm
 from dpllm.cli import main
 from dpllm.ledger import Ledger
+from dpllm.privacy.engine import Engine
 
 Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -54,6 +56,20 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> list[float]:
+    """The engine's so-manyth step ends in an error, once it is charged; C of every step that is begun, also of later runs."""
+    step, norms = Engine.step, []
+
+    def begin(engine: Engine, *batches: Any) -> Any:
+        norms.append(engine.max_grad_norm)
+        if len(norms) == number:
+            raise RuntimeError
+        return step(engine, *batches)
+
+    patch.setattr(Engine, "step", begin)
+    return norms
 
 
 def rows(count: int = NUM_ROWS, start: int = 0) -> list[Json]:

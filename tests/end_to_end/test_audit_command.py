@@ -64,6 +64,7 @@ def test_the_mechanism_of_a_run_is_written_beside_its_audit(copy: Place, monkeyp
     assert copy.json("export/audit/mechanism.json")["audits"] == 2
     done("card", copy.run)
     assert "verified  audit of the engine" in done("verify", copy.run).out
+    written = copy.json("export/audit/mechanism.json")  # of both audits, as the card says
     for forged in ({"level": 1e-9}, {"epsilon": 1.0}, {"pairs": []}, {"claimed": {}}, {"reason": "It is well."}):
         write_json(copy.run / "export" / "audit" / "mechanism.json", {**written, **forged})
         assert "failed    audit of the engine" in dpllm_("verify", copy.run / "export").out, forged

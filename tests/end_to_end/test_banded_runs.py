@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from running import Place, done, dpllm_, make_place
+from running import Place, done, dpllm_, fails_in_step, make_place
 
 from dpllm.ledger import Ledger
 from dpllm.privacy import accounting
-from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import BandedNoise
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.statement import privacy_record
@@ -125,15 +124,7 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
 ) -> None:
     """It fails in its fourth step, two steps after its checkpoint; both are charged, lost, and made up."""
     place.write({**RECIPE, "audit.gradient_canaries": 40})
-    step, calls = Engine.step, []
-
-    def fail(engine: Engine, *batches: Any) -> Any:
-        calls.append(batches)
-        if len(calls) == 4:
-            raise RuntimeError
-        return step(engine, *batches)
-
-    monkeypatch.setattr(Engine, "step", fail)
+    fails_in_step(monkeypatch, 4)
     with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)
     before, groups = place.json("plan.json"), place.json("private/groups.json")
@@ -189,15 +180,7 @@ def test_a_run_whose_groups_are_gone_does_not_go_on(
     place: Place, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], Any], words: str
 ) -> None:
     place.write(RECIPE)
-    step, calls = Engine.step, []
-
-    def fail(engine: Engine, *batches: Any) -> Any:
-        calls.append(batches)
-        if len(calls) == 3:
-            raise RuntimeError
-        return step(engine, *batches)
-
-    monkeypatch.setattr(Engine, "step", fail)
+    fails_in_step(monkeypatch, 3)
     with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)
     answer = dpllm_("train", place.recipe, "--resume", "--privacy.bands", 2)
@@ -219,7 +202,9 @@ def test_a_seeded_run_is_repeated_and_gives_no_guarantee(place: Place) -> None:
     assert place.json("run.json")["guarantee"]["holds"] is False
 
 
-def test_a_run_with_a_cryptographic_generator(place: Place) -> None:
-    place.write({**RECIPE, "privacy.secure_noise": True})
+def test_two_bands_take_back_one_step(place: Place) -> None:
+    place.write({**RECIPE, "privacy.bands": 2, "privacy.secure_noise": True})
     done("train", place.recipe)
     assert place.json("run.json")["guarantee"]["holds"] is True
+    done("card", place.run)
+    assert "x_t = (z_t \u2212 c_1 x_(t\u22121)) / c_0" in (place.run / "export" / "README.md").read_text()

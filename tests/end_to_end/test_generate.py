@@ -179,6 +179,7 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
         (("--top-p", "0"), "ask for no text"),
         (("--top-p", "1.5"), "ask for no text"),
         (("--beams", "0"), "ask for no text"),
+        (("--beams", "101", "--temperature", "0"), "beams at most 100"),
         (("--beams", "5"), "a beam search looks for the likeliest text"),
         (("--max-new-tokens", "500"), "more than the 128"),
         (("--prompts", "nowhere.jsonl"), "cannot be read"),

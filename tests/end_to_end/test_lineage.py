@@ -12,10 +12,12 @@ import pytest
 import tiny
 from running import Place, contents, done, dpllm_
 from safetensors.torch import load_file, save_file
+from test_gains import stop_in_step
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.run.directory import RunDir
-from dpllm.statement import lineage, section
+from dpllm.run.resume import same_lineage
+from dpllm.statement import lineage, parents, section
 
 Json = dict[str, Any]
 QUICK = ("--audit.canaries", "null")
@@ -103,11 +105,68 @@ def test_a_third_generation_carries_the_first_on(child: Place, tmp_path: Path) -
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"name_or_path": str(tmp_path / "third")})}
     )
-    base = lineage.of_base(config)
+    base = parents.of_base(config)
     assert base is not None
     assert base.statement.name == "third"
     assert [ancestor.name for ancestor in base.ancestors] == ["clinic-notes"]
     assert base.ancestors[0].to_json() == child.json("run.json")["lineage"]["base"]
+
+
+def test_an_adapter_is_started_from_on_the_statement_that_it_was_trained_on(child: Place, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(child.run / "export", folder)
+    config = RunDir(child.run).load_config()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": str(folder)})})
+    base = parents.of_base(config)
+    assert base is not None
+    assert [(one.name, one.adapter) for one in (base.statement, *base.ancestors)] == [
+        ("adapter", True),
+        ("clinic-notes", False),
+    ]
+    # What the adapter's block says of its base counts only where the base says it too.
+    block = json.loads((folder / "privacy.json").read_text("utf-8"))
+    block["lineage"]["base"]["dataset"] = "other"
+    block["lineage"].update(same_dataset=False, dataset=None, composed=None, reason="other data")
+    (folder / "privacy.json").write_text(json.dumps(block))
+    assert parents.of_base(config) == base
+    for name in ("privacy.json", "README.md"):
+        (folder / name).unlink()
+    with pytest.raises(Refused, match="does not name the privacy statement of clinic-notes"):
+        parents.of_base(config)
+
+
+def test_a_resumed_run_stands_on_the_base_that_it_started_from(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever changed: the files, the statement alone, a statement that is gone."""
+    stop_in_step(monkeypatch, 3)
+    every = ("--train.checkpoint_every", "1")
+    with pytest.raises(RuntimeError):
+        dpllm_("train", place.recipe, *again(place, *every))
+    block, card, run = place.base / "privacy.json", place.base / "README.md", RunDir(place.run)
+    kept, text, record = block.read_bytes(), card.read_bytes(), run.run.read_bytes()
+    changed = json.loads(kept)
+    changed["composed"]["head"] = "0" * 64
+    block.write_text(json.dumps(changed))
+
+    def said() -> str:
+        answer = dpllm_("train", place.recipe, *again(place, *every), "--resume")
+        assert answer.code == 3, answer
+        return " ".join(answer.err.split())
+
+    assert "model.name_or_path no longer holds the files and the privacy statement that" in said()
+    block.unlink()
+    card.unlink()
+    assert "none is found now: it was removed, or the Hub cannot be reached" in said()
+    earlier = json.loads(record)
+    run.run.write_text(json.dumps({**earlier, "lineage": None}))
+    block.write_bytes(kept)
+    card.write_bytes(text)
+    assert "model.name_or_path no longer holds" in said()
+    del earlier["lineage"]  # of a version that wrote none
+    run.run.write_text(json.dumps(earlier))
+    same_lineage(None, run.load_config(), run)
+    run.run.write_bytes(record)
+    done("train", place.recipe, *again(place, *every), "--resume")
+    assert place.json("run.json")["lineage"]["base"]["name"] == "clinic-notes"
 
 
 def test_a_base_that_was_exchanged_is_not_merged_into(child: Place, tmp_path: Path) -> None:
@@ -243,7 +302,7 @@ def test_a_model_of_the_hub_is_read_where_it_is_cached(parent: Place, hub: Path,
 
     def seen(name: str) -> lineage.Base | None:
         named = config.model.model_copy(update={"name_or_path": name})
-        return lineage.of_base(config.model_copy(update={"model": named}), fetch=fetch)
+        return parents.of_base(config.model_copy(update={"model": named}), fetch=fetch)
 
     here, there = seen(str(parent.root / "clinic-notes")), seen("org/clinic-notes")
     assert here is not None

@@ -258,6 +258,29 @@ def test_runs_of_another_mechanism_are_not_compared(shadowed: tuple[Place, dict[
         shadows._same_mechanism(run, other)
 
 
+def test_shadows_of_banded_noise_may_be_trained_on_another_machine(
+    shadowed: tuple[Place, dict[str, object]], tmp_path: Path
+) -> None:
+    """Whose processor finds the same coefficients but for their last bits, and whose auto need not find as many."""
+    place, _ = shadowed
+    promise = read_json(place.run / "plan.json")
+
+    def planned(name: str, *coefficients: float) -> RunDir:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "plan.json").write_text(json.dumps({**promise, "coefficients": coefficients}))
+        return RunDir(tmp_path / name)
+
+    run = planned("run", 0.8, 0.5, 0.2)
+    shadows._same_mechanism(run, planned("shadow", 0.8 + 1.2e-7, 0.5 - 1e-7, 0.2))
+    for other in ((0.8, 0.501, 0.2), (0.8, 0.5), ()):
+        with pytest.raises(ConfigError, match="another coefficients"):
+            shadows._same_mechanism(run, planned("shadow", *other))
+    config = RunDir(place.run).load_config()
+    noisy = config.model_copy(update={"privacy": config.privacy.model_copy(update={"noise": "banded"})})
+    assert [shadows._recipe(one, noisy, run).privacy.bands for one in (run, RunDir(place.run))] == [3, 1]
+    assert shadows._recipe(RunDir(place.run), config, run).privacy.bands == "auto"
+
+
 def test_a_seeded_run_has_shadows_with_noise_of_their_own(shadowed: tuple[Place, dict[str, object]]) -> None:
     place, _ = shadowed
     run = RunDir(place.run)

@@ -58,7 +58,7 @@ def only_config(path: Path, family: str = "llama", **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
+@pytest.mark.parametrize("adapter", [LORA, {**LORA, "lora_a": "frozen"}, FROZEN], ids=["lora", "lora_a", "frozen"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
 def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
     found = needs(recipe(only_config(tmp_path / "config", family), adapter))

@@ -141,9 +141,9 @@ def test_a_deeper_adapter_or_none_is_refused(plan, seed):
     deep = net(target_modules=".*layers.1.*q_proj")
     with pytest.raises(ConfigError, match="attention has mixed"):
         gradient_leakage(deep, plan, sequences(seed=seed))
-    frozen = tm.build("llama", tm.FROZEN)
-    with pytest.raises(ConfigError, match="no LoRA adapter"):
-        gradient_leakage(frozen, plan, [tm.unit((5,), 1).sequences[0]])
+    for adapter in (tm.FROZEN, {**tm.LORA, "lora_a": "frozen"}):
+        with pytest.raises(ConfigError, match="no LoRA adapter"):
+            gradient_leakage(tm.build("llama", adapter), plan, [tm.unit((5,), 1).sequences[0]])
 
 
 def test_reconstruction_bounds_are_those_of_the_literature(plan):

@@ -75,6 +75,18 @@ def test_a_budget_is_stronger_than_a_declaration_that_data_are_public(tmp_path: 
         assert ask(recipe(tmp_path), book).deviations() == [deviation]  # later runs with privacy say it too
 
 
+def test_noise_that_can_be_drawn_again_counts_as_none_where_there_is_a_budget(tmp_path: Path) -> None:
+    seeded = recipe(tmp_path, privacy={"insecure_seed": 3})
+    with opened(tmp_path / "free.sqlite") as book:
+        assert ask(seeded, book).exceptions == ()
+    with with_budget(tmp_path / "ledger.sqlite", seeded) as book:
+        with pytest.raises(Refused, match=r"Remove privacy\.insecure_seed") as refused:
+            ask(seeded, book)
+        assert refused.value.reason == "no_privacy"
+        budgets.except_from_privacy(book, "notes", "alice", "a test of the noise")
+        assert ask(seeded, book).deviations() == ask(recipe(tmp_path), book).deviations() != []
+
+
 def test_an_exception_of_somebody_else_before_the_budget_is_void(tmp_path: Path) -> None:
     off = recipe(tmp_path, privacy={"enabled": False})
     with opened(tmp_path / "ledger.sqlite") as book:

@@ -1,7 +1,9 @@
 """Reservations: the budget cannot be overspent, by nobody and in no order, and every step is charged once."""
 
 import os
+import shutil
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 from ledger_stores import (
@@ -389,3 +391,23 @@ def test_child_processes_see_no_more_than_the_ledger(place: Place):
     with pytest.raises(AssertionError):
         outputs([start(place, "sys.exit('no')")])
     assert os.path.exists("/")
+
+
+@pytest.mark.parametrize("what", ["deleted", "replaced", "moved"])
+def test_a_step_is_not_charged_to_a_file_that_is_no_longer_there(tmp_path: Path, what: str) -> None:
+    path, copy = tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite"
+    with Ledger(path) as ledger:
+        claim = reserve(ledger)
+        ledger.charge(claim.entry, 1)
+        shutil.copy(path, copy)
+        if what == "deleted":
+            path.unlink()
+        elif what == "moved":
+            path.rename(tmp_path / "elsewhere.sqlite")
+        else:
+            os.replace(copy, path)
+        with pytest.raises(Refused, match="deleted, moved or replaced"):
+            ledger.charge(claim.entry, 2)
+        if what == "moved":
+            (tmp_path / "elsewhere.sqlite").rename(path)
+            ledger.charge(claim.entry, 2)

@@ -225,9 +225,25 @@ def test_a_new_adapter_changes_nothing_yet(bases: dict[str, Path]) -> None:
     torch.testing.assert_close(logits(loading.build(config, CPU)), logits(loading.load_base(config.model, CPU)))
 
 
+def test_with_its_first_factor_frozen_an_adapter_starts_the_same_and_trains_half(bases: dict[str, Path]) -> None:
+    whole, half = (
+        loading.build(recipe(bases["phi3"], {"method": "lora", "lora_a": a}), CPU) for a in ("trained", "frozen")
+    )
+    assert all(value.equal(half.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert trainable(half) == {name for name in trainable(whole) if ".lora_B." in name}
+    assert len(trainable(half)) == len(trainable(whole)) / 2
+    assert adapters.left_out(half) == []
+
+
+def test_on_an_embedding_whose_first_factor_starts_at_zero_it_is_not_frozen(bases: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="Take the embedding out"):
+        loading.build(recipe(bases["llama"], {**ADAPTERS["embedding"], "lora_a": "frozen"}), CPU)
+
+
 @pytest.mark.parametrize(
     ("family", "adapter", "kinds"),
     [
+        ("llama", {"method": "lora", "lora_a": "frozen"}, ["B of LoRA on q, k, v, o, gate, up, down_proj of 2 layers"]),
         ("llama", {"method": "lora"}, ["LoRA on q, k, v, o, gate, up, down_proj of 2 layers"]),
         (
             "gpt2",

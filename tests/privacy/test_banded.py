@@ -306,6 +306,28 @@ def test_a_noise_multiplier_of_the_recipe_is_judged_with_its_bands() -> None:
         given(needed * 0.9)
 
 
+@pytest.mark.parametrize("privacy", [{"noise_multiplier": 3.0}, {"noise_multiplier": 0.3, "epsilon": 1e6}])
+def test_auto_goes_with_noise_that_the_recipe_sets(privacy: dict[str, float]) -> None:
+    """Bands are chosen for the target; where no noise is needed for it, there is nothing to gain."""
+    made = plan(privacy={"bands": "auto", **privacy})
+    assert (made.bands > 1) == ("epsilon" not in privacy)
+    assert made.noise_multiplier == privacy["noise_multiplier"]
+    assert made.epsilon <= made.target_epsilon
+
+
+def test_auto_for_a_target_that_protects_nobody_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"lower privacy\.epsilon"):
+        plan(privacy={"bands": "auto", "epsilon": 1e6})
+
+
+def test_more_bands_than_are_planned_are_refused_in_three_parts() -> None:
+    with pytest.raises(Refused) as refused:
+        plan(privacy={"bands": 600}, train={"batch_size": 1, "steps": 700})
+    what, mend = str(refused.value).split(". ")
+    assert what == f"privacy.bands 600 is more than {banded.MOST_BANDS}, which would take long to plan"
+    assert mend == f"Set privacy.bands to {banded.MOST_BANDS} or less."
+
+
 def test_a_plan_of_a_run_that_goes_on_keeps_its_coefficients(tmp_path: Path) -> None:
     first = plan()
     again = make_plan(recipe(), UNITS, extra_steps=6, coefficients=first.coefficients)

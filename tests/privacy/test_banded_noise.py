@@ -16,7 +16,8 @@ from dpllm.privacy.engine import Engine
 from dpllm.privacy.lattice import spacing_of
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.sampling import PoissonSampler, Turns, groups
+from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.stream import Turns, groups
 from dpllm.recipe.config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -143,6 +144,17 @@ def test_rehearsing_draws_no_noise_and_keeps_none() -> None:
     engine.rehearse([])
     assert isinstance(engine._noise, BandedNoise)
     assert engine._noise._past == []
+
+
+@pytest.mark.parametrize(("rank", "buffers"), [(None, BANDS - 1), (0, BANDS - 1), (1, 0)])
+def test_rehearsing_holds_room_for_earlier_noise_where_noise_is_added(
+    rank: int | None, buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ones, sizes = tm.make_engine(tm.build("llama"), promise()), torch.ones, []
+    monkeypatch.setattr("dpllm.privacy.engine._rank", lambda: rank)
+    monkeypatch.setattr(torch, "ones", lambda size, **more: sizes.append(size) or ones(size, **more))
+    engine.rehearse([])
+    assert sizes[0] == 2 * buffers * engine.size  # float64, held as twice as many float32; SGD holds nothing
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 @cache
 def built(family: str, method: str) -> Any:
-    return tm.build(family, LORA if method == "lora" else FROZEN)
+    return tm.build(family, {"lora": LORA, "lora_a": {**LORA, "lora_a": "frozen"}, "frozen": FROZEN}[method])
 
 
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["lora", "frozen"])
+@pytest.mark.parametrize("method", ["lora", "lora_a", "frozen"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_one_unit_moves_the_sum_by_at_most_c(family: str, method: str, autocast: Any) -> None:
     some = tm.units(((9, 4), (16,), (5,), (12,), (40,), (2,)), seed=1)

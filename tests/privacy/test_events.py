@@ -33,6 +33,7 @@ GAUSSIAN = {"type": "gaussian", "noise_multiplier": 1.0}
 ADAPTIVE = {"type": "adaptive_clipping", "gradient_noise_multiplier": 1.2, "count_noise_multiplier": 5.0}
 GROUP = dp_sgd_event(0.02, 0.8, 150, 4)
 IMPORTED = {"type": "imported", "epsilon": 1.0, "delta": 1e-6}
+PURE = {"type": "pure_dp", "epsilon": 0.25}
 BEST = {"type": "repeat_and_select", "event": RUN, "mean": 10, "distribution": "geometric"}
 
 
@@ -58,6 +59,7 @@ def test_event_is_plain_json_and_says_what_ran() -> None:
 def test_releases_are_counted_where_this_run_pays_for_them() -> None:
     assert count_releases(compose([RUN, RUN, dp_sgd_event(0.5, 3.0, 7)])) == 307
     assert count_releases(GROUP) == 150
+    assert count_releases(compose([PURE, RUN, {"type": "self_composed", "count": 3, "event": PURE}])) == 154
     assert count_releases(sampled_steps(ADAPTIVE, 0.1, 9)) == 9
     assert count_releases(BEST) == count_releases(IMPORTED) == 0
     assert count_releases(compose([RUN, BEST, IMPORTED])) == 150
@@ -214,3 +216,27 @@ def test_noise_whose_squares_fit_no_float_is_refused(noise: float) -> None:
 def test_more_steps_than_can_be_composed_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"too long to compose\. Lower"):
         epsilon(dp_sgd_event(0.01, 1.0, 10**7), 1e-5, "zero_out")
+
+
+def test_pure_dp_costs_what_dp_accounting_says_and_takes_no_delta() -> None:
+    """With DP-SGD, composed directly from dp-accounting's public functions."""
+    from dp_accounting.pld import common
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    one = pld.from_privacy_parameters(common.DifferentialPrivacyParameters(0.25, 0.0), 1e-4)
+    run = pld.from_gaussian_mechanism(0.8, sampling_prob=0.02, value_discretization_interval=1e-4).self_compose(150)
+    whole = compose([PURE, RUN, PURE])
+    direct = one.self_compose(2).compose(run).get_epsilon_for_delta(1e-6)
+    assert epsilon(whole, 1e-6, "add_or_remove_one") == pytest.approx(direct, rel=1e-9)
+    assert epsilon(RUN, 1e-6, "zero_out") < direct < epsilon(RUN, 1e-6, "zero_out") + 0.5
+    assert imported_delta(whole) == 0
+    assert accountants(whole) == {"pld", "rdp"}
+    assert epsilon(whole, 1e-6, "zero_out", "rdp") >= direct - 1e-3
+    with pytest.raises(ConfigError, match="does not know"):
+        epsilon(whole, 1e-6, "zero_out", "prv")
+
+
+@pytest.mark.parametrize("broken", [{"epsilon": -0.1}, {"epsilon": math.inf}, {"epsilon": "1"}, {"delta": 1e-6}])
+def test_a_malformed_pure_dp_has_no_cost(broken: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        normal_form({**PURE, **broken})

@@ -203,7 +203,7 @@ def test_one_unit_moves_what_is_released_by_at_most_c(mode, plans, full, seed):
         assert max(pair.count_difference or 0.0 for pair in found) == 0.5
 
 
-@pytest.mark.parametrize("method", [{"method": "frozen", "last_blocks": 1}, {"method": "lora", "r": 8}])
+@pytest.mark.parametrize("method", [tm.FROZEN, {"method": "lora", "r": 8}, {**tm.LORA, "lora_a": "frozen"}])
 def test_the_recipes_adapter_is_replayed(method, plans, seed):
     recipe = tm.recipe(adapter=method)
     found = replay(recipe, plans["flat"], pairs=3, generator=np.random.default_rng([seed, 13]))

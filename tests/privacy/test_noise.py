@@ -23,7 +23,8 @@ from tiny_models import CPU, Toy
 from torch import Tensor
 
 from dpllm.privacy.lattice import noise_scale
-from dpllm.privacy.noise import CHUNK, ENDS, GaussianNoise, SecretStream, os_entropy
+from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.stream import CHUNK, ENDS, SecretStream, os_entropy
 
 STEPS = 400
 

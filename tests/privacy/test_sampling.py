@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.privacy.noise import SecretStream
 from dpllm.privacy.sampling import PoissonSampler, collate, physical_batches
 from dpllm.privacy.schedule import padded_length, padded_lengths
+from dpllm.privacy.stream import SecretStream
 from dpllm.text.data import Unit
 
 ALARM = 1e-9

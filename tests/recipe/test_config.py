@@ -149,10 +149,14 @@ def test_wrong_type_names_the_key(tmp_path: Path, key: str, value: Any) -> None:
         ("privacy.delta", 1),
         ("privacy.max_grad_norm", 0),
         ("privacy.noise_multiplier", 0),
+        ("privacy.insecure_seed", -1),
+        ("privacy.insecure_seed", 2**128),
         ("train.batch_size", 0),
         ("train.physical_batch_size", -4),
         ("train.steps", 0),
         ("train.warmup", 1.0),
+        ("train.momentum", 1.0),
+        ("adapter.lora_a", "random"),
         ("data.max_length", 1),
         ("data.public_size", 0),
         ("adapter.r", 0),
@@ -169,11 +173,22 @@ def test_impossible_value_names_the_key(tmp_path: Path, key: str, value: Any) ->
     assert problem(tmp_path, put(raw(), key, value)).startswith(f"{key}: ")
 
 
+@pytest.mark.parametrize("bands", ["many", 2.5, [4], {"n": 4}, 0])
+def test_a_wrong_number_of_bands_is_one_line(tmp_path: Path, bands: Any) -> None:
+    message = problem(tmp_path, put(put(raw(), "privacy.noise", "banded"), "privacy.bands", bands))
+    assert message.startswith("privacy.bands: ")
+    assert "1 or more, or auto" in message
+    assert len(message.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"train.epochs": 2}, "train: give train.epochs or train.steps"),
         ({"train.steps": None}, "train: give train.epochs or train.steps"),
+        ({"model.adapter": "runs/first/export", "adapter": {"method": "frozen"}}, "or adapter.method: lora"),
+        ({"model.adapter": ""}, "model.adapter: "),
+        ({"train.momentum": 0.9}, "set optimizer: sgd or remove momentum"),
         ({"data.unit": "author"}, "data.max_examples_per_unit"),
         ({"data.max_examples_per_unit": 3}, "needs data.unit"),
         ({"data.packing": True}, "clipping would bound rows and not people; set data.packing: false"),

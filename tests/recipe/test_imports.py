@@ -244,6 +244,23 @@ def test_full_fine_tuning_becomes_the_last_blocks(tmp_path: Path) -> None:
     assert recipe.adapter.model_dump(include={"method", "last_blocks"}) == {"method": "frozen", "last_blocks": 4}
 
 
+def test_an_adapter_to_go_on_with_is_carried_where_adapters_train(tmp_path: Path) -> None:
+    assert imported(tmp_path, AXOLOTL, lora_model_dir="old/adapter")[1].model.adapter == "old/adapter"
+    assert imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path="old")[1].model.adapter == "old"
+    found, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path="old", finetuning_type="freeze")
+    assert recipe.model.adapter is None
+    assert not any("model.adapter" in line for line in found.carried)
+    for value in ("old, older", ["old"]):
+        found, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path=value)
+        assert recipe.model.adapter is None
+        assert any(line.startswith("adapter_name_or_path: a recipe starts from one") for line in found.left)
+    for new in (True, False):
+        found, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path="old", create_new_adapter=new)
+        assert recipe.model.adapter == (None if new else "old")
+        assert any("model.adapter" in line for line in found.carried) is not new
+        assert any(line.startswith("create_new_adapter: the old adapter becomes") for line in found.left) is new
+
+
 def test_pretraining_and_held_out_data(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     entry = {"c4": {"file_name": "c4.jsonl", "columns": {"prompt": "body"}}}

@@ -28,6 +28,14 @@ def test_recipes_keep_the_digest_that_they_had_before_there_were_new_keys() -> N
     assert names.of_training(config()) == "7b88a388c8613aaee7ec09e06e2f357567d22e259b379efba9d9a1a2a4497e88"
 
 
+def test_new_keys_that_are_used_change_the_digest() -> None:
+    value = {**yaml.safe_load(BEFORE), "adapter": {"method": "lora"}}
+    value["train"]["optimizer"] = "sgd"
+    changes = {"model": {"adapter": "start/export"}, "adapter": {"lora_a": "frozen"}, "train": {"momentum": 0.9}}
+    recipes = [value, *({**value, section: {**value[section], **keys}} for section, keys in changes.items())]
+    assert len({names.digest(RunConfig.model_validate(recipe)) for recipe in recipes}) == 4
+
+
 def test_what_changes_the_data_changes_the_digest() -> None:
     sources = ["a.jsonl", ["a.jsonl"], ["a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl"], "*.jsonl"]
     recipes = [config(train=source) for source in sources] + [config(csv={"delimiter": ";"}), config()]

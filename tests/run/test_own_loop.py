@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ import dpllm
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Budget
 from dpllm.ledger.budgets import set_budget
+from dpllm.privacy.noise import BandedNoise
+from dpllm.privacy.sampling import PoissonSampler
 
 N, LENGTH, STEPS = 12, 16, 3
 
@@ -120,6 +123,7 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
         lambda plan: replace(plan, delta=0.5),
         lambda plan: replace(plan, sampling="example"),
         lambda plan: replace(plan, target_epsilon=1.0),
+        lambda plan: replace(plan, coefficients=(0.9, 0.1)),
     ],
 )
 def test_a_plan_that_promise_did_not_make_is_refused(model: nn.Module, ledger: dpllm.Ledger, changed: Any) -> None:
@@ -169,6 +173,63 @@ def test_a_step_that_fails_counts_and_the_next_goes_on(model: nn.Module, ledger:
         trained.grad = None
         made.step()
         assert ledger.run(made.entry).steps == 2
+
+
+@pytest.mark.parametrize("where", ["in the draw", "in the step"])
+def test_banded_noise_takes_turns_and_takes_nothing_back_from_before_a_step_that_failed(
+    model: nn.Module, ledger: dpllm.Ledger, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The failed step had its turn but no row of noise: two turns of a unit would be nearer in noise than b rows."""
+    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=7, max_grad_norm=0.1, bands=3)
+    assert (plan.bands, plan.event["type"], plan.event["probability"]) == (3, "cyclic_poisson", 1.0)
+    drawn: list[set[int]] = []
+    held: list[int] = []
+    draw, add = PoissonSampler.draw, BandedNoise.add_to
+
+    def watched(sampler: PoissonSampler) -> list[int]:
+        drawn.append(set(found := draw(sampler)))
+        if where == "in the draw" and len(drawn) == 4:
+            raise Refused("interrupted")
+        return found
+
+    monkeypatch.setattr(PoissonSampler, "draw", watched)
+    monkeypatch.setattr(BandedNoise, "add_to", lambda self, *more: held.append(len(self._past)) or add(self, *more))
+    trained = next(p for p in model.parameters() if p.requires_grad)
+    with engine(model, ledger, plan=plan) as made:
+        for step in range(7):
+            trained.grad = torch.ones_like(trained) if step == 3 and where == "in the step" else None
+            with pytest.raises(Refused) if step == 3 else contextlib.nullcontext():
+                made.step()
+        assert ledger.run(made.entry).event == plan.event
+    assert held == [0, 1, 2, 0, 1, 2]
+    assert drawn[0] | drawn[1] | drawn[2] == set(range(N))  # at rate 1, everybody in their turn, and once
+    assert sum(map(len, drawn[:3])) == N
+    assert drawn[:3] == drawn[3:6]
+    assert drawn[6] == drawn[0]
+    assert ledger.spent("letters", plan.delta) == pytest.approx(plan.epsilon, abs=1e-6)
+
+
+def test_groups_of_two_loops_are_drawn_apart(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=3, max_grad_norm=0.1, bands=3)
+    group_NE = []
+    for _ in range(4):
+        with engine(model, ledger, plan=plan) as made:
+            group_NE.append(tuple(made._sampler._group_N))
+    assert len(set(group_NE)) > 1
+
+
+@pytest.mark.parametrize(("bands", "kind"), [(0, ConfigError), ("many", ConfigError), (4, Refused)])
+def test_bands_that_cannot_be_are_one_line(bands: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="bands") as refusal:
+        dpllm.promise(N, epsilon=20, batch_size=4, steps=3, bands=bands)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_auto_finds_the_bands_that_a_recipe_would_and_its_plan_runs(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    assert dpllm.promise(1200, epsilon=8, batch_size=60, steps=30, bands="auto").bands > 1
+    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=3, max_grad_norm=0.1, bands="auto")
+    with engine(model, ledger, plan=plan) as made:
+        made.step()
 
 
 @pytest.mark.parametrize(

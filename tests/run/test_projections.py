@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dpllm.errors import ConfigError
-from dpllm.run.projections import Projections, read_projections
+from dpllm.run.projections import KeptGroups, Projections, read_projections
 
 
 def test_steps_are_kept_and_a_resumed_run_of_more_steps_goes_on(tmp_path: Path) -> None:
@@ -53,3 +56,19 @@ def test_a_missing_or_damaged_file_is_refused_in_one_line(tmp_path: Path, conten
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"missing or damaged, so .* Restore it, or train again"):
         read_projections(path)
+
+
+def test_turns_are_read_without_torch(tmp_path: Path) -> None:
+    """``dpllm verify`` does, of a run with banded noise."""
+    path = tmp_path / "groups.json"
+    KeptGroups(3, 2**200 + 1, 50, (0, 7)).write(path)
+    code = """
+import sys
+from pathlib import Path
+from dpllm.run.projections import read_turns
+turns = read_turns(Path(sys.argv[1]), (0.8, 0.4, 0.2), 40)
+assert len(turns.group_M) == 40 and set(turns.group_M) == {0, 1, 2} and turns.starts == (0, 7)
+assert "torch" not in sys.modules
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, env=env)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpllm.recipe.config import RunConfig
-from dpllm.run.record import may_tell, may_tell_cost, told_by_weights
+from dpllm.run.record import INTERRUPTED, grown, may_tell, may_tell_cost, told_by_weights
 
 
 def config(public: bool, eval_public: bool, privacy: dict[str, Any]) -> RunConfig:
@@ -71,3 +71,9 @@ def test_time_and_memory_are_told_of_public_rows_alone(
 ) -> None:
     asked = config(public, eval_public, {})
     assert may_tell_cost(asked.model_copy(update={"data": asked.data.model_copy(update={"eval": evaluation})})) is told
+
+
+def test_deviations_of_a_resumed_run_only_grow() -> None:
+    """An attempt that was interrupted may have shown what the one after it, with another recipe, does not."""
+    assert grown(["two", "new"], ["one", "two", INTERRUPTED]) == ["two", "new", "one"]
+    assert grown(["two", INTERRUPTED], [INTERRUPTED]) == ["two", INTERRUPTED]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import Json, audit, config, plan, record, render_card
+from cards import Json, audit, config, described, plan, record, render_card
 from jsonschema import Draft202012Validator
 from test_card_states import STATES
 
@@ -31,7 +31,7 @@ FOUND = {"verdict": "consistent", "reason": "No test failed.", "steps": 300}
 def block() -> Json:
     limits = {"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": None}
     beside = {"accountants": {"pld": 2.99, "rdp": 3.3}, "limits": limits, "curve": [[1e-4, 2.3], [1e-9, None]]}
-    return render_card(config(), plan(**beside), record(), audit(), FOUND)[1]
+    return render_card(config(), plan(**beside), record(), audit(), FOUND, statistics=described())[1]
 
 
 def objects(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Json]]:
@@ -137,7 +137,7 @@ MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "g
 
 
 def test_a_field_too_many_or_too_few_is_a_problem(block: Json) -> None:
-    optional = {"adaptive", "accountants", "limits", "curve", "trade_off", "merged_from"}
+    optional = {"adaptive", "accountants", "limits", "curve", "trade_off", "merged_from", "statistics"}
     for path, value in objects(block):
         extra = at(block, path)
         copied = extra.pop("__copied")

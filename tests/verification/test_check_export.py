@@ -136,7 +136,8 @@ def test_a_tag_that_stands_alone_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["<style>p {display: none}</style>", "<SCRIPT src=x>", "<link rel=stylesheet>", "<iframe>", "<object>", "<embed src=x>",
-     "<div title='>' style = 'position: fixed'>", "<p/style=x>"],
+     "<div title='>' style = 'position: fixed'>", "<p/style=x>", "<div class='fixed inset-0'>", "<meta http-equiv=refresh>",
+     "<dialog open>", "<base href=x>"],
 )  # fmt: skip
 def test_nothing_outside_the_marked_parts_can_cover_them(page: Path, text: str) -> None:
     page.write_text(page.read_text("utf-8") + f"\n{text}\n", encoding="utf-8")

@@ -1,0 +1,117 @@
+"""``dpllm describe``: statistics of private data, released with differential privacy and charged to the ledger."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpllm.cli.plan import AddCommand, show
+from dpllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpllm.ledger.values import Sealed
+    from dpllm.recipe.config import RunConfig
+
+# Option -> (what it takes, its help), in the words of text.asked.Kind.
+STATISTICS = {
+    "lengths": ("CANDIDATES", "quantiles of token lengths, among declared ones: 64,128,256 or LOW:HIGH:PARTS"),
+    "quantiles": ("COLUMN=CANDIDATES", "the same of a column of numbers"),
+    "shares": ("COLUMN=VALUE,VALUE", "how many rows have each declared value, and how many another"),
+    "scripts": ("SCRIPT,SCRIPT", "how many rows are mostly written in each script, such as latin,cyrillic,cjk"),
+    "mean": ("COLUMN=LOW:HIGH", "of a column of numbers, within declared bounds"),
+}
+# Option -> the key of the recipe that it sets.
+KEYS = {
+    "unit": "data.unit",
+    "max_examples_per_unit": "data.max_examples_per_unit",
+    "dataset": "privacy.dataset",
+    "ledger": "privacy.ledger",
+    "tokenizer": "model.name_or_path",
+}
+
+
+def add_commands(add: AddCommand) -> None:
+    """The command and its arguments."""
+    parser = add("describe", describe, "release statistics of private data, charged to the ledger")
+    parser.usage = "dpllm describe DATA|RECIPE --epsilon E STATISTIC ... [options] [--SECTION.KEY VALUE ...]"
+    parser.add_argument("data", help="file, glob, directory or Hub id; or a recipe (.yaml), for its data and ledger")
+    parser.add_argument("--epsilon", type=float, required=True, help="of all statistics of this call together")
+    parser.add_argument("--delta", type=float, help="at which they come to it (default: the budget's, or 1e-9)")
+    group = parser.add_argument_group("statistics", "equal parts of epsilon; asked twice, one costs twice")
+    text = "number of units that have a row"
+    group.add_argument("--units", dest="asked", action="append_const", const=("units", ""), help=text)
+    for name, (takes, text) in STATISTICS.items():
+        typed: Any = lambda value, name=name: (name, value)  # noqa: E731
+        group.add_argument(f"--{name}", dest="asked", action="append", type=typed, metavar=takes, help=text)
+    group.add_argument("--at", default=".5,.9,.99", metavar="Q,Q", help="which quantiles (default: .5,.9,.99)")
+    parser.add_argument("--unit", help="column that says whose row it is (default: the recipe's, or each row)")
+    parser.add_argument("--max-examples-per-unit", type=int, metavar="N", help="rows of one unit that count")
+    parser.add_argument("--dataset", help="name of the data in the ledger")
+    parser.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="whose tokens are counted (default: the recipe's model)")
+    parser.add_argument("--output", type=Path, default=Path("describe.json"), help="default: describe.json")
+    parser.add_argument("--dry-run", action="store_true", help="show costs and errors, and spend nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def describe(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints what was released, or with --dry-run what it would cost; exit code 3 where the ledger refuses it."""
+    from dpllm.text.asked import EXAMPLES, parse
+
+    if not known.asked:
+        raise ConfigError(
+            f"no statistic is asked, so there is nothing to release. Type {', '.join(EXAMPLES.values())}."
+        )
+    asked = [parse(kind, text, known.at) for kind, text in known.asked]
+    config = _config(known, rest)
+    from rich.table import Table
+
+    from dpllm.run.describe import offered
+
+    with offered(config, asked, known.epsilon, known.delta, create=not known.dry_run) as offer:
+        found = offer.statistics if known.dry_run else offer.release(known.output)
+    told = f"Together epsilon {found.epsilon:.4f} at delta {found.delta:g} per {found.unit} of {found.dataset}"
+    column, end = "released (95% error)", f", charged to the ledger; all of it is in {known.output}."
+    if known.dry_run:
+        column = "95% error"
+        end = f"; the ledger holds {offer.spent:.4f} and would hold {offer.after:.4f}. Nothing was spent."
+    table = Table("statistic", column, "mechanism", "epsilon")
+    for one in found.releases:
+        table.add_row(one.statistic, one.words(), one.mechanism, f"{one.event.epsilon:g}")
+    show(known, found.to_json() if known.json else table, told + end)
+    if known.dry_run and offer.refusal:
+        print(f"dpllm describe: {offer.refusal}", file=sys.stderr)
+        return offer.refusal.exit_code
+    return 0
+
+
+def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
+    from dpllm.recipe.config import load_config, make_config
+    from dpllm.recipe.section import parse_overrides
+
+    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
+    keys |= parse_overrides(rest)
+    if Path(known.data).suffix in (".yaml", ".yml"):
+        return load_config(known.data, keys)
+    if "model.name_or_path" not in keys and any(kind == "lengths" for kind, _ in known.asked):
+        raise ConfigError("--lengths counts tokens, and no model says which. Type --tokenizer MODEL, or a recipe.")
+    # What a recipe must have, and nobody reads here.
+    raw: dict[str, Any] = {"model": {"name_or_path": "none"}, "train": {"steps": 1}, "output_dir": "none"}
+    return make_config({**raw, "data": {"train": known.data}}, keys, "dpllm describe")
+
+
+def listed(names: Sequence[str], planned: Callable[[str], Sealed]) -> list[Sealed]:
+    """The list that a planned budget seals: what recipes plan, and what dry runs of this command printed (.json)."""
+    from dpllm.files import read_json
+    from dpllm.ledger.values import Sealed
+    from dpllm.statement.released import Statistics
+
+    def runs(name: str) -> list[Sealed]:
+        if not name.endswith(".json"):
+            return [planned(name)]
+        return [Sealed(one.event.to_json(), 1) for one in Statistics.pick(read_json(Path(name))).releases]
+
+    return [run for name in names for run in runs(name)]

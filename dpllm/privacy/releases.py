@@ -1,0 +1,179 @@
+"""Noisy statistics: each a measurement of OpenDP, with the epsilon that OpenDP's own map states for it.
+
+Comes in: what is asked (declared values, no data), how many rows one unit may bring, an epsilon. Goes out: a ``Measurement``,
+which turns the values of all rows into what may be published. OpenDP (extra ``stats``) draws all noise, from the operating
+system's generator. Knows no text and no ledger.
+
+Guarantee:
+    A release of a ``Measurement`` is (epsilon, 0)-differentially private, with the epsilon of its event, for any two lists of
+    values of which one is the other without at most ``rows`` values: a unit's rows replaced by nothing, or a unit added or
+    removed. Distances, noise and privacy map are OpenDP's, which calls some of them "contrib": not every proof is vetted.
+
+References:
+    Ghosh, Roughgarden and Sundararajan 2012, "Universally Utility-Maximizing Privacy Mechanisms" (discrete Laplace). McKenna and
+    Sheldon 2020, "Permute-and-Flip: A New Mechanism for Differentially Private Selection". Smith 2011, "Privacy-preserving
+    Statistical Estimation with Optimal Convergence Rates" (its score of a quantile).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.events import Event
+from dpllm.text.asked import OTHER, Statistic, tidy
+
+STEPS = 2**20
+"""Steps from the middle of a mean's declared range to its end: OpenDP sums whole numbers."""
+MISSED = 0.05
+"""Probability that a release errs by more than its ``error``."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One release, before it is drawn.
+
+    Attributes:
+        mechanism: Its name in the literature.
+        event: What it costs: ``pure_dp`` with OpenDP's epsilon.
+        error: With 95% probability it errs by at most this; it follows from what is declared.
+        error_of: What ``error`` counts, in words.
+        measure: OpenDP's measurement.
+        prepare: One exact value -> the element of a list that ``measure`` takes.
+        read: What ``measure`` gives -> named numbers.
+    """
+
+    mechanism: str
+    event: Event
+    error: float
+    error_of: str
+    measure: Any
+    read: Callable[[Any], dict[str, float]]
+    prepare: Callable[[Any], Any] = lambda value: value
+
+    def release(self, values: Iterable[Any]) -> dict[str, float]:
+        """Draws it once, from the exact values of all rows."""
+        return self.read(draw(self.measure, [self.prepare(value) for value in values]))
+
+
+def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
+    """The measurement of a statistic that costs at most `epsilon`.
+
+    Args:
+        asked: What, and all that is declared for it.
+        rows: How many rows one unit may bring, >= 1.
+        epsilon: > 0.
+
+    Raises:
+        ConfigError: OpenDP is not installed, or has no noise for so small or large an epsilon.
+    """
+    try:
+        from opendp.mod import OpenDPException, enable_features
+    except ImportError:
+        raise ConfigError(
+            "statistics get their noise from OpenDP, which is not installed. Type pip install 'dpllm[stats]'."
+        ) from None
+    enable_features("contrib")
+    make = {"units": _counted, "shares": _counted, "scripts": _counted, "mean": _mean}.get(asked.kind, _quantile)
+    try:
+        return make(asked, 1 if asked.kind == "units" else rows, epsilon)
+    except (OpenDPException, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{asked.name}: OpenDP has no mechanism of epsilon {epsilon:g} for it ({type(error).__name__}). Give it another part "
+            "of epsilon, or declare other values."
+        ) from None
+
+
+def draw(measure: Any, values: list[Any]) -> Any:
+    """The only place where what is exact becomes what may be published."""
+    return measure(values)
+
+
+def _counted(asked: Statistic, rows: int, epsilon: float) -> Measurement:
+    from opendp import domains, metrics, transformations
+
+    space = domains.vector_domain(domains.atom_domain(T="String")), metrics.symmetric_distance()
+    exact = transformations.make_count(*space, TO="i64")
+    if asked.values:
+        exact = transformations.make_count_by_categories(*space, list(asked.values), MO="L1Distance<i64>", TOA="i64")
+    measure, error = _laplace(exact, rows, epsilon)
+    what = "rows in each count" if asked.values else "units"
+
+    def read(found: Any) -> dict[str, float]:
+        return dict(zip((*asked.values, OTHER), found, strict=True)) if asked.values else {"units": found}
+
+    def prepare(value: str) -> str:
+        return value if value in asked.values else OTHER  # no text of a row goes further
+
+    return Measurement("discrete Laplace", _cost(measure, rows), error, what, measure, read, prepare)
+
+
+def _mean(asked: Statistic, rows: int, epsilon: float) -> Measurement:
+    """Sum and count together; the sum is of the distances from the middle of the range, so that it moves least."""
+    from opendp import combinators, domains, metrics, transformations
+
+    low, high = asked.numbers
+    middle, step = (low + high) / 2, (high - low) / 2 / STEPS
+    space = domains.vector_domain(domains.atom_domain((-STEPS, STEPS), T="i64")), metrics.symmetric_distance()
+    total, many = transformations.make_sum(*space), transformations.make_count(*space, TO="i64")
+    noisy_total, total_error = _laplace(total, rows, epsilon / 2, MISSED / 2)
+    noisy_many, many_error = _laplace(many, rows, epsilon / 2, MISSED / 2)
+    measure = combinators.make_composition([noisy_total, noisy_many])
+
+    def prepare(value: float) -> int:
+        return min(max(round((min(max(value, low), high) - middle) / step), -STEPS), STEPS)
+
+    def read(found: Any) -> dict[str, float]:
+        moved, count = found
+        corners = [(moved + a * total_error) / max(1, count + b * many_error) for a in (-1, 1) for b in (-1, 1)]
+        steps = {"mean": moved / max(1, count), "low": min(corners), "high": max(corners)}
+        near = {name: min(max(middle + step * one, low), high) for name, one in steps.items()}
+        return {**near, "rows": count}
+
+    # The true mean is at most STEPS from the middle, so that an error in the count moves it by at most so many over the count.
+    error = step * (total_error + STEPS * many_error)
+    what = "divided by the number of rows"
+    return Measurement("discrete Laplace (sum and count)", _cost(measure, rows), error, what, measure, read, prepare)
+
+
+def _quantile(asked: Statistic, rows: int, epsilon: float) -> Measurement:
+    from opendp import domains, measurements, measures, metrics
+
+    space = domains.vector_domain(domains.atom_domain(T="f64", nan=False)), metrics.symmetric_distance()
+    best = partial(
+        measurements.make_private_quantile, *space, measures.max_divergence(), list(asked.numbers), asked.quantile
+    )
+    measure, scale = _scaled(best, rows, epsilon)
+    # A candidate wins whose rank is off by t rows more than the best one's only if its exponential noise exceeds t.
+    error = scale * math.log(len(asked.numbers) / MISSED)
+
+    def read(found: float) -> dict[str, float]:
+        return {f"{asked.quantile:g}": tidy(found)}
+
+    return Measurement("permute-and-flip", _cost(measure, rows), error, "rows of rank", measure, read)
+
+
+def _laplace(exact: Any, rows: int, epsilon: float, missed: float = MISSED) -> tuple[Any, float]:
+    """OpenDP's measurement, and what its noise exceeds with probability ``missed``."""
+    from opendp.accuracy import discrete_laplacian_scale_to_accuracy
+    from opendp.measurements import make_laplace
+
+    space = exact.output_domain, exact.output_metric
+    measure, scale = _scaled(lambda scale: exact >> make_laplace(*space, scale=scale), rows, epsilon)
+    return measure, discrete_laplacian_scale_to_accuracy(scale, missed)
+
+
+def _scaled(make: Callable[[float], Any], rows: int, epsilon: float) -> tuple[Any, float]:
+    """The measurement of least scale whose map says at most ``epsilon``, and the scale."""
+    from opendp.mod import binary_search_param
+
+    scale = binary_search_param(make, rows, epsilon)
+    return make(scale), scale
+
+
+def _cost(measure: Any, rows: int) -> Event:
+    return {"type": "pure_dp", "epsilon": measure.map(rows)}

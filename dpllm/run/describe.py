@@ -1,0 +1,214 @@
+"""Statistics of private data, released with differential privacy: what they cost, their reservation, then the draws.
+
+Comes in: the recipe, what is asked, an epsilon for all of it. Goes out: an ``Offer``, which spends nothing; of one, the released
+``Statistics`` and their file. Must not draw noise (``privacy.releases``), nor compute a value (``text.asked``).
+
+Guarantee:
+    What ``release`` returns and writes is (epsilon, delta)-differentially private for one unit, all of whose rows but
+    ``max_examples_per_unit`` are left out by a rule that reads that unit's rows only. Each release is an entry of the ledger:
+    reserved, charged before its value is computed, and closed when the file is there, so that a crash leaves it charged.
+    Which columns the data have, and that they can be read, is taken as public: where not, there is a refusal, and no release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import dpllm
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.files import scratch, write_json
+from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
+from dpllm.ledger.reserving import reserve_all
+from dpllm.ledger.values import Sealed
+from dpllm.privacy.accounting import Relation, compose, stated
+from dpllm.privacy.events import number
+from dpllm.privacy.releases import Measurement, measurement
+from dpllm.recipe.config import RunConfig
+from dpllm.statement.released import Statistics
+from dpllm.text import data
+from dpllm.text.asked import Statistic, check_columns, exact_values
+
+DELTA = 1e-9
+"""At which a total is stated where neither a budget nor the user names another: no release needs one."""
+FINEST, MOST_PERCENT = 1e-4, 1000
+"""Epsilons are multiples of it, as PLD counts; and how much more than its share of a sum a release may get."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What would be released, before anything is spent.
+
+    Attributes:
+        statistics: Costs and errors, without values.
+        spent: Epsilon that the ledger holds for the dataset, by PLD at delta.
+        after: The same with these releases.
+        refusal: Why the ledger would refuse them.
+    """
+
+    statistics: Statistics
+    spent: float
+    after: float
+    refusal: Refused | None
+    _measurements: Sequence[tuple[Statistic, Measurement]]
+    _exact: Callable[[Statistic], Iterable[Any]]
+    _policy: dataset_policy.DatasetPolicy
+    _ledger: Ledger | None
+
+    def release(self, output: Path) -> Statistics:
+        """Reserves, draws and writes; within ``offered`` with ``create``.
+
+        Raises:
+            BudgetExceeded: The ledger has no room for all of them; nothing is spent.
+            ConfigError: ``output`` is there already, or its directory is not.
+        """
+        if output.exists() or not os.access(output.parent, os.W_OK):
+            raise ConfigError(
+                f"--output {output}: {'is there already' if output.exists() else 'cannot be written'}, and what is released "
+                "again is paid for again. Type another."
+            )
+        if self.refusal:
+            raise self.refusal
+        ledger, whose, releases, requests = self._ledger, self._policy, [], _requests(self.statistics)
+        assert ledger is not None
+        claims = reserve_all(ledger, whose.dataset, requests, records=whose.records, derived_from=whose.derived_from)
+        for one, (asked, made), claim in zip(self.statistics.releases, self._measurements, claims, strict=True):
+            ledger.charge(claim.entry, 1)
+            value = made.release(self._exact(asked))
+            releases.append(one.model_copy(update={"value": value, "entry": claim.entry}))
+        released = self.statistics.model_copy(update={"releases": tuple(releases)})
+        write_json(output, released.to_json())
+        for claim in claims:
+            ledger.finish(claim.entry, "completed")
+        return released
+
+
+@contextlib.contextmanager
+def offered(
+    config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, delta: float | None, *, create: bool
+) -> Iterator[Offer]:
+    """What statistics would cost and how exact they would be; spends nothing.
+
+    Args:
+        config: The recipe: whose data, and which ledger.
+        asked: Statistics, each with its releases; equal parts of epsilon for each statistic, and within it for each release.
+        epsilon: Of all of them together, > 0.
+        delta: At which they come to it; None: the budget's, or ``DELTA``.
+        create: Make the ledger if there is none, to release afterwards.
+
+    Raises:
+        DataError: The data cannot be read, or have no such column.
+        ConfigError: A part of epsilon is too small, or OpenDP is not there.
+        Refused: These records are another dataset of the ledger.
+    """
+    tokenizer = None
+    if any(one.kind == "lengths" for group in asked for one in group):
+        from dpllm.model.loading import load_tokenizer
+
+        tokenizer = load_tokenizer(config.model)
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(scratch())
+        table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
+        check_columns((one for group in asked for one in group), table)
+        units = data.group_rows(table, config.data)
+        exact = partial(exact_values, units=units, table=table, data=config.data, tokenizer=tokenizer)
+        if (ledger := open_ledger(config.privacy.ledger, create=create)) is not None:
+            stack.enter_context(ledger)
+            stack.enter_context(ledger.counting() if create else contextlib.nullcontext())
+        # A recipe without differential privacy, or with evaluation data, may be described as any other.
+        private = config.privacy.model_copy(update={"enabled": True})
+        owner = config.model_copy(update={"privacy": private, "data": config.data.model_copy(update={"eval": None})})
+        policy = dataset_policy.find_policy(owner, table, ledger)
+        dataset = ledger.records.charged_to(policy.dataset, policy.derived_from) if ledger else policy.dataset
+        budget = ledger.budget(dataset) if ledger else None
+        delta = delta if delta is not None else budget.delta if budget else DELTA
+        made, found = _priced(config, asked, epsilon, delta, dataset)
+        spent, after, refusal = 0.0, found.epsilon, None
+        if ledger is not None:
+            all_of_it = RunRequest(found.event(), delta, len(made), found.unit, found.neighbouring_relation)
+            spent, after = ledger.spent(dataset, delta), ledger.spent(dataset, delta, all_of_it)
+            refusal = _refusal(ledger, dataset, _requests(found))
+        yield Offer(found, spent, after, refusal, made, exact, policy, ledger)
+
+
+def _priced(
+    config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, delta: float, dataset: str
+) -> tuple[list[tuple[Statistic, Measurement]], Statistics]:
+    """Each release with its measurement, and all that is known of them before they are drawn."""
+    rows = config.data.max_examples_per_unit or 1
+    relation: Relation = "zero_out" if config.data.public_size is None else "add_or_remove_one"
+    shares = [(one, 1 / len(asked) / len(group)) for group in asked for one in group]
+    costs = _costs([share for _, share in shares], epsilon, delta, relation)
+    made = [(one, measurement(one, rows, cost)) for (one, _), cost in zip(shares, costs, strict=True)]
+    fields = {
+        "dataset": dataset,
+        "unit": config.data.unit,
+        "max_examples_per_unit": rows,
+        "neighbouring_relation": relation,
+        "epsilon": stated(compose([one.event for _, one in made]), delta, relation)[0],
+        "delta": delta,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "software": {"dpllm": dpllm.__version__, "opendp": metadata.version("opendp")},
+    }
+    releases = [
+        {
+            **{"statistic": asked.name, "declared": asked.declared(), "mechanism": one.mechanism, "event": one.event},
+            **{"error_95": one.error, "error_of": one.error_of, "value": None, "entry": None},
+        }
+        for asked, one in made
+    ]
+    return made, Statistics.pick({**fields, "releases": releases})
+
+
+def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Relation) -> list[float]:
+    """The epsilon of each release, in proportion to its share; many of them cost less than their sum, and get more.
+
+    Raises:
+        ConfigError: One would be below ``FINEST``.
+    """
+    number("--epsilon", epsilon, 0.0, 1000.0)
+
+    def costs(percent: int) -> list[float]:
+        return [int(epsilon * percent / 100 * share / FINEST + 1e-6) * FINEST for share in shares]
+
+    def exceeds(percent: int) -> bool:
+        event = compose([{"type": "pure_dp", "epsilon": one} for one in costs(percent)])
+        return stated(event, delta, relation)[0] > epsilon
+
+    found = costs(bisect_left(range(1, MOST_PERCENT + 1), True, key=exceeds))
+    if min(found) < FINEST:
+        raise ConfigError(
+            f"--epsilon {epsilon:g} leaves less than {FINEST:g} to one of {len(shares)} releases, which is all noise. Ask for "
+            "fewer, or raise --epsilon."
+        )
+    return found
+
+
+def _requests(asked: Statistics) -> list[RunRequest]:
+    whose = asked.delta, 1, asked.unit, asked.neighbouring_relation
+    return [RunRequest(one.event.to_json(), *whose, f"describe: {one.statistic}") for one in asked.releases]
+
+
+def _refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest]) -> Refused | None:
+    """What the ledger would say."""
+    account = ledger.account(dataset)
+    try:
+        ledger.same_unit(dataset, requests[0].unit, requests[0].relation)
+    except Refused as error:
+        return error
+    why = admission.refusal(account, [Sealed(one.event, one.num_steps) for one in requests])
+    if account.budget and account.budget.gate == "planned" and account.sealed is None:
+        why = (
+            f"dataset {dataset!r} has a planned budget without a sealed list, and these statistics would be all of it, so that "
+            "nothing could be trained. Seal a list that holds both: dpllm describe ... --dry-run --json > statistics.json, then "
+            f"dpllm ledger seal {dataset} RECIPE statistics.json."
+        )
+    return BudgetExceeded(why, dataset=dataset, reason="over_budget") if why else None

@@ -1,0 +1,292 @@
+"""What a run starts from, and what it says about its own privacy: a base model, or an adapter that was trained before.
+
+Comes in: the recipe. Goes out: the statement in ``privacy.json``, once it was found to be about these weights; or a refusal. Must
+not import torch or read any row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from dpllm.errors import ConfigError, DpllmError, Refused
+from dpllm.files import BLOCK, CARD, digest, read_json, sha256
+from dpllm.privacy import accounting
+from dpllm.recipe import names
+from dpllm.recipe.config import LoraConfig, RunConfig
+from dpllm.recipe.names import is_builtin
+from dpllm.statement import privacy_record
+from dpllm.statement.fields import Ancestor, Lineage
+from dpllm.statement.privacy_record import PrivacyRecord
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as peft names them
+_OURS = {"r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "megatron_core", "qalora_group_size"}
+_OURS |= {"exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "fan_in_fan_out", "lora_dropout"}
+_OURS |= {"peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"}
+_PLAIN: dict[str, Any] = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
+"""Keys of adapter_config.json that the recipe answers for or that change nothing, and harmless values of others."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+_LARGEST_BLOCK = 2**24  # bytes
+_PROMISED = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
+_ROUNDING = 1e-3  # between versions of an accountant
+
+
+@dataclass(frozen=True)
+class Base:
+    """The privacy block of a base model or adapter, once it was found to be about these weights.
+
+    Attributes:
+        statement: What it says.
+        ancestors: The same of the models before it, the nearest first.
+        budgeted: Whether its dataset had a budget in its ledger.
+        whole_event: Whether the ledger's entry alone pays for the event.
+        weights: Of an adapter, the SHA-256 of its weights.
+    """
+
+    statement: Ancestor
+    ancestors: tuple[Ancestor, ...]
+    budgeted: bool
+    whole_event: bool
+    weights: str | None = None
+
+
+def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
+    """Reads and checks what a recipe's base model, and the adapter that training starts from, say about their own privacy.
+
+    Args:
+        config: The recipe. A local directory is read as it is; of a Hub id, ``privacy.json`` and the weights that it names.
+        fetch: Whether files of a Hub id may be fetched; else only what lies in the cache is read.
+
+    Returns:
+        Of the adapter where the recipe names one, and nothing is known of one without a block. Else of the base model: None where
+        it has no block, or (of a Hub id) none that can be reached.
+
+    Raises:
+        ConfigError: The base model is an adapter or a run directory, which no run can start from; or the adapter is none, or of
+            other numbers than the recipe's.
+        Refused: The block is damaged, is about other weights, or states less than its own event costs; or the adapter was trained
+            on a base of another statement.
+    """
+    base = None if is_builtin(config.model.name_or_path) else _of_model(config, fetch)
+    return base if config.model.adapter is None else _of_adapter(config, Path(config.model.adapter), base)
+
+
+def same_base(base: Base | None, lineage: Lineage | None) -> bool:
+    """Whether the base model of a run with this lineage had this statement."""
+    parents = (lineage.base, *lineage.ancestors) if lineage else ()
+    own = next((parent.files_digest for parent in parents if not parent.adapter), None)
+    return own == (base.statement.files_digest if base else None)
+
+
+def _of_model(config: RunConfig, fetch: bool) -> Base | None:
+    name, revision = config.model.name_or_path, config.model.revision
+    path = Path(name)
+    if path.is_dir():
+        _refuse_what_is_no_model(path)
+        record = _stated(path, "base model")
+        return _base(_public(path), record) if record else None
+    where = _hub_file(name, BLOCK, revision, fetch)
+    if where is None:
+        return None
+    record = _read(where)
+    if "adapter_config.json" in record.files and "config.json" not in record.files:
+        raise ConfigError(_no_adapters(name))
+    weights = [file for file in record.files if file.endswith(_WEIGHTS)]
+    # What transformers loads first may be a file that the block does not speak of.
+    asked = dict.fromkeys([*weights, "model.safetensors"])
+    found = {f: at for f in asked if (at := _hub_file(name, f, revision, fetch))}
+    listed = {file: record.files[file] for file in weights if fetch or file in found}
+    _refuse_changed(listed, found, f"base model {names.last_part(name)}")
+    return _base(names.public_name(name), record)
+
+
+def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
+    """The same of an adapter. One without a block is said to be of unknown data."""
+    _check_settings(config, path)
+    record = _stated(path, "adapter")
+    if base is not None and not same_base(base, record.lineage if record else None):
+        raise Refused(
+            f"model.adapter {path}: does not name the privacy statement of {base.statement.name} as its base model's, so what it "
+            "learnt, and from which data, is unknown. Start from an adapter that was trained on this very base, or without one "
+            "(model.adapter: null)."
+        )
+    if record is not None:
+        found = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
+        adapters = takewhile(lambda one: one.adapter, found.ancestors)
+        # Of the base what itself says, which the adapter's block may tell otherwise.
+        return replace(found, ancestors=(*adapters, base.statement, *base.ancestors)) if base else found
+    nothing = dict.fromkeys((*_PROMISED, "dataset", "entry", "head"))
+    files = {name: _sha256(path / name) for name in ADAPTER}
+    return Base(
+        Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True),
+        (),
+        budgeted=False,
+        whole_event=True,
+        weights=files[ADAPTER[1]],
+    )
+
+
+def _check_settings(config: RunConfig, path: Path) -> None:
+    """Makes sure that a directory holds an adapter in safetensors, with the recipe's numbers and base model."""
+    if missing := next((name for name in ADAPTER if not (path / name).is_file()), None):
+        raise ConfigError(
+            f"model.adapter {path}: holds no {missing}, and a run starts from LoRA that peft wrote in safetensors alone, as "
+            "other files may run code. Name the export/ of a run that trained an adapter, or a directory of save_pretrained."
+        )
+    theirs, lora = read_json(path / ADAPTER[0]), config.adapter
+    assert isinstance(lora, LoraConfig)  # as the recipe's own check says
+    if other := next((k for k in theirs if k not in _OURS and theirs[k] and theirs[k] not in _PLAIN.get(k, ())), None):
+        raise ConfigError(
+            f"model.adapter {path}: has {other} {theirs[other]}, so it computes what none of a recipe does. Name another one."
+        )
+    for key, ours, mine, kinds in (
+        ("r", "adapter.r", lora.r, (int,)),
+        ("lora_alpha", "adapter.alpha", lora.alpha, (int, float)),
+        ("use_rslora", "adapter.use_rslora", lora.use_rslora, (bool,)),
+        ("base_model_name_or_path", "model.name_or_path", config.model.name_or_path, (str,)),
+    ):
+        told = theirs.get(key) or {"use_rslora": False, "base_model_name_or_path": ""}.get(key)
+        if type(told) not in kinds:
+            raise ConfigError(
+                f"model.adapter {path}: its {ADAPTER[0]} is damaged ({key}), so its factors may mean anything. Take a whole copy."
+            )
+        told, asked = (names.last_part(one) if isinstance(one, str) else one for one in (told, mine))
+        if told not in (asked, ""):
+            raise ConfigError(
+                f"model.adapter {path}: has {key} {told}, and {ours} is {asked}, so its factors would mean something "
+                f"else here. Type --{ours} {told}."
+            )
+
+
+def _refuse_what_is_no_model(path: Path) -> None:
+    """An adapter, or a run directory."""
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise ConfigError(_no_adapters(str(path)))
+    if (path / "run.json").exists() and (path / "export").is_dir():
+        raise ConfigError(
+            f"model.name_or_path {path}: is a run directory, not a model. Name {path / 'export'} if the run trained whole "
+            f"layers; if it trained an adapter, type dpllm merge {path} and name what that writes."
+        )
+
+
+def _stated(path: Path, what: str) -> PrivacyRecord | None:
+    """The block of a directory; refused where it is about other files, or was cut off from the card."""
+    from dpllm.statement.section import front_matter
+
+    if (path / BLOCK).exists():
+        record = _read(path / BLOCK)
+        found = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+        _refuse_changed(record.files, found, f"{what} {names.last_part(str(path))}")
+        return record
+    try:
+        stated = front_matter((path / CARD).read_text(encoding="utf-8")).get("privacy")
+    except (OSError, UnicodeDecodeError, ConfigError):  # no card, or one that states nothing
+        return None
+    if isinstance(stated, dict) and "guarantee" in stated:
+        raise Refused(
+            f"{path}: its card has a privacy block and privacy.json is missing, so what these weights promise cannot be checked. "
+            "Take a whole copy, which dpllm verify passes."
+        )
+    return None
+
+
+def _no_adapters(name: str) -> str:
+    return (
+        f"model.name_or_path {name}: is an adapter and not a whole model, so no run can start from it. Merge it into its "
+        "base first, dpllm merge RUN, and name the merged directory."
+    )
+
+
+def _read(path: Path) -> PrivacyRecord:
+    try:
+        if path.stat().st_size > _LARGEST_BLOCK:
+            raise ValueError
+        return privacy_record.read(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, DpllmError):
+        raise Refused(
+            f"{path}: is no privacy block that this version of dpllm can read, so what the base model promises is unknown, and "
+            "with it what a run on it would. Take a copy that dpllm verify passes, or write its card again with dpllm card."
+        ) from None
+
+
+def _refuse_changed(files: dict[str, str], found: dict[str, Path], what: str) -> None:
+    """Files that are missing or others than ``files`` says, and weights that it does not speak of."""
+    wrong = [name for name, sha in files.items() if name not in found or _sha256(found[name]) != sha]
+    wrong += [name for name in sorted(found) if name.endswith(_WEIGHTS) and name not in files]
+    if wrong:
+        raise Refused(
+            f"{wrong[0]} of the {what} is not the file that its privacy.json describes"
+            f"{f' ({len(wrong)} such files)' if len(wrong) > 1 else ''}, so nobody knows what these weights promise. Take a copy "
+            "that dpllm verify passes; if it was changed on purpose, remove privacy.json and the card, which no longer speak "
+            "of it."
+        )
+
+
+def _public(path: Path) -> str:
+    path = path.resolve()
+    return f"{path.parent.name}/{path.name}" if path.name in ("export", "merged") else path.name
+
+
+def _sha256(path: Path) -> str:
+    seen = path.stat()
+    return _sha256_of(path, seen.st_size, seen.st_mtime_ns, seen.st_ino)
+
+
+@lru_cache(maxsize=4096)  # one sweep looks at the same weights many times
+def _sha256_of(path: Path, size: int, modified: int, inode: int) -> str:
+    return sha256(path)
+
+
+def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path | None:
+    """A file of a Hub repository in the cache; None where there is none, or where nobody can be asked."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    try:
+        if not fetch:
+            cached = try_to_load_from_cache(name, file, revision=revision)
+            return Path(cached) if isinstance(cached, str) else None
+        return Path(hf_hub_download(name, file, revision=revision))
+    except Exception:  # no such file or repository, no network, a name that is none: the tokenizer's loading says which
+        return None
+
+
+def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
+    promised: dict[str, Any] = dict.fromkeys(_PROMISED)
+    if record.guarantee:
+        terms = record.terms
+        promised = {key: getattr(terms, key) for key in _PROMISED}
+        try:
+            costs = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)[0]
+        except DpllmError:
+            costs = math.inf
+        if costs > terms.epsilon * (1 + _ROUNDING) + _ROUNDING:
+            raise Refused(
+                f"the privacy block of {name} states epsilon {terms.epsilon:g}, and its own event costs {costs:g} "
+                f"at delta {terms.delta:g}: the block is damaged or false. Take a copy that dpllm verify passes."
+            )
+    if adapter:
+        promised["adapter"] = True
+    account, before = record.composed, record.lineage
+    # A model that was trained without privacy has no entry. Its lineage knows the name where its base had one, and of public
+    # data the block's own name is the one that the ledger would give them.
+    dataset = (account.dataset if account else None) or (before.dataset if before else None) or record.dataset
+    statement = Ancestor(
+        name=name,
+        guarantee=record.guarantee,
+        dataset=dataset,
+        entry=account.entry if account else None,
+        head=account.head if account else None,
+        files_digest=digest(record.files),
+        **promised,
+    )
+    return Base(
+        statement,
+        () if before is None else (before.base, *before.ancestors),
+        budgeted=account is not None and account.budget is not None,
+        whole_event=account is None or not account.made_up_by,
+    )

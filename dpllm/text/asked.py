@@ -1,0 +1,176 @@
+"""What may be asked about private data, with everything declared; and the exact values that it is computed of.
+
+Comes in: words of the command line, such as ``age=0:120``; rows by unit. Goes out: ``Statistic`` values, which are public, and
+plain lists, which are private. A row without such a value gives none, or an empty one, and never an error, which would tell of
+it. Must not know noise, nor a ledger.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dpllm.errors import ConfigError, DataError
+from dpllm.recipe.config import DataConfig
+from dpllm.text.data import Table, iter_units, unit_name
+from dpllm.text.layouts import FIELDS
+from dpllm.text.rows import Groups
+
+Kind = Literal["units", "lengths", "quantiles", "shares", "scripts", "mean"]
+EXAMPLES: dict[Kind, str] = {
+    "units": "--units",
+    "lengths": "--lengths 64,128,256,512",
+    "quantiles": "--quantiles age=0:120:24",
+    "shares": "--shares label=yes,no,maybe",
+    "scripts": "--scripts latin,cyrillic",
+    "mean": "--mean age=0:120",
+}
+OTHER = "other"
+"""Where a row counts whose value is none of the declared ones."""
+MOST_CANDIDATES = 100_000
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One release, with what was declared for it."""
+
+    kind: Kind
+    column: str = ""  # of quantiles, shares and means
+    values: tuple[str, ...] = ()  # of shares and scripts
+    numbers: tuple[float, ...] = ()  # candidates of a quantile, or the two bounds of a mean; they rise
+    quantile: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """In words; public."""
+        of = {"lengths": "token lengths", "scripts": "scripts"}.get(self.kind, self.column)
+        if self.kind == "units":
+            return "number of units"
+        what = f"quantile {self.quantile:g}" if self.quantile else "mean" if self.kind == "mean" else "shares"
+        return f"{what} of {of}"
+
+    def declared(self) -> dict[str, Any]:
+        """What was declared, as JSON."""
+        given = {"values": list(self.values), "numbers": list(map(tidy, self.numbers)), "quantile": self.quantile}
+        return {name: value for name, value in given.items() if value}
+
+
+def tidy(number: float) -> float:
+    """A whole number as an int."""
+    return int(number) if number.is_integer() else number
+
+
+def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
+    """The releases that one option asks for: one, or one for each of the ``quantiles``.
+
+    Raises:
+        ConfigError: Bounds, candidates or values are not declared, or bound nothing.
+    """
+    named = kind in ("quantiles", "shares", "mean")
+    column, separator, declared = text.partition("=") if named else ("", "", text)
+    good = not named or bool(column and separator)
+    found: tuple[Statistic, ...] = (Statistic(kind),)
+    if kind in ("shares", "scripts"):
+        declared = declared.upper() if kind == "scripts" else declared
+        values = tuple(" ".join(part.split()) for part in declared.split(","))
+        good &= all(values) and len({*values, OTHER}) == len(values) + 1
+        found = (Statistic(kind, column, values),)
+    elif kind != "units":
+        numbers, asked = _numbers(declared), (0.0,) if kind == "mean" else _numbers(quantiles)
+        good &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
+        good &= len(numbers) == 2 if kind == "mean" else bool(asked) and all(0 < one < 1 for one in asked)
+        found = tuple(Statistic(kind, column, (), numbers, one) for one in asked)
+    if not good:
+        raise ConfigError(
+            f"--{kind} {text}: what is not declared would have to be read from the data, outside the guarantee. Declare "
+            f"different values, rising numbers or LOW:HIGH[:PARTS], as in {EXAMPLES[kind]}; quantiles lie between 0 and 1, as in "
+            "--at .5,.9."
+        )
+    return found
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Those with commas between them, or of LOW:HIGH:PARTS the ends of equal parts; none where it is neither."""
+    try:
+        if ":" not in text:
+            return tuple(map(float, text.split(",")))
+        low, high, *rest = text.split(":")
+        parts = int(*rest) if rest else 1
+        step = (float(high) - float(low)) / parts
+        return tuple(float(low) + step * i for i in range(parts + 1)) if parts <= MOST_CANDIDATES else ()
+    except (ValueError, TypeError, ArithmeticError):
+        return ()
+
+
+def check_columns(asked: Iterable[Statistic], table: Table) -> None:
+    """Refuses a column that no row has; which columns the data have is taken as public.
+
+    Raises:
+        DataError: The column is named.
+    """
+    missing = {one.column for one in asked if one.column}
+    for row in table.rows if missing else ():
+        missing -= row.keys()
+        if not missing:
+            return
+    if missing:
+        raise DataError(
+            f"{table.name}: no row has a column {min(missing)!r}, so that there is nothing to release. Name a column of the data."
+        )
+
+
+def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig, tokenizer: Any) -> Iterator[Any]:
+    """The exact values that a statistic is about; private.
+
+    Args:
+        asked: What.
+        units: Rows by unit, of which each has no more than it may bring.
+        table: Where they are from.
+        data: The recipe's data section.
+        tokenizer: Of the model, for token lengths, which are those of training before they are cut at ``max_length``.
+
+    Yields:
+        Text for counts, one for each unit or row; numbers for means and quantiles, and nothing for what is no number.
+    """
+    if asked.kind == "units":
+        yield from ("" for _ in units)
+    elif asked.kind == "lengths":
+        whole = data.model_copy(update={"max_length": 2**40, "long_examples": "truncate"})
+        for unit in iter_units(units.each_alone(), table.format, tokenizer, whole):
+            yield float(sum(len(one.input_ids) for one in unit.sequences))
+    else:
+        for row in (row for unit in units for row in unit):
+            value = row.get(asked.column)
+            if asked.kind == "scripts":
+                yield _script([row[field] for field in FIELDS[table.format]])
+            elif asked.kind == "shares":
+                yield str(value).lower() if isinstance(value, bool) else unit_name(value) or ""
+            elif (number := _number(value)) is not None:
+                yield number
+
+
+def _number(value: Any) -> float | None:
+    """Of a number or of text that is one; None for anything else, infinity included."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _script(value: Any) -> str:
+    """The script of most letters, by the first word of their Unicode names, such as LATIN or CJK; empty without letters."""
+    found: Counter[str] = Counter()
+    for letter, many in Counter(filter(str.isalpha, _told(value))).items():
+        found[unicodedata.name(letter, "").split(" ")[0]] += many
+    return max(sorted(found), key=found.__getitem__, default="")
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_told, value))
+    return str(value.get("content", "") if isinstance(value, dict) else value)

@@ -1,0 +1,119 @@
+"""What was released about the data stands on the card, with what it costs together with the run, if it is these data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import (
+    EPSILON,
+    Json,
+    audit,
+    baseline,
+    baseline_record,
+    broken,
+    config,
+    described,
+    make_run,
+    plan,
+    record,
+    render_card,
+)
+
+from dpllm.card.card import rerender, write_card
+from dpllm.errors import ConfigError
+from dpllm.files import write_json
+from dpllm.privacy.accounting import compose, epsilon
+from dpllm.statement import section
+from dpllm.verification import check_promise
+from dpllm.verification.values import Published, Wrong
+
+RUN_AND_TWO = compose([plan()["event"], {"type": "pure_dp", "epsilon": 0.25}, {"type": "pure_dp", "epsilon": 0.25}])
+
+
+def test_the_card_shows_each_release_and_the_epsilon_of_all_with_the_run() -> None:
+    text, block = render_card(config(), plan(), record(), audit(), statistics=described())
+    together = epsilon(RUN_AND_TWO, 1e-5, "zero_out")
+    assert block["statistics"] == {**described(), "with_run": pytest.approx(together)}
+    assert epsilon(plan()["event"], 1e-5, "zero_out") < together
+    part = section.parts(text)["privacy"].split("### What was released about the data")[1].split("\n## ")[0]
+    assert "yes 60 = 58.3%, no 43 = 41.7%, other -3 = 0.0%" in part
+    assert "44.25 (40.1 to 48.5)" in part
+    assert "ε = 0.5 at δ = 1e-09; with the run ε = 6.19" in " ".join(part.split())
+    assert "At most 6 rows of a unit" in part
+
+
+def test_without_statistics_nothing_is_said_of_them() -> None:
+    text, block = render_card(config(), plan(), record(), audit())
+    assert "statistics" not in block
+    assert "What was released about the data" not in text
+
+
+def test_a_run_without_a_guarantee_states_no_total() -> None:
+    block = render_card(config(), plan(), broken(), None, statistics=described())[1]
+    assert block["statistics"]["with_run"] is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dataset": "ward-8-notes"},
+        {"unit": "example"},
+        {"neighbouring_relation": "add_or_remove_one"},
+        {"releases": [{**described()["releases"][0], "value": None, "entry": None}]},
+        {"releases": []},
+        {"epsilon": "small"},
+    ],
+)
+def test_other_data_another_unit_or_a_dry_run_are_refused(change: Json) -> None:
+    with pytest.raises(ConfigError):
+        render_card(config(), plan(), record(), audit(), statistics=described(**change))
+
+
+def test_a_run_without_privacy_shows_none() -> None:
+    with pytest.raises(ConfigError, match="do not add"):
+        render_card(baseline(), None, baseline_record(), None, statistics=described())
+
+
+def test_the_file_is_kept_beside_the_run_for_the_next_card(tmp_path: Path) -> None:
+    write_json(tmp_path / "stats.json", described())
+    run = make_run(tmp_path / "run", config(), plan(), record(), audit())
+    page = write_card(run, tmp_path / "stats.json")
+    (tmp_path / "stats.json").unlink()
+    first = {name: (run.export / name).read_bytes() for name in ("README.md", "privacy.json")}
+    assert "shares of label" in page.read_text("utf-8")
+    assert not (run.export / "describe.json").exists(), "privacy.json holds all of it"
+    write_card(run)
+    assert {name: (run.export / name).read_bytes() for name in first} == first
+    assert {name: text.encode() for name, text in rerender(run.root).items() if name in first} == first
+    with pytest.raises(ConfigError, match="missing"):
+        write_card(run, tmp_path / "stats.json")
+
+
+def verified(block: Json) -> dict[str, str]:
+    found = Published(Path("none"), block, "")
+    return {check.name: check.status for check in check_promise.check_statistics(found)}
+
+
+def forged(block: Json, **changes: Any) -> Json:
+    return {**block, "statistics": {**block["statistics"], **changes}}
+
+
+def test_verify_computes_both_epsilons_again() -> None:
+    block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
+    assert verified(block) == {"statistics": "verified", "values of statistics": "asserted"}
+    cheaper = [{**one, "event": {**one["event"], "epsilon": 0.2}} for one in block["statistics"]["releases"]]
+    for changes in (
+        {"epsilon": 0.4},
+        {"with_run": EPSILON},
+        {"with_run": None},
+        {"unit": "example"},
+        {"neighbouring_relation": "add_or_remove_one"},
+        {"releases": cheaper},
+        {"releases": [{**cheaper[0], "event": {"type": "pure_dp", "epsilon": 1e6}}]},
+        {"releases": [{**cheaper[0], "value": None}]},
+    ):
+        with pytest.raises(Wrong):
+            verified(forged(block, **changes))

@@ -1,0 +1,147 @@
+"""Runs with banded noise under a budget: what is reserved, charged, given back and refused, in rounds of all groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dp_accounting as dp
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from running import Place, done, dpllm_, make_place, python
+
+from dpllm.ledger import Ledger, admission
+from dpllm.privacy import renyi
+from dpllm.privacy.engine import Engine
+
+BANDS, STEPS, ROUNDS, RATE = 3, 8, 3, 3 * 8 / 40
+BANDED = {"privacy.noise": "banded", "privacy.bands": BANDS, "train.steps": STEPS}
+AUDITED = {"audit.canaries": {"groups": {1: 6}, "references": 100, "digits": 12}, "audit.gradient_canaries": 40}
+TERMS = ("--epsilon", 8, "--delta", 1e-3, "--reason", "a test", "--by", "Ada")
+TORCHLESS = """
+import sys
+from dpllm.cli import main
+code = main(["verify", *sys.argv[1:]])
+sys.exit(code or 9 * ("torch" in sys.modules))
+"""
+
+
+def init(place: Place, *arguments: object) -> None:
+    done("ledger", "init", "notes", "--ledger", place.ledger, *TERMS, *arguments)
+
+
+def rounds(sigma: float, count: int, rate: float = RATE) -> dp.DpEvent:
+    return dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(sigma)), count)
+
+
+@pytest.fixture(scope="module")
+def adaptive(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
+    """A finished run that takes a whole adaptive budget, with a card; read only."""
+    place = make_place(tmp_path_factory.mktemp("adaptive"), base, BANDED | AUDITED)
+    init(place, "--gate", "adaptive", "--reference", place.recipe, "--data", place.train)
+    done("train", place.recipe)
+    done("audit", place.run)
+    done("card", place.run)
+    return place
+
+
+def test_its_noise_fits_what_the_filter_allows(adaptive: Place) -> None:
+    plan = adaptive.json("plan.json")
+    event, sigma = plan["event"], plan["noise_multiplier"]
+    rate, size = event["probability"], plan["dataset_size"]  # with the slots of canaries
+    assert (event["type"], event["bands"], event["count"]) == ("cyclic_poisson", BANDS, STEPS)
+    assert rate == pytest.approx(BANDS * 8 / size)
+    with Ledger(adaptive.ledger) as book:
+        (run,), budget = book.runs("notes"), book.budget("notes")
+        spent, stated = book.spent("notes"), admission.filter_epsilon(book.account("notes"))
+    assert budget is not None
+    assert budget.order is not None
+    assert (run.event, run.steps, run.state, run.reservation.gate) == (event, STEPS, "completed", "adaptive")
+    # dp-accounting knows nothing of bands: so many Poisson-sampled Gaussian rounds at the rate of one group.
+    exact = PLDAccountant(dp.NeighboringRelation.REPLACE_SPECIAL, value_discretization_interval=1e-4)
+    assert spent == pytest.approx(exact.compose(rounds(sigma, ROUNDS, rate)).get_epsilon(1e-3), rel=1e-3)
+    filtered = RdpAccountant([budget.order], dp.NeighboringRelation.REPLACE_SPECIAL)
+    assert stated == pytest.approx(filtered.compose(rounds(sigma, ROUNDS, rate)).get_epsilon(1e-3), rel=1e-3)
+    assert stated <= budget.epsilon
+    whole = renyi.allowance(budget.epsilon, budget.delta, budget.order)
+    smaller = {**event, "event": {**event["event"], "noise_multiplier": sigma - 1e-3}}
+    assert renyi.rdp(event, budget.order) <= whole < renyi.rdp(smaller, budget.order)
+
+
+def test_the_next_run_is_refused(adaptive: Place) -> None:
+    answer = dpllm_("train", adaptive.recipe, "--output_dir", adaptive.root / "second")
+    assert answer.code == 3
+    assert all(word in answer.err for word in ("this run requests epsilon", "is spent", "remains", "What would fit"))
+    with Ledger(adaptive.ledger) as book:
+        assert len(book.runs("notes")) == 1
+        assert book.refusals() == {("notes", "over_budget"): 1}
+
+
+def test_its_card_verifies_where_no_torch_is(adaptive: Place) -> None:
+    """Also the groups of its gradient canaries, which are found again from a secret."""
+    answer = python(TORCHLESS, adaptive.run, "--ledger", adaptive.ledger)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "0 failed" in answer.stdout
+    block = adaptive.json("export/privacy.json")
+    assert (block["guarantee"], block["mechanism"]) == (True, "dp-bandmf")
+    assert block["audit"]["gradient"]["steps"] == STEPS
+
+
+@pytest.fixture
+def stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth step of this process fails, once it is charged."""
+    step, calls = Engine.step, []
+
+    def fail(engine: Engine, *batches: Any) -> Any:
+        calls.append(batches)
+        if len(calls) == 5:
+            raise RuntimeError
+        return step(engine, *batches)
+
+    monkeypatch.setattr(Engine, "step", fail)
+
+
+@pytest.mark.usefixtures("stopping")
+def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place) -> None:
+    """Five of eight steps are two rounds of three groups: once it is reconciled, the third round is free again."""
+    place.write(BANDED)
+    init(place, "--gate", "adaptive", "--reference", place.recipe)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", place.recipe)
+    sigma = place.json("plan.json")["noise_multiplier"]
+
+    def left() -> tuple[float, float]:
+        """Of the filter, in rounds; and how many are spent."""
+        with Ledger(place.ledger) as book:
+            account = book.account("notes")
+        assert account.budget is not None
+        assert account.budget.order is not None
+        order = account.budget.order
+        one = RdpAccountant([order], dp.NeighboringRelation.REPLACE_SPECIAL).compose(rounds(sigma, 1))
+        cost = float(one._rdp[0])
+        return admission.filter_allowance(account.budget) / cost, admission.filter_spent(account, order) / cost
+
+    assert left() == pytest.approx((ROUNDS, ROUNDS), rel=2e-3)
+    ask = ("--output_dir", place.root / "next", "--privacy.noise_multiplier", sigma)
+    answer = dpllm_("train", place.recipe, *ask, "--train.steps", 3)
+    assert answer.code == 3
+    assert "not even one step at this noise" in answer.err  # an interrupted run stays charged in full
+    with Ledger(place.ledger) as book:
+        (entry,) = [run.reservation.entry for run in book.runs("notes")]
+    done("ledger", "reconcile", entry, "--ledger", place.ledger, *TERMS[4:])
+    assert left()[1] == pytest.approx(2, rel=1e-6)
+    answer = dpllm_("train", place.recipe, *ask, "--train.steps", 4)
+    assert answer.code == 3
+    assert "at most 3 steps at this noise" in answer.err  # one round of all groups
+    done("train", place.recipe, *ask, "--train.steps", 3)
+    assert left()[1] == pytest.approx(3, rel=1e-6)
+
+
+def test_a_planned_budget_says_which_bands_it_was_sealed_for(place: Place) -> None:
+    place.write({**BANDED, "privacy.noise_multiplier": 2.0})
+    init(place, "--runs", place.recipe)
+    answer = dpllm_("train", place.recipe, "--privacy.bands", 2)
+    assert answer.code == 3
+    assert f"q' {RATE:.4g} in 3 bands, sigma 2, {STEPS} steps" in " ".join(answer.err.split())
+    done("train", place.recipe)

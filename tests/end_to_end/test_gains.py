@@ -1,0 +1,277 @@
+"""What a run may start from and train by beside the defaults: a frozen first factor, momentum, an adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import Place, charged, done, dpllm_
+from safetensors.torch import load_file, save_file
+
+from dpllm.errors import ConfigError
+from dpllm.files import digest, sha256
+from dpllm.model import adapters, loading
+from dpllm.privacy.engine import Engine
+from dpllm.recipe.config import load_config
+from dpllm.run import checkpoint
+from dpllm.statement import parents
+
+
+def stop_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """The process dies, once, as the step begins; the list grows by 1 with each."""
+    step, calls = Engine.step, []
+
+    def die(engine: Engine, *batches: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            raise RuntimeError
+        return step(engine, *batches)
+
+    monkeypatch.setattr(Engine, "step", die)
+    return calls
+
+
+def test_a_frozen_first_factor_is_published_as_it_started(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a run that goes on where another random start would be drawn."""
+    place.write({"adapter.lora_a": "frozen", "train.checkpoint_every": 1})
+    started = loading.build(load_config(place.recipe), torch.device("cpu")).state_dict()
+    stop_in_step(monkeypatch, 3)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", place.recipe)
+    seed, manual_seed = 1, torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda _: manual_seed(seed))
+    assert "adapter.lora_a" in dpllm_("train", place.recipe, "--resume", "--adapter.lora_a", "trained").err
+    done("train", place.recipe, "--resume")
+    done("card", place.run)
+    done("verify", place.run / "export")
+    done("merge", place.run)
+    weights = load_file(place.run / "export" / "adapter_model.safetensors")
+    for name, value in weights.items():
+        assert value.equal(started[name.replace(".weight", ".default.weight")]) == (".lora_A." in name), name
+    trained = sum(value.numel() for name, value in weights.items() if ".lora_B." in name)
+    assert place.json("run.json")["model"]["trainable_parameters"] == trained
+    assert "lora_a frozen" in (place.run / "export" / "README.md").read_text("utf-8")
+
+
+def test_momentum_goes_on_where_it_stopped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.write({"train.optimizer": "sgd", "train.momentum": 0.9, "train.checkpoint_every": 1})
+    load, seen = checkpoint.load_resume, []
+
+    def look(run: Any, net: Any, optimizer: torch.optim.Optimizer) -> Any:
+        state = load(run, net, optimizer)
+        seen.extend(optimizer.state.values())
+        assert [group["momentum"] for group in optimizer.param_groups] == [0.9]
+        return state
+
+    monkeypatch.setattr(checkpoint, "load_resume", look)
+    stop_in_step(monkeypatch, 3)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", place.recipe)
+    done("train", place.recipe, "--resume")
+    assert seen
+    assert all(bool(entry["momentum_buffer"].any()) for entry in seen)
+
+
+# --- from an adapter that was trained before -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(finished: Place, tmp_path: Path) -> Place:
+    """The finished run's ledger and recipe, and its adapter to start from in ``start/export``."""
+    place = Place(tmp_path / "place", finished.base)
+    place.root.mkdir()
+    shutil.copytree(finished.run / "export", place.root / "start" / "export")
+    shutil.copytree(finished.root / "data", place.root / "data")
+    shutil.copy(finished.ledger, place.ledger)
+    place.write({"model.adapter": str(place.root / "start" / "export")})
+    return place
+
+
+def refusal(place: Place, *more: object, commands: tuple[str, ...] = ("plan", "train")) -> str:
+    """What each of the commands says, with the same exit code."""
+    answers = [dpllm_(command, place.recipe, *more) for command in commands]
+    assert {answer.code for answer in answers} <= {2, 3}, answers
+    assert len({(answer.code, answer.err.split(": ", 1)[1]) for answer in answers}) == 1, answers
+    return " ".join(answers[0].err.split())
+
+
+def test_a_run_starts_with_the_weights_of_the_adapter_and_states_what_both_cost(started: Place) -> None:
+    folder = started.root / "start" / "export"
+    saved = load_file(folder / "adapter_model.safetensors")
+    net = loading.build(load_config(started.recipe), torch.device("cpu"))
+    begins = net.state_dict()
+    assert all(value.equal(begins[name.replace(".weight", ".default.weight")]) for name, value in saved.items())
+    assert any(bool(value.any()) for name, value in saved.items() if ".lora_B." in name)
+    done("train", started.recipe)
+    block = json.loads((folder / "privacy.json").read_text("utf-8"))
+    found, own = started.json("run.json")["lineage"], started.json("plan.json")["epsilon"]
+    assert (found["base"]["name"], found["base"]["adapter"]) == ("start/export", True)
+    assert found["base"]["entry"] == block["composed"]["entry"]
+    assert found["base"]["files_digest"] == digest(block["files"])
+    assert own < found["composed"]["epsilon"] <= own + block["epsilon"]
+    done("card", started.run)
+    done("verify", started.run / "export")
+    text = (started.run / "export" / "README.md").read_text("utf-8")
+    assert "Training started from an adapter, `start/export`" in text
+    assert found["base"]["files_digest"] in text
+    assert "has a privacy statement of its own, see Lineage" not in text  # of the base model, which has none
+    # A third generation: the first one's adapter is needed no more.
+    shutil.rmtree(started.root / "start")
+    done("merge", started.run)
+    third = ("--model.adapter", started.run / "export", "--output_dir", started.root / "third")
+    done("train", started.recipe, *third)
+    record = json.loads((started.root / "third" / "run.json").read_text("utf-8"))
+    assert [one["adapter"] for one in (record["lineage"]["base"], *record["lineage"]["ancestors"])] == [True, True]
+    assert record["lineage"]["composed"]["epsilon"] > found["composed"]["epsilon"]
+    off = ("--privacy.enabled", "false", "--data.public", "true", *third[:2], "--output_dir", started.root / "off")
+    assert "with differential privacy, on the same data without it" in refusal(started, *off)
+
+
+def test_an_adapter_without_a_statement_is_of_unknown_data(started: Place) -> None:
+    folder = started.root / "start" / "export"
+    for name in ("privacy.json", "README.md"):
+        (folder / name).unlink()
+    done("train", started.recipe)
+    record = started.json("run.json")
+    base = record["lineage"]["base"]
+    assert (base["guarantee"], base["dataset"], base["adapter"]) == (False, None, True)
+    assert base["files_digest"] == digest({name: sha256(folder / name) for name in parents.ADAPTER})
+    assert record["guarantee"]["holds"] is True
+    assert any(
+        note.startswith("start/export, from which this model was made, states no") for note in record["deviations"]
+    )
+    done("card", started.run)
+    done("verify", started.run / "export")
+    text = (started.run / "export" / "README.md").read_text("utf-8")
+    assert "On which data it was trained is not known." in text
+    assert "None of this was done on the dataset" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (("--adapter.r", 4), "has r 2, and adapter.r is 4"),
+        (("--adapter.alpha", 4), "Type --adapter.alpha 32"),
+        (("--adapter.use_rslora", "true"), "Type --adapter.use_rslora False"),
+        (("--model.name_or_path", "builtin:tiny"), "Type --model.name_or_path tiny-base"),
+        (("--model.adapter", "nowhere"), "holds no adapter_config.json"),
+    ],
+)
+def test_an_adapter_of_other_numbers_is_refused(started: Place, changes: tuple[Any, ...], says: str) -> None:
+    before = charged(started)
+    assert says in refusal(started, *changes)
+    assert charged(started) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("peft_type", "IA3", "has peft_type IA3, so it computes what none"),
+        ("alpha_pattern", {"q_proj": 4}, "has alpha_pattern {'q_proj': 4}, so"),
+        ("init_lora_weights", "pissa", "has init_lora_weights pissa, so"),
+        ("alora_invocation_tokens", [1], "has alora_invocation_tokens [1], so"),
+        ("use_dora", True, "has use_dora True, so"),
+        ("of_a_later_version", 1, "has of_a_later_version 1, so"),
+        ("r", [8], "is damaged (r)"),
+        ("r", True, "is damaged (r)"),
+        ("lora_alpha", "32", "is damaged (lora_alpha)"),
+        ("use_rslora", "no", "is damaged (use_rslora)"),
+        ("base_model_name_or_path", ["x"], "is damaged (base_model_name_or_path)"),
+        ("init_lora_weights", "gaussian", None),
+        ("base_model_name_or_path", None, None),
+    ],
+)
+def test_settings_that_mean_another_function_are_refused(started: Place, key: str, value: Any, says: str) -> None:
+    folder = started.root / "start" / "export"
+    for name in ("privacy.json", "README.md"):
+        (folder / name).unlink()
+    settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, key: value}))
+    if says is None:
+        assert parents.of_base(load_config(started.recipe)) is not None
+    else:
+        with pytest.raises(ConfigError) as error:
+            parents.of_base(load_config(started.recipe))
+        assert says in str(error.value)
+
+
+def test_damaged_weights_are_refused(started: Place) -> None:
+    folder = started.root / "start" / "export"
+    net = loading.build(load_config(started.recipe), torch.device("cpu"))
+    weights = folder / "adapter_model.safetensors"
+    whole, content = load_file(weights), weights.read_bytes()
+    for damaged in (b"", b"garbage", content[:-100], None):
+        weights.unlink() if damaged is None else weights.write_bytes(damaged)
+        with pytest.raises(
+            ConfigError, match=r"cannot be read .* so there is nothing to start from. Take a whole copy"
+        ):
+            adapters.start_from(net, folder)
+    name = max(whole)
+    for broken in (
+        whole[name] * float("nan"),
+        whole[name] / 0,
+        whole[name].to(torch.int8),
+        whole[name].to(torch.cfloat),
+    ):
+        save_file({**whole, name: broken}, weights)
+        with pytest.raises(ConfigError, match=f"{name} holds what is no finite number"):
+            adapters.start_from(net, folder)
+    save_file(whole, weights)
+    adapters.start_from(net, folder, sha256(weights))
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_weights_exchanged_after_they_were_judged_are_refused(
+    started: Place, stated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = started.root / "start" / "export"
+    if not stated:
+        for name in ("privacy.json", "README.md"):
+            (folder / name).unlink()
+    build, before = loading.build, charged(started)
+
+    def exchange(*given: Any) -> Any:
+        weights = folder / "adapter_model.safetensors"
+        save_file({name: value + 0.25 for name, value in load_file(weights).items()}, weights)
+        return build(*given)
+
+    monkeypatch.setattr(loading, "build", exchange)
+    assert "were exchanged after they were judged" in refusal(started, commands=("train",))
+    assert charged(started) == before
+
+
+def test_an_adapter_of_other_layers_is_refused(started: Place) -> None:
+    said = refusal(started, "--adapter.target_modules", "[q_proj, v_proj]", commands=("train",))
+    assert "--adapter.target_modules '[down_proj, gate_proj, k_proj" in said
+
+
+def test_changed_weights_and_pickle_are_refused(started: Place) -> None:
+    folder = started.root / "start" / "export"
+    weights = folder / "adapter_model.safetensors"
+    (folder / "adapter_model.bin").write_bytes(b"a pickle")
+    assert "adapter_model.bin of the adapter export is not the file" in refusal(started)
+    weights.rename(folder / "kept")
+    assert "in safetensors alone, as other files may run code" in refusal(started)
+    (folder / "adapter_model.bin").unlink()
+    (folder / "kept").rename(weights)
+    save_file({name: value + 1 for name, value in load_file(weights).items()}, weights)
+    assert "adapter_model.safetensors of the adapter export is not the file" in refusal(started)
+
+
+def test_a_resumed_run_started_from_the_adapter_that_it_names(started: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    started.write({"model.adapter": str(started.root / "start" / "export"), "train.checkpoint_every": 1})
+    stop_in_step(monkeypatch, 3)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", started.recipe)
+    folder = started.root / "start" / "export"
+    block = (folder / "privacy.json").rename(started.root / "kept")
+    card = (folder / "README.md").rename(started.root / "card")
+    assert "no longer holds the files" in refusal(started, "--resume", commands=("train",))
+    block.rename(folder / "privacy.json")
+    card.rename(folder / "README.md")
+    done("train", started.recipe, "--resume")
+    assert started.json("run.json")["lineage"]["base"]["adapter"] is True

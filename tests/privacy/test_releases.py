@@ -1,0 +1,189 @@
+"""What a release promises: the distribution of its mechanism's theorem over neighbours, OpenDP's epsilon, a 95% error.
+
+OpenDP takes its noise from the operating system, and no seed can fix it: each statistical test has a false alarm probability
+of at most 1e-8 (``ALARM``), whatever is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.releases import STEPS, measurement
+from dpllm.text.asked import OTHER, Statistic
+
+ALARM = 1e-8
+DRAWS = 4000
+UNITS = Statistic("units")
+SHARES = Statistic("shares", "label", ("yes", "no"))
+MEAN = Statistic("mean", "age", (), (0.0, 120.0))
+MEDIAN = Statistic("quantiles", "age", (), (10.0, 20.0, 30.0, 40.0), 0.5)
+TAIL = Statistic("lengths", "", (), (16.0, 32.0, 64.0), 0.9)
+ALL = (UNITS, SHARES, MEAN, MEDIAN, TAIL)
+MADE = [(one, measurement(one, 1, 1.0)) for one in (MEDIAN, TAIL)]
+
+
+def fits(found: Counter[Any], expected: dict[Any, float]) -> bool:
+    """Whether draws are from a distribution, by a chi-square test; rare values are counted together."""
+    many = sum(found.values())
+    often = {value for value, chance in expected.items() if chance * many >= 20}
+    seen = [found[value] for value in sorted(often)]
+    chances = [expected[value] for value in sorted(often)]
+    rest = 1 - sum(chances)
+    if rest * many >= 5:
+        seen, chances = [*seen, many - sum(seen)], [*chances, rest]
+    total = sum(chances)
+    return bool(stats.chisquare(seen, [sum(seen) * one / total for one in chances]).pvalue > ALARM)
+
+
+def laplace(epsilon: float, rows: int, reach: int = 400) -> dict[int, float]:
+    """The theorem of discrete Laplace noise: P(x) is in proportion to exp(-|x| epsilon / rows)."""
+    ratio = math.exp(-epsilon / rows)
+    return {x: (1 - ratio) / (1 + ratio) * ratio ** abs(x) for x in range(-reach, reach + 1)}
+
+
+def flips(errors: list[float], scale: float) -> list[float]:
+    """The theorem of permute-and-flip: in random order, each candidate is taken with probability exp(-(its excess) / scale)."""
+    taken = [math.exp(-(error - min(errors)) / scale) for error in errors]
+    chances = [0.0] * len(errors)
+    for order in itertools.permutations(range(len(errors))):
+        before = 1.0
+        for one in order:
+            chances[one] += before * taken[one]
+            before *= 1 - taken[one]
+    return [chance / math.factorial(len(errors)) for chance in chances]
+
+
+def rank_errors(asked: Statistic, values: list[float]) -> list[float]:
+    """How many rows the rank of each candidate is off."""
+    alpha = asked.quantile
+    return [
+        abs((1 - alpha) * sum(value < one for value in values) - alpha * sum(value > one for value in values))
+        for one in asked.numbers
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("asked", ALL, ids=lambda one: one.name)
+def test_the_event_is_the_epsilon_of_opendp_s_map(asked: Statistic, rows: int) -> None:
+    """At most what was asked, hardly less, and the very number that the map gives for a unit's rows."""
+    made = measurement(asked, rows, 0.25)
+    assert made.event == {"type": "pure_dp", "epsilon": made.measure.map(1 if asked.kind == "units" else rows)}
+    assert 0.2499 < made.event["epsilon"] <= 0.25
+    assert epsilon(made.event, 1e-9, "zero_out") == pytest.approx(0.25, abs=2e-4)
+    if asked.kind != "units":
+        assert made.measure.map(2 * rows) == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("values", [["yes"] * 5 + ["no"] * 2, ["yes"] * 3 + ["no"] * 2, ["yes"] * 5 + ["what"] * 2])
+def test_counts_have_discrete_laplace_noise(values: list[str]) -> None:
+    """Of every count, over neighbours at a distance of two rows, whose likelihoods then differ by at most e^epsilon."""
+    made, exact = measurement(SHARES, 2, 0.5), Counter(value if value in SHARES.values else OTHER for value in values)
+    drawn = [made.release(values) for _ in range(DRAWS)]
+    assert set(drawn[0]) == {"yes", "no", OTHER}
+    for name in drawn[0]:
+        assert fits(Counter(one[name] - exact[name] for one in drawn), laplace(0.5, 2)), name
+    assert any(one[name] < 0 for one in drawn for name in one), "published as drawn"
+
+
+def test_the_number_of_units_has_discrete_laplace_noise_for_one_unit() -> None:
+    made = measurement(UNITS, 7, 0.5)
+    for many in (10, 11):
+        drawn = Counter(made.release([""] * many)["units"] - many for _ in range(DRAWS))
+        assert fits(drawn, laplace(0.5, 1))
+
+
+@pytest.mark.parametrize("asked", [MEDIAN, TAIL], ids=lambda one: one.name)
+@pytest.mark.parametrize("values", [[12.0] * 3 + [35.0] * 4, [12.0] * 3 + [35.0] * 3, [15.0, 18.0, 33.0, 70.0]])
+def test_quantiles_are_drawn_by_permute_and_flip(asked: Statistic, values: list[float]) -> None:
+    made = measurement(asked, 1, 1.0)
+    scale = made.error / math.log(len(asked.numbers) / 0.05)
+    chances = flips(rank_errors(asked, values), scale)
+    drawn = Counter(float(made.release(values)[f"{asked.quantile:g}"]) for _ in range(DRAWS))
+    assert fits(drawn, dict(zip(asked.numbers, chances, strict=True)))
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.lists(st.sampled_from([5.0, 10.0, 15.0, 20.0, 25.0, 45.0]), max_size=8), st.sampled_from([5.0, 20.0, 33.0]))
+def test_quantiles_keep_their_epsilon_by_the_theorem(values: list[float], added: float) -> None:
+    """OpenDP's map against the exact probabilities of permute-and-flip, over neighbours."""
+    for asked, made in MADE:
+        scale = made.error / math.log(len(asked.numbers) / 0.05)
+        one, other = (flips(rank_errors(asked, data), scale) for data in (values, [*values, added]))
+        assert max(abs(math.log(p / q)) for p, q in zip(one, other, strict=True)) <= made.event["epsilon"] + 1e-9
+
+
+def test_a_mean_is_a_noisy_sum_over_a_noisy_count() -> None:
+    """Of its whole numbers, sum and count each have discrete Laplace noise of half of epsilon."""
+    made = measurement(MEAN, 1, 1.0)
+    values = [made.prepare(30.0)] * 4
+    assert values[0] == -STEPS // 2
+    drawn = [made.measure(values) for _ in range(DRAWS)]
+    assert fits(Counter(count - 4 for _, count in drawn), laplace(0.5, 1))
+    noise = [(total - sum(values)) / STEPS for total, _ in drawn]
+    assert stats.kstest(noise, stats.laplace(scale=2).cdf).pvalue > ALARM
+    neighbour = [made.measure([*values, STEPS])[0] for _ in range(DRAWS)]
+    assert (
+        stats.kstest([(one - sum(values) - STEPS) / STEPS for one in neighbour], stats.laplace(scale=2).cdf).pvalue
+        > ALARM
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(-1e300, 1e300), st.floats(1e-3, 1e300))
+def test_every_number_is_a_whole_one_within_bounds_before_it_is_added(value: float, low: float, width: float) -> None:
+    """So that neither the order of a sum nor a giant value decides anything."""
+    high = low + width
+    if not low < high:
+        return
+    try:
+        made = measurement(Statistic("mean", "age", (), (low, high)), 1, 1.0)
+    except ConfigError:  # of bounds whose distance is no number
+        return
+    prepared = made.prepare(value)
+    assert isinstance(prepared, int)
+    assert -STEPS <= prepared <= STEPS
+    assert abs(made.prepare(low)) == abs(made.prepare(high)) == STEPS
+
+
+@pytest.mark.parametrize("asked", ALL, ids=lambda one: one.name)
+def test_releases_err_by_more_than_stated_at_most_once_in_twenty(asked: Statistic) -> None:
+    made, rows, many = measurement(asked, 1, 1.0), 50, 2000
+    exact: list[Any] = ["yes"] * rows if asked.kind in ("units", "shares") else [25.0] * rows
+    exact = [15.0, 15.0, 25.0, 35.0] if asked.quantile else exact  # candidates hardly worse than the best one
+    errors = rank_errors(asked, exact) if asked.quantile else []
+    best = min(errors, default=0.0)
+    missed = 0
+    for _ in range(many):
+        found = made.release(exact)
+        if asked.quantile:
+            chosen = asked.numbers.index(next(iter(found.values())))
+            missed += errors[chosen] - best > made.error
+        elif asked is MEAN:
+            missed += not found["low"] <= 25.0 <= found["high"]
+            assert found["low"] <= found["mean"] <= found["high"]
+        else:
+            missed += abs(next(iter(found.values())) - rows) > made.error
+    assert missed <= stats.binom.ppf(1 - ALARM, many, 0.05)
+
+
+def test_without_opendp_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opendp.mod", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dpllm\[stats\]'"):
+        measurement(UNITS, 1, 1.0)
+
+
+def test_only_declared_text_reaches_opendp() -> None:
+    """Not half a character, nor a zero, at which a library of C would stumble."""
+    made = measurement(SHARES, 1, 1.0)
+    assert [made.prepare(value) for value in ("yes", "\0", "\ud800", "", "private")] == ["yes", *[OTHER] * 4]

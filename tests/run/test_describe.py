@@ -1,0 +1,292 @@
+"""What ``dpllm describe`` promises around its noise: what it costs, when it is charged, and what nobody sees of the data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dp_accounting.pld import common
+from dp_accounting.pld import privacy_loss_distribution as pld
+
+from dpllm.cli import main
+from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
+from dpllm.privacy import releases, renyi
+from dpllm.privacy.accounting import dp_sgd_event
+from dpllm.run import describe
+from dpllm.statement.released import Statistics
+
+Json = dict[str, Any]
+WHO = {"by": "alice", "reason": "study 7"}
+ASKED = ["--units", "--shares", "label=yes,no", "--mean", "age=0:120", "--quantiles", "age=0:120:12", "--at", ".5,.9"]
+RELEASES = 5
+
+
+def rows(units: int = 30) -> list[Json]:
+    return [
+        {"text": f"note {unit} {number}", "who": f"p{unit}", "label": "yes" if unit % 3 else "no", "age": 20 + unit}
+        for unit in range(units)
+        for number in range(3)
+    ]
+
+
+@pytest.fixture
+def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Types ``dpllm describe`` on rows; returns exit code and what was printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    write(rows())
+
+    def typed(*words: object, epsilon: float = 1.0) -> tuple[int, str, str]:
+        fixed = [
+            "rows.jsonl",
+            "--unit",
+            "who",
+            "--max-examples-per-unit",
+            2,
+            "--dataset",
+            "notes",
+            "--ledger",
+            "l.sqlite",
+        ]
+        code = main(["describe", *map(str, [*fixed, "--epsilon", epsilon, *words])])
+        return code, *capsys.readouterr()
+
+    return typed
+
+
+def write(found: list[Json]) -> None:
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+
+
+def ledger() -> Ledger:
+    opened = open_ledger("l.sqlite")
+    assert opened is not None
+    return opened
+
+
+def entries() -> int:
+    return len(ledger().history())
+
+
+def released(name: str = "describe.json") -> Statistics:
+    return Statistics.pick(json.loads(Path(name).read_text()))
+
+
+def direct(epsilons: list[float], delta: float, run: Any = None) -> float:
+    """Epsilon of pure releases, and a run, by dp-accounting's public functions alone."""
+    whole = pld.identity(1e-4)
+    for one in epsilons:
+        whole = whole.compose(pld.from_privacy_parameters(common.DifferentialPrivacyParameters(one, 0.0), 1e-4))
+    return float((whole.compose(run) if run else whole).get_epsilon_for_delta(delta))
+
+
+def test_each_release_is_an_entry_and_the_ledger_composes_them_with_training(say: Callable[..., Any]) -> None:
+    assert say(*ASKED)[0] == 0
+    found, book = released(), ledger()
+    assert len(found.releases) == RELEASES
+    runs = book.runs("notes")
+    assert [run.reservation.entry for run in runs] == [one.entry for one in found.releases]
+    assert [run.event for run in runs] == [one.event.to_json() for one in found.releases]
+    assert {(run.state, run.steps, run.reservation.num_steps) for run in runs} == {("completed", 1, 1)}
+    parts = [one.event.epsilon for one in found.releases]
+    assert parts == pytest.approx([0.25, 0.25, 0.25, 0.125, 0.125], abs=1e-3)
+    assert book.spent("notes", 1e-6) == pytest.approx(direct(parts, 1e-6), rel=1e-9)
+    assert found.epsilon == pytest.approx(direct(parts, found.delta), rel=1e-9)
+    assert 0.99 < found.epsilon <= 1.0
+    book.reserve("notes", RunRequest(dp_sgd_event(0.02, 0.8, 150), 1e-6, 150, "who", "zero_out"))
+    run = pld.from_gaussian_mechanism(0.8, sampling_prob=0.02, value_discretization_interval=1e-4).self_compose(150)
+    assert book.spent("notes", 1e-6) == pytest.approx(direct(parts, 1e-6, run), rel=1e-9)
+
+
+def test_a_statistic_asked_twice_costs_twice(say: Callable[..., Any]) -> None:
+    assert say("--units", epsilon=0.5)[0] == 0
+    once = ledger().spent("notes", 1e-9)
+    assert say("--units", "--output", "again.json", epsilon=0.5)[0] == 0
+    assert ledger().spent("notes", 1e-9) == pytest.approx(direct([0.5, 0.5], 1e-9)) == pytest.approx(2 * once, rel=1e-3)
+    assert say("--units", "--units", "--output", "both.json", epsilon=0.5)[0] == 0
+    assert [one.event.epsilon for one in released("both.json").releases] == [0.25, 0.25]
+    code, _, error = say("--units", "--output", "both.json")
+    assert (code, len(ledger().runs("notes"))) == (2, 4)
+    assert "both.json: is there already" in error
+
+
+def test_many_releases_cost_less_than_their_sum(say: Callable[..., Any]) -> None:
+    """The whole epsilon at delta is shared out, as PLD composes it, and not a sum of epsilons."""
+    assert say(*["--units"] * 60, "--delta", "1e-5")[0] == 0
+    parts = [one.event.epsilon for one in released().releases]
+    assert sum(parts) > 1.5
+    assert 0.97 < direct(parts, 1e-5) <= 1.0
+
+
+def test_a_crash_between_reservation_and_release_stays_charged(
+    say: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def crash(measure: Any, values: list[Any]) -> Any:
+        seen.append(ledger().runs("notes"))
+        if len(seen) == 2:
+            raise RuntimeError("power cut")
+        return measure(values)
+
+    monkeypatch.setattr(releases, "draw", crash)
+    with pytest.raises(RuntimeError, match="power cut"):
+        say(*ASKED)
+    assert [run.steps for run in seen[0]] == [1, 0, 0, 0, 0], (
+        "all are reserved, and the first charged, before it is drawn"
+    )
+    assert not Path("describe.json").exists()
+    runs = ledger().runs("notes")
+    assert [(run.state, run.steps) for run in runs] == [("running", 1)] * 2 + [("reserved", 0)] * 3
+    assert ledger().spent("notes", 1e-9) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("gate", ["planned", "adaptive"])
+def test_an_exhausted_budget_refuses_and_nothing_is_spent(say: Callable[..., Any], gate: Any) -> None:
+    order = renyi.choose_order(1.5, 1e-6, {"type": "pure_dp", "epsilon": 1.0}) if gate == "adaptive" else None
+    with ledger() as book:
+        budgets.set_budget(book, "notes", Budget(1.5, 1e-6, "who", "zero_out", gate, order, **WHO))
+        if gate == "planned":
+            from dpllm.ledger.values import Sealed
+
+            budgets.seal(book, "notes", [Sealed({"type": "pure_dp", "epsilon": 0.9}, 1)], "alice", "all of it")
+    assert say("--units", epsilon=0.9)[0] == 0
+    assert released().delta == 1e-6, "that of the budget"
+    before = entries()
+    for words in ([], ["--dry-run"]):
+        code, _, error = say("--units", "--shares", "label=yes", "--output", "more.json", *words, epsilon=1.2)
+        assert code == 3, error
+        assert "notes" in error
+        assert (entries(), Path("more.json").exists()) == (before, False)
+
+
+def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Callable[..., Any]) -> None:
+    with ledger() as book:
+        budgets.set_budget(book, "notes", Budget(2.0, 1e-6, "who", "zero_out", **WHO))
+    before = entries()
+    code, _, error = say("--units")
+    assert (code, entries()) == (3, before)
+    assert "dpllm ledger seal notes RECIPE statistics.json" in error
+    code, printed, _ = say("--units", "--dry-run", "--json")
+    assert code == 3
+    Path("statistics.json").write_text(printed)
+    assert (
+        main(["ledger", "seal", "notes", "statistics.json", "--ledger", "l.sqlite", "--by", "a", "--reason", "b"]) == 0
+    )
+    assert say("--units")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "told"),
+    [
+        (["--shares", "label"], 2, "not declared"),
+        (["--mean", "age"], 2, "not declared"),
+        (["--shares", "diagnosis=yes,no"], 2, "no row has a column 'diagnosis'"),
+        ([], 2, "no statistic is asked"),
+        (["--lengths", "8,16"], 2, "--tokenizer MODEL"),
+        (["--units", "--unit", "whom"], 2, "no value in the unit column"),
+        (["--units", "--delta", "2"], 2, "delta"),
+        (["--units", "--output", "nowhere/describe.json"], 2, "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_message_and_nothing_is_spent(
+    say: Callable[..., Any], words: list[str], exit_code: int, told: str
+) -> None:
+    code, _, error = say(*words)
+    assert (code, error.count("\n")) == (exit_code, 1)
+    assert told in error
+    assert entries() == 0
+    assert "p0" not in error
+
+
+@pytest.mark.parametrize("epsilon", [0.0001, 0.0, -1.0, float("nan"), 2000.0])
+def test_an_epsilon_that_promises_nothing_or_buys_nothing_is_refused(say: Callable[..., Any], epsilon: float) -> None:
+    code, _, error = say(*ASKED, epsilon=epsilon)
+    assert (code, entries()) == (2, 0)
+    assert "--epsilon" in error
+
+
+def test_a_dry_run_shows_costs_and_spends_nothing(say: Callable[..., Any]) -> None:
+    code, printed, _ = say(*ASKED, "--dry-run")
+    assert code == 0
+    assert "Nothing was spent" in printed
+    assert not Path("l.sqlite").exists()
+    assert not Path("describe.json").exists()
+    offered = Statistics.pick(json.loads(say(*ASKED, "--dry-run", "--json")[1]))
+    assert {(one.value, one.entry) for one in offered.releases} == {(None, None)}
+    assert say(*ASKED)[0] == 0
+    kept = [{**one.to_json(), "value": None, "entry": None} for one in released().releases]
+    assert kept == [one.to_json() for one in offered.releases]
+
+
+def test_no_exact_value_reaches_any_public_byte(say: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the noise held fixed, so that it hides nothing: files and output are equal over neighbours.
+
+    What OpenDP would be given differs; what it would return is made constant, and so are the day and the entries' names.
+    """
+    constants = [30, [40, 20, 0], [1000, 60], 50.0, 60.0]
+    given: list[list[Any]] = []
+    counter = itertools.count()
+
+    def constant(measure: Any, values: list[Any]) -> Any:
+        given.append(sorted(values))
+        return constants[(len(given) - 1) % RELEASES]
+
+    monkeypatch.setattr(releases, "draw", constant)
+    monkeypatch.setattr("secrets.token_hex", lambda size=32: f"{next(counter):0{2 * size}x}")
+    monkeypatch.setattr(describe.time, "strftime", lambda *_: "2026-01-02")
+
+    def public(found: list[Json], *mode: str) -> tuple[list[Any], list[Any]]:
+        """What OpenDP was given, and all that anybody sees."""
+        nonlocal counter
+        counter = itertools.count()
+        given.clear()
+        write(found)
+        for name in ("describe.json", "l.sqlite"):
+            Path(name).unlink(missing_ok=True)
+        said = say(*ASKED, *mode)
+        return list(given), [*said, Path("describe.json").read_bytes() if Path("describe.json").exists() else b""]
+
+    data = rows()
+    changed = [{**row, "text": "x" * 500, "label": "secret", "age": 99} if row["who"] == "p7" else row for row in data]
+    removed = [row for row in data if row["who"] != "p7"]
+    for mode in (["--dry-run"], ["--json"], []):
+        exact, shown = public(data, *mode)
+        assert shown[0] == 0
+        assert [len(one) for one in exact] == ([] if "--dry-run" in mode else [30, 60, 60, 60, 60]), (
+            "of 3 rows a unit, 2 count"
+        )
+        for neighbour in (changed, removed):
+            other, seen = public(neighbour, *mode)
+            assert seen == shown, mode
+            if not mode:
+                same = [one == two for one, two in zip(exact, other, strict=True)]
+                assert same == [neighbour is changed, False, False, False, False], "what is counted differs"
+    assert b"p7" not in shown[3]
+    assert str(Path.cwd()).encode() not in shown[3]
+
+
+def test_declared_size_changes_the_relation_and_nothing_else(say: Callable[..., Any]) -> None:
+    assert say("--units", "--data.public_size", 40)[0] == 0
+    assert released().neighbouring_relation == "add_or_remove_one"
+    code, _, error = say("--units", "--output", "more.json")
+    assert code == 3
+    assert "another quantity" in error
+
+
+def test_a_recipe_gives_data_unit_and_ledger(say: Callable[..., Any]) -> None:
+    Path("recipe.yaml").write_text(
+        "model: {name_or_path: 'builtin:tiny'}\n"
+        "data: {train: rows.jsonl, unit: who, max_examples_per_unit: 2}\n"
+        "privacy: {ledger: l.sqlite, dataset: notes}\n"
+        "train: {steps: 1}\noutput_dir: run\n"
+    )
+    assert main(["describe", "recipe.yaml", "--epsilon", "1", "--lengths", "4,8,16,512", "--at", ".5"]) == 0
+    found = released()
+    assert (found.dataset, found.unit, found.max_examples_per_unit) == ("notes", "who", 2)
+    assert set(found.releases[0].value or {}) == {"0.5"}
+    assert len(ledger().runs("notes")) == 1

@@ -1,0 +1,140 @@
+"""What may be asked is declared, and what it is computed of depends on one unit's rows alone, whatever they hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.errors import ConfigError, DataError
+from dpllm.recipe.config import DataConfig
+from dpllm.text.asked import EXAMPLES, Kind, Statistic, check_columns, exact_values, parse
+from dpllm.text.data import Table, group_rows, load_table
+
+ROWS: list[dict[str, Any]] = [
+    {"text": "one two", "who": "a", "label": "yes", "age": 30},
+    {"text": "Привет, мир", "who": "a", "label": " no ", "age": "12"},
+    {"text": "x", "who": "a", "label": "no", "age": 31},
+    {"text": "1 2 3", "who": "b", "label": 1, "age": None},
+    {"text": "漢字 a", "who": "b", "label": True, "age": True},
+    {"text": "z", "who": "c", "label": None, "age": "NaN"},
+    {"text": "w", "who": "c", "age": float("inf")},
+    {"text": "v", "who": "d", "label": ["x"], "age": "old", "other": 1},
+]
+
+
+def table_of(tmp_path: Path, rows: list[dict[str, Any]]) -> Table:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return load_table(str(path), DataConfig(train=str(path)), "train", tmp_path)
+
+
+def values(tmp_path: Path, kind: Kind, text: str, rows: list[dict[str, Any]] = ROWS, most: int = 9) -> list[Any]:
+    data = DataConfig(train="rows", unit="who", max_examples_per_unit=most)
+    table = table_of(tmp_path, rows)
+    return list(exact_values(parse(kind, text, ".5")[0], group_rows(table, data), table, data, None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("units", "", Statistic("units")),
+        ("shares", "label=yes, no", Statistic("shares", "label", ("yes", "no"))),
+        ("scripts", "latin,cjk", Statistic("scripts", "", ("LATIN", "CJK"))),
+        ("mean", "age=0:120", Statistic("mean", "age", (), (0.0, 120.0))),
+        ("lengths", "8,16", Statistic("lengths", "", (), (8.0, 16.0), 0.5)),
+        ("quantiles", "age=0:1:4", Statistic("quantiles", "age", (), (0.0, 0.25, 0.5, 0.75, 1.0), 0.5)),
+    ],
+)
+def test_what_is_typed_is_what_is_declared(kind: Kind, text: str, expected: Statistic) -> None:
+    assert parse(kind, text, ".5") == (expected,)
+
+
+def test_each_quantile_is_a_release_of_its_own() -> None:
+    assert [one.name for one in parse("lengths", "8,16", ".5,.99")] == [
+        "quantile 0.5 of token lengths",
+        "quantile 0.99 of token lengths",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shares", "label"),
+        ("shares", "label="),
+        ("shares", "=yes"),
+        ("shares", "label=yes,yes"),
+        ("shares", "label=yes,other"),
+        ("shares", "label=yes,"),
+        ("mean", "age"),
+        ("mean", "age=5"),
+        ("mean", "age=120:0"),
+        ("mean", "age=0:inf"),
+        ("mean", "age=0:10:2"),
+        ("quantiles", "age"),
+        ("quantiles", "age=3,2,1"),
+        ("quantiles", "age=0:10:0"),
+        ("quantiles", "age=0:10:1e3"),
+        ("quantiles", "age=0:1:1000000000"),
+        ("lengths", "many"),
+        ("lengths", "16"),
+        ("scripts", ""),
+    ],
+)
+def test_what_is_not_declared_is_refused(kind: Kind, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(kind, text, ".5")
+    assert f"--{kind} {text}: what is not declared" in str(caught.value)
+    assert EXAMPLES[kind] in str(caught.value)
+
+
+@pytest.mark.parametrize("quantiles", ["0", "1", "half", "", "nan", ".5,2"])
+def test_quantiles_lie_between_0_and_1(quantiles: str) -> None:
+    with pytest.raises(ConfigError, match="lie between 0 and 1"):
+        parse("lengths", "8,16", quantiles)
+
+
+def test_any_value_counts_as_its_text_and_none_is_an_error(tmp_path: Path) -> None:
+    assert sorted(values(tmp_path, "shares", "label=yes,1")) == ["", "", "1", "['x']", "no", "no", "true", "yes"]
+    assert sorted(values(tmp_path, "mean", "age=0:120")) == [12.0, 30.0, 31.0]
+    assert sorted(values(tmp_path, "quantiles", "age=0:120:4")) == [12.0, 30.0, 31.0]
+    assert values(tmp_path, "units", "") == [""] * 4
+
+
+def test_the_script_of_a_row_is_that_of_most_letters(tmp_path: Path) -> None:
+    assert sorted(values(tmp_path, "scripts", "latin")) == ["", "CJK", "CYRILLIC", *["LATIN"] * 5]
+
+
+def test_a_unit_brings_so_many_rows_and_they_depend_on_no_other_unit(tmp_path: Path) -> None:
+    """Taking one unit out changes a list of values by that unit's own, at most two here."""
+    for kind, text in (("shares", "label=yes"), ("mean", "age=0:120"), ("scripts", "latin"), ("units", "")):
+        whole = values(tmp_path, kind, text, most=2)  # type: ignore[arg-type]
+        for unit in "abcd":
+            rest = values(tmp_path, kind, text, [row for row in ROWS if row["who"] != unit], most=2)  # type: ignore[arg-type]
+            left = list(whole)
+            for value in rest:
+                left.remove(value)
+            assert len(left) <= (1 if kind == "units" else 2)
+
+
+def test_token_lengths_are_those_of_training_before_they_are_cut(tmp_path: Path) -> None:
+    from dpllm.model.loading import load_tokenizer
+    from dpllm.recipe.config import ModelConfig
+    from dpllm.text.data import encode
+
+    tokenizer = load_tokenizer(ModelConfig(name_or_path="builtin:tiny"))
+    data = DataConfig(train="rows", max_length=4, long_examples="refuse")
+    rows = [{"text": "word " * many} for many in (1, 3, 50)]
+    table = table_of(tmp_path, rows)
+    found = list(exact_values(parse("lengths", "8,16", ".5")[0], group_rows(table, data), table, data, tokenizer))
+    assert found == [len(encode(row, "text", tokenizer, 10_000, "truncate")[0].input_ids) for row in rows]
+    assert found[2] > 50
+
+
+def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
+    table = table_of(tmp_path, ROWS)
+    check_columns([*parse("shares", "label=yes", ".5"), *parse("mean", "other=0:1", ".5")], table)
+    with pytest.raises(DataError, match="no row has a column 'labels'"):
+        check_columns(parse("shares", "labels=yes", ".5"), table)

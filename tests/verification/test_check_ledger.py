@@ -1,0 +1,134 @@
+"""A ledger to verify with is read and nothing else, whoever made it, and no place is contacted that the files name."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ledger_stores
+import pytest
+from cards import audit, config, make_run, plan, record
+from ledger_stores import reserve
+
+from dpllm.card.card import write_card
+from dpllm.errors import ConfigError
+from dpllm.ledger import store
+from dpllm.ledger.ledger import Ledger
+from dpllm.run.directory import RunDir
+from dpllm.verification import check_ledger
+from dpllm.verification.values import Check, Published, Wrong, read_object
+
+ENDLESS = "WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) SELECT"
+HEAD = {"hash": "0" * 64, "count": 0}
+
+
+def published(root: Path, ledger: str) -> Published:
+    page = write_card(make_run(root, config(privacy={"ledger": ledger}), plan(), record(), audit()))
+    return Published(page.parent, read_object(page.parent / "privacy.json"), page.read_text("utf-8"), RunDir(root))
+
+
+def last(found: Published) -> Check:
+    return list(check_ledger.check(found))[-1]
+
+
+@pytest.mark.parametrize("url", ["postgresql://evil@host/x", "postgres://evil@host/x", "http://evil/x"])
+def test_a_database_that_a_recipe_names_is_not_contacted(tmp_path: Path, url: str, monkeypatch: Any) -> None:
+    def contacted(*_: object, **__: object) -> None:
+        raise AssertionError("contacted")
+
+    monkeypatch.setattr(store.Postgres, "__init__", contacted)
+    found = last(published(tmp_path / "run", url))
+    assert (found.name, found.status) == ("ledger", "asserted")
+    assert "--ledger" in found.detail
+
+
+@pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.sqlite-wal"])
+@pytest.mark.parametrize("by_recipe", [True, False])
+def test_a_pipe_is_no_ledger_and_nobody_waits_for_it(tmp_path: Path, name: str, by_recipe: bool) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        reserve(ledger)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    found = published(tmp_path / "run", str(path if by_recipe else tmp_path / "nothing"))
+    with pytest.raises(Wrong, match="no regular file"):
+        last(found if by_recipe else replace(found, ledger=str(path)))
+
+
+def test_a_ledger_is_read_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    path = folder / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        claim, head = reserve(ledger), ledger.head()
+        ledger.charge(claim.entry, 1)
+        assert check_ledger._open(str(path), head).steps == {claim.entry: 1}  # of a ledger in use, the last step too
+    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+    assert len(check_ledger._open(str(path), head).entries) == head["count"]
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == before
+    with pytest.raises(Wrong, match="lacks an earlier head"):
+        check_ledger._open(str(path), {**head, "hash": "1" * 64})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"DROP TABLE progress; CREATE VIEW progress AS {ENDLESS} 'x' AS entry, n AS seq, n AS steps, n AS updated_at FROM more",
+        "DROP TABLE entries; CREATE TABLE entries (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, dataset TEXT NOT NULL, "
+        "payload TEXT AS (hex(zeroblob(900000000))), prev_hash TEXT NOT NULL, hash TEXT NOT NULL)",
+    ],
+    ids=["view", "column"],
+)  # fmt: skip
+def test_a_ledger_that_computes_without_end_is_refused_at_once(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        reserve(ledger)
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(change)
+    started = time.monotonic()
+    with pytest.raises(Wrong, match="the ledger cannot be read"):
+        last(published(tmp_path / "run", str(path)))
+    assert time.monotonic() - started < 5
+
+
+def test_a_trigger_of_a_stranger_never_runs(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        reserve(ledger)
+        head = ledger.head()
+    with closing(sqlite3.connect(path)) as db:
+        # As a file of the first version, which is brought up to date where it is opened to write.
+        db.executescript(
+            "UPDATE meta SET value = '1' WHERE key = 'schema_version'; DROP TABLE records; DROP TABLE refusals"
+        )
+        db.execute(
+            f"CREATE TRIGGER t AFTER UPDATE ON meta BEGIN DELETE FROM meta WHERE key IN ({ENDLESS} n FROM more); END"
+        )
+        db.commit()
+    check_ledger._open(str(path), head)
+
+
+def test_work_on_a_file_has_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        reserve(ledger)
+    with pytest.raises(ConfigError, match="interrupted"), closing(store.SQLite(path, read_only=True)) as opened:
+        opened.rows(f"{ENDLESS} count(*) FROM more")
+    with pytest.raises(ConfigError, match="readonly"), closing(store.SQLite(path, read_only=True)) as opened:
+        opened.rows("DELETE FROM refusals")
+
+
+def test_a_database_without_a_ledger_stays_empty(place: ledger_stores.Place, tmp_path: Path) -> None:
+    if not place.location.startswith("postgres"):
+        pytest.skip("of PostgreSQL")
+    with pytest.raises(ConfigError, match="entries"):
+        check_ledger._open(place.location, HEAD)
+    with closing(store.Postgres(place.location, read_only=True)) as opened:
+        assert opened.rows("SELECT 1 FROM information_schema.tables WHERE table_schema = current_schema()") == []
+    with Ledger(store.Postgres(place.location)) as ledger:
+        reserve(ledger)
+        assert len(check_ledger._open(place.location, ledger.head()).entries) == ledger.head()["count"]

@@ -1,0 +1,90 @@
+"""Files of a stranger that stand for more than they hold, or for nothing that ends: each is one failed check, soon."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from cards import audit, config, make_run, plan, record
+from pyarrow import parquet
+
+from dpllm.auditing.gradient import COLUMNS
+from dpllm.card.card import write_card
+from dpllm.run.directory import RunDir
+from dpllm.verification import check_audits
+from dpllm.verification.values import Wrong
+from dpllm.verification.verify import verify
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = make_run(tmp_path / "run", config(), plan(), record(), audit())
+    write_card(run)
+    return run
+
+
+def bomb(path: Path, rows: int, columns: dict[str, object]) -> None:
+    table = pyarrow.table({name: pyarrow.repeat(value, rows) for name, value in columns.items()})
+    parquet.write_table(table, path, compression="zstd", row_group_size=rows)
+
+
+TOKENS = {
+    f"{who}_{what}": 0.0
+    for who in ("tuned", "base")
+    for what in ("log_prob", "mean", "variance", "argmax", "top_k_log_prob")
+}
+TOKENS |= {"canary_id": "c00001", "zlib_bytes": 1, "group": 1, "inserted": True, "secret": True, "word": 0}  # type: ignore[dict-item]
+
+
+def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_audits, "MOST_TOKENS", 2_000_000)  # a table above the true bound would be large to write
+    bomb(tmp_path / "tokens.parquet", 3_000_000, TOKENS)
+    assert (tmp_path / "tokens.parquet").stat().st_size < 2**18
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(Wrong, match="3,000,000 rows"):
+        check_audits.tables(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
+def test_bytes_count_as_rows_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gradient.parquet"
+    parquet.write_table(pyarrow.table({name: np.arange(1e5) for name in COLUMNS}), path)
+    check_audits.described(path, COLUMNS, check_audits.MOST_ROWS)
+    monkeypatch.setattr(check_audits, "MOST_UNPACKED", 2**20)
+    with pytest.raises(Wrong, match="bytes unpacked"):
+        check_audits.described(path, COLUMNS, check_audits.MOST_ROWS)
+
+
+@pytest.mark.parametrize("name", ["config", "plan", "run", "describe", "canaries", "groups", "projections", "audits"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
+def test_what_a_run_directory_holds_is_read_where_it_is_a_small_file(run: RunDir, name: str, kind: str) -> None:
+    path: Path = getattr(run, name)
+    if path.exists():
+        path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**31)
+    found = verify(run.root)
+    assert [check.name for check in found.checks if check.status == "failed"] == ["card"]
+    assert path.name in found.checks[0].detail
+    assert "\n" not in found.checks[0].detail
+
+
+def test_aliases_in_a_recipe_are_one_failed_check(run: RunDir) -> None:
+    lines = ["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    run.config.write_text("\n".join(lines), encoding="utf-8")
+    started = time.monotonic()
+    failed = {check.name: check.detail for check in verify(run.root).checks if check.status == "failed"}
+    assert "anchor or an alias" in failed["ledger"]
+    assert time.monotonic() - started < 10
