@@ -38,6 +38,8 @@ Json = dict[str, Any]
 
 def keys(words: list[str]) -> Json:
     """``["privacy.epsilon=8"]`` as changes of a recipe."""
+    if wrong := next((word for word in words if "=" not in word), None):
+        raise SystemExit(f"{wrong!r} sets nothing; type KEY=VALUE, such as privacy.epsilon=8")
     return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
 
 
@@ -49,6 +51,10 @@ def read(known: argparse.Namespace, folder: Path, own: Json, seed: int) -> RunCo
     config = load_config(known.recipe, changes)
     source = str(config.data.eval)
     path = builtin.path(source) if is_builtin(source) else Path(source)
+    if not path.is_file():
+        raise SystemExit(
+            f"data.eval {source}: no such file, and halves of its rows are evaluated; type --set data.eval=FILE"
+        )
     rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
     part = rows[: len(rows) // 2] if known.half == "first" else rows[len(rows) // 2 :]
     (folder / "eval.jsonl").write_text("".join(part), encoding="utf-8")

@@ -112,6 +112,11 @@ def listed(names: Sequence[str], planned: Callable[[str], Sealed]) -> list[Seale
     def runs(name: str) -> list[Sealed]:
         if not name.endswith(".json"):
             return [planned(name)]
+        if not Path(name).is_file():
+            raise ConfigError(
+                f"{name}: no such file, so its statistics cannot be sealed. Type first: dpllm describe ... --dry-run --json > "
+                f"{name}"
+            )
         return [Sealed(one.event.to_json(), 1) for one in Statistics.pick(read_json(Path(name))).releases]
 
     return [run for name in names for run in runs(name)]

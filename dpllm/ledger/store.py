@@ -49,10 +49,8 @@ GUARDS = {
     for moment, when in (("INSERT", insert), ("UPDATE", update), ("DELETE", "true"))
 }
 ONLY_GROWS = "the ledger only grows"
-MOST_VALUE, MOST_WORK = (
-    2**26,
-    2 * 10**8,
-)  # of a file that may be a stranger's: bytes of one value, steps of SQLite's machine
+# Of a file that may be a stranger's: bytes of one value, steps of SQLite's machine.
+MOST_VALUE, MOST_WORK = 2**26, 2 * 10**8
 LOCK = 0x6470_6C6C_6D  # "dpllm": PostgreSQL's advisory lock under which the schema is made
 BITS = {"INSERT": 4, "DELETE": 8, "UPDATE": 16, "TRUNCATE": 32}  # pg_trigger.tgtype; 1 is FOR EACH ROW, 2 is BEFORE
 

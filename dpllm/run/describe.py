@@ -70,10 +70,14 @@ class Offer:
             BudgetExceeded: The ledger has no room for all of them; nothing is spent.
             ConfigError: ``output`` is there already, or its directory is not.
         """
-        if output.exists() or not os.access(output.parent, os.W_OK):
+        if output.exists():
             raise ConfigError(
-                f"--output {output}: {'is there already' if output.exists() else 'cannot be written'}, and what is released "
-                "again is paid for again. Type another."
+                f"--output {output}: holds what was released before, which would be lost, and to release it again costs again. "
+                "Type another."
+            )
+        if not os.access(output.parent, os.W_OK):
+            raise ConfigError(
+                f"--output {output}: cannot be written, and what is released and lost is paid for all the same. Type another."
             )
         if self.refusal:
             raise self.refusal

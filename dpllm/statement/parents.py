@@ -197,8 +197,8 @@ def _stated(path: Path, what: str) -> PrivacyRecord | None:
 
 def _no_adapters(name: str) -> str:
     return (
-        f"model.name_or_path {name}: is an adapter and not a whole model, so no run can start from it. Merge it into its "
-        "base first, dpllm merge RUN, and name the merged directory."
+        f"model.name_or_path {name}: is an adapter and not a whole model, which a recipe names there. Type --model.adapter with "
+        "its directory to go on from it, or merge it into its base, dpllm merge RUN, and name what that writes."
     )
 
 

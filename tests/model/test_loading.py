@@ -235,6 +235,19 @@ def test_with_its_first_factor_frozen_an_adapter_starts_the_same_and_trains_half
     assert adapters.left_out(half) == []
 
 
+def test_processes_compare_a_frozen_factor_too(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, str] = {}
+    monkeypatch.setattr(loading.processes, "several", lambda: True)
+    monkeypatch.setattr(loading.processes, "check_equal", told.update)
+    found = []
+    for seed in (1, 1, 2):
+        loading.build(
+            recipe(bases["phi3"], {"method": "lora", "lora_a": "frozen"}, train={"steps": 1, "seed": seed}), CPU
+        )
+        found.append(told["the adapter or layers that training starts from"])
+    assert found[0] == found[1] != found[2]  # B starts at zero: only the frozen factor differs
+
+
 def test_on_an_embedding_whose_first_factor_starts_at_zero_it_is_not_frozen(bases: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="Take the embedding out"):
         loading.build(recipe(bases["llama"], {**ADAPTERS["embedding"], "lora_a": "frozen"}), CPU)

@@ -157,6 +157,14 @@ def test_rehearsing_holds_room_for_earlier_noise_where_noise_is_added(
     assert sizes[0] == 2 * buffers * engine.size  # float64, held as twice as many float32; SGD holds nothing
 
 
+def test_rehearsing_holds_room_for_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ones, sizes = tm.make_engine(tm.build("llama"), promise()), torch.ones, []
+    engine._optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1, momentum=0.9)
+    monkeypatch.setattr(torch, "ones", lambda size, **more: sizes.append(size) or ones(size, **more))
+    engine.rehearse([])
+    assert sizes[0] == (2 * (BANDS - 1) + 1) * engine.size
+
+
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 

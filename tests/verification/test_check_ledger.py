@@ -122,9 +122,8 @@ def test_work_on_a_file_has_a_bound(tmp_path: Path) -> None:
         opened.rows("DELETE FROM refusals")
 
 
+@pytest.mark.parametrize("place", ["postgres"], indirect=True)
 def test_a_database_without_a_ledger_stays_empty(place: ledger_stores.Place, tmp_path: Path) -> None:
-    if not place.location.startswith("postgres"):
-        pytest.skip("of PostgreSQL")
     with pytest.raises(ConfigError, match="entries"):
         check_ledger._open(place.location, HEAD)
     with closing(store.Postgres(place.location, read_only=True)) as opened:
