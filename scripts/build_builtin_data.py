@@ -3,8 +3,8 @@
     python scripts/build_builtin_data.py [--out dpllm/text/builtin/clinic]
 
 In: a fixed seed, Faker (pinned) for names and numbers, and our sentences in `_clinic_text.py`.
-Out: train.jsonl and eval.jsonl, one {"patient_id", "text"} a line. A patient keeps a name, phone,
-job, clinician, illness and habits through all of their notes, as in a real record; a patient is in
+Out: train.jsonl and eval.jsonl, one {"patient_id", "visit", "text"} a line. A patient keeps a name,
+phone, job, clinician, illness and habits through all of their notes, as in a real record; a patient is in
 one split only. The same seed gives the same bytes.
 """
 
@@ -159,11 +159,12 @@ def note_slots() -> dict[str, Slot]:
     }
 
 
-def write_note(patient: Patient, slots: dict[str, Slot], rng: Random) -> str:
-    """Writes one note of between SHORTEST and LONGEST characters."""
+def write_note(patient: Patient, slots: dict[str, Slot], rng: Random) -> dict[str, str]:
+    """Writes one note of between SHORTEST and LONGEST characters, and the kind of visit that its opening shows."""
     facts = patient.facts
     while True:
-        parts = [pick(OPENERS, rng), *rng.sample(FOLLOW_UPS, rng.randint(1, 2))]
+        opener, visit = pick(OPENERS, rng)
+        parts = [opener, *rng.sample(FOLLOW_UPS, rng.randint(1, 2))]
         ending = rng.random()
         if ending < 0.3:
             parts.append(pick(facts["signs"].split("|"), rng))
@@ -172,7 +173,7 @@ def write_note(patient: Patient, slots: dict[str, Slot], rng: Random) -> str:
         text = expand(" ".join(parts), slots, rng, facts)
         said_twice = any(text.count(facts[fact]) > 1 for fact in SAID_ONCE)
         if SHORTEST <= len(text) <= LONGEST and not said_twice:
-            return text
+            return {"visit": visit, "text": text}
 
 
 def build(train_patients: int, eval_patients: int) -> tuple[list[str], list[str]]:
@@ -184,7 +185,7 @@ def build(train_patients: int, eval_patients: int) -> tuple[list[str], list[str]
     splits: list[list[str]] = []
     for group in (patients[:train_patients], patients[train_patients:]):
         lines = [
-            json.dumps({"patient_id": patient.patient_id, "text": write_note(patient, slots, rng)})
+            json.dumps({"patient_id": patient.patient_id, **write_note(patient, slots, rng)})
             for patient in group
             for _ in range(NOTES_PER_PATIENT[rng.randrange(len(NOTES_PER_PATIENT))])
         ]

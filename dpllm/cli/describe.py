@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STATISTICS = {
     "lengths": ("CANDIDATES", "quantiles of token lengths, among declared ones: 64,128,256 or LOW:HIGH:PARTS"),
     "quantiles": ("COLUMN=CANDIDATES", "the same of a column of numbers"),
-    "shares": ("COLUMN=VALUE,VALUE", "how many rows have each declared value, and how many another"),
+    "shares": ("COLUMN=VALUE,VALUE;...", "how many rows have each declared value, of several columns each combination"),
     "scripts": ("SCRIPT,SCRIPT", "how many rows are mostly written in each script, such as latin,cyrillic,cjk"),
     "mean": ("COLUMN=LOW:HIGH", "of a column of numbers, within declared bounds"),
 }

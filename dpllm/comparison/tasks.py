@@ -19,7 +19,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run
-from dpllm.text import data
+from dpllm.text import control, data
 from dpllm.text.rows import each_row
 
 if TYPE_CHECKING:
@@ -172,8 +172,9 @@ def by_prompt(rows: Sequence[Json], count: int) -> dict[str, list[str]]:
     """The first ``count`` different prompts and all references of each: a prompt may stand in several rows."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        if row["prompt"] in found or len(found) < count:
-            found.setdefault(row["prompt"], []).append(row["completion"].strip())
+        prompt = row.get(control.LINE, "") + row["prompt"]
+        if prompt in found or len(found) < count:
+            found.setdefault(prompt, []).append(row["completion"].strip())
     return found
 
 

@@ -103,11 +103,13 @@ def _counted(asked: Statistic, rows: int, epsilon: float) -> Measurement:
     measure, error = _laplace(exact, rows, epsilon)
     what = "rows in each count" if asked.values else "units"
 
+    declared = frozenset(asked.values)
+
     def read(found: Any) -> dict[str, float]:
         return dict(zip((*asked.values, OTHER), found, strict=True)) if asked.values else {"units": found}
 
     def prepare(value: str) -> str:
-        return value if value in asked.values else OTHER  # no text of a row goes further
+        return value if value in declared else OTHER  # no text of a row goes further
 
     return Measurement("discrete Laplace", _cost(measure, rows), error, what, measure, read, prepare)
 

@@ -151,6 +151,9 @@ class DataConfig(Section):
     """What happens to a row longer than max_length; chunks stay one privacy unit with their row."""
     packing: bool = False
     """Only false is possible; the key exists to say why."""
+    control: list[str] = Field(default_factory=list)
+    """Columns by which texts are asked for, such as [visit, age]: each text is learned behind a line of its row's values, "visit:
+    home | age: old", which is not learned itself. Canaries stand behind none; format messages has no place for it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -198,8 +201,23 @@ class DataConfig(Section):
             )
         return value
 
+    @field_validator("control")
+    @classmethod
+    def _columns_of_control(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value) or any(not name.strip() or set(name) & set(";=|:\r\n") for name in value):
+            raise ValueError(
+                "should be different names of columns, without ; = | : and line ends, which stand between names and values; "
+                "rename the column in the data"
+            )
+        return value
+
     @model_validator(mode="after")
     def _unit(self) -> DataConfig:
+        if self.unit != "example" and self.unit in self.control:
+            raise ValueError(
+                f"data.control names {self.unit!r}, which says whose row it is: texts would be asked for by person, and the "
+                "names of people would have to be public; remove it from data.control"
+            )
         if self.unit == "example" and self.max_examples_per_unit is not None:
             raise ValueError("max_examples_per_unit needs data.unit: <column>; with unit: example remove it")
         if self.unit == "example" and self.sampling == "example":

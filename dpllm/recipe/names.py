@@ -113,6 +113,8 @@ def digest(config: RunConfig) -> str:
         del recipe["adapter"]["lora_a"]
     if not any(recipe["data"]["csv"].values()):
         del recipe["data"]["csv"]
+    if not recipe["data"]["control"]:
+        del recipe["data"]["control"]
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
         if value := recipe[section][name]:
             recipe[section][name] = _each(lambda one: one if is_builtin(one) else last_part(one), value)

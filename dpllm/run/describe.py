@@ -35,7 +35,7 @@ from dpllm.privacy.releases import Measurement, measurement
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.released import Statistics
 from dpllm.text import data
-from dpllm.text.asked import Statistic, check_columns, exact_values
+from dpllm.text.asked import Statistic, exact_values
 
 DELTA = 1e-9
 """At which a total is stated where neither a budget nor the user names another: no release needs one."""
@@ -121,7 +121,7 @@ def offered(
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(scratch())
         table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
-        check_columns((one for group in asked for one in group), table)
+        data.check_columns((name for group in asked for one in group for name in one.columns), table.rows, table.name)
         units = data.group_rows(table, config.data)
         exact = partial(exact_values, units=units, table=table, data=config.data, tokenizer=tokenizer)
         if (ledger := open_ledger(config.privacy.ledger, create=create)) is not None:

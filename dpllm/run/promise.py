@@ -251,7 +251,7 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, ca
     # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
     dataset = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
     fmt = table.format
-    example = layouts.example(table.rows[0], fmt) if config.data.public else layouts.SHAPES[fmt]
+    example = layouts.example(table.rows[0], fmt) if config.data.public else layouts.shape(fmt, config.data.control)
     return Subject(config.data.public_size or len(rows), fmt, dataset, policy, table.digest, table.reads, example)
 
 

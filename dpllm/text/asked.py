@@ -7,16 +7,18 @@ it. Must not know noise, nor a ledger.
 
 from __future__ import annotations
 
+import itertools
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dpllm.errors import ConfigError, DataError
+from dpllm.errors import ConfigError
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, iter_units, unit_name
+from dpllm.text import control
+from dpllm.text.data import Table, iter_units, value_name
 from dpllm.text.layouts import FIELDS
 from dpllm.text.rows import Groups
 
@@ -25,7 +27,7 @@ EXAMPLES: dict[Kind, str] = {
     "units": "--units",
     "lengths": "--lengths 64,128,256,512",
     "quantiles": "--quantiles age=0:120:24",
-    "shares": "--shares label=yes,no,maybe",
+    "shares": "--shares 'visit=home,clinic;age=old,young'",
     "scripts": "--scripts latin,cyrillic",
     "mean": "--mean age=0:120",
 }
@@ -39,7 +41,7 @@ class Statistic:
     """One release, with what was declared for it."""
 
     kind: Kind
-    column: str = ""  # of quantiles, shares and means
+    column: str = ""  # of quantiles, shares and means; several of shares, with ``control.SEPARATOR`` between them
     values: tuple[str, ...] = ()  # of shares and scripts
     numbers: tuple[float, ...] = ()  # candidates of a quantile, or the two bounds of a mean; they rise
     quantile: float = 0.0
@@ -52,6 +54,12 @@ class Statistic:
             return "number of units"
         what = f"quantile {self.quantile:g}" if self.quantile else "mean" if self.kind == "mean" else "shares"
         return f"{what} of {of}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All that it reads."""
+        several = self.kind == "shares"
+        return tuple(self.column.split(control.SEPARATOR)) if several else (self.column,) * bool(self.column)
 
     def declared(self) -> dict[str, Any]:
         """What was declared, as JSON."""
@@ -75,10 +83,12 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
     good = not named or bool(column and separator)
     found: tuple[Statistic, ...] = (Statistic(kind),)
     if kind in ("shares", "scripts"):
-        declared = declared.upper() if kind == "scripts" else declared
-        values = tuple(" ".join(part.split()) for part in declared.split(","))
-        good &= all(values) and len({*values, OTHER}) == len(values) + 1
-        found = (Statistic(kind, column, values),)
+        parts = text.split(control.SEPARATOR) if kind == "shares" else [f"={text.upper()}"]
+        columns, lists = zip(*map(_declared_values, parts), strict=True)
+        good &= len(set(columns)) == len(columns) and math.prod(map(len, lists)) <= MOST_CANDIDATES
+        good &= all(columns) == named and all(all(one) and len({*one, OTHER}) == len(one) + 1 for one in lists)
+        names = map(control.SEPARATOR.join, itertools.product(*lists)) if good else ()
+        found = (Statistic(kind, control.SEPARATOR.join(columns), tuple(names)),)
     elif kind != "units":
         numbers, asked = _numbers(declared), (0.0,) if kind == "mean" else _numbers(quantiles)
         good &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
@@ -87,10 +97,16 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
     if not good:
         raise ConfigError(
             f"--{kind} {text}: what is not declared would have to be read from the data, outside the guarantee. Declare "
-            f"different values, rising numbers or LOW:HIGH[:PARTS], as in {EXAMPLES[kind]}; quantiles lie between 0 and 1, as in "
-            "--at .5,.9."
+            f"different values without ;, rising numbers or LOW:HIGH[:PARTS], as in {EXAMPLES[kind]}; quantiles lie between 0 "
+            "and 1, as in --at .5,.9."
         )
     return found
+
+
+def _declared_values(text: str) -> tuple[str, tuple[str, ...]]:
+    """Column and values of COLUMN=VALUE,VALUE."""
+    column, _, declared = text.partition("=")
+    return column, tuple(" ".join(part.split()) for part in declared.split(","))
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -104,23 +120,6 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(low) + step * i for i in range(parts + 1)) if parts <= MOST_CANDIDATES else ()
     except (ValueError, TypeError, ArithmeticError):
         return ()
-
-
-def check_columns(asked: Iterable[Statistic], table: Table) -> None:
-    """Refuses a column that no row has; which columns the data have is taken as public.
-
-    Raises:
-        DataError: The column is named.
-    """
-    missing = {one.column for one in asked if one.column}
-    for row in table.rows if missing else ():
-        missing -= row.keys()
-        if not missing:
-            return
-    if missing:
-        raise DataError(
-            f"{table.name}: no row has a column {min(missing)!r}, so that there is nothing to release. Name a column of the data."
-        )
 
 
 def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig, tokenizer: Any) -> Iterator[Any]:
@@ -143,13 +142,13 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
         for unit in iter_units(units.each_alone(), table.format, tokenizer, whole):
             yield float(sum(len(one.input_ids) for one in unit.sequences))
     else:
+        columns = asked.columns
         for row in (row for unit in units for row in unit):
-            value = row.get(asked.column)
             if asked.kind == "scripts":
                 yield _script([row[field] for field in FIELDS[table.format]])
             elif asked.kind == "shares":
-                yield str(value).lower() if isinstance(value, bool) else unit_name(value) or ""
-            elif (number := _number(value)) is not None:
+                yield control.SEPARATOR.join(value_name(row.get(column)) for column in columns)
+            elif (number := _number(row.get(asked.column))) is not None:
                 yield number
 
 

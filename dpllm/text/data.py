@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from dpllm.errors import DataError
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
-from dpllm.text.layouts import FIELDS, Format, converted, in_words, layout_of, learned
+from dpllm.text import control
+from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, layout_of, learned, packed
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import files, read_rows
 
@@ -87,13 +88,15 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
 
     Raises:
         DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
-            that fits several formats; a row in another layout than the rows before it.
+            that fits several formats; a row in another layout than the rows before it; a column of ``data.control`` that no row
+            has, or whose text is learned.
 
     Guarantee:
         How a row reads depends on the recipe and on that row alone; what the others hold can only make the whole be refused.
     """
     rows, layout, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
     sizes: list[tuple[str, int]] = []
+    told = names.in_words(source)
     for name in files(source, data, split, cache_dir):
         number = 0
         for number, raw in enumerate(read_rows(name, data, split, cache_dir), start=1):
@@ -101,13 +104,50 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
             row = {**raw, **{to: raw[column] for to, column in data.columns.items() if column in raw}}
             layout = layout_of(row, place, data.format, layout, data.columns.values())
             row, fields = converted(row, place, layout)
+            row.pop(control.LINE, None)  # no source has a say in it
+            if data.control:
+                _check_control(data, layout, place)
+                row[control.LINE] = control.line(data.control, [value_name(row.get(name)) for name in data.control])
+                fields += packed(row[control.LINE], place, ", ".join(data.control))
             content.update(fields)
             rows.append(row)
         sizes.append((name, number))
-    told = names.in_words(source)
     if layout is None:
         raise DataError(f"{told}: holds no rows, so there is nothing to learn from. Check data.train and its split.")
-    return Table(told, rows, layout.format, content.hexdigest(), in_words(layout, data.columns), tuple(sizes))
+    check_columns(data.control, rows, told)
+    read = in_words(layout, data.columns, data.control)
+    return Table(told, rows, layout.format, content.hexdigest(), read, tuple(sizes))
+
+
+def _check_control(data: DataConfig, layout: Layout, place: str) -> None:
+    if layout.format == "messages":
+        raise DataError(
+            f"{place} reads as {layout.name}, in which data.control has no place for its line: a chat template says where each "
+            "token stands. Write rows with text, or prompt and completion, or remove data.control."
+        )
+    texts = {*layout.columns(), *FIELDS[layout.format], *data.columns.values()}
+    if both := sorted(texts & set(data.control)):
+        raise DataError(
+            f"{place}: column {both[0]!r} is of data.control and holds the text itself, which would stand there twice and could "
+            "not be asked for. Name columns of few values in data.control."
+        )
+
+
+def check_columns(columns: Iterable[str], rows: Iterable[Row], name: str) -> None:
+    """Refuses a column that no row of the source ``name`` has; which columns the data have is taken as public.
+
+    Raises:
+        DataError: The column is named.
+    """
+    missing = set(columns)
+    for row in rows if missing else ():
+        missing -= row.keys()
+        if not missing:
+            return
+    if missing:
+        raise DataError(
+            f"{name}: no row has a column {min(missing)!r}, so that there is nothing to read from it. Name a column of the data."
+        )
 
 
 def group_rows(table: Table, data: DataConfig) -> Groups:
@@ -163,6 +203,11 @@ def unit_name(value: Any) -> str | None:
         text = unicodedata.normalize("NFKC", visible)
     text = " ".join(text.split())
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text) or None
+
+
+def value_name(value: Any) -> str:
+    """A value as counts and control codes read it: in the words of ``unit_name``; empty where there is none."""
+    return str(value).lower() if isinstance(value, bool) else unit_name(value) or ""
 
 
 def _row_hash(row: Mapping[str, Any], fields: Sequence[str]) -> bytes:
@@ -264,11 +309,12 @@ class _Rendered(NamedTuple):
 
 
 def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> _Rendered:
+    line = example.get(control.LINE, "")
     if fmt == "text":
-        text = example["text"]
-        return _Rendered(text, [(0, len(text))], False)
+        text = line + example["text"]
+        return _Rendered(text, [(len(line), len(text))], False)
     if fmt == "prompt_completion":
-        prompt, completion = example["prompt"], example["completion"]
+        prompt, completion = line + example["prompt"], example["completion"]
         # As a person would write it: one space, unless the data bring their own separator.
         joined = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
         text = prompt + joined + completion

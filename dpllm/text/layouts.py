@@ -8,10 +8,11 @@ know where rows come from, nor what a token is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from dpllm.errors import DataError
+from dpllm.text import control
 from dpllm.text.rows import Row
 
 Format = Literal["messages", "prompt_completion", "text"]
@@ -162,7 +163,7 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
         row |= layout.convert(row) if layout.convert else {}
     except DataError as error:
         raise DataError(f"{place} {error}. Mend or drop the row.") from None
-    return row, b"".join(_packed(row[field], place, field) for field in FIELDS[layout.format])
+    return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format])
 
 
 def _check(value: Any, place: str, column: str, layout: Layout) -> None:
@@ -176,7 +177,12 @@ def _check(value: Any, place: str, column: str, layout: Layout) -> None:
         )
 
 
-def _packed(value: Any, place: str, field: str) -> bytes:
+def packed(value: Any, place: str, field: str) -> bytes:
+    """A value of a row as bytes, of which no two are the same in different rows.
+
+    Raises:
+        DataError: It holds half a character; ``field`` is named.
+    """
     try:
         text = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError:
@@ -196,8 +202,8 @@ def _filled(value: Any) -> Any:
     return value
 
 
-def in_words(layout: Layout, columns: Mapping[str, str]) -> str:
-    """From which columns a layout is read, in one line; ``columns`` is the recipe's data.columns."""
+def in_words(layout: Layout, columns: Mapping[str, str], codes: Sequence[str]) -> str:
+    """From which columns a layout is read, in one line; ``columns`` is the recipe's data.columns, ``codes`` its data.control."""
 
     def told(column: str) -> str:
         return f"{columns[column]} (else {column})" if column in columns else column
@@ -206,7 +212,14 @@ def in_words(layout: Layout, columns: Mapping[str, str]) -> str:
     for target, sources in layout.reads.items():
         made_of = " + ".join(told(source) for source in sources)
         parts.append(made_of if made_of == target else f"{made_of} -> {target}")
-    return f"read as {layout.name}: {', '.join(parts)}"
+    behind = f", behind a line with {', '.join(codes)}" if codes else ""
+    return f"read as {layout.name}: {', '.join(parts)}{behind}"
+
+
+def shape(fmt: Format, codes: Sequence[str]) -> str:
+    """How rows read, without a word of any; ``codes`` is the recipe's data.control."""
+    masked = f"<{control.line(codes, ['...'] * len(codes)).strip()}> masked, then " if codes else ""
+    return masked + SHAPES[fmt]
 
 
 def example(row: Row, fmt: Format) -> str:
@@ -221,6 +234,8 @@ def example(row: Row, fmt: Format) -> str:
             for turn in row["messages"]
             if isinstance(turn, dict) and "role" in turn
         ]
+    if control.LINE in row:
+        parts.insert(0, ("masked", row[control.LINE].rstrip("\n")))
     return "\n".join(f"{name}: {text[:_SHOWN]}{' ...' if len(text) > _SHOWN else ''}" for name, text in parts)
 
 

@@ -133,7 +133,7 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
                 )
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{mend}") from None
     elif path.is_dir():
-        yield from _read_directory(path, data.unit, split, cache_dir)
+        yield from _read_directory(path, data, split, cache_dir)
     else:
         reason = "is of no known kind" if path.exists() else "no such file"
         raise DataError(f"{source}: {reason}. data.train and data.eval take {KNOWN}.")
@@ -293,15 +293,17 @@ def _one(splits: Mapping[str, Any], split: str, path: Path) -> Any:
     return splits[split]
 
 
-def _read_directory(path: Path, unit: str, split: str, cache_dir: Path) -> Iterator[Row]:
+def _read_directory(path: Path, data: DataConfig, split: str, cache_dir: Path) -> Iterator[Row]:
     import datasets
 
     datasets.disable_progress_bars()
     with _told(path):
-        if not _is_saved(path) and unit != "example":
+        if not _is_saved(path) and (data.unit != "example" or data.control):
+            guessed = f"the unit column {data.unit!r}" if data.unit != "example" else f"column {data.control[0]!r}"
             raise DataError(
-                f"{path}: holds files that only datasets reads, which guesses the type of the unit column {unit!r} from all "
-                "rows, so one row could decide how many people there are. Write them as jsonl, csv or parquet and name the files."
+                f"{path}: holds files that only datasets reads, which guesses the type of {guessed} from all rows, so one row "
+                "could decide how many people there are, or what is learned of others. Write them as jsonl, csv or parquet and "
+                "name the files."
             )
         loaded = (
             datasets.load_from_disk(str(path))

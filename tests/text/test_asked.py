@@ -10,8 +10,9 @@ import pytest
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
-from dpllm.text.asked import EXAMPLES, Kind, Statistic, check_columns, exact_values, parse
-from dpllm.text.data import Table, group_rows, load_table
+from dpllm.text import control
+from dpllm.text.asked import EXAMPLES, Kind, Statistic, exact_values, parse
+from dpllm.text.data import Table, check_columns, group_rows, load_table
 
 ROWS: list[dict[str, Any]] = [
     {"text": "one two", "who": "a", "label": "yes", "age": 30},
@@ -42,6 +43,7 @@ def values(tmp_path: Path, kind: Kind, text: str, rows: list[dict[str, Any]] = R
     [
         ("units", "", Statistic("units")),
         ("shares", "label=yes, no", Statistic("shares", "label", ("yes", "no"))),
+        ("shares", "label=yes,no;age=1,2", Statistic("shares", "label;age", ("yes;1", "yes;2", "no;1", "no;2"))),
         ("scripts", "latin,cjk", Statistic("scripts", "", ("LATIN", "CJK"))),
         ("mean", "age=0:120", Statistic("mean", "age", (), (0.0, 120.0))),
         ("lengths", "8,16", Statistic("lengths", "", (), (8.0, 16.0), 0.5)),
@@ -68,6 +70,12 @@ def test_each_quantile_is_a_release_of_its_own() -> None:
         ("shares", "label=yes,yes"),
         ("shares", "label=yes,other"),
         ("shares", "label=yes,"),
+        ("shares", "label=yes;no"),
+        ("shares", "label=yes;label=no"),
+        ("shares", "label=yes;age="),
+        ("shares", "label=yes;=old"),
+        ("shares", "label=yes;age=other"),
+        ("shares", ";".join(f"column{number}=a,b" for number in range(17))),
         ("mean", "age"),
         ("mean", "age=5"),
         ("mean", "age=120:0"),
@@ -103,13 +111,34 @@ def test_any_value_counts_as_its_text_and_none_is_an_error(tmp_path: Path) -> No
     assert values(tmp_path, "units", "") == [""] * 4
 
 
+def test_several_columns_count_together_and_no_value_passes_for_two(tmp_path: Path) -> None:
+    rows = [
+        {"text": "a", "who": "a", "visit": " home", "age": 1.0},
+        {"text": "b", "who": "a", "visit": "home", "age": None},
+        {"text": "c", "who": "b", "visit": "home;1"},
+        {"text": "d", "who": "b", "age": "home;1", "visit": None},
+    ]
+    (asked,) = parse("shares", "visit=home,clinic;age=1,2", ".5")
+    assert asked.name == control.shares_of(["visit", "age"]) == "shares of visit;age"
+    found = values(tmp_path, "shares", "visit=home,clinic;age=1,2", rows)
+    assert sorted(found) == [";home;1", "home;", "home;1", "home;1;"]
+    assert [value for value in found if value in asked.values] == ["home;1"]
+
+
 def test_the_script_of_a_row_is_that_of_most_letters(tmp_path: Path) -> None:
     assert sorted(values(tmp_path, "scripts", "latin")) == ["", "CJK", "CYRILLIC", *["LATIN"] * 5]
 
 
 def test_a_unit_brings_so_many_rows_and_they_depend_on_no_other_unit(tmp_path: Path) -> None:
     """Taking one unit out changes a list of values by that unit's own, at most two here."""
-    for kind, text in (("shares", "label=yes"), ("mean", "age=0:120"), ("scripts", "latin"), ("units", "")):
+    asked = (
+        ("shares", "label=yes"),
+        ("shares", "label=yes;age=30"),
+        ("mean", "age=0:120"),
+        ("scripts", "latin"),
+        ("units", ""),
+    )
+    for kind, text in asked:
         whole = values(tmp_path, kind, text, most=2)  # type: ignore[arg-type]
         for unit in "abcd":
             rest = values(tmp_path, kind, text, [row for row in ROWS if row["who"] != unit], most=2)  # type: ignore[arg-type]
@@ -135,6 +164,7 @@ def test_token_lengths_are_those_of_training_before_they_are_cut(tmp_path: Path)
 
 def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
     table = table_of(tmp_path, ROWS)
-    check_columns([*parse("shares", "label=yes", ".5"), *parse("mean", "other=0:1", ".5")], table)
+    asked = [*parse("shares", "label=yes;age=1", ".5"), *parse("mean", "other=0:1", ".5"), *parse("units", "", ".5")]
+    check_columns([column for one in asked for column in one.columns], table.rows, table.name)
     with pytest.raises(DataError, match="no row has a column 'labels'"):
-        check_columns(parse("shares", "labels=yes", ".5"), table)
+        check_columns(parse("shares", "age=1;labels=yes", ".5")[0].columns, table.rows, table.name)

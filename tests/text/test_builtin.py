@@ -117,8 +117,25 @@ def test_the_clinic_has_enough_notes_and_patients() -> None:
     assert len({note["patient_id"] for note in train}) >= 600
     assert 350 <= len(held_out) <= 450
     assert len({note["patient_id"] for note in held_out}) == 80
-    assert all(set(note) == {"text", "patient_id"} for note in train + held_out)
+    assert all(set(note) == {"text", "patient_id", "visit"} for note in train + held_out)
     assert all(re.fullmatch(r"P\d{4}", note["patient_id"]) for note in train + held_out)
+
+
+def test_each_note_shows_the_kind_of_its_visit() -> None:
+    """By one word of its own each, and the plain kind by having none of them."""
+    shown = {
+        "home": r"^Home visit",
+        "phone": r" rang about |^Phone consult|^Out of hours",
+        "urgent": r" without an appointment,|^Urgent slot| walked out of work | brought .* because of ",
+        "review": r"^Review of|^F/u|^Annual check|^Repeat visit|^[^:.;]*, [^:.;]* again for ",
+        "paperwork": r"^New script|^Bloods back| missed \w+ slot | discharged .* after | wants a letter | transferred from ",
+    }
+    for note in notes("train") + notes("eval"):
+        assert [kind for kind, words in shown.items() if re.search(words, note["text"])] in ([note["visit"]], [])
+        assert (note["visit"] == "clinic") == (not any(re.search(words, note["text"]) for words in shown.values()))
+    counts = Counter(note["visit"] for note in notes("train"))
+    assert set(counts) == {*shown, "clinic"}
+    assert min(counts.values()) > 100
 
 
 def test_no_patient_is_in_both_splits() -> None:

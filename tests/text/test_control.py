@@ -1,0 +1,186 @@
+"""A text is learned behind a line of its own row's values, of which no token is a target, and no other row has a say in it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data import PROMPTED, TALKS, Json, load, section, tokenizer, write
+
+from dpllm.canaries.canaries import Canary, encode_secret
+from dpllm.comparison.tasks import by_prompt
+from dpllm.errors import ConfigError, DataError
+from dpllm.recipe.config import make_config
+from dpllm.recipe.names import digest
+from dpllm.text import control, layouts
+from dpllm.text.data import TokenSequence, encode_units, group_rows
+from dpllm.text.rows import each_row
+
+CODES = ["visit", "age"]
+LINE = "visit: home | age: 54\n"
+
+
+def parts(sequence: TokenSequence) -> tuple[str, str]:
+    """What is masked and what is learned, as text."""
+    pairs = list(zip(sequence.input_ids, sequence.loss_mask, strict=True))
+    first = [target for _, target in pairs].index(True)
+    assert all(target for _, target in pairs[first:])
+    decode = tokenizer().decode
+    return decode([token for token, _ in pairs[:first]]), decode([token for token, _ in pairs[first:]])
+
+
+def encoded(table: Any, **values: Any) -> list[tuple[str, str]]:
+    units = encode_units(each_row(table.rows), table.format, tokenizer(), section(max_length=256, **values))
+    return [parts(sequence) for unit in units for sequence in unit.sequences]
+
+
+# --- what is learned -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_text_is_learned_behind_the_line_and_the_line_is_masked(tmp_path: Path, kind: str) -> None:
+    rows = [{"text": tiny.sentence(1), "visit": " home", "age": 54}]
+    table = load(write(tmp_path / f"rows.{kind}", rows), control=CODES)
+    assert table.format == "text"
+    assert encoded(table) == [("<s>" + LINE, tiny.sentence(1) + "</s>")]
+
+
+def test_a_completion_is_learned_behind_the_line_and_its_prompt(tmp_path: Path) -> None:
+    row = {**PROMPTED[0], "visit": "home", "age": 54.0}
+    table = load(write(tmp_path / "rows.jsonl", [row]), control=CODES)
+    assert encoded(table) == [("<s>" + LINE + row["prompt"], " " + row["completion"] + "</s>")]
+    assert by_prompt(table.rows, 1) == {LINE + row["prompt"]: [row["completion"]]}  # and so compare asks for it
+
+
+@pytest.mark.parametrize(("value", "read"), [(None, ""), (True, "true"), ("a\n b", "a b"), (7.0, "7"), ("\uff21", "A")])
+def test_values_read_as_they_count_in_shares(tmp_path: Path, value: Any, read: str) -> None:
+    from dpllm.text.asked import exact_values, parse
+
+    rows = [{"text": "x", "visit": value}, {"text": "y", "visit": "home"}]
+    table = load(write(tmp_path / "rows.jsonl", rows), control=["visit"])
+    assert table.rows[0][control.LINE] == f"visit: {read}\n"
+    (asked,) = parse("shares", "visit=home", ".5")
+    assert list(exact_values(asked, each_row(table.rows), table, section(), None)) == [read, "home"]
+
+
+def test_rows_are_chosen_for_their_unit_by_their_text_and_so_are_those_of_the_ledger(tmp_path: Path) -> None:
+    """Codes neither make another person of somebody nor other data of the data."""
+    rows = [{"text": tiny.sentence(n), "who": f"p{n % 3}", "visit": "home" if n % 2 else "clinic"} for n in range(24)]
+    data = {"unit": "who", "max_examples_per_unit": 2}
+    plain, coded = (load(write(tmp_path / "rows.jsonl", rows), control=codes, **data) for codes in ([], ["visit"]))
+    chosen = [
+        [[row["text"] for row in unit] for unit in group_rows(table, section(**data))] for table in (plain, coded)
+    ]
+    assert chosen[0] == chosen[1]
+    assert plain.digest != coded.digest  # the tokens and a resumed run are of other rows
+
+
+ROW = st.fixed_dictionaries(
+    {"text": st.sampled_from(["one", "two words", " three"])},
+    optional={
+        "visit": st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.text("ab |:;\n\u00a0", max_size=4)),
+        "age": st.integers(0, 99),
+        control.LINE: st.text("xy", max_size=3) | st.integers(),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(ROW, min_size=1, max_size=5), other=ROW, data=st.data())
+def test_one_row_changes_only_its_own_text(rows: list[Json], other: Json, data: st.DataObject) -> None:
+    """As it stands in zero-out and in replacing; the first row has all columns, as without one nothing can be read."""
+    rows = [{"text": "z", "visit": "home", "age": 1}, *rows]
+    place = data.draw(st.integers(1, len(rows) - 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        before = encoded(load(write(path, rows), control=CODES))
+        after = encoded(load(write(path, [*rows[:place], other, *rows[place + 1 :]]), control=CODES))
+        alone = encoded(load(write(path, [rows[0], other]), control=CODES))[1]
+    assert len(before) == len(after) == len(rows)
+    assert [one for n, one in enumerate(after) if n != place] == [one for n, one in enumerate(before) if n != place]
+    assert after[place] == alone
+
+
+def test_a_source_cannot_bring_a_line_of_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"text": "a", control.LINE: 7, "visit": "home"}])
+    assert encoded(load(path)) == [("<s>", "a</s>")]
+    assert encoded(load(path, control=["visit"])) == [("<s>visit: home\n", "a</s>")]
+
+
+def test_canaries_stand_behind_no_line() -> None:
+    """Their text is random and public in kind, and no row's values may reach it."""
+    canary = Canary("c00000", 1, "The code of the house is", "4711", inserted=True)
+    assert control.LINE not in canary.example("text")
+    sequence, _ = encode_secret(canary, "text", tokenizer(), 128, "truncate")
+    (unit,) = encode_units([[canary.example("text")]], "text", tokenizer(), section(control=CODES))
+    assert unit.sequences == (sequence,)
+
+
+# --- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_tells_of_the_line(tmp_path: Path) -> None:
+    table = load(write(tmp_path / "rows.jsonl", [{"text": "a", "visit": "home", "age": 54}]), control=CODES)
+    assert table.reads == "read as text: text, behind a line with visit, age"
+    assert layouts.shape("text", CODES).startswith("<visit: ... | age: ...> masked, then <text><eos>")
+    assert layouts.shape("text", []) == layouts.SHAPES["text"]
+    assert layouts.example(table.rows[0], "text") == "masked: visit: home | age: 54\nlearned: a<eos>"
+
+
+def test_recipes_without_control_keep_their_digest_and_others_have_another() -> None:
+    raw = {"model": {"name_or_path": "m"}, "train": {"steps": 1}, "output_dir": "o"}
+    digests = {digest(make_config({**raw, "data": {"train": "d", **more}}, None, "r")) for more in (
+        {}, {"control": []}, {"control": ["visit"]}, {"control": ["visit", "age"]}, {"control": ["age", "visit"]}
+    )}  # fmt: skip
+    assert len(digests) == 4
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codes", [["a", "a"], [""], ["a;b"], ["a=b"], ["a|b"], ["a:b"], ["a\nb"], ["who"]])
+def test_names_that_could_be_read_in_two_ways_and_the_unit_are_refused(codes: list[str]) -> None:
+    raw = {"model": {"name_or_path": "m"}, "train": {"steps": 1}, "output_dir": "o"}
+    data = {"train": "d", "unit": "who", "max_examples_per_unit": 1, "control": codes}
+    with pytest.raises(ConfigError, match=r"data\b.*(rename the column in the data|remove it from data\.control)"):
+        make_config({**raw, "data": data}, None, "r")
+
+
+def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"text": "a", "visit": "home"}, {"text": "b"}])
+    with pytest.raises(DataError, match="no row has a column 'age'"):
+        load(path, control=CODES)
+
+
+def test_the_text_itself_is_no_control_code(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"body": "a", "visit": "home"}])
+    for column in ("text", "body"):
+        with pytest.raises(DataError, match=f"column '{column}' is of data.control and holds the text itself"):
+            load(path, control=[column], columns={"text": "body"})
+
+
+def test_messages_have_no_place_for_a_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{**row, "visit": "home"} for row in TALKS])
+    with pytest.raises(DataError, match=r"reads as messages, in which data\.control has no place"):
+        load(path, control=["visit"])
+
+
+def test_half_a_character_is_refused_without_showing_the_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a", "visit": "secret \\ud800"}\n')
+    with pytest.raises(DataError, match="half a character") as caught:
+        load(path, control=["visit"])
+    assert "secret" not in str(caught.value)
+
+
+def test_files_whose_types_are_guessed_from_all_rows_are_refused(tmp_path: Path) -> None:
+    """One person's row could turn the 07 of another into 7."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.txt").write_text("a\nb\n")
+    with pytest.raises(DataError, match="guesses the type of column 'visit' from all rows"):
+        load(tmp_path / "d", control=["visit"])
