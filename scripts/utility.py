@@ -66,6 +66,10 @@ def run(known: argparse.Namespace, name: str, own: Json, seed: int) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         config = read(known, Path(folder), own, seed)
         record = train(config, Start(), console=Console(quiet=True))
+        if record.status != "completed":  # a signal stopped it
+            raise SystemExit(
+                f"{name!r} of seed {seed} ended {record.status}, and its loss would be that of fewer steps"
+            )
         plan = read_json(RunDir(Path(folder) / "run").plan) if config.privacy.enabled else {}
         bands = len(plan.get("coefficients", ())) or 1
         found = record.metrics.public["eval_loss_after"]
