@@ -35,7 +35,7 @@ def parts(sequence: TokenSequence) -> tuple[str, str]:
 
 
 def encoded(table: Any, **values: Any) -> list[tuple[str, str]]:
-    units = encode_units(each_row(table.rows), table.format, tokenizer(), section(max_length=256, **values))
+    units = encode_units(each_row(table.rows), table.format, tokenizer(), section(max_length=2048, **values))
     return [parts(sequence) for unit in units for sequence in unit.sequences]
 
 
