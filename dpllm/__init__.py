@@ -52,6 +52,7 @@ __all__ = [
     "load_recipe",
     "plan",
     "promise",
+    "synthesize",
     "train",
     "verify",
     "write_card",
@@ -216,6 +217,29 @@ def generate(
     from dpllm.publish.generate import load, sample
 
     return sample(load(_directory(run).root), prompts, num, **settings)
+
+
+def synthesize(
+    run: Run | str | os.PathLike[str], rows: int, output: str | os.PathLike[str] | None = None, **settings: Any
+) -> Path:
+    """Writes a data set with a tuned model; post-processing, which costs no privacy. Returns its folder.
+
+    Args:
+        run: A run with its card, or its directory.
+        rows: How many.
+        output: A new folder; None: ``synthetic`` in the run directory.
+        settings: Further fields of ``dpllm.publish.synthesize.Order``, as ``temperature``, ``seed`` or ``min_words``.
+
+    Raises:
+        ConfigError: No card, settings that allow no text, a folder that holds something, or too few texts that passed.
+        Refused: A run without guarantee on data that are not public.
+    """
+    from pathlib import Path
+
+    from dpllm.publish.synthesize import Order
+    from dpllm.publish.synthesize import synthesize as write
+
+    return write(_directory(run), Order(rows, **settings), Path(output) if output else None)
 
 
 def _directory(run: Any) -> Any:

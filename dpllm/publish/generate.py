@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -22,12 +22,14 @@ from dpllm.auditing import generation
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, read_json
 from dpllm.model import loading
+from dpllm.publish.vllm_engine import Served
 from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run
 from dpllm.text.prompts import Prompt, encode
 
 MOST_BEAMS = 100
+Engine = Literal["transformers", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Generator:
     """A tuned model, ready to write.
 
     Attributes:
+        model: Of transformers, or ``Served`` by vLLM.
         chat: Whether a prompt that is text is a user's turn, for the tokenizer's chat template.
         unprotected: Why the model gives no guarantee, as its card or record says; None where it gives one.
     """
@@ -47,23 +50,31 @@ class Generator:
 
 @dataclass(frozen=True)
 class Sample:
-    """One text that the model wrote: the prompt's number from 0, the prompt (None: none was given), what came behind it."""
+    """One text that the model wrote: the prompt's number from 0, the prompt (None: none was given), what came behind it.
+
+    Attributes:
+        ended: Whether the model ended it, and not the limit of tokens.
+    """
 
     number: int
     prompt: Prompt | None
     text: str
+    ended: bool = True
 
 
-def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Generator:
+def load(
+    path: Path, *, base: str | None = None, chat: bool | None = None, engine: Engine = "transformers"
+) -> Generator:
     """Loads a tuned model for sampling.
 
     Args:
         path: A run directory, its ``export``, or what ``dpllm merge`` wrote.
         base: Where the base model of an adapter lies; None: as the run, or else the adapter, names it.
         chat: Overrides whether prompts are turns of a conversation; None: they are if the run's data were.
+        engine: Which library draws tokens.
 
     Raises:
-        ConfigError: There is no model, or its base cannot be found.
+        ConfigError: There is no model, its base cannot be found, or vLLM is not installed.
     """
     run = RunDir(path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,19 +85,21 @@ def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Ge
             f"{path}: holds no weights to sample from. Type a finished run, its export, or what dpllm merge wrote."
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
-    if (export / "adapter_config.json").exists():
-        start = loading.load_base(_base(export, config, base), device)
-        tuned: Any = PeftModel.from_pretrained(start, str(export))
+    of = _base(export, config, base) if (export / "adapter_config.json").exists() else None
+    if engine == "vllm":
+        tuned: Any = Served.start(of, export)
+    elif of:
+        tuned = PeftModel.from_pretrained(loading.load_base(of, device), str(export)).eval()
     else:
         dtype: Any = "auto" if device.type == "cuda" else torch.float32
-        tuned = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device)
+        tuned = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
     talks = config is not None and config.data.format == "messages" if chat is None else chat
-    return Generator(tuned.eval(), tokenizer, talks, _unprotected(run if config else None, export))
+    return Generator(tuned, tokenizer, talks, _unprotected(run if config else None, export))
 
 
 def sample(
     generator: Generator,
-    prompts: Sequence[Prompt] | None,
+    prompts: Sequence[Prompt | None] | None,
     num: int,
     *,
     max_new_tokens: int = 64,
@@ -129,21 +142,40 @@ def sample(
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed {seed}: is beyond what torch takes. Type one from 0 to {2**63 - 1}.")
     asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
-    encoded = [encode(generator.tokenizer, prompt, number, chat=generator.chat) for number, prompt in enumerate(asked)]
-    longest = max(map(len, encoded), default=0)
-    most = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and longest + max_new_tokens > most:
+    encoded = encode_all(generator, asked)
+    left = room(generator, encoded)
+    if left is not None and max_new_tokens > left:
+        longest = max(map(len, encoded))
         raise ConfigError(
-            f"a prompt of {longest} tokens and {max_new_tokens} behind it are more than the {most} that the model reads. Type a "
-            "smaller --max-new-tokens, or a shorter prompt."
+            f"a prompt of {longest} tokens and {max_new_tokens} behind it are more than the {longest + left} that the model "
+            "reads. Type a smaller --max-new-tokens, or a shorter prompt."
         )
     settings = _settings(generator, max_new_tokens, temperature, top_p, beams)
-    device = next(generator.model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-        written = generation.write(generator.model, settings, [ids for ids in encoded for _ in range(num)])
-    decode = generator.tokenizer.decode
-    return [Sample(n // num, asked[n // num], decode(ids, skip_special_tokens=True)) for n, ids in enumerate(written)]
+    many = [ids for ids in encoded for _ in range(num)]
+    drawn = secrets.randbits(63) if seed is None else seed
+    if isinstance(generator.model, Served):
+        written = generator.model.write(settings, many, drawn)
+    else:
+        device = next(generator.model.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(drawn)
+            written = generation.write(generator.model, settings, many)
+    decode, ends = generator.tokenizer.decode, set(settings.eos_token_id or ())
+    return [
+        Sample(n // num, asked[n // num], decode(ids, skip_special_tokens=True), not ends.isdisjoint(ids))
+        for n, ids in enumerate(written)
+    ]
+
+
+def encode_all(generator: Generator, prompts: Sequence[Prompt | None]) -> list[list[int]]:
+    """Token ids of each prompt; None: of nothing. See ``encode`` for what it raises."""
+    return [encode(generator.tokenizer, prompt, number, chat=generator.chat) for number, prompt in enumerate(prompts)]
+
+
+def room(generator: Generator, encoded: Sequence[Sequence[int]]) -> int | None:
+    """How many tokens the model can write behind the longest prompt; None: it has no last position."""
+    most = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
+    return None if most is None else int(most) - max(map(len, encoded), default=0)
 
 
 def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConfig:

@@ -80,9 +80,18 @@ def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
             f"{run.root}: the adapter was trained on a base in {config.model.quantization}, and merged into the full-precision "
             "base it would give a model that nobody trained or audited. Serve base and adapter together, as the card's Use says."
         )
+    return config, carded(run)
+
+
+def carded(run: RunDir) -> PrivacyRecord:
+    """The privacy statement of a run, which is on its card and about the very files of export/.
+
+    Raises:
+        ConfigError: There is no card, or it is of other files.
+    """
     if not all((run.export / name).exists() for name in (BLOCK, CARD)):
         raise ConfigError(
-            f"{run.export}: has no card yet, and merged weights would say nothing about their privacy. Type dpllm card "
+            f"{run.export}: has no card yet, and what is made of the run would say nothing about its privacy. Type dpllm card "
             f"{run.root} first."
         )
     statement = privacy_record.read(read_json(run.export / BLOCK))
@@ -92,14 +101,11 @@ def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
             f"{run.export}: its card speaks of other files than lie here, so it would be about another model. "
             f"Type dpllm card {run.root} again."
         )
-    return config, statement
+    return statement
 
 
 def _check_output(run: RunDir, output: Path) -> None:
-    if any(output.resolve().is_relative_to(part.resolve()) for part in (run.export, run.private)):
-        raise ConfigError(
-            f"--output {output}: lies in a part of the run directory that belongs to the run. Type another directory."
-        )
+    run.outside(output)
     if not output.exists():
         return
     ours = (output / BLOCK).is_file() and read_json(output / BLOCK).get("merged_from")

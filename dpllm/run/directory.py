@@ -61,6 +61,17 @@ class RunDir(RunPaths):
         for directory in (self.export, self.private):
             _remove(directory, keep)
 
+    def outside(self, output: Path) -> None:
+        """Refuses a place in export/ or private/ for what is made of a run.
+
+        Raises:
+            ConfigError: It lies there.
+        """
+        if any(output.resolve().is_relative_to(part.resolve()) for part in (self.export, self.private)):
+            raise ConfigError(
+                f"--output {output}: lies in a part of the run directory that belongs to the run. Type another directory."
+            )
+
     def load_config(self) -> RunConfig:
         """The resolved recipe of an existing run.
 

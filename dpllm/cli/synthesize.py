@@ -1,0 +1,82 @@
+"""``dpllm synthesize``: a data set that a privately tuned model writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from dpllm.cli.plan import AddCommand
+
+
+def add_commands(add: AddCommand) -> None:
+    """The command and its arguments."""
+    parser = add("synthesize", synthesize, "write a data set with a tuned model")
+    parser.add_argument("run", help="run directory with its card")
+    parser.add_argument("--rows", type=int, required=True, help="how many rows to write")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="a new folder (default: RUN/synthetic)")
+    parser.add_argument(
+        "--prompts", metavar="FILE", type=Path, help="public prompts to answer, as dpllm generate reads them"
+    )
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="what draws tokens")
+    group.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
+    group.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
+    group.add_argument(
+        "--max-new-tokens", type=int, help="longest text, in tokens (default: the recipe's data.max_length)"
+    )
+    group.add_argument("--seed", type=int, help="the same seed gives the same rows")
+    group.add_argument(
+        "--attempts", type=int, default=20, help="texts to draw for a row, on average, at most (default: 20)"
+    )
+    group = parser.add_argument_group("filters", "a text that is dropped is drawn again, for the same control codes")
+    group.add_argument("--keep-unfinished", action="store_true", help="take texts that did not end")
+    group.add_argument("--keep-duplicates", action="store_true", help="take a text that another row has")
+    group.add_argument("--min-words", type=int, metavar="N", help="drop texts of fewer words")
+    group.add_argument("--max-words", type=int, metavar="N", help="drop texts of more words")
+    group.add_argument("--schema", metavar="FILE", type=Path, help="drop texts that are not JSON of this JSON Schema")
+    group.add_argument(
+        "--no-details", action="store_true", help="drop texts with an e-mail address, card or phone number"
+    )
+    parser.add_argument(
+        "--without-guarantee",
+        action="store_true",
+        help="write into RUN/private/ what may repeat private text",
+    )
+    parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
+
+
+def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
+    """Writes the data set and says where; what is interrupted can go on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from dpllm.files import read_json
+    from dpllm.publish.synthesize import Order, synthesize
+    from dpllm.run.directory import RunDir
+    from dpllm.statement.synthetic import RECORD
+
+    order = Order(**{field.name: getattr(known, field.name) for field in fields(Order)})
+    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("of {task.fields[drawn]} texts drawn"))
+    try:
+        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+            task = bar.add_task("", total=order.rows, drawn=0)
+            output = synthesize(
+                RunDir(Path(known.run)),
+                order,
+                known.output,
+                lambda taken, drawn: bar.update(task, completed=taken, drawn=drawn),
+            )
+    except KeyboardInterrupt:
+        print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
+        return 1
+    record = read_json(output / RECORD)
+    if known.json:
+        print(json.dumps(record, indent=2, sort_keys=True))
+        return 0
+    dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
+    print(f"{output}: {record['rows']} rows of {record['attempts']} texts drawn; dropped ({dropped}).")
+    print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
+    return 0

@@ -1,0 +1,88 @@
+"""Which of a model's texts are taken into a data set.
+
+Comes in: what was asked for, a text. Goes out: why it is dropped. Must not know private text: what a filter looks at is the text
+itself and a public schema, so that filtering is post-processing too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dpllm.auditing.extraction import find_details
+from dpllm.errors import ConfigError
+from dpllm.files import read_json
+from dpllm.publish.generate import Sample
+
+DUPLICATE = "the same as another"
+Test = Callable[[Sample], bool]
+"""Whether a text is dropped."""
+
+
+def tests(
+    *, keep_unfinished: bool, min_words: int | None, max_words: int | None, schema: Path | None, no_details: bool
+) -> dict[str, Test]:
+    """Filters by the reason that each gives, in the order in which they are asked.
+
+    Args:
+        keep_unfinished: Take texts that the limit of tokens ended.
+        min_words: Fewest words, parted by white space.
+        max_words: Most words.
+        schema: File of a JSON Schema to which each text is to keep.
+        no_details: Drop texts that hold an e-mail address, a card number or a phone number.
+
+    Raises:
+        ConfigError: No text could pass, or the schema is none.
+    """
+    if (min_words or 0) < 0 or (max_words is not None and max_words < max(1, min_words or 0)):
+        raise ConfigError(
+            f"--min-words {min_words} and --max-words {max_words}: no text has so many words. Type a minimum of 0 or more, and a "
+            "maximum that is not below it."
+        )
+    found: dict[str, Test] = {"empty": lambda one: not one.text.strip()}
+    if not keep_unfinished:
+        found["did not end"] = lambda one: not one.ended
+    if min_words is not None:
+        found[f"under {min_words} words"] = lambda one: len(one.text.split()) < min_words
+    if max_words is not None:
+        found[f"over {max_words} words"] = lambda one: len(one.text.split()) > max_words
+    if schema is not None:
+        valid = _validator(schema)
+        found["not JSON of the schema"] = lambda one: not valid(one.text)
+    if no_details:
+        found["e-mail address, card or phone number"] = lambda one: bool(find_details(one.text))
+    return found
+
+
+def _validator(path: Path) -> Callable[[str], bool]:
+    """Whether a text is JSON that keeps to the schema of a file; references beyond the file are not followed."""
+    try:
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ImportError:
+        raise ConfigError(
+            f"--schema {path}: the jsonschema library is not installed, which would check the texts. Type: pip install jsonschema"
+        ) from None
+    schema = read_json(path)
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+        checker: Any = kind(schema, registry=Registry())
+        checker.is_valid(None)
+    except SchemaError as error:
+        raise ConfigError(f"--schema {path}: is no JSON Schema ({error.message}). Mend it.") from None
+
+    def valid(text: str) -> bool:
+        try:
+            return bool(checker.is_valid(json.loads(text, parse_constant=_no_constant)))
+        except (ValueError, RecursionError):
+            return False
+
+    return valid
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)

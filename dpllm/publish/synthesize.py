@@ -1,0 +1,396 @@
+"""A data set that a privately tuned model writes: post-processing, which spends no further budget.
+
+Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``statement.synthetic`` lays it out, whole
+or not at all. Of the run it reads the recipe, run.json and export/; it must not read training text, nor anything in ``private/``.
+
+Guarantee:
+    The rows have the guarantee of the run's weights together with that of the released statistic from which control codes are
+    drawn, both of which stand in run/privacy.json, since they are a function of these, of public prompts and of random numbers
+    (post-processing; Dwork and Roth 2014, "The Algorithmic Foundations of Differential Privacy", proposition 2.1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import BLOCK, CARD, locked, sha256, whole_directory, write_json, write_whole
+from dpllm.model import environment
+from dpllm.publish import filters, generate
+from dpllm.publish.merge import carded
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.synthetic import RECORD, ROWS, Sampling, Synthetic
+from dpllm.text import control
+from dpllm.text.asked import OTHER
+from dpllm.text.prompts import read_prompts
+
+BATCH = {"transformers": 64, "vllm": 1024}
+"""Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
+
+_FREE = ("attempts", "without_guarantee")
+"""Settings of a call that may differ when it is resumed: they do not decide what is drawn."""
+
+Told = Callable[[int, int], None]
+"""Called after each batch with the rows that are taken so far, and the texts drawn."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked for.
+
+    Attributes:
+        rows: How many, >= 1.
+        engine: Which library draws tokens: transformers or vllm.
+        temperature: 0: the likeliest token each time.
+        top_p: Only the likeliest tokens that together have this probability, in (0, 1].
+        max_new_tokens: At most this many tokens each; None: the recipe's data.max_length, or as many as the model has room for.
+        seed: Decides everything random, on one kind of device; None: the operating system does.
+        prompts: File of public prompts, as ``read_prompts`` reads it, that the texts answer; rows cycle through them.
+        attempts: At most so many texts are drawn for each row, on average, >= 1.
+        keep_unfinished: See ``filters.tests`` for this and the next four.
+        keep_duplicates: Take a text that is there already, behind the same prompt.
+        without_guarantee: Write into private/ what a run without guarantee on private data writes.
+    """
+
+    rows: int
+    engine: generate.Engine = "transformers"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    prompts: Path | None = None
+    attempts: int = 20
+    keep_unfinished: bool = False
+    keep_duplicates: bool = False
+    min_words: int | None = None
+    max_words: int | None = None
+    schema: Path | None = None
+    no_details: bool = False
+    without_guarantee: bool = False
+
+    def tests(self) -> dict[str, filters.Test]:
+        """The filters, but that of duplicates."""
+        names = ("keep_unfinished", "min_words", "max_words", "schema", "no_details")
+        return filters.tests(**{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What each row is before its text.
+
+    Attributes:
+        heads: Its columns: control codes, and the prompt.
+        asked: What the model continues; None: a text is written from its beginning.
+        columns: Names of all columns, of which the last is the text's.
+        prompts: How many there are; None: none were given.
+    """
+
+    heads: Sequence[Mapping[str, str]]
+    asked: Sequence[str | None]
+    columns: tuple[str, ...]
+    prompts: int | None
+
+
+@dataclass
+class _Draft:
+    """What is drawn so far; a file holds it too: settings and seed in its first line, then a line for each batch.
+
+    Attributes:
+        first: The first line, where it is still to be written: what fails at once leaves no draft.
+        texts: By number of row.
+    """
+
+    path: Path
+    seed: int
+    first: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    batches: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """Texts, taken or not."""
+        return len(self.texts) + self.dropped.total()
+
+    def add(self, texts: Mapping[str, str], dropped: Mapping[str, int]) -> None:
+        """A batch."""
+        self.texts |= {int(row): text for row, text in texts.items()}
+        self.dropped.update(dropped)
+        self.batches += 1
+
+    def keep(self, texts: Mapping[str, str], dropped: Mapping[str, int]) -> None:
+        """A new batch, which the file gets too."""
+        lines = [self.first] * (not self.batches) + [json.dumps({"texts": texts, "dropped": dropped})]
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines if line)
+        self.add(texts, dropped)
+
+
+def synthesize(run: RunDir, order: Order, output: Path | None = None, told: Told = lambda taken, drawn: None) -> Path:
+    """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
+
+    Args:
+        run: A finished run with its card.
+        order: What is asked for.
+        output: Where; None: ``synthetic`` in the run directory.
+        told: Progress.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: No card, no released shares of the control columns, no prompts where the format needs them, settings that
+            allow no text, a folder that holds something, a draft with other settings; or too few texts passed the filters.
+        DataError: The prompts cannot be read.
+        Refused: A run without guarantee on data that are not public.
+    """
+    config, statement = run.load_config(), carded(run)
+    output = _place(run, order, statement, output)
+    if min(order.rows, order.attempts, (order.seed or 0) + 1) < 1 or order.engine not in BATCH:
+        raise ConfigError(
+            f"rows {order.rows}, attempts {order.attempts}, seed {order.seed} and engine {order.engine} give no data set: the "
+            f"first two are at least 1, the seed is not negative, the last is {' or '.join(BATCH)}."
+        )
+    tests = order.tests()
+    prompts, shares = _prompts(config, order), _shares(run, config, statement)
+    generator = generate.load(run.root, engine=order.engine)
+    order = replace(order, max_new_tokens=order.max_new_tokens or _longest(config, generator, prompts, shares))
+    with _alone(output):
+        draft = _draft(output.with_name(f".{output.name}.draft.jsonl"), order, run)
+        rows = _rows(config, order.rows, prompts, shares, draft.seed)
+        _draw(generator, order, rows, tests, draft, told)
+        _write(run, config, order, rows, tests, draft, output)
+        draft.path.unlink()
+    return output
+
+
+def _place(run: RunDir, order: Order, statement: PrivacyRecord, output: Path | None) -> Path:
+    """Where the data set goes: into private/ where nothing protects the people behind it."""
+    protected = statement.guarantee or statement.data_public
+    if not protected and not order.without_guarantee:
+        raise Refused(
+            f"{run.root}: gives no guarantee, and its data are not declared public, so that rows of its model may be rows of "
+            "theirs. Train with differential privacy; or type --without-guarantee, which writes into private/."
+        )
+    default = (run.root if protected else run.private) / "synthetic"
+    output = output or default
+    if protected:
+        run.outside(output)
+    elif output != default:
+        raise ConfigError(
+            f"--output {output}: rows without guarantee may repeat private text. They go to {default} only."
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(
+            f"{output}: holds something already, which would be lost. Type another --output, or remove it."
+        )
+    return output
+
+
+def _prompts(config: RunConfig, order: Order) -> list[str] | None:
+    if order.prompts is None:
+        if config.data.format == "text":
+            return None
+        raise ConfigError(
+            f"the model answers prompts (data.format {config.data.format}), which training does not release. Type --prompts FILE "
+            "with public ones, one a line."
+        )
+    found = [prompt for prompt in read_prompts(order.prompts) if isinstance(prompt, str)]
+    if config.data.format == "text" or not found:
+        raise ConfigError(
+            f"--prompts {order.prompts}: a row is one prompt and one completion, of a model that was tuned on such or on "
+            "messages. Type prompts that are text; or leave them out for a model of plain text."
+        )
+    return found
+
+
+def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> dict[tuple[str, ...], float]:
+    """How often each combination of control values is asked for, by noisy counts that were released; empty without control."""
+    if not (columns := _control(config)):
+        return {}
+    name, among = control.shares_of(columns), statement.statistics.releases if statement.statistics else ()
+    counts = next((one.value for one in among if one.statistic == name and one.value), {})
+    shares = {
+        tuple(value.split(control.SEPARATOR)): count for value, count in counts.items() if value != OTHER and count > 0
+    }
+    if not shares:
+        declared = ";".join(f"{column}=VALUE,VALUE" for column in columns)
+        raise ConfigError(
+            f"{run.root}: texts are asked for by {', '.join(columns)}, and its card has no {name!r}, from which to draw them; "
+            f"the exact ones are private. Type dpllm describe {run.config} --epsilon E --shares {declared!r}, then dpllm card "
+            f"{run.root} --describe describe.json."
+        )
+    return shares
+
+
+def _longest(
+    config: RunConfig, generator: generate.Generator, prompts: list[str] | None, shares: Iterable[tuple[str, ...]]
+) -> int:
+    """Tokens of a text where none are asked for: as in training, or what is left behind the longest line and prompt."""
+    lines: list[str | None] = [control.line(_control(config), values) for values in shares]
+    most = [max(map(len, generate.encode_all(generator, part)), default=0) for part in (lines or [None], prompts or ())]
+    left = generate.room(generator, [range(sum(most))])
+    return max(1, config.data.max_length if left is None else min(config.data.max_length, left))
+
+
+def _rows(
+    config: RunConfig, count: int, prompts: list[str] | None, shares: Mapping[tuple[str, ...], float], seed: int
+) -> _Rows:
+    """Each row gets its codes and its prompt before any text, so that filters do not change how often each is asked for."""
+    columns = _control(config)
+    codes: list[tuple[str, ...]] = [()] * count
+    if shares:
+        codes = random.Random(f"{seed} codes").choices(list(shares), list(shares.values()), k=count)
+    heads, asked = [], []
+    for number, values in enumerate(codes):
+        prompt = prompts[number % len(prompts)] if prompts else None
+        heads.append(dict(zip(columns, values, strict=True)) | ({} if prompt is None else {"prompt": prompt}))
+        asked.append((control.line(columns, values) if columns else "") + (prompt or "") or None)
+    named = (*columns, "text") if prompts is None else (*columns, "prompt", "completion")
+    return _Rows(heads, asked, named, None if prompts is None else len(prompts))
+
+
+@contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """One process at a time writes there."""
+    with contextlib.ExitStack() as held:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(output.with_name(f".{output.name}.lock"), wait=False))
+        except OSError as error:
+            why = "another process writes there" if isinstance(error, BlockingIOError) else f"{error.strerror}"
+            raise ConfigError(f"{output}: cannot be written ({why}). Type another --output.") from None
+        yield
+
+
+def _draft(path: Path, order: Order, run: RunDir) -> _Draft:
+    """What an interrupted call left, or a new draft.
+
+    Raises:
+        ConfigError: It has other settings.
+    """
+    settings = {**asdict(order), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
+    settings |= {name: sha256(file) for name in ("prompts", "schema") if (file := settings[name])}
+    settings |= {"software": _software(order)}
+    for free in _FREE:
+        del settings[free]
+    written = path.read_bytes() if path.exists() else b""
+    whole = written.rfind(b"\n") + 1  # behind it lies what was cut off
+    if not whole:
+        path.unlink(missing_ok=True)
+        seed = secrets.randbits(63) if order.seed is None else order.seed
+        return _Draft(path, seed, json.dumps({"settings": settings, "seed": seed}))
+    os.truncate(path, whole)
+    first, *batches = map(json.loads, written[:whole].splitlines())
+    if changed := sorted(name for name in settings if settings[name] != first["settings"].get(name)):
+        raise ConfigError(
+            f"{path}: an interrupted call began with another {', '.join(changed)}, and the rows of two would be of neither. Type "
+            "its settings to go on with it, or remove the file."
+        )
+    draft = _Draft(path, first["seed"])
+    for batch in batches:
+        draft.add(**batch)
+    return draft
+
+
+def _draw(
+    generator: generate.Generator,
+    order: Order,
+    rows: _Rows,
+    tests: Mapping[str, filters.Test],
+    draft: _Draft,
+    told: Told,
+) -> None:
+    """Draws until every row has its text.
+
+    Raises:
+        ConfigError: Too few passed.
+    """
+    sampling = {name: getattr(order, name) for name in ("temperature", "top_p", "max_new_tokens")}
+    waiting = [number for number in range(order.rows) if number not in draft.texts]
+    seen = {(rows.heads[number].get("prompt"), text) for number, text in draft.texts.items()}
+    while waiting:
+        told(len(draft.texts), draft.drawn)
+        batch = waiting[: BATCH[order.engine]]
+        if draft.drawn + len(batch) > order.attempts * order.rows:
+            _give_up(order, draft)
+        seed = random.Random(f"{draft.seed} batch {draft.batches}").getrandbits(63)
+        found = generate.sample(generator, [rows.asked[number] for number in batch], 1, seed=seed, **sampling)
+        taken: dict[str, str] = {}
+        dropped: Counter[str] = Counter()
+        for number, one in zip(batch, found, strict=True):
+            text = (
+                one.text if rows.prompts is None else one.text.removeprefix(" ")
+            )  # which joins a prompt and its completion
+            key = (rows.heads[number].get("prompt"), text)
+            why = next((name for name, drops in tests.items() if drops(one)), None)
+            if why is None and key in seen and not order.keep_duplicates:
+                why = filters.DUPLICATE
+            if why is None:
+                taken[str(number)] = text
+                seen.add(key)
+            else:
+                dropped[why] += 1
+        draft.keep(taken, dropped)
+        waiting = [number for number in batch if number not in draft.texts] + waiting[len(batch) :]
+    told(len(draft.texts), draft.drawn)
+
+
+def _give_up(order: Order, draft: _Draft) -> NoReturn:
+    dropped = ", ".join(f"{why}: {many}" for why, many in draft.dropped.most_common())
+    raise ConfigError(
+        f"of {draft.drawn} texts {len(draft.texts)} passed the filters, and {order.rows} are wanted, so nothing is written; "
+        f"dropped ({dropped}). Type a larger --attempts to go on; or remove {draft.path} and begin with other filters, such as "
+        "--keep-unfinished, or with a larger --max-new-tokens."
+    )
+
+
+def _write(
+    run: RunDir, config: RunConfig, order: Order, rows: _Rows, tests: Iterable[str], draft: _Draft, output: Path
+) -> None:
+    """The folder, with its card."""
+    from dpllm.card.dataset_card import write_dataset_card
+
+    lines = ({**head, rows.columns[-1]: draft.texts[number]} for number, head in enumerate(rows.heads))
+    reasons = [*tests, *([] if order.keep_duplicates else [filters.DUPLICATE])]
+    with whole_directory(output) as part:
+        write_whole(part / ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        copies = {f"run/{name}": sha256(run.export / name) for name in (BLOCK, CARD)}
+        record = Synthetic(
+            schema_version=1,
+            rows=order.rows,
+            columns=rows.columns,
+            control=tuple(_control(config)),
+            shares=control.shares_of(_control(config)) if _control(config) else None,
+            prompts=rows.prompts,
+            sampling=Sampling.pick(asdict(order)),
+            attempts=draft.drawn,
+            dropped={why: draft.dropped[why] for why in reasons},
+            files={ROWS: sha256(part / ROWS), **copies},
+            quality=None,
+            date=time.strftime("%Y-%m-%d", time.gmtime()),
+            software=_software(order),
+        )
+        write_json(part / RECORD, record.to_json())
+        write_dataset_card(part, run)
+
+
+def _software(order: Order) -> dict[str, str]:
+    return environment.versions() | ({"vllm": metadata.version("vllm")} if order.engine == "vllm" else {})
+
+
+def _control(config: RunConfig) -> list[str]:
+    return list(getattr(config.data, "control", []))
