@@ -62,6 +62,7 @@ def _validator(path: Path) -> Callable[[str], bool]:
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for
         from referencing import Registry
+        from referencing.exceptions import Unresolvable
     except ImportError:
         raise ConfigError(
             f"--schema {path}: the jsonschema library is not installed, which would check the texts. Type: pip install jsonschema"
@@ -70,16 +71,19 @@ def _validator(path: Path) -> Callable[[str], bool]:
     kind = validator_for(schema)
     try:
         kind.check_schema(schema)
-        checker: Any = kind(schema, registry=Registry())
-        checker.is_valid(None)
     except SchemaError as error:
         raise ConfigError(f"--schema {path}: is no JSON Schema ({error.message}). Mend it.") from None
+    checker: Any = kind(schema, registry=Registry())  # which looks nothing up elsewhere
 
     def valid(text: str) -> bool:
         try:
             return bool(checker.is_valid(json.loads(text, parse_constant=_no_constant)))
         except (ValueError, RecursionError):
             return False
+        except Unresolvable as error:
+            raise ConfigError(
+                f"--schema {path}: refers to {error.ref}, which the file does not hold. Put it there, in $defs."
+            ) from None
 
     return valid
 

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, locked, sha256, whole_directory, write_json, write_whole
 from dpllm.model import environment
 from dpllm.publish import filters, generate
+from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -104,41 +103,6 @@ class _Rows:
     prompts: int | None
 
 
-@dataclass
-class _Draft:
-    """What is drawn so far; a file holds it too: settings and seed in its first line, then a line for each batch.
-
-    Attributes:
-        first: The first line, where it is still to be written: what fails at once leaves no draft.
-        texts: By number of row.
-    """
-
-    path: Path
-    seed: int
-    first: str = ""
-    texts: dict[int, str] = field(default_factory=dict)
-    dropped: Counter[str] = field(default_factory=Counter)
-    batches: int = 0
-
-    @property
-    def drawn(self) -> int:
-        """Texts, taken or not."""
-        return len(self.texts) + self.dropped.total()
-
-    def add(self, texts: Mapping[str, str], dropped: Mapping[str, int]) -> None:
-        """A batch."""
-        self.texts |= {int(row): text for row, text in texts.items()}
-        self.dropped.update(dropped)
-        self.batches += 1
-
-    def keep(self, texts: Mapping[str, str], dropped: Mapping[str, int]) -> None:
-        """A new batch, which the file gets too."""
-        lines = [self.first] * (not self.batches) + [json.dumps({"texts": texts, "dropped": dropped})]
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines if line)
-        self.add(texts, dropped)
-
-
 def synthesize(run: RunDir, order: Order, output: Path | None = None, told: Told = lambda taken, drawn: None) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
 
@@ -167,9 +131,10 @@ def synthesize(run: RunDir, order: Order, output: Path | None = None, told: Told
     tests = order.tests()
     prompts, shares = _prompts(config, order), _shares(run, config, statement)
     generator = generate.load(run.root, engine=order.engine)
-    order = replace(order, max_new_tokens=order.max_new_tokens or _longest(config, generator, prompts, shares))
+    if order.max_new_tokens is None:
+        order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
     with _alone(output):
-        draft = _draft(output.with_name(f".{output.name}.draft.jsonl"), order, run)
+        draft = Draft.at(output.with_name(f".{output.name}.draft.jsonl"), _settings(order, run), order.seed)
         rows = _rows(config, order.rows, prompts, shares, draft.seed)
         _draw(generator, order, rows, tests, draft, told)
         _write(run, config, order, rows, tests, draft, output)
@@ -208,8 +173,9 @@ def _prompts(config: RunConfig, order: Order) -> list[str] | None:
             f"the model answers prompts (data.format {config.data.format}), which training does not release. Type --prompts FILE "
             "with public ones, one a line."
         )
-    found = [prompt for prompt in read_prompts(order.prompts) if isinstance(prompt, str)]
-    if config.data.format == "text" or not found:
+    prompts = read_prompts(order.prompts)
+    found = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if config.data.format == "text" or len(found) < len(prompts):
         raise ConfigError(
             f"--prompts {order.prompts}: a row is one prompt and one completion, of a model that was tuned on such or on "
             "messages. Type prompts that are text; or leave them out for a model of plain text."
@@ -219,7 +185,7 @@ def _prompts(config: RunConfig, order: Order) -> list[str] | None:
 
 def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> dict[tuple[str, ...], float]:
     """How often each combination of control values is asked for, by noisy counts that were released; empty without control."""
-    if not (columns := _control(config)):
+    if not (columns := config.data.control):
         return {}
     name, among = control.shares_of(columns), statement.statistics.releases if statement.statistics else ()
     counts = next((one.value for one in among if one.statistic == name and one.value), {})
@@ -240,9 +206,10 @@ def _longest(
     config: RunConfig, generator: generate.Generator, prompts: list[str] | None, shares: Iterable[tuple[str, ...]]
 ) -> int:
     """Tokens of a text where none are asked for: as in training, or what is left behind the longest line and prompt."""
-    lines: list[str | None] = [control.line(_control(config), values) for values in shares]
-    most = [max(map(len, generate.encode_all(generator, part)), default=0) for part in (lines or [None], prompts or ())]
-    left = generate.room(generator, [range(sum(most))])
+    lines: list[str | None] = [control.line(config.data.control, values) for values in shares]
+    parts = (lines or ([] if prompts else [None]), prompts or ())
+    longest = sum(max(map(len, generate.encode_all(generator, part)), default=0) for part in parts)
+    left = generate.room(generator, [range(longest)])
     return max(1, config.data.max_length if left is None else min(config.data.max_length, left))
 
 
@@ -250,7 +217,7 @@ def _rows(
     config: RunConfig, count: int, prompts: list[str] | None, shares: Mapping[tuple[str, ...], float], seed: int
 ) -> _Rows:
     """Each row gets its codes and its prompt before any text, so that filters do not change how often each is asked for."""
-    columns = _control(config)
+    columns = config.data.control
     codes: list[tuple[str, ...]] = [()] * count
     if shares:
         codes = random.Random(f"{seed} codes").choices(list(shares), list(shares.values()), k=count)
@@ -276,34 +243,11 @@ def _alone(output: Path) -> Iterator[None]:
         yield
 
 
-def _draft(path: Path, order: Order, run: RunDir) -> _Draft:
-    """What an interrupted call left, or a new draft.
-
-    Raises:
-        ConfigError: It has other settings.
-    """
+def _settings(order: Order, run: RunDir) -> dict[str, Any]:
+    """Everything that decides what is drawn."""
     settings = {**asdict(order), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
     settings |= {name: sha256(file) for name in ("prompts", "schema") if (file := settings[name])}
-    settings |= {"software": _software(order)}
-    for free in _FREE:
-        del settings[free]
-    written = path.read_bytes() if path.exists() else b""
-    whole = written.rfind(b"\n") + 1  # behind it lies what was cut off
-    if not whole:
-        path.unlink(missing_ok=True)
-        seed = secrets.randbits(63) if order.seed is None else order.seed
-        return _Draft(path, seed, json.dumps({"settings": settings, "seed": seed}))
-    os.truncate(path, whole)
-    first, *batches = map(json.loads, written[:whole].splitlines())
-    if changed := sorted(name for name in settings if settings[name] != first["settings"].get(name)):
-        raise ConfigError(
-            f"{path}: an interrupted call began with another {', '.join(changed)}, and the rows of two would be of neither. Type "
-            "its settings to go on with it, or remove the file."
-        )
-    draft = _Draft(path, first["seed"])
-    for batch in batches:
-        draft.add(**batch)
-    return draft
+    return {name: value for name, value in settings.items() if name not in _FREE} | {"software": _software(order)}
 
 
 def _draw(
@@ -311,7 +255,7 @@ def _draw(
     order: Order,
     rows: _Rows,
     tests: Mapping[str, filters.Test],
-    draft: _Draft,
+    draft: Draft,
     told: Told,
 ) -> None:
     """Draws until every row has its text.
@@ -326,15 +270,19 @@ def _draw(
         told(len(draft.texts), draft.drawn)
         batch = waiting[: BATCH[order.engine]]
         if draft.drawn + len(batch) > order.attempts * order.rows:
-            _give_up(order, draft)
+            dropped = ", ".join(f"{why}: {many}" for why, many in draft.dropped.most_common())
+            raise ConfigError(
+                f"of {draft.drawn} texts {len(draft.texts)} passed the filters, and {order.rows} are wanted, so nothing is "
+                f"written; dropped ({dropped}). Type a larger --attempts to go on; or remove {draft.path} and begin with other "
+                "filters, such as --keep-unfinished, or with a larger --max-new-tokens."
+            )
         seed = random.Random(f"{draft.seed} batch {draft.batches}").getrandbits(63)
         found = generate.sample(generator, [rows.asked[number] for number in batch], 1, seed=seed, **sampling)
         taken: dict[str, str] = {}
-        dropped: Counter[str] = Counter()
+        reasons: Counter[str] = Counter()
         for number, one in zip(batch, found, strict=True):
-            text = (
-                one.text if rows.prompts is None else one.text.removeprefix(" ")
-            )  # which joins a prompt and its completion
+            # A space joins prompt and completion, in training too.
+            text = one.text if rows.prompts is None else one.text.removeprefix(" ")
             key = (rows.heads[number].get("prompt"), text)
             why = next((name for name, drops in tests.items() if drops(one)), None)
             if why is None and key in seen and not order.keep_duplicates:
@@ -343,27 +291,16 @@ def _draw(
                 taken[str(number)] = text
                 seen.add(key)
             else:
-                dropped[why] += 1
-        draft.keep(taken, dropped)
+                reasons[why] += 1
+        draft.keep(taken, reasons)
         waiting = [number for number in batch if number not in draft.texts] + waiting[len(batch) :]
     told(len(draft.texts), draft.drawn)
 
 
-def _give_up(order: Order, draft: _Draft) -> NoReturn:
-    dropped = ", ".join(f"{why}: {many}" for why, many in draft.dropped.most_common())
-    raise ConfigError(
-        f"of {draft.drawn} texts {len(draft.texts)} passed the filters, and {order.rows} are wanted, so nothing is written; "
-        f"dropped ({dropped}). Type a larger --attempts to go on; or remove {draft.path} and begin with other filters, such as "
-        "--keep-unfinished, or with a larger --max-new-tokens."
-    )
-
-
 def _write(
-    run: RunDir, config: RunConfig, order: Order, rows: _Rows, tests: Iterable[str], draft: _Draft, output: Path
+    run: RunDir, config: RunConfig, order: Order, rows: _Rows, tests: Iterable[str], draft: Draft, output: Path
 ) -> None:
     """The folder, with its card."""
-    from dpllm.card.dataset_card import write_dataset_card
-
     lines = ({**head, rows.columns[-1]: draft.texts[number]} for number, head in enumerate(rows.heads))
     reasons = [*tests, *([] if order.keep_duplicates else [filters.DUPLICATE])]
     with whole_directory(output) as part:
@@ -373,8 +310,8 @@ def _write(
             schema_version=1,
             rows=order.rows,
             columns=rows.columns,
-            control=tuple(_control(config)),
-            shares=control.shares_of(_control(config)) if _control(config) else None,
+            control=tuple(config.data.control),
+            shares=control.shares_of(config.data.control) if config.data.control else None,
             prompts=rows.prompts,
             sampling=Sampling.pick(asdict(order)),
             attempts=draft.drawn,
@@ -385,12 +322,8 @@ def _write(
             software=_software(order),
         )
         write_json(part / RECORD, record.to_json())
-        write_dataset_card(part, run)
+        import_module("dpllm.card.dataset_card").write_dataset_card(part, run)
 
 
 def _software(order: Order) -> dict[str, str]:
     return environment.versions() | ({"vllm": metadata.version("vllm")} if order.engine == "vllm" else {})
-
-
-def _control(config: RunConfig) -> list[str]:
-    return list(getattr(config.data, "control", []))

@@ -1,0 +1,436 @@
+"""``dpllm synthesize``: whole or not at all, the same after an interruption, and a function of what the run released."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import shutil
+import sys
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+from published import carry, read
+from running import Place, contents, done, dpllm_, make_place
+
+import dpllm
+from dpllm.cli import _parser
+from dpllm.errors import ConfigError
+from dpllm.files import sha256
+from dpllm.publish import draft, filters, generate, synthesize
+from dpllm.publish.synthesize import Order
+from dpllm.run.directory import RunDir
+from dpllm.statement.fields import Terms
+from dpllm.statement.synthetic import Synthetic
+
+Json = dict[str, Any]
+FEW = ("--rows", 9, "--max-new-tokens", 8, "--keep-unfinished", "--seed", 3)
+CODES = ["visit", "age"]
+SHARES = "visit=home,clinic;age=old,young"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def card() -> Any:
+    """Stands in for the card of the data set until dpllm.card has it."""
+    name = "dpllm.card.dataset_card"
+
+    def write(directory: Path, run: RunDir) -> None:
+        (directory / "run").mkdir()
+        for copied in ("README.md", "privacy.json"):
+            shutil.copyfile(run.export / copied, directory / "run" / copied)
+        (directory / "README.md").write_text("# Rows\n")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec(name) is None:
+            module = ModuleType(name)
+            module.write_dataset_card = write  # type: ignore[attr-defined]
+            patch.setitem(sys.modules, name, module)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_batches() -> Any:
+    """Several for nine rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(synthesize.BATCH, "transformers", 4)
+        yield
+
+
+def coded_rows() -> list[Json]:
+    visits = ("home", "clinic", "elsewhere")
+    return [
+        {"text": tiny.sentence(n), "visit": visits[n % 3], "age": "old" if n % 4 else "young"} for n in range(40)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def coded(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
+    """A run with control codes, and their released shares on its card; read only."""
+    place = make_place(tmp_path_factory.mktemp("coded"), base)
+    tiny.write_rows(place.train, coded_rows())
+    place.write({"data.control": CODES})
+    done("describe", place.recipe, "--epsilon", 2, "--shares", SHARES, "--output", place.root / "describe.json")
+    done("train", place.recipe)
+    done("card", place.run, "--describe", place.root / "describe.json")
+    return place
+
+
+def written(output: Path) -> tuple[list[Json], Json]:
+    lines = (output / "data" / "train.jsonl").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    return [json.loads(line) for line in lines], json.loads((output / "synthetic.json").read_text())
+
+
+def made(run: Path, output: Path, *arguments: object) -> tuple[list[Json], Json]:
+    done("synthesize", run, "--output", output, *arguments)
+    return written(output)
+
+
+def test_the_folder_and_its_record(finished: Place, tmp_path: Path) -> None:
+    before = contents(finished.run)
+    rows, record = made(finished.run, tmp_path / "new" / "set", *FEW)
+    assert contents(finished.run) == before
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["set"], "neither draft nor lock is left"
+    assert len(rows) == 9
+    assert all(list(row) == ["text"] and row["text"] for row in rows)
+    found = Synthetic.pick(record)
+    assert found.to_json() == record
+    assert (found.rows, found.columns, found.control, found.shares, found.prompts) == (9, ("text",), (), None, None)
+    assert found.sampling.to_json() == {
+        "engine": "transformers", "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8, "seed": 3,
+    }  # fmt: skip
+    assert found.attempts == 9 + sum(found.dropped.values())
+    assert set(found.dropped) == {"empty", filters.DUPLICATE}
+    own = {name: sha256(finished.run / "export" / Path(name).name) for name in ("run/README.md", "run/privacy.json")}
+    assert found.files == own | {"data/train.jsonl": sha256(tmp_path / "new" / "set" / "data" / "train.jsonl")}
+    assert {name: sha256(tmp_path / "new" / "set" / name) for name in found.files} == found.files
+    assert (tmp_path / "new" / "set" / "README.md").is_file()
+
+
+def test_a_seed_decides_and_python_writes_the_same(finished: Place, tmp_path: Path) -> None:
+    first = made(finished.run, tmp_path / "a", *FEW)
+    again = dpllm.synthesize(
+        finished.run, 9, tmp_path / "b", max_new_tokens=8, keep_unfinished=True, seed=3
+    )  # fmt: skip
+    assert contents(again) == contents(tmp_path / "a")
+    assert made(finished.run, tmp_path / "c", *FEW, "--seed", 4)[0] != first[0]
+    without = [one for one in FEW if one not in ("--seed", 3)]
+    drawn = [made(finished.run, tmp_path / name, *without) for name in "de"]
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1]["sampling"]["seed"] is None
+
+
+def test_texts_are_those_of_generate(finished: Place, tmp_path: Path) -> None:
+    """Of one batch, whose seed is a function of the seed and its number."""
+    rows, _ = made(finished.run, tmp_path / "set", *FEW, "--rows", 3, "--keep-duplicates")
+    seed = random.Random("3 batch 0").getrandbits(63)
+    found = generate.sample(generate.load(finished.run), None, 3, max_new_tokens=8, seed=seed)
+    assert [row["text"] for row in rows] == [one.text for one in found]
+
+
+# --- interruption ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("torn", [b"", b'{"texts": {"7": "ha'])
+def test_an_interrupted_data_set_ends_in_the_same_bytes(
+    finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeded: bool, torn: bytes
+) -> None:
+    order = FEW if seeded else [one for one in FEW if one not in ("--seed", 3)]
+    if not seeded:
+        monkeypatch.setattr(draft.secrets, "randbits", lambda bits: 77)
+    order = (*order, "--min-words", 2)
+    whole = tmp_path / "whole"
+    made(finished.run, whole, *order)
+    sample, calls = generate.sample, []
+
+    def breaks(*arguments: Any, **settings: Any) -> Any:
+        calls.append(settings["seed"])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return sample(*arguments, **settings)
+
+    monkeypatch.setattr(generate, "sample", breaks)
+    part = tmp_path / "part"
+    stopped = dpllm_("synthesize", finished.run, "--output", part, *order)
+    assert (stopped.code, part.exists()) == (1, False)
+    assert "The same command goes on" in stopped.err
+    left = tmp_path / ".part.draft.jsonl"
+    with open(left, "ab") as file:
+        file.write(torn)
+    other = dpllm_("synthesize", finished.run, "--output", part, *order, "--temperature", 0.5, "--min-words", 1)
+    assert other.code == 2
+    assert "another min_words, temperature" in other.err
+    if not seeded:  # the draft's seed counts
+        monkeypatch.setattr(draft.secrets, "randbits", lambda bits: 78)
+    made(finished.run, part, *order)
+    assert contents(part) == contents(whole)
+    assert not left.exists()
+    assert len(set(calls)) == len(calls) - 1, "only the batch that broke is drawn again, and no other twice"
+
+
+def test_nothing_that_is_there_is_overwritten(finished: Place, tmp_path: Path) -> None:
+    made(finished.run, tmp_path / "set", *FEW)
+    before = contents(tmp_path)
+    assert "holds something already" in refused(finished.run, "--output", tmp_path / "set", *FEW)
+    assert contents(tmp_path) == before
+    assert "belongs to the run" in refused(finished.run, "--output", finished.run / "export" / "set", *FEW)
+    assert "belongs to the run" in refused(finished.run, "--output", finished.run / "private" / "set", *FEW)
+
+
+def refused(run: Path, *arguments: object, code: int = 2) -> str:
+    answer = dpllm_("synthesize", run, *arguments)
+    assert (answer.code, answer.out) == (code, ""), answer
+    return answer.err
+
+
+def test_what_fails_while_it_is_written_leaves_no_folder(
+    finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(synthesize, "write_json", fails)
+        with pytest.raises(RuntimeError):
+            dpllm_("synthesize", finished.run, "--output", tmp_path / "set", *FEW)
+    assert [path.name for path in tmp_path.iterdir()] == [".set.draft.jsonl"]
+    monkeypatch.setattr(generate, "sample", fails)
+    made(finished.run, tmp_path / "set", *FEW)  # nothing is drawn again
+
+
+# --- filters ---------------------------------------------------------------------------------------------------------
+
+
+def test_unfinished_texts_are_dropped_and_counted(finished: Place, tmp_path: Path) -> None:
+    rows, record = made(finished.run, tmp_path / "set", "--rows", 9, "--seed", 3)
+    assert record["sampling"]["max_new_tokens"] == 127, "the model's positions, less the token that begins a text"
+    assert record["dropped"]["did not end"] > 0
+    assert record["attempts"] == 9 + sum(record["dropped"].values())
+    assert len({row["text"] for row in rows}) == 9
+
+
+def test_a_model_that_never_ends_publishes_nothing_and_says_so(
+    finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--output", tmp_path / "set", "--rows", 9, "--seed", 3, "--max-new-tokens", 2, "--attempts", 2)
+    sample = generate.sample
+    monkeypatch.setattr(
+        generate, "sample", lambda *given, **more: [replace(one, ended=False) for one in sample(*given, **more)]
+    )  # fmt: skip
+    said = refused(finished.run, *arguments)
+    assert said.count("\n") == 1
+    assert "of 16 texts 0 passed the filters, and 9 are wanted" in said, "never more than attempts times rows"
+    assert "did not end: 16" in said
+    assert not (tmp_path / "set").exists()
+    monkeypatch.setattr(generate, "sample", sample)
+    more = ("--attempts", 2000)
+    done("synthesize", finished.run, *arguments, *more)
+    assert written(tmp_path / "set")[1]["attempts"] > 16
+
+
+def test_duplicates_are_dropped_unless_they_are_kept(finished: Place, tmp_path: Path) -> None:
+    greedy = ("--output", tmp_path / "set", *FEW, "--temperature", 0)
+    assert f"{filters.DUPLICATE}: " in refused(finished.run, *greedy, "--attempts", 1)
+    (tmp_path / ".set.draft.jsonl").unlink()
+    done("synthesize", finished.run, *greedy, "--keep-duplicates")
+    rows, record = written(tmp_path / "set")
+    assert len({row["text"] for row in rows}) == 1
+    assert filters.DUPLICATE not in record["dropped"]
+
+
+# --- whose rows they are ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_needs_its_card(finished: Place, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished.run, tmp_path / "run"))
+    (run / "export" / "privacy.json").unlink()
+    assert f"Type dpllm card {run} first" in refused(run, *FEW)
+    shutil.copy(finished.run / "export" / "privacy.json", run / "export")
+    (run / "export" / "tokenizer_config.json").write_text("{}")
+    assert "speaks of other files" in refused(run, *FEW)
+
+
+def test_without_guarantee_only_public_data_give_public_rows(baseline: Place, finished: Place, tmp_path: Path) -> None:
+    made(baseline.run, tmp_path / "set", *FEW)
+    run = Path(shutil.copytree(finished.run, tmp_path / "run"))
+    unprotected(run)
+    assert "gives no guarantee" in refused(run, *FEW, code=3)
+    assert f"go to {run / 'private' / 'synthetic'} only" in refused(
+        run, *FEW, "--without-guarantee", "--output", tmp_path / "b"
+    )
+    before = set(tmp_path.rglob("*"))
+    done("synthesize", run, *FEW, "--without-guarantee")
+    new = set(tmp_path.rglob("*")) - before
+    assert new
+    assert all(path.is_relative_to(run / "private" / "synthetic") for path in new)
+
+
+def unprotected(run: Path) -> None:
+    """Its card says that there is no guarantee, consistently."""
+    block = read(run / "export")
+    terms = {field.alias or name for name, field in Terms.model_fields.items()}
+    attempted = {name: block.pop(name) for name in [*block] if name in terms}
+    carry(run / "export", {**block, "guarantee": False, "reason": "a test", "attempted": attempted})
+
+
+@pytest.mark.parametrize("which", ["finished", "coded"])
+def test_rows_are_a_function_of_what_the_run_released(
+    which: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Nothing private is read: every byte is the same when it is changed, or gone."""
+    place: Place = request.getfixturevalue(which)
+    outputs = []
+    for name in ("as it was", "changed", "gone"):
+        root = Path(shutil.copytree(place.root, tmp_path / name))
+        if name == "changed":
+            for path in (root / "run" / "private").rglob("*"):
+                if path.is_file():
+                    path.write_bytes(b"{}")
+        if name == "gone":
+            shutil.rmtree(root / "run" / "private")
+        outputs.append(root / "set")
+    kept = place.root.rename(
+        place.root.with_name("elsewhere")
+    )  # the training data and the ledger, as the recipe names them
+    try:
+        for output in outputs:
+            made(output.parent / "run", output, *FEW)
+    finally:
+        kept.rename(place.root)
+    assert contents(outputs[0]) == contents(outputs[1]) == contents(outputs[2])
+
+
+# --- control codes and prompts ---------------------------------------------------------------------------------------
+
+
+def released(run: Path) -> Json:
+    block = json.loads((run / "export" / "privacy.json").read_text())
+    return dict(block["statistics"]["releases"][0]["value"])
+
+
+def test_each_row_is_asked_for_by_its_codes(coded: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    sample = generate.sample
+
+    def listens(generator: Any, prompts: Any, *rest: Any, **settings: Any) -> Any:
+        found = sample(generator, prompts, *rest, **settings)
+        asked.extend(f"{prompt}{one.text}" for prompt, one in zip(prompts, found, strict=True))
+        return found
+
+    monkeypatch.setattr(generate, "sample", listens)
+    rows, record = made(coded.run, tmp_path / "set", *FEW)
+    assert all(list(row) == [*CODES, "text"] for row in rows)
+    assert {f"visit: {row['visit']} | age: {row['age']}\n{row['text']}" for row in rows} <= set(asked)
+    assert (record["control"], record["shares"]) == (CODES, "shares of visit;age")
+    assert {f"{row['visit']};{row['age']}" for row in rows} <= released(coded.run).keys() - {"other"}
+
+
+def test_filters_do_not_change_the_codes(coded: Place, tmp_path: Path) -> None:
+    plain, _ = made(coded.run, tmp_path / "a", *FEW)
+    strict, record = made(coded.run, tmp_path / "b", *FEW, "--min-words", 2, "--attempts", 200)
+    assert record["dropped"]["under 2 words"] > 0
+    assert [[row[name] for name in CODES] for row in plain] == [[row[name] for name in CODES] for row in strict]
+
+
+def test_codes_follow_the_noisy_counts_without_other_and_negative_ones(coded: Place) -> None:
+    run = RunDir(coded.run)
+    config, statement = run.load_config(), synthesize.carded(run)
+    assert statement.statistics
+    first = statement.statistics.releases[0]
+
+    def shares(value: Any) -> Any:
+        both = [
+            first.model_copy(update={"value": {"home;old": 1}, "statistic": "shares of visit"}),
+            first.model_copy(update={"value": value}),
+        ]
+        statistics = statement.statistics.model_copy(update={"releases": tuple(both)})  # type: ignore[union-attr]
+        return synthesize._shares(run, config, statement.model_copy(update={"statistics": statistics}))
+
+    assert shares({"home;old": 30, "home;young": -9, "clinic;old": 10, "clinic;young": 0, "other": 99}) == {
+        ("home", "old"): 30,
+        ("clinic", "old"): 10,
+    }
+    rows = synthesize._rows(config, 10_000, None, {("home", "old"): 30, ("clinic", "old"): 10}, seed=5)
+    counts = Counter((head["visit"], head["age"]) for head in rows.heads)
+    # 30 of 40; a binomial share of 10,000 rows is 0.0043 off, and six times that by chance once in 1e9.
+    assert abs(counts["home", "old"] / 10_000 - 0.75) < 0.026
+    assert counts.keys() == {("home", "old"), ("clinic", "old")}
+    for nothing in ({"home;old": -1, "home;young": 0, "clinic;old": 0, "clinic;young": 0, "other": 99}, None):
+        with pytest.raises(ConfigError, match="its card has no 'shares of visit;age'"):
+            shares(nothing)
+
+
+def test_codes_without_released_shares_are_refused_with_what_to_type(coded: Place, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(coded.run, tmp_path / "run"))
+    done("card", run)
+    (run / "describe.json").unlink(missing_ok=True)
+    done("card", run)
+    said = refused(run, *FEW)
+    assert f"Type dpllm describe {run / 'config.yaml'} --epsilon E --shares 'visit=VALUE,VALUE;age=VALUE,VALUE'" in said
+    assert f"dpllm card {run} --describe describe.json" in said
+
+
+def as_format(finished: Place, run: Path, fmt: str) -> Path:
+    """The finished run, as if it had been trained on such rows."""
+    shutil.copytree(finished.run, run)
+    value = yaml.safe_load((run / "config.yaml").read_text())
+    value["data"]["format"] = fmt
+    (run / "config.yaml").write_text(yaml.safe_dump(value))
+    return run
+
+
+@pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
+def test_models_that_answer_need_public_prompts(finished: Place, tmp_path: Path, fmt: str) -> None:
+    run = as_format(finished, tmp_path / "run", fmt)
+    assert "Type --prompts FILE" in refused(run, *FEW)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Anna bought\nWho came?\n")
+    rows, record = made(run, tmp_path / "set", *FEW, "--prompts", prompts)
+    assert [row["prompt"] for row in rows] == ["Anna bought", "Who came?"] * 4 + ["Anna bought"]
+    assert all(list(row) == ["prompt", "completion"] for row in rows)
+    assert (record["columns"], record["prompts"]) == (["prompt", "completion"], 2)
+
+
+def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("Anna\n")
+    assert "leave them out" in refused(finished.run, *FEW, "--prompts", tmp_path / "prompts.txt")
+    (tmp_path / "prompts.jsonl").write_text('"Anna"\n{"messages": [{"role": "user", "content": "Who?"}]}\n')
+    run = as_format(finished, tmp_path / "run", "messages")
+    assert "Type prompts that are text" in refused(run, *FEW, "--prompts", tmp_path / "prompts.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rows", 0), "give no data set"),
+        (("--attempts", 0), "give no data set"),
+        (("--seed", -1), "the seed is not negative"),
+        (("--temperature", -1), "ask for no text"),
+        (("--top-p", 0), "ask for no text"),
+        (("--max-new-tokens", 500), "more than the 128"),
+        (("--max-new-tokens", 0), "ask for no text"),
+        (("--min-words", 5, "--max-words", 4), "no text has so many words"),
+        (("--max-words", 0), "no text has so many words"),
+        (("--schema", "nowhere.json"), "missing"),
+        (("--prompts", "nowhere.txt"), "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line_each_and_leave_nothing(
+    finished: Place, tmp_path: Path, arguments: tuple[object, ...], message: str
+) -> None:
+    said = refused(finished.run, *FEW, *arguments, "--output", tmp_path / "set")
+    assert message in said
+    assert said.splitlines()[-1].startswith("dpllm synthesize: ")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_order_is_what_the_command_takes() -> None:
+    """An option that nobody passes on would be lost silently."""
+    known = vars(_parser().parse_args(["synthesize", "run", "--rows", "1"]))
+    assert {field.name for field in fields(Order)} == known.keys() - {"command", "call", "run", "output", "json"}

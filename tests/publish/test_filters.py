@@ -1,0 +1,107 @@
+"""Each filter drops what it names, by the text alone."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.errors import ConfigError
+from dpllm.publish import filters
+from dpllm.publish.generate import Sample
+
+NONE: dict[str, Any] = {
+    "keep_unfinished": True, "min_words": None, "max_words": None, "schema": None, "no_details": False,
+}  # fmt: skip
+
+
+def reason(text: str, *, ended: bool = True, **wanted: Any) -> str | None:
+    """The first filter that drops it."""
+    tests = filters.tests(**(NONE | wanted))
+    return next((name for name, drops in tests.items() if drops(Sample(0, None, text, ended))), None)
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> Path:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps({"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}))
+    return path
+
+
+def test_texts_are_dropped_for_their_reason_and_no_other() -> None:
+    assert reason("one two three") is None
+    assert reason(" \n\t") == "empty"
+    assert reason("one", ended=False) is None
+    assert reason("one", ended=False, keep_unfinished=False) == "did not end"
+    assert reason("one two", min_words=2, max_words=2) is None
+    assert reason("one", min_words=2, max_words=2) == "under 2 words"
+    assert reason("one two three", min_words=2, max_words=2) == "over 2 words"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("write to anna@example.com today", True),
+        ("her number is 555-123-4567, after six", True),
+        ("paid with 4111 1111 1111 1111 at noon", True),
+        ("she bought 7 plums for 12 crowns on 3 May", False),
+    ],
+)
+def test_personal_details_are_dropped_where_asked(text: str, found: bool) -> None:
+    assert (reason(text, no_details=True) is not None) == found
+    assert reason(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [
+        ('{"age": 7}', True),
+        (' {"age": 7, "b": null}\n', True),
+        ('{"age": "7"}', False),
+        ('{"age": 7', False),
+        ('{"age": 7} and more', False),
+        ('{"age": 7, "b": NaN}', False),
+        ("[" * 100_000, False),
+        ("words", False),
+    ],
+)
+def test_only_json_of_the_schema_passes(schema: Path, text: str, passes: bool) -> None:
+    assert reason(text, schema=schema) == (None if passes else "not JSON of the schema")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "readable as JSON"),
+        ("[]", "no JSON object"),
+        ('{"type": 5}', "is no JSON Schema"),
+        ('{"$ref": "http://127.0.0.1:9/s.json"}', "refers to"),
+        ('{"$ref": "#/x"}', "refers to"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_at_once(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "schema.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        reason("{}", schema=tmp_path / "schema.json")
+
+
+def test_without_jsonschema_the_message_names_it(schema: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name.startswith("jsonschema"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match="pip install jsonschema"):
+        reason("{}", schema=schema)
+
+
+@pytest.mark.parametrize("wanted", [{"min_words": 3, "max_words": 2}, {"max_words": 0}, {"min_words": -1}])
+def test_filters_that_nothing_passes_are_refused(wanted: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="no text has so many words"):
+        reason("one", **wanted)
