@@ -1,16 +1,18 @@
 """How long a reservation takes: the median time of ``Ledger.reserve``, printed as JSON.
 
-python scripts/bench_ledger.py [--postgres postgresql://USER@HOST/DATABASE] [--repeats 50]
+python scripts/bench_ledger.py [--postgres postgresql://USER@HOST/DATABASE] [--repeats 50] [--processes 12]
 
 The PostgreSQL database must be one that may be written to: each case makes a schema of its own there and drops it. "warm"
 is a ledger that is open, as in a process that reserved before; "cold" opens it, reads and checks all of it, and reserves,
 as a training run does once. In both, the run's own epsilon is known, because the plan computed it. The bar is 10 ms.
+With --processes N, N processes reserve at once, each one run after the other: the bar is 1 s at p99.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import secrets
 import statistics
 import tempfile
@@ -39,7 +41,7 @@ def prepare(book: Ledger, gate: str, runs: int, more: int) -> None:
     epsilon = 1.0 + renyi.to_epsilon((runs + more) * renyi.rdp(EVENT, ORDER), DELTA, ORDER)
     if gate == "adaptive":
         budgets.set_budget(book, "notes", Budget(epsilon, DELTA, gate="adaptive", order=ORDER, **terms))
-    else:
+    elif gate == "planned":
         budgets.set_budget(book, "notes", Budget(epsilon, DELTA, **terms))
         budgets.seal(book, "notes", [Sealed(EVENT, 500)] * (runs + more), "bench", "bench")
     for _ in range(runs):
@@ -67,6 +69,32 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"median_ms": round(middle, 2), "quarter_ms": round(low, 2), "three_quarters_ms": round(high, 2)}
 
 
+def member(location: str, repeats: int, start: Any, results: Any) -> None:
+    """One process of a crowd."""
+    book = open_ledger(location)
+    assert book is not None
+    with book:
+        book.outlook("notes", CLAIM)  # imports and accounting, as a run does before it reserves
+        start.wait()
+        results.put([timed(lambda: book.reserve("notes", CLAIM)) for _ in range(repeats)])
+
+
+def crowd(location: str, processes: int, repeats: int) -> dict[str, float]:
+    """Quantiles of what each reservation waits, in milliseconds."""
+    spawn = multiprocessing.get_context("spawn")
+    start, results = spawn.Barrier(processes), spawn.Queue()
+    workers = [spawn.Process(target=member, args=(location, repeats, start, results)) for _ in range(processes)]
+    for worker in workers:
+        worker.start()
+    times = sorted(time for _ in workers for time in results.get())
+    for worker in workers:
+        worker.join()
+    quantiles = {
+        name: times[round(part * (len(times) - 1))] for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1))
+    }
+    return {f"{name}_ms": round(value, 1) for name, value in quantiles.items()}
+
+
 @contextmanager
 def place(postgres: str | None) -> Iterator[str]:
     """Where an empty ledger may lie."""
@@ -90,7 +118,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--postgres", help="URL of a database that may be written to")
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--processes", type=int, default=1, help="how many reserve at once")
     known = parser.parse_args()
+    if known.processes > 1:
+        cases = []
+        for gate in ("none", "adaptive", "planned"):
+            with place(known.postgres) as location:
+                book = open_ledger(location)
+                assert book is not None
+                with book:
+                    prepare(book, gate, 0, known.processes * known.repeats)
+                found = crowd(location, known.processes, known.repeats)
+            cases.append({"processes": known.processes, "gate": gate, **found})
+        print(
+            json.dumps({"bar_p99_ms": 1000, "repeats": known.repeats, "machine": machine(), "cases": cases}, indent=2)
+        )
+        return
     cases = []
     for store, url in (("sqlite", None), ("postgres", known.postgres)):
         for gate in ("adaptive", "planned"):

@@ -23,8 +23,10 @@ import pytest
 import tiny
 import yaml
 from docs_pages import ROOT, Block, Command
+from ledger_stores import adopt
 
 from dpllm.cli import main
+from dpllm.ledger import default_path
 from dpllm.run import loop
 
 Json = dict[str, Any]
@@ -206,6 +208,7 @@ def opened(prepared: Path, root: Path) -> Iterator[Workspace]:
     """A copy of what was prepared, without its runs, as the current directory."""
     shutil.copytree(prepared, root, ignore=lambda folder, _: ["runs"] if Path(folder) == prepared else [])
     with environment(root), inside(root):
+        adopt(default_path())
         yield Workspace(root, prepared)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.plan import AddCommand, show
 from dpllm.errors import ConfigError
+from dpllm.files import scratch
 
 if TYPE_CHECKING:
     from dpllm.ledger.values import Sealed
+    from dpllm.privacy.accounting import Event
     from dpllm.recipe.config import RunConfig
 
 # Option -> (what it takes, its help), in the words of text.asked.Kind.
@@ -103,7 +106,7 @@ def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
     return make_config({**raw, "data": {"train": known.data}}, keys, "dpllm describe")
 
 
-def listed(names: Sequence[str], planned: Callable[[str], Sealed]) -> list[Sealed]:
+def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_delta: float) -> list[Sealed]:
     """The list that a planned budget seals: what recipes plan, and what dry runs of this command printed (.json)."""
     from dpllm.files import read_json
     from dpllm.ledger.values import Sealed
@@ -111,7 +114,7 @@ def listed(names: Sequence[str], planned: Callable[[str], Sealed]) -> list[Seale
 
     def runs(name: str) -> list[Sealed]:
         if not name.endswith(".json"):
-            return [planned(name)]
+            return [_run_of(name, dataset, unit, largest_delta)]
         if not Path(name).is_file():
             raise ConfigError(
                 f"{name}: no such file, so its statistics cannot be sealed. Type first: dpllm describe ... --dry-run --json > "
@@ -120,3 +123,46 @@ def listed(names: Sequence[str], planned: Callable[[str], Sealed]) -> list[Seale
         return [Sealed(one.event.to_json(), 1) for one in Statistics.pick(read_json(Path(name))).releases]
 
     return [run for name in names for run in runs(name)]
+
+
+def reference_event(text: str, unit: str, largest_delta: float) -> Event:
+    """The event of the kind of run for which an adaptive budget is made: of a recipe, or of q=..,sigma=..,steps=.."""
+    from dpllm.privacy.accounting import dp_sgd_event
+
+    if os.path.exists(text):
+        return _run_of(text, None, unit, largest_delta).event
+    try:
+        values = dict(part.split("=", 1) for part in text.split(","))
+        if values.keys() != {"q", "sigma", "steps"}:
+            raise ValueError
+        return dp_sgd_event(float(values["q"]), float(values["sigma"]), int(values["steps"]))
+    except ValueError:
+        raise ConfigError(
+            f"--reference {text}: neither a recipe that is there nor of the form q=0.02,sigma=0.8,steps=150. Check the spelling."
+        ) from None
+
+
+def _run_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Sealed:
+    """The run that a recipe plans."""
+    from dpllm.ledger.values import Sealed
+    from dpllm.recipe.config import load_config
+    from dpllm.run.promise import Subject, decide
+    from dpllm.text.data import count_units, dataset_name
+
+    config = load_config(recipe)
+    if not config.privacy.enabled:
+        raise ConfigError(f"{recipe}: privacy.enabled is false, so it has no event to be accounted.")
+    if dataset is not None and config.privacy.dataset not in (None, dataset):
+        raise ConfigError(f"{recipe}: privacy.dataset is {config.privacy.dataset!r}, not {dataset!r}.")
+    if unit is not None and config.data.unit != unit:
+        raise ConfigError(
+            f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be "
+            "charged to it. Type --unit, or set data.unit."
+        )
+    with scratch() as folder:
+        size = config.data.public_size or count_units(config.data, folder)
+    # Whose records they are is asked when the run starts, of the ledger that it names.
+    subject = Subject(size, "text", dataset or config.privacy.dataset or dataset_name(config.data), None)
+    plan = decide(config, subject=subject, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan
+    assert plan is not None
+    return Sealed(plan.event, plan.schedule.num_steps)

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.describe import listed
+from dpllm.cli.describe import listed, reference_event
 from dpllm.cli.plan import show
 from dpllm.errors import ConfigError, LedgerContradiction, Refused
-from dpllm.files import scratch
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
@@ -29,6 +28,7 @@ ACTIONS = {
     "history": "every entry of the chain",
     "verify": "find any edit, cut or reordering (exit code 4)",
     "reconcile": "close a run that will not go on",
+    "adopt": "bind a ledger that was moved to where it lies now",
     "import": "enter what was spent on a dataset elsewhere",
     "export": "write the chain as JSON, without fingerprints",
     "metrics": "what a monitoring system watches, as Prometheus metrics",
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         made[name].add_argument("--json", action="store_true", help="print what it says as one JSON object")
     for name in ("show", "history"):
         made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
-    for name in ("init", "seal", "except", "reconcile", "import"):
+    for name in ("init", "seal", "except", "reconcile", "adopt", "import"):
         made[name].add_argument("--by", help="who answers for it (default: this user)")
         made[name].add_argument("--reason", required=True, help="why")
     for name, said in (("init", ""), ("import", "that of the budget, or else ")):
@@ -107,7 +107,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         where = known.ledger or default_path()
         raise ConfigError(f"{where}: no ledger there yet; the first private run makes one. Name another with --ledger.")
     with ledger, ledger.counting():
-        if known.action not in ("verify", "history", "export", "show", "metrics"):
+        if known.action not in ("verify", "history", "export", "show", "metrics", "adopt"):
             ledger.refuse_if_tampered()
         code: int = globals()[f"_{known.action}"](ledger, known)
         return code
@@ -136,7 +136,7 @@ def _wanted(known: argparse.Namespace) -> Budget:
                 "an adaptive budget adds up Renyi divergences at one order, which is best for one kind of run. Declare that "
                 "kind: --reference q=0.02,sigma=0.8,steps=150, or a recipe."
             )
-        reference = _reference(known.reference, known.unit, known.delta)
+        reference = reference_event(known.reference, known.unit, known.delta)
         budget = replace(budget, order=renyi.choose_order(known.epsilon, known.delta - known.import_delta, reference))
     elif known.reference or known.import_delta:
         raise ConfigError("--reference and --import-delta belong to --gate adaptive.")
@@ -161,7 +161,7 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
                 f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so near to it that single records "
                 "could be published whole."
             )
-    sealed = listed(known.runs or [], lambda recipe: _run_of(recipe, known.dataset, known.unit, known.delta))
+    sealed = listed(known.runs or [], known.dataset, known.unit, known.delta)
     budget = budgets.set_budget(ledger, known.dataset, known.wanted, records=records)
     print(f"{known.dataset}: {budget}, in {ledger.location}")
     account = ledger.account(known.dataset)
@@ -185,7 +185,7 @@ def _seal(ledger: Ledger, known: argparse.Namespace, runs: list[Sealed] | None =
 
     budget = ledger.budget(known.dataset)
     largest_delta, unit = (budget.delta, budget.unit) if budget else (1.0, None)
-    runs = runs or listed(known.runs, lambda recipe: _run_of(recipe, known.dataset, unit, largest_delta))
+    runs = runs or listed(known.runs, known.dataset, unit, largest_delta)
     together = budgets.seal(ledger, known.dataset, runs, known.by, known.reason)
     limit = f"{budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
     print(f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}")
@@ -284,6 +284,14 @@ def _reconcile(ledger: Ledger, known: argparse.Namespace) -> int:
     return 0
 
 
+def _adopt(ledger: Ledger, known: argparse.Namespace) -> int:
+    from dpllm.ledger import budgets
+
+    budgets.adopt(ledger, known.by, known.reason)
+    print(f"{ledger.location}: belongs here from now on. Write to no other copy of it: that would be a second budget.")
+    return 0
+
+
 def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import read_json
     from dpllm.ledger import budgets
@@ -356,45 +364,3 @@ def _metrics(ledger: Ledger, known: argparse.Namespace) -> int:
             "directory that the node exporter reads."
         ) from None
     return 0
-
-
-def _reference(text: str, unit: str, largest_delta: float) -> Event:
-    from dpllm.privacy.accounting import dp_sgd_event
-
-    if os.path.exists(text):
-        return _run_of(text, None, unit, largest_delta).event
-    try:
-        values = dict(part.split("=", 1) for part in text.split(","))
-        if values.keys() != {"q", "sigma", "steps"}:
-            raise ValueError
-        return dp_sgd_event(float(values["q"]), float(values["sigma"]), int(values["steps"]))
-    except ValueError:
-        raise ConfigError(
-            f"--reference {text}: neither a recipe that is there nor of the form q=0.02,sigma=0.8,steps=150. Check the spelling."
-        ) from None
-
-
-def _run_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Sealed:
-    """The run that a recipe plans."""
-    from dpllm.ledger.values import Sealed
-    from dpllm.recipe.config import load_config
-    from dpllm.run.promise import Subject, decide
-    from dpllm.text.data import count_units, dataset_name
-
-    config = load_config(recipe)
-    if not config.privacy.enabled:
-        raise ConfigError(f"{recipe}: privacy.enabled is false, so it has no event to be accounted.")
-    if dataset is not None and config.privacy.dataset not in (None, dataset):
-        raise ConfigError(f"{recipe}: privacy.dataset is {config.privacy.dataset!r}, not {dataset!r}.")
-    if unit is not None and config.data.unit != unit:
-        raise ConfigError(
-            f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be "
-            "charged to it. Type --unit, or set data.unit."
-        )
-    with scratch() as folder:
-        size = config.data.public_size or count_units(config.data, folder)
-    # Whose records they are is asked when the run starts, of the ledger that it names.
-    subject = Subject(size, "text", dataset or config.privacy.dataset or dataset_name(config.data), None)
-    plan = decide(config, subject=subject, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan
-    assert plan is not None
-    return Sealed(plan.event, plan.schedule.num_steps)

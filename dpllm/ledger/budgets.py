@@ -179,6 +179,19 @@ def except_from_privacy(ledger: Ledger, dataset: str, by: str, reason: str) -> N
         ledger.chain.append("exception", account.dataset, {"by": by, "reason": reason})
 
 
+def adopt(ledger: Ledger, by: str, reason: str) -> None:
+    """Binds a ledger to the place where it lies now, which the chain records.
+
+    Raises:
+        Refused: The chain was tampered with.
+        ConfigError: Nobody is named.
+    """
+    check_person("a ledger is adopted", by, reason)
+    ledger.chain.refuse(ledger.verify())
+    with ledger.chain.writing(adopting=True):
+        ledger.chain.append("adopt", "", {"by": by, "reason": reason})
+
+
 def check_budget(dataset: str, budget: Budget) -> None:
     """Refuses a budget that limits nothing."""
     check_name(dataset)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import ConfigError, LedgerContradiction, Refused
+from dpllm.ledger import place
 from dpllm.ledger.store import Store
 from dpllm.privacy.accounting import Event, compose
 
@@ -32,6 +33,7 @@ KINDS = {
     "import": {"run", "event", "unit", "relation"},
     "exception": {"by", "reason"},
     "data": {"records", "commitment", "derived_from"},
+    "adopt": {"by", "reason"},
 }
 
 
@@ -142,7 +144,7 @@ class Chain:
     def datasets(self) -> list[str]:
         """Every name of which a link speaks."""
         self._follow()
-        return sorted({dataset for dataset, _ in self._index})
+        return sorted({dataset for dataset, kind in self._index if kind != "adopt"})
 
     def since(self, length: int) -> list[Entry]:
         """Links after the first ``length``."""
@@ -183,11 +185,17 @@ class Chain:
             self._index.setdefault((entry.dataset, entry.kind), []).append(entry)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """A transaction in which nobody else writes, after reading what others wrote; undone if it fails."""
+    def writing(self, *, adopting: bool = False) -> Iterator[None]:
+        """A transaction in which nobody else writes, after reading what others wrote; undone if it fails.
+
+        Raises:
+            Refused: This is a copy of a ledger that belongs elsewhere, and nobody is ``adopting`` it.
+        """
         before = None
         try:
             with self.store.write():
+                if adopting or not place.is_bound(self.store):
+                    place.bind(self.store)
                 self._catch_up()
                 before = list(self._links)
                 self._holds += 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import admission
+from dpllm.ledger import admission, place
 from dpllm.ledger.chain import Chain, Entry
 from dpllm.ledger.records import Fingerprint, Records
 from dpllm.ledger.reserving import reserve_all
@@ -127,6 +127,8 @@ class Ledger:
                 )
             done = "UPDATE progress SET steps = ?, updated_at = ? WHERE entry = ?"
             self.store.rows(done, step, time.time(), entry)
+            if step % claim.mark == 0:  # so that steps which are set back contradict the chain
+                self.chain.append("commit", claim.dataset, {"entry": entry, "steps": step, "status": "running"})
 
     def run(self, entry: str) -> Run:
         """A reservation, what it pays for and what became of it.
@@ -193,7 +195,7 @@ class Ledger:
         claim, steps = self._claim(entry)
         for ended in self.chain.of(claim.dataset, "commit", "reconcile"):
             status = ended.facts.get("status", "reconciled")
-            if ended.facts["entry"] == entry and status != "interrupted":
+            if ended.facts["entry"] == entry and status not in ("interrupted", "running"):
                 raise Refused(
                     f"run {claim.run!r} is {status}, so no step of it can be charged. "
                     "Start a new run, which reserves its own steps."
@@ -333,7 +335,8 @@ class Ledger:
         return self.chain.verify(head) or self.records.verify()
 
     def refuse_if_tampered(self) -> None:
-        """Refuses where something else than dpllm changed the chain, or the records, which are checked once."""
+        """Refuses a copy, and where something else than dpllm changed the chain, or the records, which are checked once."""
+        place.is_bound(self.store)
         self.chain.refuse(self.chain.verify())
         if not self._checked_records:
             self.chain.refuse(self.records.verify())

@@ -69,28 +69,32 @@ def reserve_all(
     costs = [_cost(dataset, one) for one in requests]
     listed = [Sealed(one.event, one.num_steps) for one in requests]
     ledger.refuse_if_tampered()
-    while True:
-        # Composition can take seconds and the write lock stops everyone else, so it is computed for the dataset as
-        # it was ``seen``, and the lock is held only to look whether that still holds.
-        with ledger.chain.moment() as seen:
-            account = ledger.account(ledger.records.charged_to(dataset, derived_from))
-            ledger.same_unit(account.dataset, unit, relation)
-            _check_place(ledger, account, group, extends)
-            if why := admission.refusal(account, listed, extends=extends is not None):
-                raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
+
+    def admitting() -> Account:
+        account = ledger.account(ledger.records.charged_to(dataset, derived_from))
+        ledger.same_unit(account.dataset, unit, relation)
+        _check_place(ledger, account, group, extends)
+        if why := admission.refusal(account, listed, extends=extends is not None):
+            raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
+        return account
+
+    # Composition can take seconds and the write lock stops everyone else, so it is computed first, for the dataset as it was
+    # ``seen``. Where a rival was quicker it is computed again under the lock: outside, rivals could be quicker without end.
+    with ledger.chain.moment() as seen:
+        account = admitting()
+    with ledger.chain.writing():
+        if ledger.outdated(seen, account.dataset, dataset):
+            account = admitting()
         claims = [_claim(account, one, cost, group, extends) for one, cost in zip(requests, costs, strict=True)]
-        with ledger.chain.writing():
-            if ledger.outdated(seen, account.dataset, dataset):
-                continue
-            if account.budget and account.budget.gate == "planned" and account.sealed is None:
-                by, reason = (group.by, f"tuning group {group.name}") if group else ("the run itself", "a list of one")
-                ledger.chain.append("seal", account.dataset, seal_content(listed, by, reason))
-            ledger.records.register(dataset, records, derived_from)
-            for claim, one in zip(claims, requests, strict=True):
-                facts = {key: value for key, value in asdict(claim).items() if key != "group" or value is not None}
-                seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event, "data": dataset})
-                ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
-        return claims
+        if account.budget and account.budget.gate == "planned" and account.sealed is None:
+            by, reason = (group.by, f"tuning group {group.name}") if group else ("the run itself", "a list of one")
+            ledger.chain.append("seal", account.dataset, seal_content(listed, by, reason))
+        ledger.records.register(dataset, records, derived_from)
+        for claim, one in zip(claims, requests, strict=True):
+            facts = {key: value for key, value in asdict(claim).items() if key != "group" or value is not None}
+            seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event, "data": dataset})
+            ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
+    return claims
 
 
 def _claim(account: Account, one: RunRequest, cost: float, group: Group | None, extends: str | None) -> Reservation:

@@ -7,16 +7,19 @@ Comes in: SQL with ``?`` for values. Goes out: rows. One class for a file of SQL
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import sqlite3
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.ledger.place import Spot
 
 SCHEMA_VERSION = 2
 TABLES = {  # table -> columns
@@ -48,6 +51,7 @@ GUARDS = {
     for table, (insert, update) in _REFUSED.items()
     for moment, when in (("INSERT", insert), ("UPDATE", update), ("DELETE", "true"))
 }
+PATIENCE = 60  # seconds that a process waits for the others
 ONLY_GROWS = "the ledger only grows"
 # Of a file that may be a stranger's: bytes of one value, steps of SQLite's machine.
 MOST_VALUE, MOST_WORK = 2**26, 2 * 10**8
@@ -93,9 +97,11 @@ class SQLite:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._path, self._file = path.absolute(), os.stat(path)
+            device, number = str(self._file.st_dev), str(self._file.st_ino)
+            self.spot = Spot(path=str(path.resolve()), host=platform.node(), device=device, file=number)
         except OSError as error:
             raise self.unusable(error.strerror) from error
-        self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+        self._db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None)
         try:
             self.rows("PRAGMA journal_mode = WAL")
             self.rows("PRAGMA synchronous = FULL")
@@ -184,15 +190,32 @@ class SQLite:
                 "would be lost. Put that very file back and go on with --resume; if it is gone, restore a backup, and start anew "
                 "with --overwrite."
             )
-        return self._transaction("BEGIN IMMEDIATE")
+        return self._transaction(self._take_turn)
 
     def read(self) -> AbstractContextManager[None]:
         """A transaction that sees one moment."""
-        return self._transaction("BEGIN")
+        return self._transaction(lambda: self.rows("BEGIN"))
+
+    def _take_turn(self) -> None:
+        """Waits for the write lock. Who waited longer asks more often: SQLite's own waiting does the opposite, and starves."""
+        began, waited = time.monotonic(), 0.0
+        self.rows("PRAGMA busy_timeout = 0")
+        try:
+            while True:
+                try:
+                    self._db.execute("BEGIN IMMEDIATE")
+                    return
+                except sqlite3.OperationalError as error:
+                    waited = time.monotonic() - began
+                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or waited > PATIENCE:
+                        raise self.unusable(error) from error
+                time.sleep(0.005 / (1 + 20 * waited))
+        finally:
+            self.rows(f"PRAGMA busy_timeout = {PATIENCE * 1000}")
 
     @contextmanager
-    def _transaction(self, begin: str) -> Iterator[None]:
-        self.rows(begin)
+    def _transaction(self, begin: Callable[[], object]) -> Iterator[None]:
+        begin()
         try:
             yield
             self.rows("COMMIT")
@@ -255,14 +278,22 @@ class Postgres:
             raise self.unusable(_first_line(error)) from None
         try:
             self.rows("SET synchronous_commit = on")
-            self.rows("SET lock_timeout = '60s'")
+            self.rows(f"SET lock_timeout = '{PATIENCE}s'")
             if read_only:
                 self.rows("SET default_transaction_read_only = on")
             else:
                 self._create()
+                self.spot = self._find_spot()
         except BaseException:
             self._db.close()
             raise
+
+    def _find_spot(self) -> Spot:
+        path, number = self.rows(
+            "SELECT current_database() || '/' || current_schema(), concat_ws(':', system_identifier, "
+            "(SELECT oid FROM pg_database WHERE datname = current_database()), 'entries'::regclass::oid) FROM pg_control_system()"
+        )[0]
+        return Spot(path=path, host=f"{self._db.info.host}:{self._db.info.port}", device="", file=number)
 
     def _create(self) -> None:
         with self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", f"SELECT pg_advisory_xact_lock({LOCK})"):

@@ -88,6 +88,11 @@ class Reservation:
     gate: Gate | None = None  # by which it was admitted; None without a budget
     group: str | None = None  # the tuning group with whose runs it was fixed; None for a single run
 
+    @property
+    def mark(self) -> int:
+        """After how many steps the chain says again how many there were; about twenty times in a run."""
+        return max(1, self.num_steps // 20)
+
 
 @dataclass(frozen=True)
 class Run:

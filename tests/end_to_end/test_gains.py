@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ledger_stores import adopt
 from running import Place, charged, done, dpllm_
 from safetensors.torch import load_file, save_file
 
@@ -87,6 +88,7 @@ def started(finished: Place, tmp_path: Path) -> Place:
     shutil.copytree(finished.run / "export", place.root / "start" / "export")
     shutil.copytree(finished.root / "data", place.root / "data")
     shutil.copy(finished.ledger, place.ledger)
+    adopt(place.ledger)
     place.write({"model.adapter": str(place.root / "start" / "export")})
     return place
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+from ledger_stores import adopt
 from running import Place, contents, done, dpllm_
 from safetensors.torch import load_file, save_file
 from test_gains import stop_in_step
@@ -38,6 +39,7 @@ def child(parent: Place, tmp_path_factory: pytest.TempPathFactory, data_home: Pa
     root = tmp_path_factory.mktemp("child") / "place"
     shutil.copytree(parent.root, root)
     place = Place(root, root / "clinic-notes")
+    adopt(place.ledger)
     shutil.rmtree(place.run)
     done("train", place.recipe, *again(place))
     done("card", place.run)
@@ -48,6 +50,7 @@ def child(parent: Place, tmp_path_factory: pytest.TempPathFactory, data_home: Pa
 def place(parent: Place, tmp_path: Path) -> Place:
     """The merged first run with its ledger and no second run yet."""
     shutil.copytree(parent.root, tmp_path / "place")
+    adopt(tmp_path / "place" / "ledger.sqlite")
     shutil.rmtree(tmp_path / "place" / "run")
     return Place(tmp_path / "place", tmp_path / "place" / "clinic-notes")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
+from ledger_stores import adopt
 from running import Place, charged, contents, done, dpllm_, fails_in_step, make_place, python, rows
 from safetensors.torch import load_file
 
@@ -59,6 +60,7 @@ def copy(place: Place, root: Path) -> Place:
     """The same state elsewhere, as if it had always been there."""
     shutil.copytree(place.root, root)
     other = Place(root, place.base)
+    adopt(other.ledger)
     for recipe in (other.recipe, other.run / "config.yaml"):
         recipe.write_text(recipe.read_text().replace(str(place.root), str(root)))
     return other

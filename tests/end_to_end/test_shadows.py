@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ledger_stores import adopt
 from rich.console import Console
 from running import SENTINEL, Place, contents, done, make_place
 
@@ -142,6 +143,7 @@ def test_finished_shadows_are_kept_and_unfinished_ones_started_over(
 ) -> None:
     place = Place(tmp_path / "copy", shadowed[0].base)
     shutil.copytree(shadowed[0].root, place.root)  # the run's path is no part of what a shadow is
+    adopt(place.run / "private" / "shadows" / "ledger.sqlite")
     first, second = folders(place)
     kept = contents(first.root)
     # As a killed process leaves it.

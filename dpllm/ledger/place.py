@@ -1,0 +1,54 @@
+"""The one place of a ledger: a copy would be a second budget, so dpllm writes where the ledger belongs and nowhere else.
+
+Comes in: a store. Goes out: a refusal, or the place is written down at the first write, beside the chain, so that an export shows
+no path. This finds mistakes: it does not stop somebody who edits the file, and a cloned machine looks like the first one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, TypedDict
+
+from dpllm.errors import Refused
+
+if TYPE_CHECKING:
+    from dpllm.ledger.store import Store
+
+
+class Spot(TypedDict):
+    """Where a ledger lies, as its store sees it."""
+
+    path: str  # of the file, without links; database and schema of PostgreSQL
+    host: str
+    device: str  # which file system
+    file: str  # number of the file in it; of PostgreSQL which server, database and table
+
+
+def is_bound(store: Store) -> bool:
+    """Whether the ledger belongs here; False if it was never written to.
+
+    Raises:
+        Refused: It is a copy of one that belongs elsewhere.
+    """
+    kept = store.rows("SELECT value FROM meta WHERE key = 'place'")
+    if not kept:
+        return False
+    bound: Spot = json.loads(kept[0][0])
+    here = store.spot
+    # A file that was renamed, or mounted elsewhere, keeps its number; a backup that was put back keeps host and path.
+    same_file = bound["file"] == here["file"] and (bound["path"] == here["path"] or bound["device"] == here["device"])
+    if not same_file and (bound["host"], bound["path"]) != (here["host"], here["path"]):
+        raise Refused(
+            f"ledger {store.location} is a copy of {bound['path']} on {bound['host']!r}, and two copies would be two budgets for "
+            "the same data. If that one is still used, set privacy.ledger to it. If it moved here for good, type: dpllm ledger "
+            f"adopt --ledger {store.location} --by NAME --reason WHY."
+        )
+    return True
+
+
+def bind(store: Store) -> None:
+    """Writes down that the ledger belongs where it lies now."""
+    if store.rows("SELECT 1 FROM meta WHERE key = 'place'"):
+        store.rows("UPDATE meta SET value = ? WHERE key = 'place'", json.dumps(store.spot))
+    else:
+        store.rows("INSERT INTO meta VALUES ('place', ?)", json.dumps(store.spot))

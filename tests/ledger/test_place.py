@@ -1,0 +1,108 @@
+"""A copy of a ledger is no second budget: it is refused until somebody adopts it by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from ledger_stores import Place, adaptive, budget, reserve
+
+from dpllm.cli import main
+from dpllm.errors import Refused
+from dpllm.ledger import Ledger, budgets
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        budgets.set_budget(ledger, "notes", adaptive(8.0))
+        reserve(ledger)
+    return path
+
+
+def test_a_copy_is_refused_until_it_is_adopted_by_name(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copy(original, original.with_name("second.sqlite")))
+    with Ledger(copy) as ledger:
+        head = ledger.head()
+        for write in (reserve, lambda book: budgets.set_budget(book, "other", budget(1.0))):
+            with pytest.raises(Refused, match=f"is a copy of {original}.*dpllm ledger adopt --ledger {copy}"):
+                write(ledger)
+        with pytest.raises(Refused, match="is a copy"):
+            ledger.charge(ledger.runs("notes")[0].reservation.entry, 1)
+        assert ledger.head() == head
+        assert ledger.verify() == []
+    for reading in ("show", "history", "verify", "export"):
+        assert main(["ledger", reading, "--ledger", str(copy)]) == 0
+    capsys.readouterr()
+    assert main(["ledger", "adopt", "--ledger", str(copy), "--by", "bob", "--reason", "new disk"]) == 0
+    with Ledger(copy) as ledger:
+        reserve(ledger)
+        adopted = next(entry for entry in ledger.history() if entry.kind == "adopt")
+        assert (adopted.facts["by"], adopted.facts["reason"]) == ("bob", "new disk")
+        assert ledger.datasets() == ["notes"]
+        assert ledger.verify(head) == []
+
+
+def test_the_plan_of_a_run_on_a_copy_says_that_it_would_be_refused(original: Path) -> None:
+    from ledger_stores import request
+
+    copy = shutil.copy(original, original.with_name("second.sqlite"))
+    with Ledger(copy) as ledger:
+        assert "is a copy" in (ledger.outlook("notes", request()).refusal or "")
+
+
+@pytest.mark.parametrize("how", ["renamed", "linked", "restored"])
+def test_a_file_that_is_the_same_is_no_copy(original: Path, how: str) -> None:
+    path = original.with_name("elsewhere.sqlite")
+    if how == "renamed":
+        original.rename(path)
+    elif how == "linked":
+        path.symlink_to(original)
+    else:
+        backup = shutil.copy(original, path)
+        original.unlink()
+        path = Path(shutil.move(backup, original))
+    with Ledger(path) as ledger:
+        reserve(ledger)
+
+
+def test_a_ledger_of_before_is_bound_at_its_first_write(original: Path) -> None:
+    Place(str(original)).edit("DELETE FROM meta WHERE key = 'place'")
+    copy = shutil.copy(original, original.with_name("second.sqlite"))
+    with Ledger(original) as ledger:
+        assert ledger.verify() == []
+        reserve(ledger)
+    with Ledger(shutil.copy(original, copy)) as ledger, pytest.raises(Refused, match="is a copy"):
+        reserve(ledger)
+
+
+@pytest.mark.parametrize(
+    ("changes", "copied"),
+    [
+        ({}, False),
+        ({"host": "elsewhere"}, False),  # another node that mounts the same file system, or another name of the server
+        ({"path": "/mnt/b"}, False),  # mounted there
+        ({"file": "0"}, False),  # restored from a backup
+        ({"file": "0", "host": "elsewhere"}, True),
+        ({"file": "0", "path": "/mnt/b"}, True),
+    ],
+)
+def test_what_is_the_same_place(ledger: Ledger, place: Place, changes: dict[str, str], copied: bool) -> None:
+    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    bound = {**ledger.store.spot, **changes}
+    place.edit(f"UPDATE meta SET value = '{json.dumps(bound)}' WHERE key = 'place'")
+    with place.open() as again:
+        if copied:
+            with pytest.raises(Refused, match="is a copy"):
+                reserve(again)
+        else:
+            reserve(again)
+
+
+def test_an_export_shows_no_path(original: Path) -> None:
+    with Ledger(original) as ledger:
+        assert os.path.dirname(original) not in json.dumps(ledger.chain.export())
