@@ -11,13 +11,14 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpllm.canaries import canaries
 from dpllm.errors import DpllmError, Refused
 from dpllm.run.directory import RunDir
+from dpllm.text.layouts import FIELDS, Format
 from dpllm.verification.values import listed, read_bytes
 
 MOST_ROWS = 20_000
@@ -72,6 +73,16 @@ def _text(path: Path) -> str:
         return text
 
 
+def text_of(row: Mapping[str, Any], fmt: Format) -> str:
+    """All text of a row, in the columns of its format."""
+    return "\n".join(_strings([row[field] for field in FIELDS[fmt]]))
+
+
+def spread(total: int, most: int) -> Sequence[int]:
+    """Numbers of rows, evenly spread where there are more than ``most``."""
+    return [n * total // most for n in range(most)] if total > most else range(total)
+
+
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -108,7 +119,6 @@ def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
 
 def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
     from dpllm.text.data import load_table
-    from dpllm.text.layouts import FIELDS
     from dpllm.text.sources import is_here
 
     config = run.load_config()
@@ -125,11 +135,7 @@ def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
         yield "training text: the training data could not be read, so they were not searched for."
         return
     total = len(table.rows)
-    chosen = [n * total // MOST_ROWS for n in range(MOST_ROWS)] if total > MOST_ROWS else range(total)
-    rows = [
-        (number, "\n".join(_strings([row[field] for field in FIELDS[table.format]])))
-        for number, row in ((n + 1, table.rows[n]) for n in chosen)
-    ]
+    rows = [(n + 1, text_of(table.rows[n], table.format)) for n in spread(total, MOST_ROWS)]
     hits = _matches(rows, texts, most=max(_FEW, int(COMMON * len(rows))))
     if hits:
         where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
@@ -148,17 +154,17 @@ def _matches(
     told = [
         (number, own)
         for number, row in rows
-        if len(own := _words(row)) >= WORDS or (len(own) >= WORDS // 2 and sum(map(len, own)) >= _SHORT)
+        if len(own := words(row)) >= WORDS or (len(own) >= WORDS // 2 and sum(map(len, own)) >= _SHORT)
     ]
-    words = {file: _words(text) for file, text in texts.items()}
+    read = {file: words(text) for file, text in texts.items()}
     index: dict[Words, str] = {}
     for length in {min(len(own), WORDS) for _, own in told}:
-        for file, own in words.items():
+        for file, own in read.items():
             if length == WORDS or len(texts[file]) <= _SMALL:  # of shorter runs a vocabulary holds many by chance
-                index |= dict.fromkeys(_grams(own, length), file)
+                index |= dict.fromkeys(grams(own, length), file)
     seen: dict[Words, set[int | None]] = defaultdict(set)
     for number, own in told:
-        for gram in _grams(own, min(len(own), WORDS)) & index.keys():
+        for gram in grams(own, min(len(own), WORDS)) & index.keys():
             seen[gram].add(number)
     found: dict[str, int | None] = {}
     for gram, numbers in seen.items():
@@ -167,9 +173,11 @@ def _matches(
     return found
 
 
-def _words(text: str) -> Words:
+def words(text: str) -> Words:
+    """The words of a text, in lower case and without punctuation."""
     return tuple(_WORD.findall(text.lower()))
 
 
-def _grams(words: Words, length: int) -> set[Words]:
-    return {words[start : start + length] for start in range(len(words) - length + 1)}
+def grams(own: Words, length: int) -> set[Words]:
+    """Every run of so many words."""
+    return {own[start : start + length] for start in range(len(own) - length + 1)}

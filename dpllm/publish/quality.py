@@ -1,0 +1,299 @@
+"""How good a synthetic data set is and what it gives away: figures that may be published, and figures that stay private.
+
+Comes in: a run, the rows that its model wrote, its privacy statement. Goes out: ``Quality``, a function of those rows, released
+statistics and data that the recipe declares public; JSON and a picture for private/. Must not know how rows are written.
+
+A figure is public where all that it reads beside the synthetic rows is declared public. What reads coins of canaries never is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpllm.auditing import echo
+from dpllm.auditing.extraction import find_details
+from dpllm.auditing.rates import upper_limit
+from dpllm.auditing.verdict import Claim
+from dpllm.canaries import canaries
+from dpllm.files import write_json
+from dpllm.model import loading
+from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
+from dpllm.publish.quality_figure import draw
+from dpllm.recipe.config import ModelConfig, RunConfig
+from dpllm.recipe.names import public_name
+from dpllm.run.directory import RunDir
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.run_files import AuditSettings
+from dpllm.statement.synthetic import Quality
+from dpllm.text import control
+from dpllm.text.asked import Statistic, exact_values
+from dpllm.text.data import Table, load_table, value_name
+from dpllm.text.layouts import FIELDS, Format
+from dpllm.text.rows import each_row
+from dpllm.text.sources import is_here
+
+# A legend of shapes: R resamples, E evaluation rows, K classes, T texts, D numbers of an embedding.
+
+Figures = dict[str, float | None]
+Part = tuple[set[str], Figures]
+"""The rows that some figures read, and the figures."""
+Floats = NDArray[np.float64]
+SYNTHETIC, TRAINING, EVALUATION = "synthetic", "training", "evaluation"
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+RESAMPLES = 1000
+LEARNED = 5000
+"""A classifier learns from at most so many rows."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Rows of one kind: texts, tokens of each text as training counts them, and the values of its control columns."""
+
+    texts: list[str]
+    lengths: list[float]
+    labels: dict[str, list[str]]
+
+
+def write(
+    run: RunDir,
+    config: RunConfig,
+    rows: Sequence[dict[str, str]],
+    statement: PrivacyRecord,
+    embedding: str | None = None,
+) -> Quality:
+    """``measure``; what is private goes to private/synthetic/quality.json, and a picture of all beside it."""
+    public, private = measure(run, config, rows, statement, embedding=embedding)
+    folder = run.private / "synthetic"
+    write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
+    draw({**public.figures, **private["figures"]}, private["membership"], folder / "quality.png")
+    return public
+
+
+def measure(
+    run: RunDir,
+    config: RunConfig,
+    rows: Sequence[dict[str, str]],
+    statement: PrivacyRecord,
+    *,
+    embedding: str | None = None,
+) -> tuple[Quality, dict[str, Any]]:
+    """Measures rows that the model of a run wrote.
+
+    Args:
+        run: Whose model wrote them; its data and canaries are read as far as they are here.
+        config: Its recipe.
+        rows: With the columns of the format and those of data.control.
+        statement: Its privacy statement: released statistics, and the claim that membership tests are held against.
+        embedding: A transformers model, by name or path, whose mean-pooled last states are compared; None: none.
+
+    Returns:
+        What may be published, and what may not: ``figures`` by name, and ``membership`` (None: no canaries).
+
+    Raises:
+        DataError: The run's data do not read as they did.
+        ConfigError: ``embedding`` is no model, or the canaries' file is damaged.
+
+    Guarantee:
+        The first part is a function of ``rows``, ``statement.statistics``, the recipe and the tokenizer; and of training or
+        evaluation rows only where the recipe declares these public.
+    """
+    from transformers import AutoTokenizer
+
+    data, tokenizer = config.data, AutoTokenizer.from_pretrained(run.export)
+    fmt: Format = next((fmt for fmt, fields in FIELDS.items() if rows and {*fields} <= rows[0].keys()), "text")
+    codes = [[value_name(row.get(column)) for column in data.control] for row in rows]
+    lines = [{control.LINE: control.line(data.control, values)} if data.control else {} for values in codes]
+    coded = [{**row, **line} for row, line in zip(rows, lines, strict=True)]  # as load_table makes them
+    sides = {SYNTHETIC: _side(Table("the synthetic rows", coded, fmt), config, tokenizer)}
+    sources = {TRAINING: (data.train, data.train_split), EVALUATION: (data.eval, data.eval_split)}
+    for name, (source, split) in sources.items():
+        if source is not None and is_here(source):
+            sides[name] = _side(load_table(source, data, split, run.private / "cache"), config, tokenizer)
+    parts: list[Part] = [(set(), _released(statement, data.control))]
+    parts += [({name}, _described(name, side, len(rows))) for name, side in sides.items()]
+    parts += [part for column in data.control for part in _labels(sides, column)]
+    parts += [*_replayed(sides), *(_embedded(sides, embedding) if embedding else ())]
+    declared = {SYNTHETIC, TRAINING if data.public else "", EVALUATION if data.eval_public else ""}
+    public = {name: value for needs, found in parts if needs <= declared for name, value in found.items()}
+    private = {name: value for needs, found in parts if not needs <= declared for name, value in found.items()}
+    used = [
+        public_name(source) for name, (source, _) in sources.items() if source and name in sides and name in declared
+    ]
+    membership = None
+    if run.canaries.exists():
+        terms = statement.terms if statement.guarantee else None
+        claim = Claim(terms.epsilon, terms.delta, terms.unit) if terms else None
+        told = (sides[SYNTHETIC].texts, sides[EVALUATION].texts if EVALUATION in sides else [])
+        plan, settings = canaries.load(run.canaries), AuditSettings.pick(config.audit.fixed())
+        membership = echo.examine(plan, *told, tokenizer, claim, settings)
+    return Quality(figures=public, evaluation=", ".join(used) or None), {"figures": private, "membership": membership}
+
+
+def _side(table: Table, config: RunConfig, tokenizer: Any) -> Side:
+    rows = [table.rows[number] for number in spread(len(table.rows), MOST_ROWS)]
+
+    def values(asked: Statistic) -> list[Any]:
+        return list(exact_values(asked, each_row(rows), table, config.data, tokenizer))
+
+    labels = {column: values(Statistic("shares", column)) for column in config.data.control}
+    return Side([text_of(row, table.format) for row in rows], values(Statistic("lengths")), labels)
+
+
+# --- the rows themselves ---------------------------------------------------------------------------------------------
+
+
+def _released(statement: PrivacyRecord, columns: Sequence[str]) -> Figures:
+    found: Figures = {}
+    for one in statement.statistics.releases if statement.statistics else ():
+        if one.value and one.declared.quantile and one.statistic.endswith(" of token lengths"):
+            found[f"tokens, quantile {one.declared.quantile:g}: released"] = next(iter(one.value.values()))
+        elif one.value and columns and one.statistic == control.shares_of(columns):
+            total = max(1, sum(max(0, count) for count in one.value.values()))
+            found |= {f"share of {value}: released": max(0, count) / total for value, count in one.value.items()}
+    return found
+
+
+def _described(name: str, side: Side, most: int) -> Figures:
+    """Lengths, codes and repetition; the latter of as many rows as there are synthetic ones, since it grows with their number."""
+    found: Figures = {f"rows: {name}": len(side.texts)}
+    for q in QUANTILES:
+        found[f"tokens, quantile {q:g}: {name}"] = float(np.quantile(side.lengths, q)) if side.lengths else None
+    codes = Counter(map(control.SEPARATOR.join, zip(*side.labels.values(), strict=True)))
+    found |= {f"share of {code}: {name}": count / codes.total() for code, count in sorted(codes.items())}
+    texts = [side.texts[number] for number in spread(len(side.texts), most)]
+    own = [words(text) for text in texts]
+    for n in (1, 2, 3):
+        runs = [tuple(row[start : start + n]) for row in own for start in range(len(row) - n + 1)]
+        found[f"distinct {n}-grams: {name}"] = len(set(runs)) / len(runs) if runs else None
+    found[f"exact duplicates: {name}"] = 1 - len(set(texts)) / len(texts) if texts else None
+    return found
+
+
+# --- a label learned from synthetic text -----------------------------------------------------------------------------
+
+
+def _labels(sides: Mapping[str, Side], column: str) -> list[Part]:
+    """Train on synthetic, test on real; the same from as many real rows (or all); and whether texts have the codes asked for."""
+    made, train, held = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
+    assert made is not None
+    parts: list[Part] = []
+    if held:
+        truth = held.labels[column]
+        usual = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
+        parts.append(({EVALUATION}, _scored(f"{column} by the commonest value", usual, truth)))
+        parts.append(({EVALUATION}, _scored(f"{column} by TSTR", _predict(made, column, len(made.texts), held), truth)))
+    if train:
+        parts.append(
+            ({TRAINING}, _scored(f"{column} as asked", _predict(train, column, LEARNED, made), made.labels[column]))
+        )
+    if train and held:
+        real = {f"{column} by TRTR": len(made.texts), f"{column} by TRTR, all rows": LEARNED}
+        for name, most in real.items():
+            known: Figures = {f"{name}: rows": float(min(most, LEARNED, len(train.texts)))}
+            parts.append(({TRAINING, EVALUATION}, known | _scored(name, _predict(train, column, most, held), truth)))
+    return parts
+
+
+def _predict(learned: Side, column: str, most: int, asked: Side) -> list[str] | None:
+    """What logistic regression on TF-IDF of words and pairs, learned from so many rows, says; None: there are no rows."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    numbers = spread(len(learned.texts), min(most, LEARNED))
+    texts, labels = ([of[number] for number in numbers] for of in (learned.texts, learned.labels[column]))
+    if len(set(labels)) < 2 or not asked.texts:
+        return [labels[0]] * len(asked.texts) if labels else None
+    # No words at all, which every text has: without a feature there would be an error.
+    features = TfidfVectorizer(analyzer=lambda text: {(), *grams(words(text), 1), *grams(words(text), 2)})
+    model = make_pipeline(features, LogisticRegression(max_iter=1000)).fit(texts, labels)
+    return list(map(str, model.predict(asked.texts)))
+
+
+def _scored(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) -> Figures:
+    """Accuracy with Clopper and Pearson's 95% limits, and the mean F1 of the values that occur with those of a bootstrap."""
+    values = sorted({*(predicted or ()), *truth})
+    if not predicted or not truth:
+        return {f"{name}: {figure}": None for figure in ("accuracy", "macro F1")}
+    said_EK, true_EK = (np.array(side)[:, None] == values for side in (predicted, truth))
+    hits, total = int((said_EK & true_EK).sum()), len(truth)
+    draws_RE = np.random.default_rng(0).multinomial(total, np.full(total, 1 / total), size=RESAMPLES).astype(np.float64)
+
+    def f1(weight_RE: Floats) -> Floats:
+        right, sizes = weight_RE @ (said_EK & true_EK), weight_RE @ said_EK + weight_RE @ true_EK
+        return np.asarray((2 * right / np.maximum(sizes, 1)).sum(axis=1) / np.maximum((sizes > 0).sum(axis=1), 1))
+
+    low, high = np.quantile(f1(draws_RE), [0.025, 0.975])
+    return {
+        f"{name}: accuracy": hits / total,
+        f"{name}: accuracy, low": 1 - float(upper_limit(total - hits, hits, 0.025)),
+        f"{name}: accuracy, high": float(upper_limit(hits, total - hits, 0.025)),
+        f"{name}: macro F1": float(f1(np.ones((1, total)))[0]),
+        f"{name}: macro F1, low": float(low),
+        f"{name}: macro F1, high": float(high),
+    }
+
+
+# --- what the rows give away -----------------------------------------------------------------------------------------
+
+
+def _replayed(sides: Mapping[str, Side]) -> list[Part]:
+    """Shares of synthetic rows with words in a row, or details, of real ones; held-out rows are the control, of equal number."""
+    made, held = sides[SYNTHETIC].texts, sides.get(EVALUATION, Side([], [], {})).texts
+    own = [(grams(words(text), WORDS), find_details(text)) for text in made]
+
+    def part(needs: set[str], name: str, texts: Sequence[str]) -> Part:
+        runs = {run for text in texts for run in grams(words(text), WORDS)}
+        details = {detail for text in texts for detail in find_details(text)}
+        hits = {
+            f"{WORDS} words": [bool(one & runs) for one, _ in own],
+            "a detail": [bool(one & details) for _, one in own],
+        }
+        return needs, {f"with {what} of {name}": sum(seen) / len(own) if own else None for what, seen in hits.items()}
+
+    parts = []
+    if TRAINING in sides:
+        texts = sides[TRAINING].texts
+        parts.append(part({TRAINING}, "any training row", texts))
+        if held:
+            some = [texts[number] for number in spread(len(texts), len(held))]
+            parts.append(part({TRAINING, EVALUATION}, "equally many training rows", some))
+    return [*parts, part({EVALUATION}, "any evaluation row", held)] if held else parts
+
+
+def _embedded(sides: Mapping[str, Side], name: str) -> list[Part]:
+    """Frechet distance of mean-pooled last states to those of evaluation rows, of equally many rows on all sides."""
+    import torch
+    from transformers import AutoModel
+
+    tokenizer = loading.load_tokenizer(ModelConfig(name_or_path=name))
+    model = AutoModel.from_pretrained(loading.source(name)).eval()
+    longest = min(512, getattr(model.config, "max_position_embeddings", 512))
+    texts = {side: [text for text in one.texts if text.strip()] for side, one in sides.items()}
+    fewest = min(len(texts[SYNTHETIC]), len(texts.get(EVALUATION, ())))
+    if fewest < 2:
+        return []
+
+    @torch.no_grad()
+    def moments(side: str) -> tuple[Floats, Floats]:
+        chosen = [texts[side][number] for number in spread(len(texts[side]), fewest)]
+        read = (tokenizer(text, truncation=True, max_length=longest, return_tensors="pt") for text in chosen)
+        state_TD = np.array([model(**ids).last_hidden_state[0].double().mean(dim=0).numpy() for ids in read])
+        return state_TD.mean(axis=0), np.cov(state_TD, rowvar=False)
+
+    mean_D, spread_DD = moments(EVALUATION)
+
+    def distance(side: str) -> float:
+        own_D, own_DD = moments(side)
+        # The eigenvalues of a product of covariances are real and not negative, but for rounding.
+        roots = np.sqrt(np.maximum(np.linalg.eigvals(own_DD @ spread_DD).real, 0)).sum()
+        return float(((own_D - mean_D) ** 2).sum() + np.trace(own_DD + spread_DD) - 2 * roots)
+
+    others = [side for side in sides if side != EVALUATION]
+    return [({side, EVALUATION}, {f"Frechet distance to evaluation rows: {side}": distance(side)}) for side in others]

@@ -1,0 +1,214 @@
+"""The quality of a synthetic data set: what is public reads nothing private, and each figure finds what was put there."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import cards
+import pytest
+import tiny
+
+from dpllm.auditing import echo
+from dpllm.canaries import canaries
+from dpllm.publish import quality
+from dpllm.recipe.config import RunConfig
+from dpllm.run.directory import RunDir
+from dpllm.statement import privacy_record
+
+Json = dict[str, Any]
+WORDS = {"home": "garden stairs kettle blanket", "clinic": "waiting corridor queue reception"}
+GROUPS = {1: 60, 8: 60}
+
+
+def rows(count: int, seed: int, *, shuffled: bool = False, also: str = "") -> list[Json]:
+    """Notes of which some words tell the visit, unless it is shuffled."""
+    draw, made = random.Random(seed), []
+    for number in range(count):
+        visit = draw.choice(sorted(WORDS))
+        told = draw.choice(WORDS[draw.choice(sorted(WORDS)) if shuffled else visit].split())
+        made.append(
+            {"visit": visit, "text": f"{tiny.sentence(number + seed)} Then by the {told} {draw.random()}{also}"}
+        )
+    return made
+
+
+def a_run(
+    root: Path, train: list[Json], held: list[Json] | None, planted: bool = True, **data: Any
+) -> tuple[RunDir, RunConfig]:
+    run = RunDir(root / "run")
+    run.make()
+    tiny.tokenizer().save_pretrained(run.export)
+    source = {"train": str(tiny.write_rows(root / "train.jsonl", train)), "control": ["visit"]}
+    source |= {"eval": str(tiny.write_rows(root / "eval.jsonl", held))} if held else {}
+    recipe: Json = {
+        "model": {"name_or_path": "m"},
+        "data": {**source, **data},
+        "train": {"steps": 1},
+        "output_dir": str(run.root),
+        "audit": {"canaries": {"groups": GROUPS, "references": 100}} if planted else {},
+    }
+    config = RunConfig.model_validate(recipe)
+    if config.audit.canaries:
+        canaries.save(canaries.plan_canaries(config.audit.canaries, generator=random.Random(3)), run.canaries)
+    return run, config
+
+
+def statement(**described: Any) -> privacy_record.PrivacyRecord:
+    statistics = cards.described(**described) if described else None
+    return privacy_record.read(
+        cards.render_card(cards.config(), cards.plan(), cards.record(), None, statistics=statistics)[1]
+    )
+
+
+def measured(root: Path, train: list[Json], held: list[Json] | None, made: list[Json], **data: Any) -> tuple[str, Json]:
+    found = quality.measure(*a_run(root, train, held, **data), made, statement())
+    return json.dumps(found[0].to_json(), sort_keys=True), found[1]
+
+
+MADE = rows(60, 5)
+TRAIN, HELD = rows(150, 1), rows(80, 2)
+# Other lengths, codes, labels, words and numbers of rows: whichever figure read them would change.
+OTHER = [
+    {"visit": "ward", "text": f"{one['text']} and call 284-555-0119 again"} for one in rows(40, 9, shuffled=True)
+] + MADE[:9]
+
+
+@pytest.mark.parametrize("data", [{}, {"eval_public": True}])
+def test_public_figures_are_the_same_whatever_the_training_rows_and_coins_are(tmp_path: Path, data: Json) -> None:
+    public, private = measured(tmp_path / "a", TRAIN, HELD, MADE, **data)
+    changed, other = measured(tmp_path / "b", OTHER, HELD, MADE, planted=False, **data)
+    assert public == changed
+    ours, theirs = private["figures"], other["figures"]
+    about_training = [name for name in ours if "training" in name or "as asked" in name or "TRTR" in name]
+    # All but those that are 0 or 1 on both sides can tell the two sets apart, so the equality above says something.
+    assert sum(ours[name] != theirs.get(name) for name in about_training) > 0.7 * len(about_training)
+    assert not {
+        name for name in json.loads(public)["figures"] if "training" in name or "TRTR" in name or "asked" in name
+    }
+    assert json.loads(public)["evaluation"] == ("eval.jsonl" if data else None)
+
+
+def test_public_figures_read_evaluation_rows_only_where_these_are_declared_public(tmp_path: Path) -> None:
+    public, _ = measured(tmp_path / "a", TRAIN, HELD, MADE, public=True)
+    changed, _ = measured(tmp_path / "b", TRAIN, OTHER, MADE, public=True)
+    assert public == changed
+    assert json.loads(public)["evaluation"] == "train.jsonl"
+    assert {"visit as asked: accuracy", "rows: training"} <= json.loads(public)["figures"].keys()
+    both = json.loads(measured(tmp_path / "c", TRAIN, HELD, MADE, public=True, eval_public=True)[0])
+    assert {"visit by TRTR: accuracy", "visit by TSTR: macro F1"} <= both["figures"].keys()
+
+
+def test_a_label_that_can_be_learned_is_found_and_a_shuffled_one_is_not(tmp_path: Path) -> None:
+    found = measured(tmp_path / "a", TRAIN, HELD, MADE)[1]["figures"]
+    assert found["visit by TSTR: accuracy, low"] > 0.8
+    assert found["visit by TRTR: rows"] == len(MADE)
+    assert found["visit as asked: accuracy"] > 0.9
+    lost = measured(tmp_path / "b", TRAIN, HELD, rows(60, 5, shuffled=True))[1]["figures"]
+    assert lost["visit by TSTR: accuracy, low"] < 0.5 < lost["visit by TSTR: accuracy, high"] < 0.9
+    assert lost["visit as asked: accuracy"] < 0.7
+    assert lost["visit by TRTR: accuracy, low"] > 0.8
+
+
+def test_repeated_words_and_details_are_counted_beside_held_out_rows(tmp_path: Path) -> None:
+    said = "she told us all about the seven plums of the vicar"
+    train = [{"visit": "home", "text": f"Once {said}. Call 284-555-0119."}, *TRAIN]
+    made = [
+        {"visit": "home", "text": f"He says that {said.upper()}, no less"},
+        {"visit": "home", "text": "Ring (284) 555 0119 today"},
+        {"visit": "home", "text": "she told us all about the pears of the vicar"},
+        {"visit": "home", "text": "Nothing here"},
+    ]
+    found = measured(tmp_path, train, HELD, made)[1]["figures"]
+    assert (found["with 8 words of any training row"], found["with a detail of any training row"]) == (0.25, 0.25)
+    assert (found["with 8 words of any evaluation row"], found["with a detail of any evaluation row"]) == (0, 0)
+    assert found["with 8 words of equally many training rows"] == 0.25  # the first row is among them
+
+
+def test_rows_that_echo_planted_canaries_tell_them_from_the_others(tmp_path: Path) -> None:
+    run, config = a_run(tmp_path, TRAIN, HELD)
+    plan = canaries.load(run.canaries)
+    planted = [{"visit": "home", "text": one.text} for one in plan.canaries if one.inserted and one.group == 8]
+    found = quality.measure(run, config, MADE + planted, statement())[1]["membership"]
+    assert found["attacks"]["8"]["auc"] > 0.99
+    assert found["reproduced"]["8"]["tuned"] == found["reproduced"]["8"]["inserted"] == len(planted)
+    assert found["reproduced"]["8"]["held_out_tuned"] == found["references"]["found"] == 0
+    low, high = found["attacks"]["1"]["auc_interval"]
+    assert low < 0.5 < high
+    assert found["epsilon_lower_bound"]["value"] == 0
+    echoed = [{"visit": "home", "text": one.text} for one in plan.canaries if one.inserted]
+    found = quality.measure(run, config, MADE + echoed, statement())[1]["membership"]
+    assert found["attacks"]["1"]["auc"] > 0.99
+    assert found["epsilon_lower_bound"]["value"] > 1
+    assert found["epsilon_lower_bound"]["delta"] == cards.plan()["delta"]
+
+
+def test_a_longer_run_that_stands_in_the_texts_is_likelier() -> None:
+    texts = [[5, 6, 7, 8], [5, 6, 7, 9]]
+    model = echo.Backoff(texts, 100)
+    assert model.log_prob([5, 6, 7, 8]) > model.log_prob([5, 6, 8, 7]) > model.log_prob([50, 60, 80, 70])
+    # Whatever stands before, the probabilities of all 100 tokens and the end add up to no more than one.
+    at_end = model.log_prob([5, 6])
+    behind = [model.log_prob([5, 6, token]) for token in range(100)]
+    assert 0 < sum(2.718281828**value for value in [at_end, *behind]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("made", "train", "held"),
+    [
+        ([], TRAIN, HELD),
+        ([{"visit": "home", "text": "..."}] * 3, TRAIN, HELD),
+        (MADE, [{"visit": "home", "text": "."}], None),
+        (MADE, TRAIN, [{"visit": "", "text": "?"}]),
+    ],
+)
+def test_rows_with_nothing_to_measure_are_answered(
+    tmp_path: Path, made: list[Json], train: list[Json], held: list[Json] | None
+) -> None:
+    run, config = a_run(tmp_path, train, held)
+    public = quality.write(run, config, made, statement())
+    assert public.figures["rows: synthetic"] == len(made)
+    run, config = a_run(tmp_path / "b", train, held, planted=False, control=[])
+    assert quality.measure(run, config, made, statement())[1]["membership"] is None
+
+
+def test_released_statistics_stand_beside_the_rows(tmp_path: Path) -> None:
+    base = cards.described()["releases"][0]
+    shares = {**base, "statistic": "shares of visit", "declared": {"values": ["home", "clinic"]}}
+    lengths = {
+        **base,
+        "statistic": "quantile 0.5 of token lengths",
+        "declared": {"numbers": [64, 128], "quantile": 0.5},
+    }
+    releases = [
+        {**shares, "value": {"home": 30, "clinic": 70, "other": -4}},
+        {**lengths, "value": {"candidate": 64}, "entry": "2c3d"},
+    ]
+    record = statement(releases=releases)
+    found = quality.measure(*a_run(tmp_path, TRAIN, HELD, control=["visit"]), MADE, record)[0].figures
+    assert (found["share of home: released"], found["share of other: released"]) == (0.3, 0)
+    assert found["tokens, quantile 0.5: released"] == 64
+    assert found["share of home: synthetic"] == sum(row["visit"] == "home" for row in MADE) / len(MADE)
+
+
+def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    run, config = a_run(tmp_path, TRAIN, HELD)
+    quality.write(run, config, MADE, statement())
+    for name in ("quality.json", "quality.png"):
+        assert (run.private / "synthetic" / name).stat().st_mode & 0o077 == 0
+    text = (run.private / "synthetic" / "quality.json").read_text()
+    assert TRAIN[0]["text"] not in text
+    assert not any(one.secret in text for one in canaries.load(run.canaries).canaries)
+
+
+def test_texts_of_another_kind_lie_further_away(tmp_path: Path) -> None:
+    name = "Frechet distance to evaluation rows: {}"
+    run, config = a_run(tmp_path, TRAIN, HELD)
+    near = quality.measure(run, config, HELD, statement(), embedding="builtin:tiny")[1]["figures"]
+    assert abs(near[name.format("synthetic")]) < 1e-3 < near[name.format("training")]
+    far = quality.measure(
+        run, config, [{"visit": "home", "text": f"{n} * {n}"} for n in range(80)], statement(), embedding="builtin:tiny"
+    )
+    assert far[1]["figures"][name.format("synthetic")] > 3 * near[name.format("training")]
