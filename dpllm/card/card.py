@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import CardData, ModelCardData
 
 from dpllm.auditing.record import read_audit
 from dpllm.card.claim import statement_of
@@ -125,7 +125,7 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
     record = RunRecord.pick(names.without_paths(record.to_json()))
     base = config.model.name_or_path
     hub_base = base if record.model.commit and names.is_hub_id(base) else None
-    front = _yaml(_front_matter(config, statement, hub_base))
+    front = yaml_of(_front_matter(config, statement, hub_base))
     body = formatting.template("card.md.j2").render(
         **{name: section.marked(name, part) for name, part in parts.items()},
         w=formatting,
@@ -213,7 +213,7 @@ def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str |
     )
 
 
-def _yaml(data: ModelCardData) -> str:
+def yaml_of(data: CardData) -> str:
     """As the Hub writes it; with quotes and escapes where two readers could differ over that."""
     text = data.to_yaml()
     if not section.ambiguous(f"---\n{text}\n---\n"):

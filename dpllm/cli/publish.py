@@ -14,7 +14,8 @@ from tempfile import TemporaryDirectory
 from dpllm.cli.plan import AddCommand
 from dpllm.errors import AuditContradiction, ConfigError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DATASETS = "datasets/"
+_HUB_ID = re.compile(rf"({_DATASETS})?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 NOTE = (
     "dpllm generate: sampling is post-processing and spends no further budget, however much is sampled; text that you put into "
     "a prompt is not covered by the guarantee."
@@ -24,11 +25,14 @@ NOTE = (
 def add_commands(add: AddCommand) -> None:
     """The commands and their arguments."""
     parser = add("card", card, "write the model card into RUN/export, and sign it")
-    parser.add_argument("run", help="run directory")
+    parser.add_argument("run", help="run directory; RUN/synthetic: the card of the data set there")
     parser.add_argument("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
     parser.add_argument("--describe", metavar="FILE", type=Path, help="show these statistics of its data too")
     parser = add("verify", verify, "recompute every number that a card states")
-    parser.add_argument("path", help="run directory, export directory, or Hub id (a path that exists comes first)")
+    parser.add_argument(
+        "path",
+        help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); a path that exists comes first",
+    )
     parser.add_argument(
         "--ledger",
         metavar="FILE",
@@ -37,8 +41,8 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument("--signers", metavar="FILE", help="allowed signers, as ssh-keygen(1) describes them")
     parser.add_argument("--revision", help="of a Hub id: branch, tag or commit")
     parser.add_argument("--json", action="store_true", help="print the checks as one JSON object")
-    parser = add("push", push, "upload RUN/export to the Hub, once it verifies")
-    parser.add_argument("run", help="run directory")
+    parser = add("push", push, "upload RUN/export or a data set to the Hub, once it verifies")
+    parser.add_argument("run", help="run directory, or the folder of a synthetic data set")
     parser.add_argument("repository", help="OWNER/NAME on the Hub; made if it does not exist")
     parser.add_argument("--dry-run", action="store_true", help="list what would be uploaded, and contact nobody")
     parser.add_argument("--private", action="store_true", help="make the repository a private one")
@@ -48,7 +52,7 @@ def add_commands(add: AddCommand) -> None:
         help="publish a run that gives no guarantee, although its data are not declared public",
     )
     parser.add_argument(
-        "--replace", action="store_true", help="remove files of the repository that export/ does not hold"
+        "--replace", action="store_true", help="remove files of the repository that are not among these"
     )
     parser.add_argument("--ledger", metavar="FILE", help="where the ledger or an export of it lies now")
     parser.add_argument("--json", action="store_true", help="print the list as one JSON object")
@@ -85,13 +89,31 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
     """Writes the card, signs it if asked, and says where."""
     from dpllm.card.card import write_card
     from dpllm.run.directory import RunDir
+    from dpllm.statement.synthetic import RECORD
 
+    if (Path(known.run) / RECORD).exists():
+        return _dataset_card(Path(known.run), known)
     path = write_card(RunDir(Path(known.run)), known.describe)
     print(path)
     if known.sign:
         from dpllm.verification.sign import sign
 
         print(sign(path.parent, Path(known.sign)))
+    return 0
+
+
+def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
+    """The same of a data set that lies in its run directory."""
+    from dpllm.card.dataset_card import write_dataset_card
+    from dpllm.verification.check_dataset import run_of
+
+    run = run_of(directory)
+    if run is None or known.sign or known.describe:
+        raise ConfigError(
+            f"{directory}: a data set gets its card in a run directory that has one, and --sign and --describe belong to "
+            "the run. Type dpllm card RUN, with them if need be, and then dpllm card RUN/synthetic."
+        )
+    print(write_dataset_card(directory, run))
     return 0
 
 
@@ -121,7 +143,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _download(repository: str, revision: str | None, directory: Path) -> None:
-    """A snapshot of a model on the Hub, which alone uses the network.
+    """A snapshot of a model, or with datasets/ of a data set, on the Hub, which alone uses the network.
 
     Raises:
         ConfigError: There is none, it is private and nobody is logged in, or it has no card.
@@ -137,7 +159,9 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
             "huggingface_hub, or a local path."
         ) from None
     with asking(repository):
-        snapshot_download(repository, revision=revision, local_dir=directory, endpoint=endpoint())
+        kind = "dataset" if repository.count("/") > 1 else "model"
+        name = repository.removeprefix(_DATASETS) if kind == "dataset" else repository
+        snapshot_download(name, repo_type=kind, revision=revision, local_dir=directory, endpoint=endpoint())
     if not any((directory / name).is_file() for name in ("README.md", "privacy.json")):
         raise ConfigError(
             f"{repository}: has no card at its top, where weights are loaded from, so nothing can be verified. Ask its author "
@@ -146,12 +170,11 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
 
 
 def push(known: argparse.Namespace, rest: list[str]) -> int:
-    """Uploads export/, once it verifies, and lists what went."""
+    """Uploads export/ or a data set, once it verifies, and lists what went."""
     from dpllm.publish.push import push as upload
-    from dpllm.run.directory import RunDir
 
     done = upload(
-        RunDir(Path(known.run)),
+        Path(known.run),
         known.repository,
         dry_run=known.dry_run,
         private=known.private,

@@ -1,7 +1,7 @@
-"""Nothing private in export/ before it is published: no canary's text, no text of a row.
+"""Nothing private in what is published: no canary's text, no text of a row; and what a synthetic data set repeats.
 
-Comes in: a run directory, and the names of the files in its export/. Goes out: what could not be searched, or a refusal, which
-names files and row numbers and quotes nothing.
+Comes in: a run directory, and the names of files in its export/ or another folder. Goes out: what could not be searched, or a
+refusal, which names files and row numbers and quotes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpllm.canaries import canaries
 from dpllm.errors import DpllmError, Refused
 from dpllm.run.directory import RunDir
 from dpllm.text.layouts import FIELDS, Format
-from dpllm.verification.values import listed, read_bytes
+from dpllm.verification.values import MOST_BYTES, listed, read_bytes
 
 MOST_ROWS = 20_000
 """Of the training data that are searched for; more take seconds."""
@@ -38,12 +38,13 @@ _SMALL, _LARGE = 2**20, 2**22
 Words = tuple[str, ...]
 
 
-def search(run: RunDir, names: Sequence[str]) -> list[str]:
+def search(run: RunDir, names: Sequence[str], folder: Path | None = None) -> list[str]:
     """Looks for texts of canaries and of the training data, as far as they are at hand.
 
     Args:
-        run: Whose export/ is searched, for texts from its private/ and its training data.
-        names: Files in export/, regular ones.
+        run: For texts from whose private/ and training data is searched.
+        names: Files in the folder, regular ones.
+        folder: What is searched; None: export/.
 
     Returns:
         What could not be searched, or not be searched for, in sentences.
@@ -52,11 +53,31 @@ def search(run: RunDir, names: Sequence[str]) -> list[str]:
         Refused: A file holds such text.
         Wrong: A file cannot be read.
     """
+    folder = folder or run.export
     # A name says nothing of what a file holds; of safetensors the header is text, and its tensors are hashed elsewhere.
-    large = [name for name in names if (run.export / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS]
-    texts = {name: _text(run.export / name) for name in names if name not in large}
+    large = [name for name in names if (folder / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS]
+    texts = {name: _text(folder / name) for name in names if name not in large}
     missed = [f"large files: {listed(large)}: too large to be searched for text, and most likely the tokenizer's."]
-    return [*(missed if large else []), *_canaries(run, texts), *_rows(run, texts)]
+    return [*(missed if large else []), *_canaries(run, texts, folder), *_rows(run, texts, folder)]
+
+
+def in_rows(run: RunDir, path: Path) -> str:
+    """How many canaries' secrets stand in the rows of a synthetic data set, which its publisher alone is told.
+
+    Nothing is refused for it. The guarantee covers whatever a model with one writes, also where it repeats a row; and a refusal
+    that depends on private text would itself be a release that no epsilon counts.
+    """
+    if not run.canaries.exists():
+        return "canary secrets in the rows: none were planted, or private/ is not here."
+    if path.stat().st_size > MOST_BYTES:
+        return "canary secrets in the rows: the rows are too large to be searched."
+    text = "\n".join(string for line in read_bytes(path).splitlines() for string in _strings(json.loads(line)))
+    told = [(canary.inserted, canary.secret.strip() in text) for canary in canaries.load(run.canaries).canaries]
+    planted, others = ([hit for inserted, hit in told if inserted is which] for which in (True, False))
+    return (
+        f"canary secrets in the rows: {sum(planted)} of {len(planted)} planted and {sum(others)} of {len(others)} left out. "
+        "Nothing is refused for it: what a model with a guarantee writes is covered, and a choice by private text would not be."
+    )
 
 
 def _text(path: Path) -> str:
@@ -95,7 +116,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
+def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     if not run.canaries.exists():
         yield "canary texts: none were planted, or private/ is not here."
         return
@@ -112,12 +133,12 @@ def _canaries(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
         hits |= {file} if found else set()
     if hits:
         raise Refused(
-            f"{run.export}: canary texts: {listed(sorted(hits))} holds text of a canary. Delete it, and find out how it came "
+            f"{folder}: canary texts: {listed(sorted(hits))} holds text of a canary. Delete it, and find out how it came "
             "there."
         )
 
 
-def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
+def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     from dpllm.text.data import load_table
     from dpllm.text.sources import is_here
 
@@ -140,7 +161,7 @@ def _rows(run: RunDir, texts: dict[str, str]) -> Iterator[str]:
     if hits:
         where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
         raise Refused(
-            f"{run.export}: training text: text of the training data stands in {listed(where)}. Take it out, and write the card "
+            f"{folder}: training text: text of the training data stands in {listed(where)}. Take it out, and write the card "
             "again."
         )
     if len(rows) < total:

@@ -1,7 +1,7 @@
-"""Publishing: export/ to the Hugging Face Hub, once everything that can be checked holds.
+"""Publishing: export/, or a synthetic data set, to the Hugging Face Hub, once everything that can be checked holds.
 
-Comes in: a run directory and the name of a repository. Goes out: a commit with the very files that were verified. Must not
-upload anything outside export/, nor contact anybody before every refusal is behind it.
+Comes in: a run directory or the folder of a data set, and the name of a repository. Goes out: a commit with the very files that
+were verified. Must not upload anything outside that folder, nor contact anybody before every refusal is behind it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DatasetInfo, HfApi, ModelInfo, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from dpllm.errors import ConfigError, DpllmError, Refused
@@ -24,6 +25,8 @@ from dpllm.publish import leaks
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, read
+from dpllm.verification.check_dataset import OF_MODEL, run_of
 from dpllm.verification.check_export import regular_files
 from dpllm.verification.values import Wrong
 from dpllm.verification.verify import verify
@@ -51,7 +54,7 @@ class Push:
 
     Attributes:
         repository: On the Hub.
-        files: All of export/.
+        files: All of export/, or of the data set.
         stale: Files of the repository that a former push left and that are removed with this one.
         url: Of the commit; None for a dry run.
         unsearched: What could not be searched for private text, in sentences.
@@ -68,8 +71,36 @@ class Push:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What goes up.
+
+    Attributes:
+        folder: All of it.
+        root: What is verified.
+        run: Whose model it is, or whose model wrote it; None where that is not at hand.
+        kind: Of the repository.
+    """
+
+    folder: Path
+    root: Path
+    run: RunDir | None
+    kind: Literal["model", "dataset"] = "model"
+
+    @classmethod
+    def of(cls, path: Path) -> _Source:
+        if (path / RECORD).exists():
+            return cls(path, path, run_of(path), "dataset")
+        run = RunDir(path)
+        return cls(run.export, path, run)
+
+    def listed(self, statement: PrivacyRecord) -> dict[str, str]:
+        """The hashes that were verified."""
+        return read(read_json(self.folder / RECORD)).files if self.kind == "dataset" else statement.files
+
+
 def push(
-    run: RunDir,
+    path: Path,
     repository: str,
     *,
     dry_run: bool = False,
@@ -78,15 +109,15 @@ def push(
     replace: bool = False,
     ledger: str | None = None,
 ) -> Push:
-    """Uploads export/ of a run, and nothing else.
+    """Uploads export/ of a run, or a data set, and nothing else.
 
     Args:
-        run: A finished run with its card.
+        path: A finished run with its card, or the folder of a synthetic data set.
         repository: NAME or OWNER/NAME; made if it does not exist. HF_ENDPOINT and HF_TOKEN are honoured.
         dry_run: List what would go, and contact nobody.
         private: Make the repository a private one; one that is public is refused.
         without_guarantee: Publish a run without a guarantee although its data are not declared public.
-        replace: Remove files of the repository that export/ does not hold; else they are a reason to refuse.
+        replace: Remove files of the repository that are not among these; else they are a reason to refuse.
         ledger: Where the ledger lies now, if not where the recipe says.
 
     Raises:
@@ -97,97 +128,112 @@ def push(
     """
     if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ConfigError(f"{repository}: is no name that the Hub allows. Type OWNER/NAME, such as alice/notes-dp.")
-    statement = _statement(run, ledger, without_guarantee)
+    source = _Source.of(path)
+    statement = _statement(source, ledger, without_guarantee)
     try:
-        files = _files(run, statement.files)
-        unsearched = leaks.search(run, [file.path for file in files])
+        files = _files(source, source.listed(statement))
+        unsearched = _search(source, [file.path for file in files])
     except Wrong as error:
-        raise Refused(f"{run.export}: {error}") from None
+        raise Refused(f"{source.folder}: {error}") from None
     found = Push(repository, files, unsearched=tuple(unsearched))
-    return found if dry_run else _upload(run, found, private=private, replace=replace)
+    return found if dry_run else _upload(source, found, private=private, replace=replace)
 
 
-def _statement(run: RunDir, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
+def _search(source: _Source, names: list[str]) -> list[str]:
+    """Looks for private text; of the rows of a data set it only says what they repeat."""
+    if source.run is None:
+        return ["private text: the run directory is not here, so it could not be searched for."]
+    said = [leaks.in_rows(source.run, source.folder / ROWS)] if source.kind == "dataset" else []
+    return [*leaks.search(source.run, [name for name in names if name != ROWS], source.folder), *said]
+
+
+def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
     """The privacy statement, once every refusal is behind it."""
-    config = run.load_config()
-    for name in (CARD, BLOCK):
-        if not (run.export / name).is_file():
+    config = source.run.load_config() if source.run else None
+    block = source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)
+    for name in (CARD, block.relative_to(source.folder)):
+        if not (source.folder / name).is_file():
             raise Refused(
-                f"{run.export}: has no {name}, so whoever downloads the model could not know what it promises. Type dpllm card "
-                f"{run.root} first."
+                f"{source.folder}: has no {name}, so whoever downloads it could not know what it promises. Type dpllm card "
+                f"{source.root} first."
             )
-    named = config.privacy.ledger  # which is the publisher's own word here
-    found = verify(run.root, ledger=named if ledger is None and named and "://" in named else ledger)
+    named = config.privacy.ledger if config else None  # which is the publisher's own word here
+    found = verify(source.root, ledger=named if ledger is None and named and "://" in named else ledger)
     wrong = [check for check in found.checks if check.status == "failed"]
     if wrong:
         more = f" ({len(wrong)} checks fail)" if len(wrong) > 1 else ""
         raise Refused(
-            f"{run.root}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
+            f"{source.root}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
             f"{wrong[0].detail}"
         )
-    statement = privacy_record.read(read_json(run.export / BLOCK))
+    statement = privacy_record.read(read_json(block))
     if statement.terms is not None and statement.composed is None:
         raise Refused(
-            f"{run.root}: is in no ledger, so its privacy loss could not be added to that of other runs on the same data. Set "
+            f"{source.root}: is in no ledger, so its privacy loss could not be added to that of other runs on the same data. Set "
             "privacy.ledger and train again."
         )
-    verified = {check.name for check in found.checks if check.status == "verified"}
+    verified = {check.name.removeprefix(OF_MODEL) for check in found.checks if check.status == "verified"}
     if statement.terms is not None and statement.composed and not {"ledger", "ledger: entry"} <= verified:
         raise Refused(
-            f"{run.root}: says that it is entry {statement.composed.entry} of a ledger that is not at hand, so the total on its "
-            "card cannot be checked. Type --ledger FILE, or an export of it."
+            f"{source.root}: says that it is entry {statement.composed.entry} of a ledger that is not at hand, so the total on "
+            "its card cannot be checked. Type --ledger FILE, or an export of it."
         )
-    if not statement.guarantee and not config.data.public and not without_guarantee:
+    if not statement.guarantee and not statement.data_public and not without_guarantee:
         raise Refused(
-            f"{run.root}: gives no differential privacy guarantee ({statement.reason}), so that the model may reveal its "
-            "training text to whoever downloads it, and that cannot be taken back. Declare data.public: true and train again if "
+            f"{source.root}: gives no differential privacy guarantee ({statement.reason}), so that it may reveal training "
+            "text to whoever downloads it, and that cannot be taken back. Declare data.public: true and train again if "
             "everybody may read that text, or insist with --without-guarantee."
         )
     return statement
 
 
-def _files(run: RunDir, listed: dict[str, str]) -> tuple[Upload, ...]:
-    """Everything in export/, with the hashes that were verified."""
-    names, strange = regular_files(run.export, strict=True)
-    hashes = {name: sha256(run.export / name, follow=False) for name in names}
-    changed = [name for name, digest in hashes.items() if name not in UNHASHED and listed.get(name) != digest]
+def _files(source: _Source, listed: dict[str, str]) -> tuple[Upload, ...]:
+    """Everything in the folder, with the hashes that were verified."""
+    names, strange = regular_files(source.folder, strict=True)
+    hashes = {name: sha256(source.folder / name, follow=False) for name in names}
+    known = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
+    changed = [name for name, digest in hashes.items() if name not in known and listed.get(name) != digest]
     if strange or changed:
-        raise _changed(run, [*strange, *changed][0])
-    return tuple(Upload(name, (run.export / name).stat().st_size, hashes[name]) for name in names)
+        raise _changed(source, [*strange, *changed][0])
+    return tuple(Upload(name, (source.folder / name).stat().st_size, hashes[name]) for name in names)
 
 
-def _changed(run: RunDir, name: str) -> Refused:
-    return Refused(f"{run.export}: {name} changed while it was looked at. Type the command again.")
+def _changed(source: _Source, name: str) -> Refused:
+    return Refused(f"{source.folder}: {name} changed while it was looked at. Type the command again.")
 
 
-def _upload(run: RunDir, found: Push, *, private: bool, replace: bool) -> Push:
+def _upload(source: _Source, found: Push, *, private: bool, replace: bool) -> Push:
     api = HfApi(endpoint=endpoint())
     with asking(found.repository):
-        name = str(api.create_repo(found.repository, private=private or None, exist_ok=True).repo_id)
-        stale = _stale(api, name, found.files, private=private, replace=replace)
+        name = str(
+            api.create_repo(found.repository, repo_type=source.kind, private=private or None, exist_ok=True).repo_id
+        )
+        there = api.dataset_info(name) if source.kind == "dataset" else api.model_info(name)
+        stale = _stale(there, name, found.files, private=private, replace=replace)
         operations: list[CommitOperationAdd | CommitOperationDelete] = []
         for file in found.files:
-            path = run.export / file.path
+            path = source.folder / file.path
             # Small files are sent as they are read here; of a large one the Hub takes the content of this hash alone.
             added = CommitOperationAdd(file.path, path.read_bytes() if file.size <= _AT_ONCE else str(path))
             if added.upload_info.sha256.hex() != file.sha256:
-                raise _changed(run, file.path)
+                raise _changed(source, file.path)
             operations.append(added)
         operations += [CommitOperationDelete(path) for path in stale]
         with warnings.catch_warnings():
             # It takes the token table of the audit for a dataset.
             warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
-            done = api.create_commit(name, operations, commit_message="Upload with dpllm push")
+            done = api.create_commit(name, operations, commit_message="Upload with dpllm push", repo_type=source.kind)
     return dataclasses.replace(found, repository=name, stale=stale, url=str(done.commit_url))
 
 
-def _stale(api: HfApi, name: str, files: tuple[Upload, ...], *, private: bool, replace: bool) -> tuple[str, ...]:
+def _stale(
+    there: ModelInfo | DatasetInfo, name: str, files: tuple[Upload, ...], *, private: bool, replace: bool
+) -> tuple[str, ...]:
     """What the repository holds beside these files.
 
     Raises:
-        Refused: It is public and was to be private, or it holds files that export/ does not.
+        Refused: It is public and was to be private, or it holds files that are not among them.
     """
-    there = api.model_info(name)
     if private and there.private is False:
         raise Refused(
             f"{name}: exists and is public, and --private does not change that. Name another repository, or make that one "
@@ -197,7 +243,7 @@ def _stale(api: HfApi, name: str, files: tuple[Upload, ...], *, private: bool, r
     stale = tuple(sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known))
     if stale and not replace:
         raise Refused(
-            f"{name}: already holds files that export/ does not ({', '.join(stale[:3])}), which the card does not cover, so "
+            f"{name}: already holds other files ({', '.join(stale[:3])}), which the card does not cover, so "
             "it would not verify there. Name another repository, or type --replace to remove them."
         )
     return stale

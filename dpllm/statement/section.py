@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import unicodedata
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -49,18 +50,31 @@ def render(record: PrivacyRecord) -> dict[str, str]:
     Raises:
         ConfigError: A number cannot be put into words, or a text holds a marker.
     """
+    return filled(PARTS, lambda: _context(record))
+
+
+def _context(record: PrivacyRecord) -> Json:
+    terms = record.terms
+    return {
+        "w": formatting,
+        "b": record,
+        "t": terms,
+        "holds": record.guarantee,
+        "limits": AttackLimits.pick(dict(attacker_limits(terms.epsilon, terms.delta))) if terms else None,
+        "figure": tradeoff_figure,
+        "digest": digest(record.to_json()),
+    }
+
+
+def filled(names: Sequence[str], context: Callable[[], Json]) -> dict[str, str]:
+    """Marked parts of a page: each template of that name, filled with a context, which may be that of a stranger.
+
+    Raises:
+        ConfigError: See ``render``.
+    """
     try:
-        terms = record.terms
-        context = {
-            "w": formatting,
-            "b": record,
-            "t": terms,
-            "holds": record.guarantee,
-            "limits": AttackLimits.pick(dict(attacker_limits(terms.epsilon, terms.delta))) if terms else None,
-            "figure": tradeoff_figure,
-            "digest": digest(record.to_json()),
-        }
-        found = {name: _tidy(template(f"{name}.md.j2").render(context)) for name in PARTS}
+        given = context()
+        found = {name: _tidy(template(f"{name}.md.j2").render(given)) for name in names}
     # A stranger's statement may keep to the schema and have exposure of one group and extraction of another.
     except (ArithmeticError, LookupError, TypeError, ValueError, TemplateError) as error:
         raise ConfigError(
@@ -68,7 +82,7 @@ def render(record: PrivacyRecord) -> dict[str, str]:
             "privacy.json, or write the card again: dpllm card RUN."
         ) from None
     for name, text in found.items():
-        if any(marker in text for part in PARTS for marker in _markers(part)):
+        if any(marker in text for part in names for marker in _markers(part)):
             raise ConfigError(
                 f"a text in the privacy block holds a marker of the card's {name}, so the card could not be read back. Take "
                 "<!-- dpllm: ... --> out of card.contact, card.tuning and the names in the recipe."
@@ -94,18 +108,19 @@ def marked(name: str, text: str) -> str:
     return f"{start}\n{text}\n{end}"
 
 
-def parts(markdown: str) -> dict[str, str]:
+def parts(markdown: str, names: Sequence[str] = PARTS) -> dict[str, str]:
     """The marked parts of a card, as ``render`` makes them.
 
     Args:
         markdown: A whole card. Line ends may be those of any system.
+        names: Of the parts.
 
     Raises:
         ConfigError: A marker is missing, doubled or out of order.
     """
     text = _read(markdown).replace("\r", "\n")
     found = {}
-    for name in PARTS:
+    for name in names:
         start, end = _markers(name)
         counts = (text.count(start), text.count(end))
         if counts != (1, 1) or text.index(start) > text.index(end):
@@ -119,11 +134,12 @@ def parts(markdown: str) -> dict[str, str]:
     return found
 
 
-def first(markdown: str) -> bool:
+def first(markdown: str, names: Sequence[str] = PARTS) -> bool:
     """Whether the marked parts of a card come first, one after the other: behind its front matter nothing stands before them."""
     shown = _MATTER.sub("", _read(markdown), count=1).lstrip("\n")
-    order = [marker for name in PARTS for marker in _markers(name)]
-    return shown.startswith(order[0]) and re.search(rf"{order[1]}\n*{order[2]}", shown) is not None
+    order = [marker for name in names for marker in _markers(name)]
+    between = zip(order[1:-1:2], order[2::2], strict=True)
+    return shown.startswith(order[0]) and all(re.search(rf"{end}\n*{start}", shown) for end, start in between)
 
 
 def front_matter(markdown: str) -> Json:

@@ -1,7 +1,7 @@
-"""A data set that a tuned model wrote: what synthetic.json holds.
+"""A data set that a tuned model wrote: what synthetic.json holds, and what of its card follows from that.
 
-Comes in: JSON. Goes out: a typed record, of which the marked part of the data set's card is a function. Must not know how rows
-are written or checked. What lies in the folder::
+Comes in: JSON. Goes out: a typed record; the marked part and the front matter of the data set's card, which are functions of it
+and of the model's privacy statement. Must not know how rows are written or checked. What lies in the folder::
 
     README.md          the card, whose front matter the Hub and ``datasets.load_dataset`` read
     synthetic.json     this record
@@ -14,13 +14,26 @@ Epsilon is not repeated here: it is that of run/privacy.json, together with the 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from dpllm.statement.fields import AtLeast1, Count, Number, Record, Sha256, Share, Text
+from dpllm.files import BLOCK, CARD
+from dpllm.privacy.limits import attacker_limits
+from dpllm.statement import formatting, section
+from dpllm.statement.fields import AtLeast1, Count, NotAStatement, Number, Record, Sha256, Share, Text
+from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
+
+Json = dict[str, Any]
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
+MODEL_CARD, MODEL_BLOCK = f"run/{CARD}", f"run/{BLOCK}"
+FILES = frozenset({CARD, RECORD, ROWS, MODEL_CARD, MODEL_BLOCK})
+"""All that lies in the folder."""
+HASHED = (ROWS, MODEL_CARD, MODEL_BLOCK)
+PARTS = ("synthetic",)
+_MAIN = ("guarantee", "reason", "delta", "unit", "neighbouring_relation", "dataset")
 
 
 class Sampling(Record):
@@ -64,7 +77,7 @@ class Synthetic(Record):
     """How many public prompts the texts answer; null: they were written from their beginning, or from control codes."""
     sampling: Sampling
     attempts: AtLeast1
-    """How many texts were drawn."""
+    """How many texts were drawn: each became a row or was dropped."""
     dropped: dict[Text, Count]
     """Why a text was not taken -> how many."""
     files: dict[Text, Sha256]
@@ -75,3 +88,80 @@ class Synthetic(Record):
     """Day of the last row, in UTC."""
     software: dict[Text, str]
     """Versions."""
+
+
+def read(value: object) -> Synthetic:
+    """A record, checked.
+
+    Raises:
+        NotAStatement: It does not keep to the schema.
+    """
+    try:
+        return Synthetic.model_validate_json(json.dumps(value, allow_nan=False))
+    except ValidationError as error:
+        raise NotAStatement.of(error) from None
+
+
+def epsilon(statement: PrivacyRecord) -> float | None:
+    """What the folder costs at the run's delta: the model, all statistics on its card, and the models before it on the same data.
+
+    None without a guarantee. With earlier models the statistics, whose delta is 0, are added by basic composition.
+    """
+    if statement.terms is None or not statement.guarantee:
+        return None
+    lineage, released = statement.lineage, statement.statistics
+    if lineage is not None and lineage.composed is not None:
+        return lineage.composed.epsilon + sum(one.event.epsilon for one in (released.releases if released else ()))
+    return released.with_run if released else statement.terms.epsilon
+
+
+def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
+    """The marked part of the card: Markdown, which differs wherever two records differ.
+
+    Raises:
+        ConfigError: See ``section.render``.
+    """
+    return section.filled(PARTS, lambda: _context(record, statement))
+
+
+def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
+    total, terms = epsilon(statement), statement.terms
+    if statement.guarantee and (total is None or terms is None):
+        raise ValueError("a guarantee without its epsilon")
+    limits = AttackLimits.pick(dict(attacker_limits(total, terms.delta))) if total is not None and terms else None
+    return {
+        "w": formatting,
+        "s": record,
+        "b": statement,
+        "t": terms,
+        "holds": statement.guarantee,
+        "epsilon": total,
+        "limits": limits,
+        "digest": section.digest(record.to_json()),
+    }
+
+
+def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
+    """The front matter of the card, but for license and language, which are the author's."""
+    block, total = statement.to_json(), epsilon(statement)
+    main = {name: block[name] for name in _MAIN if name in block}
+    main |= {} if total is None else {"epsilon": total}
+    # Declared as text. Of a column that holds nothing but dates, datasets 4 makes time stamps all the same, written out as text.
+    features = [{"name": column, "dtype": "string"} for column in record.columns]
+    return {
+        "tags": ["synthetic", "dpllm", *(["differential-privacy"] if statement.guarantee else [])],
+        "task_categories": ["text-generation"],
+        "size_categories": [_size(record.rows)],
+        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": ROWS}]}],
+        "dataset_info": {"features": features},
+        "privacy": {**main, "statement": MODEL_BLOCK, "record": RECORD, "sha256": section.digest(record.to_json())},
+    }
+
+
+def _size(rows: int) -> str:
+    """The Hub's word for a number of rows."""
+    steps = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+    place = next((n for n in range(len(steps)) if rows < 10 ** (3 + n)), len(steps))
+    if place == len(steps):
+        return f"n>{steps[-1]}"
+    return f"{steps[place - 1]}<n<{steps[place]}" if place else f"n<{steps[0]}"

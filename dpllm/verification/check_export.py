@@ -10,13 +10,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import dpllm
-from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, UNHASHED, publishable, sha256, unknown
 from dpllm.statement import privacy_record, section, tradeoff_figure
 from dpllm.statement.fields import NotAStatement
@@ -90,14 +89,7 @@ def _stated(block: Any, field: str) -> bool:
 
 def front_matter(found: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json, whose fields and hash it states."""
-    if section.ambiguous(found.card):
-        raise Wrong(
-            "the front matter of README.md has a comment, a mark of a document or a letter that ends lines or is not seen, so "
-            f"that two readers may find different statements in it. {_AGAIN}"
-        )
-    stated = section.front_matter(found.card)
-    if more := sorted(map(str, stated.keys() - _KEYS)):
-        raise Wrong(f"the front matter of README.md has keys that dpllm does not write ({listed(more)}). Delete them.")
+    stated = matter_of(found.card, _KEYS)
     if earlier(found):
         detail = (
             f"it was made by an earlier version (it names dpllm {found.record.software.get('dpllm')}), whose page this version "
@@ -108,7 +100,7 @@ def front_matter(found: Published) -> Iterator[Check]:
         return
     if sha256(found.directory / BLOCK, follow=False) != section.digest(found.block):
         raise Wrong(f"privacy.json is not laid out as dpllm writes it, so that its hash is another. {_AGAIN}")
-    if not _same(stated.get("privacy"), section.matter(found.record)):
+    if not same(stated.get("privacy"), section.matter(found.record)):
         raise Wrong(f"the front matter of README.md and privacy.json state different things. {_AGAIN}")
     yield verified(
         "front matter", "the privacy entry of README.md states the main fields and the SHA-256 of privacy.json."
@@ -123,12 +115,31 @@ def front_matter(found: Published) -> Iterator[Check]:
         )
 
 
+def matter_of(card: str, keys: Collection[str]) -> dict[str, Any]:
+    """The front matter of a card, which all readers read alike, and which has no other keys.
+
+    Raises:
+        Wrong: It is otherwise.
+        ConfigError: There is none.
+    """
+    if section.ambiguous(card):
+        raise Wrong(
+            "the front matter of README.md has a comment, a mark of a document or a letter that ends lines or is not seen, so "
+            f"that two readers may find different statements in it. {_AGAIN}"
+        )
+    stated = section.front_matter(card)
+    if more := sorted(map(str, stated.keys() - set(keys))):
+        raise Wrong(f"the front matter of README.md has keys that dpllm does not write ({listed(more)}). Delete them.")
+    return stated
+
+
 def earlier(found: Published) -> bool:
     """Whether a card has the layout of an earlier version, whose front matter held the whole of privacy.json."""
-    return _same(section.front_matter(found.card).get("privacy"), found.block)
+    return same(section.front_matter(found.card).get("privacy"), found.block)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of YAML are equal."""
     # As text, in which 1 and 1.0 differ; YAML has words, such as dates, that JSON has not.
     return json.dumps(one, sort_keys=True, default=repr) == json.dumps(other, sort_keys=True)
 
@@ -137,14 +148,27 @@ def marked(found: Published) -> Iterator[Check]:
     """The banner and the privacy part against what the block renders to, byte for byte."""
     if earlier(found):
         return  # the check of the front matter says so
-    try:
-        parts, expected = section.parts(found.card), section.render(found.record)
-    except ConfigError as error:
-        raise Wrong(str(error)) from None
-    if not section.first(found.card):
-        detail = f"something stands before the banner or the privacy part, and could hide them. {_AGAIN}"
+    yield from page(found.card, section.render(found.record), BLOCK, _version(found))
+
+
+def page(card: str, expected: Mapping[str, str], source: str, again: str) -> Iterator[Check]:
+    """The marked parts of a page against what they follow from, byte for byte; nothing stands before them or could hide them.
+
+    Args:
+        card: README.md.
+        expected: Name of a part -> what ``source`` renders to.
+        source: Name of a file.
+        again: What to do about another text.
+
+    Raises:
+        ConfigError: A marker is missing, doubled or out of order.
+    """
+    names = tuple(expected)
+    parts = section.parts(card, names)
+    if not section.first(card, names):
+        detail = f"something stands before the {' or the '.join(names)} part, and could hide it. {_AGAIN}"
         yield failed("what is seen first", detail)
-    beside = found.card
+    beside = card
     for part in parts.values():
         beside = beside.replace(part, "")
     if hiding := _HIDING.search(beside):
@@ -152,14 +176,14 @@ def marked(found: Published) -> Iterator[Check]:
             "what could hide it",
             f"outside the marked parts stands {hiding[0].strip()}, which can hide or cover the statement. Take it out.",
         )
-    for name in expected:
+    for name in names:
         label = f"{name} in README.md"
         if parts[name] == expected[name]:
-            yield verified(label, "is what privacy.json renders to, byte for byte.")
+            yield verified(label, f"is what {source} renders to, byte for byte.")
             continue
         lines = zip_longest(parts[name].split("\n"), expected[name].split("\n"))
         line = next(number for number, (one, other) in enumerate(lines, start=1) if one != other)
-        yield failed(label, f"is not what privacy.json renders to, from line {line} of the part on. {_version(found)}")
+        yield failed(label, f"is not what {source} renders to, from line {line} of the part on. {again}")
     yield asserted(
         "text of the author",
         "title, description, use, training and citation stand outside the marked parts, and nobody checks them.",

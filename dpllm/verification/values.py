@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from dpllm.errors import DpllmError
 from dpllm.run.directory import RunDir
@@ -24,6 +24,7 @@ from dpllm.statement.fields import NotAStatement
 
 Json = dict[str, Any]
 Status = Literal["verified", "asserted", "failed"]
+_Subject = TypeVar("_Subject")
 
 TOLERANCE = 1e-9
 """Relative; between the same computation on two machines."""
@@ -105,6 +106,14 @@ def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
         return step(*arguments)
     except Exception as error:  # whatever a stranger's file makes a computation do
         return gone_wrong(name, error)
+
+
+def guarded(name: str, check: Callable[[_Subject], Iterator[Check]], found: _Subject) -> Iterator[Check]:
+    """The lines of one check; whatever a hostile file makes it do is one more line."""
+    try:
+        yield from check(found)
+    except Exception as error:
+        yield gone_wrong(name, error)
 
 
 def gone_wrong(name: str, error: Exception) -> Check:
@@ -226,7 +235,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """
     text = read_text(path, most)
     try:
-        value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_no_key_twice)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=no_key_twice)
         if not isinstance(value, dict):
             raise ValueError("no object")
         _limit_depth(value)
@@ -244,7 +253,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; a ValueError where a key stands twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key stands twice")

@@ -1,6 +1,7 @@
 """``dpllm verify``: which statements of a published run hold, which are only said, and which do not hold.
 
-Comes in: a run directory or an export directory. Goes out: a ``Verification``, one line for each thing that was looked at.
+Comes in: a run directory, an export directory or a synthetic data set. Goes out: a ``Verification``, one line for each thing
+that was looked at.
 Must not import torch, load a tensor, use the network, write anything, or end with anything but such lines: whatever a
 stranger's file does, it is a failed check.
 
@@ -18,7 +19,8 @@ from pathlib import Path
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD
 from dpllm.run.directory import RunDir
-from dpllm.verification import check_audits, check_export, check_ledger, check_promise, check_run, sign
+from dpllm.statement import synthetic
+from dpllm.verification import check_audits, check_dataset, check_export, check_ledger, check_promise, check_run, sign
 from dpllm.verification.values import (
     MOST_BYTES,
     Check,
@@ -26,7 +28,7 @@ from dpllm.verification.values import (
     Verification,
     Wrong,
     failed,
-    gone_wrong,
+    guarded,
     read_object,
     read_text,
     regular,
@@ -55,7 +57,8 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     """Checks a published run.
 
     Args:
-        path: A run directory, whose export/ is looked at together with its recipe, Plan and record; or an export directory.
+        path: A run directory, whose export/ is looked at together with its recipe, Plan and record; an export directory; or the
+            folder of a synthetic data set.
         ledger: A ledger's file, an export of one, or a PostgreSQL URL; None: the one that the recipe of a run names, if it is
             there.
         signers: A file of allowed signers (ssh-keygen(1)); None: whose key signed is only asserted.
@@ -66,6 +69,8 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     Raises:
         ConfigError: The path holds nothing that could be verified.
     """
+    if os.path.lexists(path / synthetic.RECORD):
+        return Verification(str(path), tuple(check_dataset.check(path, ledger)))
     directory, run = _subject(path)
     checks: list[Check] = []
     try:
@@ -80,7 +85,7 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     checks.append(verified("card", "README.md and privacy.json are there and can be read."))
     found = Published(directory, block, card, run, ledger)
     for name, check in CHECKS:
-        checks += _guarded(name, check, found)
+        checks += guarded(name, check, found)
     checks.append(sign.check(directory, signers))
     return Verification(str(path), tuple(checks))
 
@@ -116,11 +121,3 @@ def _files_of(run: RunDir) -> Iterator[tuple[Path, int]]:
 
 def _has_card(directory: Path) -> bool:
     return any(os.path.lexists(directory / name) for name in (BLOCK, CARD))
-
-
-def _guarded(name: str, check: Callable[[Published], Iterator[Check]], found: Published) -> Iterator[Check]:
-    """The lines of one check; whatever a hostile file makes it do is one more line."""
-    try:
-        yield from check(found)
-    except Exception as error:
-        yield gone_wrong(name, error)

@@ -165,7 +165,7 @@ def test_a_file_that_changes_before_it_is_sent_is_refused(run: Path, monkeypatch
 
     monkeypatch.setattr(push, "_stale", stale)
     with pytest.raises(Refused, match="changed while"):
-        push.push(RunDir(run), "alice/notes")
+        push.push(run, "alice/notes")
     assert not sent
 
 

@@ -203,7 +203,7 @@ def test_what_cannot_be_searched_is_said(run: Path, finished: Place) -> None:
     )
     (missed,) = leaks.search(RunDir(run), ["README.md"])
     assert missed.startswith("training text: ")
-    assert push.push(RunDir(run), "alice/notes", dry_run=True).unsearched[-1] == missed
+    assert push.push(run, "alice/notes", dry_run=True).unsearched[-1] == missed
 
 
 # The run directory and the ledger.

@@ -1,0 +1,80 @@
+"""The card of a synthetic data set: front matter that the Hub and ``datasets.load_dataset`` read, and where its rows come from.
+
+Comes in: a folder with data/train.jsonl and synthetic.json, and the run whose model wrote the rows. Goes out: README.md, the
+run's own card and statement under run/, and their hashes in synthetic.json. Must not read ``private/``, nor quote a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import DatasetCardData
+
+from dpllm.card.card import yaml_of
+from dpllm.errors import ConfigError
+from dpllm.files import BLOCK, CARD, hashes, read_json, sha256, write_whole
+from dpllm.recipe import names
+from dpllm.run.directory import RunDir
+from dpllm.statement import formatting, privacy_record, section, synthetic
+from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS
+
+
+def write_dataset_card(directory: Path, run: RunDir) -> Path:
+    """Writes the card of a data set, and beside it the run's card and statement.
+
+    Args:
+        directory: Holds data/train.jsonl and synthetic.json, whose ``files`` are computed here and may be empty.
+        run: With its card.
+
+    Returns:
+        The path of README.md.
+
+    Raises:
+        ConfigError: A file is missing or damaged, there are others, the run has no card or does not show the statistic that
+            control codes were drawn from, or a text of the recipe holds a marker.
+    """
+    given = read_json(directory / RECORD)
+    if not (directory / ROWS).is_file() or not all((run.export / name).is_file() for name in (CARD, BLOCK)):
+        raise ConfigError(
+            f"{directory}: {ROWS}, or the card in {run.export}, is missing, so nothing says what the rows come from. Type "
+            f"dpllm card {run.root}, and then dpllm synthesize {run.root}."
+        )
+    if strange := sorted(hashes(directory).keys() - synthetic.FILES):
+        raise ConfigError(
+            f"{directory}: {strange[0]} does not belong in a data set, and everything in the folder is published. Move it "
+            "elsewhere, then type the command again."
+        )
+    of_run = {mine: (run.export / name).read_bytes() for name, mine in ((CARD, MODEL_CARD), (BLOCK, MODEL_BLOCK))}
+    files = {name: hashlib.sha256(content).hexdigest() for name, content in of_run.items()}
+    record = synthetic.read({**given, "files": {ROWS: sha256(directory / ROWS), **files}})
+    statement = privacy_record.read(read_json(run.export / BLOCK))
+    shown = {one.statistic for one in statement.statistics.releases} if statement.statistics else set()
+    if record.shares is not None and record.shares not in shown:
+        raise ConfigError(
+            f"{directory}: rows were asked for by {record.shares}, which the run's card does not show, so that its cost would be "
+            f"in no epsilon. Type dpllm card {run.root} --describe FILE first."
+        )
+    config = run.load_config()
+    author: dict[str, Any] = {"license": config.card.license, "language": config.card.language}
+    front = yaml_of(DatasetCardData(**author, **synthetic.front_matter(record, statement)))
+    parts = synthetic.render(record, statement)
+    body = formatting.template("dataset_card.md.j2").render(
+        **{name: section.marked(name, part) for name, part in parts.items()},
+        w=formatting,
+        s=record,
+        b=statement,
+        title=section.escaped(" ".join((config.card.title or names.last_part(config.output_dir)).split())),
+    )
+    text = f"---\n{front}\n---\n{body.strip()}\n"
+    if section.ambiguous(text) or section.parts(text, synthetic.PARTS) != parts:
+        raise ConfigError(
+            "the card does not read back as it was written, so nobody could check it: a text of its front matter looks like one "
+            "of its parts. Change card.license or card.language."
+        )
+    record_text = section.dump_block(record.to_json())
+    written: dict[str, str | bytes] = {**of_run, RECORD: record_text, CARD: text}
+    for name, content in written.items():
+        write_whole(directory / name, content)
+    return directory / CARD

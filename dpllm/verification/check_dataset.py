@@ -1,0 +1,213 @@
+"""A synthetic data set: its card from synthetic.json and the model's statement, its rows, and that statement by itself.
+
+Comes in: the folder that ``statement.synthetic`` lays out, and the run directory around it where there is one. Goes out: checks.
+The weights are not here: what of the statement needs them or the audit's files is looked at where the model is published. Opens
+regular files of bounded size only, follows no link, and keeps no row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dpllm.files import BLOCK, CARD, sha256
+from dpllm.run.directory import RunDir
+from dpllm.statement import synthetic
+from dpllm.statement.fields import NotAStatement
+from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic
+from dpllm.text.control import shares_of
+from dpllm.verification import check_export, check_ledger, check_promise
+from dpllm.verification.values import (
+    Check,
+    Published,
+    Wrong,
+    asserted,
+    failed,
+    guarded,
+    listed,
+    no_key_twice,
+    read_bytes,
+    read_object,
+    read_text,
+    regular,
+    verified,
+)
+
+MOST_CARD, MOST_RECORD, MOST_CONFIG = 2**22, 2**19, 2**18
+MOST_BYTES, MOST_LINE, MOST_ROWS = 2**32, 2**22, 5_000_000
+"""Of data/train.jsonl; five million rows take half a minute."""
+_OF_AUTHOR = {"license", "license_name", "license_link", "language", "pretty_name"}
+OF_MODEL = "model: "
+"""Before the names of checks of run/."""
+_AGAIN = "Take the folder from where it was published, or write its card again: dpllm card RUN/synthetic."
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What lies in the folder.
+
+    Attributes:
+        directory: The folder.
+        record: synthetic.json.
+        card: README.md.
+        model: run/, which has the statement of the model that wrote the rows, and the run directory where it is at hand.
+    """
+
+    directory: Path
+    record: Synthetic
+    card: str
+    model: Published
+
+
+def run_of(directory: Path) -> RunDir | None:
+    """The run directory that a data set lies in: in RUN/synthetic, or in RUN/private/synthetic; None elsewhere."""
+    around = [RunDir(path) for path in directory.absolute().parents[:2]]
+    return next((run for run in around if run.config.is_file() and (run.export / CARD).is_file()), None)
+
+
+def check(directory: Path, ledger: str | None) -> Iterator[Check]:
+    """All checks of a data set, in a fixed order."""
+    try:
+        found = _read(directory, ledger)
+    except Wrong as error:
+        yield failed("data set", str(error))
+        return
+    yield verified("data set", f"README.md and {RECORD} can be read, and the latter follows schema version 1.")
+    for name, step in _CHECKS:
+        yield from guarded(name, step, found)
+    for name, look in _OF_THE_MODEL:
+        for one in guarded(name, look, found.model):
+            yield replace(one, name=f"{OF_MODEL}{one.name}")
+    yield asserted(
+        "model",
+        "that weights of this statement wrote these rows, from the prompts and settings that are named, is the author's word. "
+        "Weights and audit are verified where the model is published.",
+    )
+
+
+def _read(directory: Path, ledger: str | None) -> DataSet:
+    stated = read_object(directory / RECORD, MOST_RECORD)
+    try:
+        record = synthetic.read(stated)
+    except NotAStatement as error:
+        raise Wrong(f"{RECORD} does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
+    block, page = read_object(directory / MODEL_BLOCK, MOST_RECORD), read_text(directory / MODEL_CARD, MOST_CARD)
+    if (run := run_of(directory)) is not None:
+        with regular(run.config, MOST_CONFIG):
+            pass  # what reads it later waits for no pipe, and follows no link
+    model = Published((directory / MODEL_BLOCK).parent, block, page, run, ledger)
+    return DataSet(directory, record, read_text(directory / CARD, MOST_CARD), model)
+
+
+def _files(found: DataSet) -> Iterator[Check]:
+    """The very files that the folder consists of, with the stated hashes."""
+    names, problems = check_export.regular_files(found.directory, strict=found.model.run is not None)
+    problems += [f"{name} is missing" for name in sorted(synthetic.FILES - set(names))]
+    problems += [f"{name} is no file of a data set" for name in names if name not in synthetic.FILES]
+    if wrong := sorted(found.record.files.keys() ^ set(synthetic.HASHED)):
+        problems.append(f"{RECORD} has a hash too many or too few ({listed(wrong)})")
+    if problems:
+        raise Wrong(f"{listed(problems)}. {_AGAIN}")
+    changed = []
+    for name in synthetic.HASHED:
+        with regular(found.directory / name, MOST_BYTES):
+            changed += [name] if sha256(found.directory / name, follow=False) != found.record.files[name] else []
+    if changed:
+        raise Wrong(f"{listed(changed)} changed since the card was written. {_AGAIN}")
+    yield verified("files", f"SHA-256 of {listed(list(synthetic.HASHED))}; none missing, none extra.")
+
+
+def _rows(found: DataSet) -> Iterator[Check]:
+    """Each line is one row, with the stated columns in their order, which hold text."""
+    columns, number = list(found.record.columns), 0
+    with regular(found.directory / ROWS, MOST_BYTES) as file:
+        while line := file.readline(MOST_LINE + 1):
+            number += 1
+            if number > min(found.record.rows, MOST_ROWS) or len(line) > MOST_LINE:
+                raise Wrong(
+                    f"line {number} of {ROWS} is more than {found.record.rows:,} stated rows, than {MOST_ROWS:,}, or than "
+                    f"{MOST_LINE:,} bytes. {_AGAIN}"
+                )
+            try:
+                row = json.loads(line.decode("utf-8"), object_pairs_hook=no_key_twice)
+                right = isinstance(row, dict) and list(row) == columns and all(isinstance(v, str) for v in row.values())
+            except (ValueError, RecursionError):
+                right = False
+            if not right:
+                raise Wrong(f"line {number} of {ROWS} is no row with {', '.join(columns)}, each of them text. {_AGAIN}")
+    if number != found.record.rows:
+        raise Wrong(f"{ROWS} has {number:,} rows, and {found.record.rows:,} are stated. {_AGAIN}")
+    yield verified("rows", f"{number:,}, each with {', '.join(columns)}.")
+
+
+def _record(found: DataSet) -> Iterator[Check]:
+    """What synthetic.json says of itself, and of the released statistic that control codes were drawn from."""
+    record, statement = found.record, found.model.record
+    released = {one.statistic for one in statement.statistics.releases} if statement.statistics else set()
+    dropped = sum(record.dropped.values())
+    rules = {
+        "attempts are not the rows and what was dropped": record.rows + dropped == record.attempts,
+        "a column stands twice": len(set(record.columns)) == len(record.columns),
+        "control names a column that rows do not have": set(record.control) <= set(record.columns),
+        "shares is not the statistic of the control columns": record.shares
+        == (shares_of(record.control) if record.control else None),
+        "shares names no statistic on the model's card": record.shares is None or record.shares in released,
+    }
+    if wrong := [problem for problem, good in rules.items() if not good]:
+        raise Wrong(f"{listed(wrong)}. {_AGAIN}")
+    asked = f"; {', '.join(record.control)} were asked for as {record.shares} says" if record.shares else ""
+    yield verified("record", f"{record.attempts:,} texts were drawn and {dropped:,} dropped{asked}.")
+    yield asserted(
+        "settings", "sampling, prompts, reasons of dropping, quality, date and software are the author's word."
+    )
+
+
+def _page(found: DataSet) -> Iterator[Check]:
+    """Front matter and marked part of README.md, which follow from synthetic.json and run/privacy.json."""
+    record, statement = found.record, found.model.record
+    expected = synthetic.front_matter(record, statement)
+    stated = check_export.matter_of(found.card, expected.keys() | _OF_AUTHOR)
+    if wrong := sorted(key for key in expected if not check_export.same(stated.get(key), expected[key])):
+        yield failed(
+            "front matter", f"{listed(wrong)} of README.md do not follow from {RECORD} and {MODEL_BLOCK}. {_AGAIN}"
+        )
+    else:
+        yield verified(
+            "front matter", f"is what {RECORD} and {MODEL_BLOCK} give; license and language are the author's."
+        )
+    yield from check_export.page(
+        found.card, synthetic.render(record, statement), f"{RECORD} with {MODEL_BLOCK}", _AGAIN
+    )
+
+
+def _run(found: DataSet) -> Iterator[Check]:
+    """run/ against the card that the run has now."""
+    if (run := found.model.run) is None:
+        return
+    for name, mine in ((BLOCK, MODEL_BLOCK), (CARD, MODEL_CARD)):
+        if read_bytes(run.export / name, MOST_CARD) != read_bytes(found.directory / mine, MOST_CARD):
+            raise Wrong(
+                f"{mine} is not the {name} that the run has now. Write the card again: dpllm card RUN/synthetic."
+            )
+    yield verified("run", "run/ holds the card and the statement that the run has now, byte for byte.")
+
+
+_CHECKS: tuple[tuple[str, Callable[[DataSet], Iterator[Check]]], ...] = (
+    ("files", _files),
+    ("rows", _rows),
+    ("record", _record),
+    ("card", _page),
+    ("run", _run),
+)
+_OF_THE_MODEL: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
+    ("schema", check_export.schema),
+    ("front matter", check_export.front_matter),
+    ("marked parts", check_export.marked),
+    ("promise", check_promise.check),
+    ("author's word", check_export.said),
+    ("lineage", check_promise.check_lineage),
+    ("statistics", check_promise.check_statistics),
+    ("ledger", check_ledger.check),
+)

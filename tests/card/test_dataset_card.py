@@ -1,0 +1,119 @@
+"""The card of a synthetic data set: what datasets loads, what it states with a guarantee, and what it does not without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from written_rows import COST, ROWS, SHARES, make_data_set, make_run, record, released
+
+from dpllm.card.dataset_card import write_dataset_card
+from dpllm.errors import ConfigError
+from dpllm.privacy.accounting import compose, epsilon
+from dpllm.statement import formatting, privacy_record, section, synthetic
+from dpllm.statement.fields import NotAStatement
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "synthetic.md"
+
+
+def page(folder: Path) -> str:
+    return (folder / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("card")
+    return make_data_set(make_run(place / "run", statistics=released()), place / "set")
+
+
+def test_datasets_loads_exactly_the_rows_as_text(folder: Path, tmp_path: Path) -> None:
+    from datasets import load_dataset
+
+    found = load_dataset(str(folder), cache_dir=str(tmp_path))
+    assert list(found) == ["train"]
+    assert found["train"].to_list() == ROWS
+    assert found["train"].column_names == ["visit", "text"]
+
+
+def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
+    terms = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8"))).terms
+    together = epsilon(compose([terms.event, COST]), terms.delta, terms.neighbouring_relation)
+    assert together > terms.epsilon
+    front = section.front_matter(page(folder))
+    assert front["privacy"]["epsilon"] == pytest.approx(together, rel=1e-9)
+    first = section.parts(page(folder), synthetic.PARTS)["synthetic"].splitlines()[0]
+    assert f"ε = {formatting.bound(together)}, δ = 1e-05 for each training example" in first
+
+
+def test_the_front_matter_is_what_the_hub_and_datasets_read(folder: Path) -> None:
+    front = yaml.safe_load(page(folder).split("---\n")[1])
+    assert front["configs"] == [
+        {"config_name": "default", "data_files": [{"split": "train", "path": "data/train.jsonl"}]}
+    ]
+    assert (front["license"], front["language"], front["size_categories"]) == ("cc0-1.0", "en", ["n<1K"])
+    assert front["tags"] == ["synthetic", "dpllm", "differential-privacy"]
+
+
+def test_the_card_of_the_run_lies_beside_it_byte_for_byte(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", statistics=released())
+    folder = make_data_set(run, tmp_path / "set")
+    for name in ("README.md", "privacy.json"):
+        assert (folder / "run" / name).read_bytes() == (run.export / name).read_bytes()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    write_dataset_card(folder, run)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_without_a_guarantee_no_epsilon_and_no_tag_is_stated(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "clinic-without-privacy")
+    text = page(make_data_set(run, tmp_path / "set", control=[], shares=None, columns=["visit", "text"]))
+    assert "> **Synthetic text, without a differential privacy guarantee:" in text
+    assert "differential-privacy" not in text.split("---\n")[1]
+    assert "epsilon" not in text
+    assert "ε" not in text
+
+
+def test_a_statistic_that_the_card_does_not_show_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="--describe"):
+        make_data_set(run, tmp_path / "set")
+    assert not (tmp_path / "set" / "run").exists()
+
+
+def test_another_file_in_the_folder_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", statistics=released())
+    folder = make_data_set(run, tmp_path / "set")
+    (folder / "data" / "notes.jsonl").write_text("private")
+    with pytest.raises(ConfigError, match=r"data/notes\.jsonl"):
+        write_dataset_card(folder, run)
+
+
+@pytest.mark.parametrize("change", [{"rows": 0}, {"more": 1}, {"schema_version": 2}, {"files": {"a": "b"}}])
+def test_a_record_is_closed(change: dict[str, object]) -> None:
+    assert synthetic.read(record()).shares == SHARES
+    with pytest.raises(NotAStatement):
+        synthetic.read({**record(), **change})
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"), [(999, "n<1K"), (1000, "1K<n<10K"), (99_999, "10K<n<100K"), (10**13, "n>1T")]
+)
+def test_sizes_have_the_words_of_the_hub(folder: Path, rows: int, word: str) -> None:
+    statement = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
+    made = synthetic.read(record(rows=rows))
+    assert synthetic.front_matter(made, statement)["size_categories"] == [word]
+
+
+def test_the_marked_part_is_as_it_was(folder: Path) -> None:
+    """A change that is meant: delete the golden file, run twice, and read the difference."""
+    text = section.parts(page(folder), synthetic.PARTS)["synthetic"] + "\n"
+    if not GOLDEN.exists():
+        GOLDEN.write_text(text, encoding="utf-8")
+        pytest.fail(f"wrote {GOLDEN}: read it, and run this test again")
+    assert text == GOLDEN.read_text("utf-8")
+
+
+def test_rows_are_not_quoted(folder: Path) -> None:
+    assert not any(row["text"] in page(folder) for row in ROWS)

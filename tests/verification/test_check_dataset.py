@@ -1,0 +1,201 @@
+"""A synthetic data set verifies as it lies there, and no change of it does, nor a stranger's file that never ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import carry, failing
+from written_rows import ROWS, make_data_set, make_run, record, released
+
+from dpllm.card.dataset_card import write_dataset_card
+from dpllm.run.directory import RunDir
+from dpllm.verification import check_dataset
+from dpllm.verification.verify import verify
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = make_run(tmp_path_factory.mktemp("made") / "run", statistics=released())
+    return make_data_set(run, run.root / "synthetic")
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """As a stranger has it, without its run."""
+    return Path(shutil.copytree(made, tmp_path / "a" / "b" / "set"))
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text("utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def again(folder: Path, **changes: Any) -> None:
+    """The whole card anew around a changed record or statement, as somebody with a motive would."""
+    (folder / "synthetic.json").write_text(json.dumps(record(**changes)), encoding="utf-8")
+    run = RunDir(folder.parent / "run")
+    if not run.root.exists():
+        make_run(run.root, statistics=released())
+        for name in ("README.md", "privacy.json"):
+            shutil.copy(folder / "run" / name, run.export / name)
+    write_dataset_card(folder, run)
+
+
+def test_it_verifies_in_its_run_and_without_it(made: Path, folder: Path) -> None:
+    found = {check.name: check for check in verify(made).checks}
+    assert [name for name, check in found.items() if check.status == "failed"] == []
+    assert found["run"].status == "verified"
+    assert found["model"].status == "asserted"
+    alone = {check.name: check.status for check in verify(folder).checks}
+    assert "failed" not in alone.values()
+    assert "run" not in alone
+    expected = (
+        "files",
+        "rows",
+        "record",
+        "front matter",
+        "synthetic in README.md",
+        "model: epsilon",
+        "model: statistics",
+    )
+    assert {alone[name] for name in expected} == {"verified"}
+
+
+def test_without_a_guarantee_it_verifies_and_claims_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "clinic-without-privacy")
+    folder = make_data_set(run, tmp_path / "set", control=[], shares=None)
+    assert failing(folder) == set()
+    edit(folder / "README.md", "- dpllm\n", "- dpllm\n- differential-privacy\n")
+    assert failing(folder) == {"front matter"}
+
+
+def test_a_card_that_was_written_anew_is_seen(made: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(made.parent, tmp_path / "run"))
+    edit(run / "export" / "README.md", "## Use", "## How to use")
+    assert failing(run / "synthetic") == {"run"}
+
+
+ONE_FILE: dict[str, tuple[Callable[[Path], object], set[str]]] = {
+    "epsilon of the page": (lambda d: edit(d / "README.md", "guarantee: ε = ", "guarantee: ε = 0."), {"synthetic in README.md"}),
+    "epsilon of the front matter": (lambda d: edit(d / "README.md", "  epsilon: 8", "  epsilon: 7"), {"front matter"}),
+    "tags": (lambda d: edit(d / "README.md", "- synthetic\n", "- synthetic\n- real\n"), {"front matter"}),
+    "where rows are": (lambda d: edit(d / "README.md", "path: data/train.jsonl", "path: run/*.json"), {"front matter"}),
+    "a key": (lambda d: edit(d / "README.md", "configs:", "viewer: false\nconfigs:"), {"card"}),
+    "before the part": (lambda d: edit(d / "README.md", "<!-- dpllm:synthetic -->", "Safe.\n\n<!-- dpllm:synthetic -->"),
+                        {"what is seen first"}),
+    "HTML": (lambda d: edit(d / "README.md", "## Use", "<style>p {display: none}</style>\n## Use"), {"what could hide it"}),
+    "a marker": (lambda d: edit(d / "README.md", "<!-- /dpllm:synthetic -->", ""), {"card"}),
+    "a row": (lambda d: edit(d / "data/train.jsonl", "2026-11-03", "2026-11-30"), {"files"}),
+    "a hash": (lambda d: edit(d / "synthetic.json", '"data/train.jsonl": "', '"data/train.jsonl": "0'), {"data set"}),
+    "the card of the run": (lambda d: edit(d / "run/README.md", "## Use", "## How"), {"files"}),
+    "no row": (lambda d: (d / "data/train.jsonl").unlink(), {"files", "rows"}),
+    "another file": (lambda d: (d / "data/test.jsonl").write_text("{}\n"), {"files"}),
+    "a link": (lambda d: (d / "data/more").symlink_to("/dev/zero"), {"files"}),
+    "a pipe": (lambda d: os.mkfifo(d / "pipe"), {"files"}),
+    "the statement": (lambda d: edit(d / "run/privacy.json", '"guarantee": true', '"guarantee": false'), {"files", "card"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_FILE)
+def test_a_change_of_one_file_is_found(folder: Path, name: str) -> None:
+    change, expected = ONE_FILE[name]
+    change(folder)
+    assert expected <= failing(folder)
+
+
+CONSISTENT: dict[str, tuple[Json, set[str]]] = {
+    "rows": ({"rows": 11, "attempts": 14}, {"rows"}),
+    "a row too few": ({"rows": 13, "attempts": 16}, {"rows"}),
+    "columns": ({"columns": ["visit", "note"]}, {"rows"}),
+    "their order": ({"columns": ["text", "visit"]}, {"rows"}),
+    "attempts": ({"attempts": 14}, {"record"}),
+    "control that rows do not have": ({"control": ["age"], "columns": ["visit", "text"]}, {"record"}),
+    "shares without control": ({"control": []}, {"record"}),
+    "control without shares": ({"shares": None}, {"record"}),
+}
+
+
+@pytest.mark.parametrize("name", CONSISTENT)
+def test_a_record_that_contradicts_the_rows_or_itself_is_found(folder: Path, name: str) -> None:
+    changes, expected = CONSISTENT[name]
+    again(folder, **changes)
+    assert failing(folder) == expected
+
+
+def test_shares_that_the_card_does_not_show_are_found(folder: Path) -> None:
+    block = json.loads((folder / "run" / "privacy.json").read_text("utf-8"))
+    block["statistics"]["releases"][0]["statistic"] = "shares of age"
+    carry(folder / "run", block)
+    (folder / "run" / "privacy.svg").unlink()
+    stated = json.loads((folder / "synthetic.json").read_text("utf-8"))
+    stated["files"] |= {f"run/{p.name}": hashlib.sha256(p.read_bytes()).hexdigest() for p in (folder / "run").iterdir()}
+    (folder / "synthetic.json").write_text(json.dumps(stated), encoding="utf-8")
+    assert "record" in failing(folder)
+
+
+def test_a_smaller_epsilon_told_everywhere_is_found(folder: Path) -> None:
+    block = json.loads((folder / "run" / "privacy.json").read_text("utf-8"))
+    block["statistics"]["with_run"] /= 2
+    carry(folder / "run", block)
+    (folder / "run" / "privacy.svg").unlink()
+    again(folder)
+    assert failing(folder) == {"model: statistics"}
+
+
+LINES = {
+    "nested": b"[" * 100_000,
+    "two keys": b'{"visit": "a", "visit": "b", "text": "c"}',
+    "a number": b'{"visit": "a", "text": 1}',
+    "no UTF-8": b'{"visit": "a", "text": "\xff"}',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_that_is_no_row_is_one_failed_check(folder: Path, name: str) -> None:
+    lines = [json.dumps(row).encode() for row in ROWS[:-1]]
+    (folder / "data" / "train.jsonl").write_bytes(b"\n".join([*lines, LINES[name], b""]))
+    assert failing(folder) == {"files", "rows"}
+
+
+@pytest.mark.parametrize(
+    "name", ["synthetic.json", "README.md", "data/train.jsonl", "run/README.md", "run/privacy.json"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
+def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind: str) -> None:
+    path = folder / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, check_dataset.MOST_BYTES + 1)
+    started = time.monotonic()
+    found = verify(folder)
+    assert {check.name for check in found.checks if check.status == "failed"} & {"data set", "files"}
+    assert time.monotonic() - started < 10
+
+
+def test_torch_is_not_needed(folder: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from dpllm.verification.verify import verify; "
+        f"assert not verify(Path({str(folder)!r})).failed; "
+        "print(*{'torch', 'datasets', 'huggingface_hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []
