@@ -16,9 +16,11 @@ from dpllm.card.card import yaml_of
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, hashes, read_json, sha256, write_whole
 from dpllm.recipe import names
+from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, section, synthetic
-from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic
 
 
 def write_dataset_card(directory: Path, run: RunDir) -> Path:
@@ -56,7 +58,16 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
             f"{directory}: rows were asked for by {record.shares}, which the run's card does not show, so that its cost would be "
             f"in no epsilon. Type dpllm card {run.root} --describe FILE first."
         )
-    config = run.load_config()
+    text = _page(run.load_config(), record, statement)
+    record_text = section.dump_block(record.to_json())
+    written: dict[str, str | bytes] = {**of_run, RECORD: record_text, CARD: text}
+    for name, content in written.items():
+        write_whole(directory / name, content)
+    return directory / CARD
+
+
+def _page(config: RunConfig, record: Synthetic, statement: PrivacyRecord) -> str:
+    """README.md, which reads back as it was written."""
     author: dict[str, Any] = {"license": config.card.license, "language": config.card.language}
     front = yaml_of(DatasetCardData(**author, **synthetic.front_matter(record, statement)))
     parts = synthetic.render(record, statement)
@@ -73,8 +84,4 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
             "the card does not read back as it was written, so nobody could check it: a text of its front matter looks like one "
             "of its parts. Change card.license or card.language."
         )
-    record_text = section.dump_block(record.to_json())
-    written: dict[str, str | bytes] = {**of_run, RECORD: record_text, CARD: text}
-    for name, content in written.items():
-        write_whole(directory / name, content)
-    return directory / CARD
+    return text

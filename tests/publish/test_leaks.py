@@ -46,7 +46,7 @@ def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: 
     run.root.mkdir()
     run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
     with pytest.raises(Refused, match=r"training text: .* stands in chat.jinja"):
-        list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}))
+        list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
 
 
 def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
@@ -64,8 +64,8 @@ def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
-    assert list(leaks._rows(run, {"chat.jinja": "nothing"})) == [
+    assert list(leaks._rows(run, {"chat.jinja": "nothing"}, run.export)) == [
         "training text: only 10 of 100 rows, evenly spread, were searched for."
     ]
     with pytest.raises(Refused, match=r"chat.jinja \(row 91\)"):
-        list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}))
+        list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
