@@ -29,10 +29,7 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
     parser.add_argument("--describe", metavar="FILE", type=Path, help="show these statistics of its data too")
     parser = add("verify", verify, "recompute every number that a card states")
-    parser.add_argument(
-        "path",
-        help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); a path that exists comes first",
-    )
+    parser.add_argument("path", help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); paths first")
     parser.add_argument(
         "--ledger",
         metavar="FILE",
