@@ -91,10 +91,14 @@ def reserve_all(
             ledger.chain.append("seal", account.dataset, seal_content(listed, by, reason))
         ledger.records.register(dataset, records, derived_from)
         for claim, one in zip(claims, requests, strict=True):
-            facts = {key: value for key, value in asdict(claim).items() if key != "group" or value is not None}
-            seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event, "data": dataset})
-            ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
+            _enter(ledger, dataset, claim, one)
     return claims
+
+
+def _enter(ledger: Ledger, dataset: str, claim: Reservation, one: RunRequest) -> None:
+    facts = {key: value for key, value in asdict(claim).items() if key != "group" or value is not None}
+    seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event, "data": dataset})
+    ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
 
 
 def _claim(account: Account, one: RunRequest, cost: float, group: Group | None, extends: str | None) -> Reservation:
