@@ -220,7 +220,13 @@ def generate(
 
 
 def synthesize(
-    run: Run | str | os.PathLike[str], rows: int, output: str | os.PathLike[str] | None = None, **settings: Any
+    run: Run | str | os.PathLike[str],
+    rows: int,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    quality: bool = True,
+    embedding: str | None = None,
+    **settings: Any,
 ) -> Path:
     """Writes a data set with a tuned model; post-processing, which costs no privacy. Returns its folder.
 
@@ -228,18 +234,25 @@ def synthesize(
         run: A run with its card, or its directory.
         rows: How many.
         output: A new folder; None: ``synthetic`` in the run directory.
+        quality: Whether to measure the rows: what may be published stands on their card, the rest in the run's private/. Warns of
+            what cannot be measured.
+        embedding: A transformers model by whose states rows are compared too; None: none.
         settings: Further fields of ``dpllm.publish.synthesize.Order``, as ``temperature``, ``seed`` or ``min_words``.
 
     Raises:
         ConfigError: No card, settings that allow no text, a folder that holds something, or too few texts that passed.
         Refused: A run without guarantee on data that are not public.
     """
+    import warnings
     from pathlib import Path
 
+    from dpllm.publish.quality import writer
     from dpllm.publish.synthesize import Order
     from dpllm.publish.synthesize import synthesize as write
 
-    return write(_directory(run), Order(rows, **settings), Path(output) if output else None)
+    measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4)) if quality else None
+    order, place = Order(rows, **settings), Path(output) if output else None
+    return write(_directory(run), order, place, measure=measure)
 
 
 def _directory(run: Any) -> Any:

@@ -40,6 +40,11 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument(
         "--no-details", action="store_true", help="drop texts with an e-mail address, card or phone number"
     )
+    group = parser.add_argument_group(
+        "quality", "what is measured of the rows; only public figures stand on their card"
+    )
+    group.add_argument("--no-quality", action="store_true", help="measure nothing")
+    group.add_argument("--embedding", metavar="MODEL", help="compare mean-pooled states of this model too")
     parser.add_argument(
         "--without-guarantee",
         action="store_true",
@@ -54,10 +59,14 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from dpllm.files import read_json
+    from dpllm.publish import quality
     from dpllm.publish.synthesize import Order, synthesize
     from dpllm.run.directory import RunDir
     from dpllm.statement.synthetic import RECORD
 
+    measure = None
+    if not known.no_quality:
+        measure = quality.writer(known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr))
     order = Order(**{field.name: getattr(known, field.name) for field in fields(Order)})
     columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("of {task.fields[drawn]} texts drawn"))
     try:
@@ -68,6 +77,7 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
                 order,
                 known.output,
                 lambda taken, drawn: bar.update(task, completed=taken, drawn=drawn),
+                measure,
             )
     except KeyboardInterrupt:
         print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
@@ -78,5 +88,8 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
         return 0
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['attempts']} texts drawn; dropped ({dropped}).")
+    if measure:
+        private = RunDir(Path(known.run)).private / quality.FOLDER
+        print(f"Figures of quality that may be published are on its card; {private} has the others.")
     print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
     return 0

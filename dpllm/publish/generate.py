@@ -128,19 +128,7 @@ def sample(
             has no way to begin without a prompt.
         DataError: The chat template does not take a prompt's messages, or a prompt is no text.
     """
-    few = min(num, max_new_tokens, beams) < 1 or beams > MOST_BEAMS
-    if few or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
-        raise ConfigError(
-            f"num {num}, max-new-tokens {max_new_tokens}, beams {beams}, temperature {temperature:g} and top-p {top_p:g} ask "
-            f"for no text: the first three are at least 1, beams at most {MOST_BEAMS}, temperature 0 or more, top-p in (0, 1]."
-        )
-    if beams > 1 and temperature > 0:
-        raise ConfigError(
-            f"beams {beams} at temperature {temperature:g}: a beam search looks for the likeliest text and draws none. Type "
-            "--temperature 0, or leave --beams out."
-        )
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ConfigError(f"seed {seed}: is beyond what torch takes. Type one from 0 to {2**63 - 1}.")
+    _possible(num, max_new_tokens, temperature, top_p, beams, seed)
     asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
     encoded = encode_all(generator, asked)
     left = room(generator, encoded)
@@ -165,6 +153,23 @@ def sample(
         Sample(n // num, asked[n // num], decode(ids, skip_special_tokens=True), not ends.isdisjoint(ids))
         for n, ids in enumerate(written)
     ]
+
+
+def _possible(num: int, max_new_tokens: int, temperature: float, top_p: float, beams: int, seed: int | None) -> None:
+    """Refuses settings that ask for no text."""
+    few = min(num, max_new_tokens, beams) < 1 or beams > MOST_BEAMS
+    if few or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+        raise ConfigError(
+            f"num {num}, max-new-tokens {max_new_tokens}, beams {beams}, temperature {temperature:g} and top-p {top_p:g} ask "
+            f"for no text: the first three are at least 1, beams at most {MOST_BEAMS}, temperature 0 or more, top-p in (0, 1]."
+        )
+    if beams > 1 and temperature > 0:
+        raise ConfigError(
+            f"beams {beams} at temperature {temperature:g}: a beam search looks for the likeliest text and draws none. Type "
+            "--temperature 0, or leave --beams out."
+        )
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"seed {seed}: is beyond what torch takes. Type one from 0 to {2**63 - 1}.")
 
 
 def encode_all(generator: Generator, prompts: Sequence[Prompt | None]) -> list[list[int]]:

@@ -8,9 +8,11 @@ A figure is public where all that it reads beside the synthetic rows is declared
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from dpllm.auditing.extraction import find_details
 from dpllm.auditing.rates import upper_limit
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
+from dpllm.errors import DataError, DpllmError
 from dpllm.files import write_json
 from dpllm.model import loading
 from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
@@ -49,6 +52,8 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 RESAMPLES = 1000
 LEARNED = 5000
 """A classifier learns from at most so many rows."""
+FOLDER = "synthetic-quality"
+"""In private/, beside the rows of a run without guarantee."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,32 @@ class Side:
     labels: dict[str, list[str]]
 
 
+def writer(embedding: str | None, tell: Callable[[str], None]) -> Callable[..., Quality]:
+    """``write``, once it is sure that there is such an embedding; ``tell`` is called with what could not be measured."""
+    if embedding is not None:
+        loading.load_tokenizer(ModelConfig(name_or_path=embedding))
+    return partial(write, embedding=embedding, tell=tell)
+
+
 def write(
     run: RunDir,
     config: RunConfig,
     rows: Sequence[dict[str, str]],
     statement: PrivacyRecord,
+    *,
     embedding: str | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Quality:
-    """``measure``; what is private goes to private/synthetic/quality.json, and a picture of all beside it."""
+    """``measure``; what is private goes to private/synthetic-quality/quality.json, and a picture of all beside it."""
     public, private = measure(run, config, rows, statement, embedding=embedding)
-    folder = run.private / "synthetic"
-    write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
-    draw({**public.figures, **private["figures"]}, private["membership"], folder / "quality.png")
+    missing, folder = private["not_measured"], run.private / FOLDER
+    try:
+        write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
+        draw({**public.figures, **private["figures"]}, private["membership"], folder / "quality.png")
+    except OSError as error:
+        missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
+    for line in missing:
+        tell(line)
     return public
 
 
@@ -93,11 +112,8 @@ def measure(
         embedding: A transformers model, by name or path, whose mean-pooled last states are compared; None: none.
 
     Returns:
-        What may be published, and what may not: ``figures`` by name, and ``membership`` (None: no canaries).
-
-    Raises:
-        DataError: The run's data do not read as they did.
-        ConfigError: ``embedding`` is no model, or the canaries' file is damaged.
+        What may be published, and what may not: ``figures`` by name, ``membership`` (None: no canaries), and ``not_measured``,
+        which says what is not at hand or cannot be read, and changes no figure that does not read it.
 
     Guarantee:
         The first part is a function of ``rows``, ``statement.statistics``, the recipe and the tokenizer; and of training or
@@ -112,13 +128,18 @@ def measure(
     coded = [{**row, **line} for row, line in zip(rows, lines, strict=True)]  # as load_table makes them
     sides = {SYNTHETIC: _side(Table("the synthetic rows", coded, fmt), config, tokenizer)}
     sources = {TRAINING: (data.train, data.train_split), EVALUATION: (data.eval, data.eval_split)}
+    missing: list[str] = []
     for name, (source, split) in sources.items():
-        if source is not None and is_here(source):
+        with _told(f"{name} rows", missing):
+            if source is None or not is_here(source):
+                raise DataError("not at hand" if source else "the recipe names none")
             sides[name] = _side(load_table(source, data, split, run.private / "cache"), config, tokenizer)
     parts: list[Part] = [(set(), _released(statement, data.control))]
     parts += [({name}, _described(name, side, len(rows))) for name, side in sides.items()]
     parts += [part for column in data.control for part in _labels(sides, column)]
-    parts += [*_replayed(sides), *(_embedded(sides, embedding) if embedding else ())]
+    parts += _replayed(sides)
+    with _told(f"Frechet distance by {embedding}", missing):
+        parts += _embedded(sides, embedding) if embedding else ()
     declared = {SYNTHETIC, TRAINING if data.public else "", EVALUATION if data.eval_public else ""}
     public = {name: value for needs, found in parts if needs <= declared for name, value in found.items()}
     private = {name: value for needs, found in parts if not needs <= declared for name, value in found.items()}
@@ -126,13 +147,31 @@ def measure(
         public_name(source) for name, (source, _) in sources.items() if source and name in sides and name in declared
     ]
     membership = None
-    if run.canaries.exists():
-        terms = statement.terms if statement.guarantee else None
-        claim = Claim(terms.epsilon, terms.delta, terms.unit) if terms else None
-        told = (sides[SYNTHETIC].texts, sides[EVALUATION].texts if EVALUATION in sides else [])
-        plan, settings = canaries.load(run.canaries), AuditSettings.pick(config.audit.fixed())
-        membership = echo.examine(plan, *told, tokenizer, claim, settings)
-    return Quality(figures=public, evaluation=", ".join(used) or None), {"figures": private, "membership": membership}
+    with _told("membership", missing):
+        membership = _membership(run, config, sides, statement, tokenizer)
+    quality = Quality(figures=public, evaluation=", ".join(used) or None)
+    return quality, {"figures": private, "membership": membership, "not_measured": missing}
+
+
+@contextlib.contextmanager
+def _told(what: str, missing: list[str]) -> Iterator[None]:
+    """Adds to ``missing`` why ``what`` could not be measured."""
+    try:
+        yield
+    except (DpllmError, OSError) as error:
+        missing.append(f"{what}: {error}")
+
+
+def _membership(
+    run: RunDir, config: RunConfig, sides: Mapping[str, Side], statement: PrivacyRecord, tokenizer: Any
+) -> dict[str, Any]:
+    if not run.canaries.exists():
+        raise DataError("the canaries are not at hand" if config.audit.canaries else "the recipe plants no canaries")
+    terms = statement.terms if statement.guarantee else None
+    claim = Claim(terms.epsilon, terms.delta, terms.unit) if terms else None
+    told = (sides[SYNTHETIC].texts, sides[EVALUATION].texts if EVALUATION in sides else [])
+    plan, settings = canaries.load(run.canaries), AuditSettings.pick(config.audit.fixed())
+    return echo.examine(plan, *told, tokenizer, claim, settings)
 
 
 def _side(table: Table, config: RunConfig, tokenizer: Any) -> Side:

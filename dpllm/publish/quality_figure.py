@@ -35,19 +35,21 @@ def draw(figures: Figures, membership: Mapping[str, Any] | None, path: Path) -> 
     _bars(axes[1], figures, ("share of ",), "Control codes (%)")
     _bars(axes[2], figures, ("distinct ", "exact "), "Repetition: n-grams that differ, rows that are equal (%)")
     labels = [name for name in figures if name.endswith((": accuracy", ": macro F1"))]
-    _marks(axes[3], "Labels learned, and codes as asked (%, 95% intervals)", figures, labels)
+    _marks(axes[3], "Labels from synthetic (TSTR) and real rows (TRTR) (%)", figures, labels)
     repeated = [name for name in figures if name.startswith("with ")]
     _marks(axes[4], "Synthetic rows that repeat a real one (%)", figures, repeated)
     areas: dict[str, float | None] = {}
     attacks, found = (membership["attacks"], membership["reproduced"]) if membership else ({}, {})
     for group, one in sorted(attacks.items(), key=lambda item: int(item[0])):
-        name = "planted {}x, {tuned} of {inserted} secrets in a row".format(group, **found[group])
+        name = "planted {}x ({tuned} of {inserted} secrets found)".format(group, **found[group])
         areas |= {name: one["auc"]} | dict(
             zip((f"{name}, low", f"{name}, high"), one["auc_interval"] or (), strict=False)
         )
         areas |= {f"planted {group}x, most that the claim allows": one["limits"]["auc"]} if one["limits"] else {}
     told = [name for name in areas if not name.endswith((", low", ", high"))]
     _marks(axes[5], "Planted canaries told from others: AUC (%, guessing: 50)", areas, told)
+    if told:
+        axes[5].axvline(50, color=COLOURS["evaluation"], linestyle="--", linewidth=1)
     for ax in axes:
         ax.title.set_fontsize(11)
         ax.tick_params(labelsize=9)
@@ -62,14 +64,22 @@ def draw(figures: Figures, membership: Mapping[str, Any] | None, path: Path) -> 
 
 def _lengths(ax: Axes, figures: Figures) -> None:
     ax.set_title("Length in tokens: middle 90% and half, median")
-    for place, side in enumerate(reversed(COLOURS)):
+    sides = [side for side in reversed(COLOURS) if figures.get(f"tokens, quantile 0.5: {side}") is not None]
+    for place, side in enumerate(sides):
         at = {q: figures.get(f"tokens, quantile {q}: {side}") for q in ("0.05", "0.25", "0.5", "0.75", "0.95")}
         for low, high, width in (("0.05", "0.95", 1.5), ("0.25", "0.75", 8.0)):
             if (left := at[low]) is not None and (right := at[high]) is not None:
                 ax.plot([left, right], [place] * 2, color=COLOURS[side], linewidth=width, solid_capstyle="butt")
-        if at["0.5"] is not None:
-            ax.plot(at["0.5"], place, "o", color="white", markeredgecolor=COLOURS[side], markersize=9)
-    ax.set_yticks(range(len(COLOURS)), list(reversed(COLOURS)))
+        ax.plot(
+            figures[f"tokens, quantile 0.5: {side}"] or 0.0,
+            place,
+            "o",
+            color="white",
+            markeredgecolor=COLOURS[side],
+            markersize=9,
+        )
+    ax.set_yticks(range(len(sides)), sides)
+    ax.set_ylim(-0.6, len(sides) - 0.4)
 
 
 def _bars(ax: Axes, figures: Figures, beginnings: tuple[str, ...], title: str) -> None:
@@ -79,10 +89,15 @@ def _bars(ax: Axes, figures: Figures, beginnings: tuple[str, ...], title: str) -
     names = list(dict.fromkeys(name for name, _ in known))[:MOST_CODES]
     sides = [side for side in COLOURS if any((name, side) in known for name in names)]
     for place, side in enumerate(sides):
-        values, width = [100 * (known.get((name, side)) or 0) for name in names], 0.8 / len(sides)
+        values, width = (
+            [100 * (np.nan if (found := known.get((name, side))) is None else found) for name in names],
+            0.8 / len(sides),
+        )
         at = np.arange(len(names)) + (place - (len(sides) - 1) / 2) * width
-        ax.bar(at, values, 0.9 * width, color=COLOURS[side], label=side)
-    ax.set_xticks(range(len(names)), [name.removeprefix(beginnings[0]) for name in names])
+        ax.bar_label(ax.bar(at, values, 0.9 * width, color=COLOURS[side], label=side), fmt="%.0f", fontsize=7)
+    shown = [name.removeprefix(beginnings[0]) for name in names]
+    turned: Any = {"rotation": 20, "ha": "right"} if sum(map(len, shown)) > 60 else {}
+    ax.set_xticks(range(len(names)), shown, **turned)
     if sides:
         ax.legend(fontsize=8, frameon=False)
 

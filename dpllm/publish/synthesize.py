@@ -1,7 +1,8 @@
 """A data set that a privately tuned model writes: post-processing, which spends no further budget.
 
 Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``statement.synthetic`` lays it out, whole
-or not at all. Of the run it reads the recipe, run.json and export/; it must not read training text, nor anything in ``private/``.
+or not at all. Of the run it reads the recipe, run.json and export/; it must not read training text, nor anything in ``private/``,
+nor know how quality is measured: a caller passes that, and decides what of the run it reads.
 
 Guarantee:
     The rows have the guarantee of the run's weights together with that of the released statistic from which control codes are
@@ -18,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from dpllm.publish.merge import carded
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.synthetic import RECORD, ROWS, Sampling, Synthetic
+from dpllm.statement.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic
 from dpllm.text import control
 from dpllm.text.asked import OTHER
 from dpllm.text.prompts import read_prompts
@@ -44,6 +45,8 @@ _FREE = ("attempts", "without_guarantee")
 
 Told = Callable[[int, int], None]
 """Called after each batch with the rows that are taken so far, and the texts drawn."""
+Measure = Callable[[RunDir, RunConfig, Sequence[dict[str, str]], PrivacyRecord], Quality]
+"""Called with all rows before they are published, for figures that may be published with them."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,18 @@ class _Rows:
     columns: tuple[str, ...]
     prompts: int | None
 
+    def with_texts(self, texts: Mapping[int, str]) -> list[dict[str, str]]:
+        """The rows as they are published."""
+        return [{**head, self.columns[-1]: texts[number]} for number, head in enumerate(self.heads)]
 
-def synthesize(run: RunDir, order: Order, output: Path | None = None, told: Told = lambda taken, drawn: None) -> Path:
+
+def synthesize(
+    run: RunDir,
+    order: Order,
+    output: Path | None = None,
+    told: Told = lambda taken, drawn: None,
+    measure: Measure | None = None,
+) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
 
     Args:
@@ -111,6 +124,7 @@ def synthesize(run: RunDir, order: Order, output: Path | None = None, told: Told
         order: What is asked for.
         output: Where; None: ``synthetic`` in the run directory.
         told: Progress.
+        measure: Gives the record's ``quality``; what it raises loses no row, since the same call goes on. None: not measured.
 
     Returns:
         The folder.
@@ -137,7 +151,8 @@ def synthesize(run: RunDir, order: Order, output: Path | None = None, told: Told
         draft = Draft.at(output.with_name(f".{output.name}.draft.jsonl"), _settings(order, run), order.seed)
         rows = _rows(config, order.rows, prompts, shares, draft.seed)
         _draw(generator, order, rows, tests, draft, told)
-        _write(run, config, order, rows, tests, draft, output)
+        quality = measure(run, config, rows.with_texts(draft.texts), statement) if measure else None
+        _write(run, config, order, rows, tests, draft, output, quality)
         draft.path.unlink()
     return output
 
@@ -298,10 +313,19 @@ def _draw(
 
 
 def _write(
-    run: RunDir, config: RunConfig, order: Order, rows: _Rows, tests: Iterable[str], draft: Draft, output: Path
+    run: RunDir,
+    config: RunConfig,
+    order: Order,
+    rows: _Rows,
+    tests: Iterable[str],
+    draft: Draft,
+    output: Path,
+    quality: Quality | None,
 ) -> None:
     """The folder, with its card."""
-    lines = ({**head, rows.columns[-1]: draft.texts[number]} for number, head in enumerate(rows.heads))
+    from dpllm.card.dataset_card import write_dataset_card
+
+    lines = rows.with_texts(draft.texts)
     reasons = [*tests, *([] if order.keep_duplicates else [filters.DUPLICATE])]
     with whole_directory(output) as part:
         write_whole(part / ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -317,12 +341,12 @@ def _write(
             attempts=draft.drawn,
             dropped={why: draft.dropped[why] for why in reasons},
             files={ROWS: sha256(part / ROWS), **copies},
-            quality=None,
+            quality=quality,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
             software=_software(order),
         )
         write_json(part / RECORD, record.to_json())
-        import_module("dpllm.card.dataset_card").write_dataset_card(part, run)
+        write_dataset_card(part, run)
 
 
 def _software(order: Order) -> dict[str, str]:

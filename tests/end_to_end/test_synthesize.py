@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import shutil
-import sys
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,28 +27,10 @@ from dpllm.statement.fields import Terms
 from dpllm.statement.synthetic import Synthetic
 
 Json = dict[str, Any]
-FEW = ("--rows", 9, "--max-new-tokens", 8, "--keep-unfinished", "--seed", 3)
+BRIEF = ("--rows", 9, "--max-new-tokens", 8, "--keep-unfinished", "--seed", 3)
+FEW = (*BRIEF, "--no-quality")
 CODES = ["visit", "age"]
 SHARES = "visit=home,clinic;age=old,young"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def card() -> Any:
-    """Stands in for the card of the data set until dpllm.card has it."""
-    name = "dpllm.card.dataset_card"
-
-    def write(directory: Path, run: RunDir) -> None:
-        (directory / "run").mkdir()
-        for copied in ("README.md", "privacy.json"):
-            shutil.copyfile(run.export / copied, directory / "run" / copied)
-        (directory / "README.md").write_text("# Rows\n")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec(name) is None:
-            module = ModuleType(name)
-            module.write_dataset_card = write  # type: ignore[attr-defined]
-            patch.setitem(sys.modules, name, module)
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,8 +94,8 @@ def test_the_folder_and_its_record(finished: Place, tmp_path: Path) -> None:
 def test_a_seed_decides_and_python_writes_the_same(finished: Place, tmp_path: Path) -> None:
     first = made(finished.run, tmp_path / "a", *FEW)
     again = dpllm.synthesize(
-        finished.run, 9, tmp_path / "b", max_new_tokens=8, keep_unfinished=True, seed=3
-    )  # fmt: skip
+        finished.run, 9, tmp_path / "b", quality=False, max_new_tokens=8, keep_unfinished=True, seed=3
+    )
     assert contents(again) == contents(tmp_path / "a")
     assert made(finished.run, tmp_path / "c", *FEW, "--seed", 4)[0] != first[0]
     without = [one for one in FEW if one not in ("--seed", 3)]
@@ -208,7 +187,7 @@ def test_what_fails_while_it_is_written_leaves_no_folder(
 
 
 def test_unfinished_texts_are_dropped_and_counted(finished: Place, tmp_path: Path) -> None:
-    rows, record = made(finished.run, tmp_path / "set", "--rows", 9, "--seed", 3)
+    rows, record = made(finished.run, tmp_path / "set", "--rows", 9, "--seed", 3, "--no-quality")
     assert record["sampling"]["max_new_tokens"] == 127, "the model's positions, less the token that begins a text"
     assert record["dropped"]["did not end"] > 0
     assert record["attempts"] == 9 + sum(record["dropped"].values())
@@ -219,6 +198,7 @@ def test_a_model_that_never_ends_publishes_nothing_and_says_so(
     finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--output", tmp_path / "set", "--rows", 9, "--seed", 3, "--max-new-tokens", 2, "--attempts", 2)
+    arguments = (*arguments, "--no-quality")
     sample = generate.sample
     monkeypatch.setattr(
         generate, "sample", lambda *given, **more: [replace(one, ended=False) for one in sample(*given, **more)]
@@ -283,7 +263,7 @@ def unprotected(run: Path) -> None:
 def test_rows_are_a_function_of_what_the_run_released(
     which: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Nothing private is read: every byte is the same when it is changed, or gone."""
+    """Nothing private is read, even where quality is measured: every byte is the same when it is changed, or gone."""
     place: Place = request.getfixturevalue(which)
     outputs = []
     for name in ("as it was", "changed", "gone"):
@@ -300,7 +280,7 @@ def test_rows_are_a_function_of_what_the_run_released(
     )  # the training data and the ledger, as the recipe names them
     try:
         for output in outputs:
-            made(output.parent / "run", output, *FEW)
+            made(output.parent / "run", output, *BRIEF)
     finally:
         kept.rename(place.root)
     assert contents(outputs[0]) == contents(outputs[1]) == contents(outputs[2])
@@ -433,4 +413,6 @@ def test_mistakes_are_one_line_each_and_leave_nothing(
 def test_the_order_is_what_the_command_takes() -> None:
     """An option that nobody passes on would be lost silently."""
     known = vars(_parser().parse_args(["synthesize", "run", "--rows", "1"]))
-    assert {field.name for field in fields(Order)} == known.keys() - {"command", "call", "run", "output", "json"}
+    assert {field.name for field in fields(Order)} == known.keys() - {
+        "command", "call", "run", "output", "json", "no_quality", "embedding",
+    }  # fmt: skip

@@ -174,6 +174,32 @@ def test_rows_with_nothing_to_measure_are_answered(
     assert quality.measure(run, config, made, statement())[1]["membership"] is None
 
 
+def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path: Path) -> None:
+    pairs = [{"asked": one["visit"], "completion": one["text"]} for one in TRAIN]
+    more: Json = {"format": "prompt_completion", "columns": {"prompt": "asked"}, "control": []}
+    run, config = a_run(tmp_path, pairs, None, planted=False, **more)
+    made = [{"prompt": "home", "completion": TRAIN[0]["text"]}, {"prompt": "home", "completion": "Nothing"}]
+    public, private = quality.measure(run, config, made, statement())
+    assert (public.figures["rows: synthetic"], private["figures"]["rows: training"]) == (2, len(TRAIN))
+    assert private["figures"]["with 8 words of any training row"] == 0.5
+    assert private["not_measured"] == [
+        "evaluation rows: the recipe names none", "membership: the recipe plants no canaries",
+    ]  # fmt: skip
+
+
+def test_what_is_damaged_changes_no_figure_that_does_not_read_it(tmp_path: Path) -> None:
+    run, config = a_run(tmp_path, TRAIN, HELD, eval_public=True)
+    public, private = quality.measure(run, config, MADE, statement())
+    run.canaries.write_text("{}")
+    Path(config.data.train or "").write_text("{")
+    changed, left = quality.measure(run, config, MADE, statement(), embedding="./nowhere")
+    assert changed == public
+    assert [line.split(":")[0] for line in left["not_measured"]] == [
+        "training rows", "Frechet distance by ./nowhere", "membership",
+    ]  # fmt: skip
+    assert left["figures"].items() <= private["figures"].items()
+
+
 def test_released_statistics_stand_beside_the_rows(tmp_path: Path) -> None:
     base = cards.described()["releases"][0]
     shares = {**base, "statistic": "shares of visit", "declared": {"values": ["home", "clinic"]}}
@@ -197,8 +223,8 @@ def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     run, config = a_run(tmp_path, TRAIN, HELD)
     quality.write(run, config, MADE, statement())
     for name in ("quality.json", "quality.png"):
-        assert (run.private / "synthetic" / name).stat().st_mode & 0o077 == 0
-    text = (run.private / "synthetic" / "quality.json").read_text()
+        assert (run.private / quality.FOLDER / name).stat().st_mode & 0o077 == 0
+    text = (run.private / quality.FOLDER / "quality.json").read_text()
     assert TRAIN[0]["text"] not in text
     assert not any(one.secret in text for one in canaries.load(run.canaries).canaries)
 

@@ -1,0 +1,111 @@
+"""``dpllm synthesize`` joined to the rest: its folder verifies and loads, and quality is measured without losing rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Place, contents, done, dpllm_
+
+import dpllm
+from dpllm.publish import quality
+from dpllm.publish.synthesize import RECORD, ROWS
+
+Json = dict[str, Any]
+FEW = ("--rows", 9, "--max-new-tokens", 8, "--keep-unfinished", "--seed", 3)
+
+
+@pytest.fixture
+def run(finished: Place, tmp_path: Path) -> Path:
+    """With canaries, and with evaluation rows that are declared public."""
+    return Path(shutil.copytree(finished.run, tmp_path / "run"))
+
+
+def of(output: Path) -> Json:
+    return dict(json.loads((output / RECORD).read_text()))
+
+
+def test_what_is_written_verifies_and_loads(run: Path, tmp_path: Path) -> None:
+    import datasets
+
+    done("synthesize", run, *FEW)
+    answer = done("verify", run / "synthetic", "--json")
+    assert {one["status"] for one in json.loads(answer.out)["checks"]} <= {"verified", "asserted"}
+    loaded = datasets.load_dataset(str(run / "synthetic"), cache_dir=str(tmp_path / "cache"))
+    lines = (run / "synthetic" / ROWS).read_text().removesuffix("\n").split("\n")
+    assert list(loaded["train"]) == [json.loads(line) for line in lines]
+
+
+def test_public_figures_are_on_the_card_and_the_others_in_private(run: Path) -> None:
+    said = done("synthesize", run, *FEW)
+    record, folder = of(run / "synthetic"), run / "private" / quality.FOLDER
+    private = json.loads((folder / "quality.json").read_text())
+    assert private["public"] == record["quality"]
+    assert (private["not_measured"], said.err) == ([], "")
+    assert record["quality"]["figures"]["rows: synthetic"] == 9
+    assert record["quality"]["figures"]["rows: evaluation"] == 8
+    assert "rows: synthetic" in (run / "synthetic" / "README.md").read_text()
+    assert "rows: training" in private["figures"]
+    assert not any("training" in name for name in record["quality"]["figures"])
+    assert private["membership"]["attacks"].keys() == {"1", "4"}
+    assert (folder / "quality.png").read_bytes().startswith(b"\x89PNG")
+    assert str(folder) in said.out
+
+
+def test_no_quality_measures_nothing(run: Path) -> None:
+    before = contents(run / "private")
+    done("synthesize", run, *FEW, "--no-quality")
+    assert of(run / "synthetic")["quality"] is None
+    assert contents(run / "private") == before
+
+
+def test_what_is_not_at_hand_is_told_and_costs_no_other_figure(
+    run: Path, finished: Place, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    done("synthesize", run, *FEW, "--output", tmp_path / "all")
+    (run / "private" / "canaries.json").unlink()
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace(str(finished.train), str(tmp_path / "gone.jsonl")))
+    said = done("synthesize", run, *FEW, "--output", tmp_path / "few").err
+    assert "not measured: training rows: not at hand\n" in said
+    assert "not measured: membership: the canaries are not at hand\n" in said
+    assert of(tmp_path / "few")["quality"] == of(tmp_path / "all")["quality"]
+    private = json.loads((run / "private" / quality.FOLDER / "quality.json").read_text())
+    assert private["not_measured"] == [line.removeprefix("not measured: ") for line in said.splitlines()]
+    recwarn.clear()
+    dpllm.synthesize(run, 9, tmp_path / "python", max_new_tokens=8, keep_unfinished=True, seed=3)
+    assert "not measured: training rows: not at hand" in {str(one.message) for one in recwarn}
+    assert contents(tmp_path / "python") == contents(tmp_path / "few")
+
+
+def test_a_place_that_cannot_be_written_costs_private_figures_only(run: Path) -> None:
+    (run / "private" / quality.FOLDER).write_text("in the way")
+    said = done("synthesize", run, *FEW).err
+    assert "not measured: private figures: " in said
+    assert of(run / "synthetic")["quality"]["figures"]["rows: synthetic"] == 9
+
+
+def test_a_failure_of_quality_loses_no_row(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quality, "measure", fails)
+        with pytest.raises(RuntimeError):
+            dpllm_("synthesize", run, *FEW)
+    monkeypatch.setattr("dpllm.publish.generate.sample", fails)
+    done("synthesize", run, *FEW, "--no-quality")  # nothing is drawn again
+
+
+def test_an_embedding_compares_rows_and_is_looked_for_before_any_text_is_drawn(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done("synthesize", run, *FEW, "--embedding", "builtin:tiny")
+    assert "Frechet distance to evaluation rows: synthetic" in of(run / "synthetic")["quality"]["figures"]
+    monkeypatch.setattr("dpllm.publish.generate.sample", None)
+    answer = dpllm_("synthesize", run, *FEW, "--embedding", "./nowhere")
+    assert answer.code == 2
+    assert "nowhere" in answer.err
