@@ -79,7 +79,8 @@ def write_rows(folder: Path, rows: list[Json]) -> None:
 
 
 def make_data_set(run: RunDir, folder: Path, **changes: Any) -> Path:
-    write_rows(folder, ROWS)
+    columns = record(**changes)["columns"]
+    write_rows(folder, [{column: row[column] for column in columns} for row in ROWS])
     (folder / "synthetic.json").write_text(json.dumps(record(**changes)), encoding="utf-8")
     write_dataset_card(folder, run)
     return folder

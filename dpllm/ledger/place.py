@@ -7,6 +7,7 @@ no path. This finds mistakes: it does not stop somebody who edits the file, and 
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, TypedDict
 
 from dpllm.errors import Refused
@@ -25,25 +26,37 @@ class Spot(TypedDict):
 
 
 def is_bound(store: Store) -> bool:
-    """Whether the ledger belongs here; False if it was never written to.
+    """Whether the ledger's place is written down as it is now; False also if it was renamed, mounted or restored since.
 
     Raises:
         Refused: It is a copy of one that belongs elsewhere.
+        ConfigError: What is written down is no place.
     """
     kept = store.rows("SELECT value FROM meta WHERE key = 'place'")
     if not kept:
         return False
-    bound: Spot = json.loads(kept[0][0])
     here = store.spot
-    # A file that was renamed, or mounted elsewhere, keeps its number; a backup that was put back keeps host and path.
-    same_file = bound["file"] == here["file"] and (bound["path"] == here["path"] or bound["device"] == here["device"])
-    if not same_file and (bound["host"], bound["path"]) != (here["host"], here["path"]):
+    try:
+        bound: Spot = json.loads(kept[0][0])
+        known = _same_file(bound, here) or (bound["host"], bound["path"]) == (here["host"], here["path"])
+    except (ValueError, LookupError, TypeError):
+        raise store.unusable("where it belongs cannot be read") from None
+    if not known:
         raise Refused(
             f"ledger {store.location} is a copy of {bound['path']} on {bound['host']!r}, and two copies would be two budgets for "
             "the same data. If that one is still used, set privacy.ledger to it. If it moved here for good, type: dpllm ledger "
             f"adopt --ledger {store.location} --by NAME --reason WHY."
         )
-    return True
+    return bound == here
+
+
+def _same_file(bound: Spot, here: Spot) -> bool:
+    """A file that was renamed, or mounted elsewhere, keeps its number; a backup that was put back keeps host and path."""
+    if bound["file"] != here["file"] or bound["path"] == here["path"]:
+        return bound["file"] == here["file"]
+    # Another file where this one was before would be taken for a backup that was put back.
+    there = here["device"] and bound["host"] == here["host"] and os.path.exists(bound["path"])
+    return bound["device"] == here["device"] and (not there or os.path.samefile(bound["path"], here["path"]))
 
 
 def bind(store: Store) -> None:

@@ -293,7 +293,10 @@ class Postgres:
             "SELECT current_database() || '/' || current_schema(), concat_ws(':', system_identifier, "
             "(SELECT oid FROM pg_database WHERE datname = current_database()), 'entries'::regclass::oid) FROM pg_control_system()"
         )[0]
-        return Spot(path=path, host=f"{self._db.info.host}:{self._db.info.port}", device="", file=number)
+        host = self._db.info.host
+        if host.startswith("/") or host in ("localhost", "127.0.0.1", "::1"):  # which every machine calls itself
+            host = platform.node()
+        return Spot(path=path, host=f"{host}:{self._db.info.port}", device="", file=number)
 
     def _create(self) -> None:
         with self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", f"SELECT pg_advisory_xact_lock({LOCK})"):

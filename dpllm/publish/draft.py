@@ -41,15 +41,24 @@ class Draft:
         """What an interrupted call left, or a new one.
 
         Raises:
-            ConfigError: It has other settings.
+            ConfigError: It has other settings, or cannot be read.
         """
+        try:
+            return cls._read(path, settings, seed)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}: what an interrupted call left cannot be read ({type(error).__name__}), so the rows would not be those "
+                "that it began with. Remove it, and begin again."
+            ) from None
+
+    @classmethod
+    def _read(cls, path: Path, settings: Mapping[str, Any], seed: int | None) -> Draft:
         written = path.read_bytes() if path.exists() else b""
         whole = written.rfind(b"\n") + 1
         if not whole:
             path.unlink(missing_ok=True)
             seed = secrets.randbits(63) if seed is None else seed
             return cls(path, seed, json.dumps({"settings": settings, "seed": seed}))
-        os.truncate(path, whole)
         first, *batches = map(json.loads, written[:whole].splitlines())
         if changed := sorted(name for name in settings if settings[name] != first["settings"].get(name)):
             raise ConfigError(
@@ -59,6 +68,7 @@ class Draft:
         draft = cls(path, first["seed"])
         for batch in batches:
             draft._add(**batch)
+        os.truncate(path, whole)  # which is a draft
         return draft
 
     @property

@@ -158,10 +158,11 @@ def sample(
 def _possible(num: int, max_new_tokens: int, temperature: float, top_p: float, beams: int, seed: int | None) -> None:
     """Refuses settings that ask for no text."""
     few = min(num, max_new_tokens, beams) < 1 or beams > MOST_BEAMS
-    if few or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+    # Below one in a million a logit divided by it may be infinite.
+    if few or not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1:
         raise ConfigError(
             f"num {num}, max-new-tokens {max_new_tokens}, beams {beams}, temperature {temperature:g} and top-p {top_p:g} ask "
-            f"for no text: the first three are at least 1, beams at most {MOST_BEAMS}, temperature 0 or more, top-p in (0, 1]."
+            f"for no text: the first three are at least 1, beams at most {MOST_BEAMS}, temperature 0 or from 1e-6, top-p up to 1."
         )
     if beams > 1 and temperature > 0:
         raise ConfigError(

@@ -17,7 +17,8 @@ from dpllm.run.directory import RunDir
 from dpllm.statement import synthetic
 from dpllm.statement.fields import NotAStatement
 from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic
-from dpllm.text.control import shares_of
+from dpllm.text import control
+from dpllm.text.asked import OTHER
 from dpllm.verification import check_export, check_ledger, check_promise
 from dpllm.verification.values import (
     Check,
@@ -120,8 +121,8 @@ def _files(found: DataSet) -> Iterator[Check]:
 
 
 def _rows(found: DataSet) -> Iterator[Check]:
-    """Each line is one row, with the stated columns in their order, which hold text."""
-    columns, number = list(found.record.columns), 0
+    """Each line is one row, with the stated columns in their order, which hold text, and codes that could be asked for."""
+    columns, codes, asked, number = list(found.record.columns), found.record.control, _asked(found), 0
     with regular(found.directory / ROWS, MOST_BYTES) as file:
         while line := file.readline(MOST_LINE + 1):
             number += 1
@@ -133,13 +134,23 @@ def _rows(found: DataSet) -> Iterator[Check]:
             try:
                 row = json.loads(line.decode("utf-8"), object_pairs_hook=no_key_twice)
                 right = isinstance(row, dict) and list(row) == columns and all(isinstance(v, str) for v in row.values())
+                right = right and (not codes or control.SEPARATOR.join(row.get(code, "") for code in codes) in asked)
             except (ValueError, RecursionError):
                 right = False
             if not right:
-                raise Wrong(f"line {number} of {ROWS} is no row with {', '.join(columns)}, each of them text. {_AGAIN}")
+                raise Wrong(
+                    f"line {number} of {ROWS} is no row with {', '.join(columns)}, each of them text and asked for. {_AGAIN}"
+                )
     if number != found.record.rows:
         raise Wrong(f"{ROWS} has {number:,} rows, and {found.record.rows:,} are stated. {_AGAIN}")
     yield verified("rows", f"{number:,}, each with {', '.join(columns)}.")
+
+
+def _asked(found: DataSet) -> set[str]:
+    """What texts can have been asked for: values of the control columns, in one text, of which the released count is positive."""
+    released = found.model.record.statistics
+    counts = [one.value or {} for one in released.releases if one.statistic == found.record.shares] if released else []
+    return {value for one in counts for value, count in one.items() if value != OTHER and count > 0}
 
 
 def _record(found: DataSet) -> Iterator[Check]:
@@ -150,9 +161,10 @@ def _record(found: DataSet) -> Iterator[Check]:
     rules = {
         "attempts are not the rows and what was dropped": record.rows + dropped == record.attempts,
         "a column stands twice": len(set(record.columns)) == len(record.columns),
-        "control names a column that rows do not have": set(record.control) <= set(record.columns),
+        "columns are not those of control, prompts and text": record.columns
+        == (*record.control, *(("text",) if record.prompts is None else ("prompt", "completion"))),
         "shares is not the statistic of the control columns": record.shares
-        == (shares_of(record.control) if record.control else None),
+        == (control.shares_of(record.control) if record.control else None),
         "shares names no statistic on the model's card": record.shares is None or record.shares in released,
     }
     if wrong := [problem for problem, good in rules.items() if not good]:

@@ -392,6 +392,7 @@ def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> 
         (("--attempts", 0), "give no data set"),
         (("--seed", -1), "the seed is not negative"),
         (("--temperature", -1), "ask for no text"),
+        (("--temperature", "1e-300"), "ask for no text"),
         (("--top-p", 0), "ask for no text"),
         (("--max-new-tokens", 500), "more than the 128"),
         (("--max-new-tokens", 0), "ask for no text"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from ledger_stores import Place, adaptive, budget, reserve
 
 from dpllm.cli import main
-from dpllm.errors import Refused
+from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
 
 
@@ -101,6 +102,50 @@ def test_what_is_the_same_place(ledger: Ledger, place: Place, changes: dict[str,
                 reserve(again)
         else:
             reserve(again)
+
+
+@pytest.mark.parametrize("first", ["renamed", "put back"])
+def test_of_a_renamed_ledger_and_a_copy_in_its_old_place_one_is_refused(original: Path, first: str) -> None:
+    renamed = original.rename(original.with_name("elsewhere.sqlite"))
+    if first == "renamed":
+        with Ledger(renamed) as ledger:
+            reserve(ledger)
+    shutil.copy(renamed, original)
+    good, other = (renamed, original) if first == "renamed" else (original, renamed)
+    with Ledger(good) as ledger, Ledger(other) as second:
+        if first == "put back":
+            reserve(ledger)
+        with pytest.raises(Refused, match="is a copy"):
+            reserve(second)
+
+
+def test_a_ledger_that_was_renamed_and_then_restored_there_is_no_copy(original: Path) -> None:
+    renamed = original.rename(original.with_name("elsewhere.sqlite"))
+    with Ledger(renamed) as ledger:
+        reserve(ledger)
+    shutil.copy(renamed, original.with_name("backup"))
+    shutil.move(original.with_name("backup"), renamed)
+    with Ledger(renamed) as ledger:
+        reserve(ledger)
+
+
+def test_a_database_that_was_copied_to_another_machine_is_a_copy(
+    ledger: Ledger, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both call themselves localhost."""
+    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    bound = {**ledger.store.spot, "file": "0"}
+    place.edit(f"UPDATE meta SET value = '{json.dumps(bound)}' WHERE key = 'place'")
+    monkeypatch.setattr(platform, "node", lambda: "another machine")
+    with place.open() as again, pytest.raises(Refused, match="is a copy"):
+        reserve(again)
+
+
+@pytest.mark.parametrize("value", ["x", "[]", "{}", "null", '{"file": 3}'])
+def test_a_place_that_cannot_be_read_is_an_error_of_ours(original: Path, value: str) -> None:
+    Place(str(original)).edit(f"UPDATE meta SET value = '{value}' WHERE key = 'place'")
+    with Ledger(original) as ledger, pytest.raises(ConfigError, match="where it belongs cannot be read"):
+        reserve(ledger)
 
 
 def test_an_export_shows_no_path(original: Path) -> None:

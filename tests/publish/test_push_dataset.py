@@ -49,7 +49,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     run = make_run(tmp_path / "run", "clinic-without-privacy")
-    return make_data_set(run, run.root / "synthetic", control=[], shares=None)
+    return make_data_set(run, run.root / "synthetic", columns=["text"], control=[], shares=None)
 
 
 def test_exactly_the_verified_files_arrive(folder: Path, hub: Hub) -> None:
@@ -65,7 +65,7 @@ def test_a_dry_run_contacts_nobody(folder: Path, hub: Hub) -> None:
 
 def test_what_does_not_verify_is_refused(folder: Path, hub: Hub) -> None:
     path = folder / ROWS
-    path.write_text(path.read_text("utf-8").replace("home", "town"), encoding="utf-8")
+    path.write_text(path.read_text("utf-8").replace("Seen", "Met"), encoding="utf-8")
     with pytest.raises(Refused, match="does not verify"):
         push.push(folder, NAME)
     assert not hub.arrived

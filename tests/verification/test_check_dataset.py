@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from published import carry, failing
-from written_rows import ROWS, make_data_set, make_run, record, released
+from written_rows import ROWS, make_data_set, make_run, record, released, write_rows
 
 from dpllm.card.dataset_card import write_dataset_card
 from dpllm.run.directory import RunDir
@@ -76,7 +76,7 @@ def test_it_verifies_in_its_run_and_without_it(made: Path, folder: Path) -> None
 
 def test_without_a_guarantee_it_verifies_and_claims_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "clinic-without-privacy")
-    folder = make_data_set(run, tmp_path / "set", control=[], shares=None)
+    folder = make_data_set(run, tmp_path / "set", columns=["text"], control=[], shares=None)
     assert failing(folder) == set()
     edit(folder / "README.md", "- dpllm\n", "- dpllm\n- differential-privacy\n")
     assert failing(folder) == {"front matter"}
@@ -119,12 +119,14 @@ def test_a_change_of_one_file_is_found(folder: Path, name: str) -> None:
 CONSISTENT: dict[str, tuple[Json, set[str]]] = {
     "rows": ({"rows": 11, "attempts": 14}, {"rows"}),
     "a row too few": ({"rows": 13, "attempts": 16}, {"rows"}),
-    "columns": ({"columns": ["visit", "note"]}, {"rows"}),
-    "their order": ({"columns": ["text", "visit"]}, {"rows"}),
+    "columns": ({"columns": ["visit", "note"]}, {"rows", "record"}),
+    "their order": ({"columns": ["text", "visit"]}, {"rows", "record"}),
     "attempts": ({"attempts": 14}, {"record"}),
-    "control that rows do not have": ({"control": ["age"], "columns": ["visit", "text"]}, {"record"}),
+    "control that rows do not have": ({"control": ["age"], "columns": ["visit", "text"]}, {"rows", "record"}),
+    "prompts that rows do not have": ({"prompts": 3}, {"record"}),
+    "codes that are denied": ({"control": [], "shares": None}, {"record"}),
     "shares without control": ({"control": []}, {"record"}),
-    "control without shares": ({"shares": None}, {"record"}),
+    "control without shares": ({"shares": None}, {"rows", "record"}),
 }
 
 
@@ -133,6 +135,13 @@ def test_a_record_that_contradicts_the_rows_or_itself_is_found(folder: Path, nam
     changes, expected = CONSISTENT[name]
     again(folder, **changes)
     assert failing(folder) == expected
+
+
+@pytest.mark.parametrize("value", ["school", "other", ""])
+def test_a_code_that_the_released_counts_do_not_name_is_found(folder: Path, value: str) -> None:
+    write_rows(folder, [{**ROWS[0], "visit": value}, *ROWS[1:]])
+    again(folder)
+    assert failing(folder) == {"rows"}
 
 
 def test_shares_that_the_card_does_not_show_are_found(folder: Path) -> None:
