@@ -3,7 +3,8 @@
     python scripts/model_cards.py                                    ten to twenty minutes: the embedded model and data
     python scripts/model_cards.py --e2e-model MODEL --e2e-data E2E    half an hour more; see model_cards/README.md
 
-What came of an earlier call under runs/ is replaced. A directory of model_cards/ is a run directory without private/.
+What came of an earlier call under runs/ is replaced. A directory of model_cards/ is a run directory without private/,
+and clinic-synthetic a data set.
 """
 
 from __future__ import annotations
@@ -31,6 +32,22 @@ def clinic() -> None:
     _dpllm("sweep", "recipes/smoke/clinic.yaml", *epsilons, "--output_dir", runs, "--privacy.ledger", ledger)
     made = {f"eps-{epsilon}": f"clinic-epsilon-{epsilon}" for epsilon in (1, 3, 8)}
     _publish(runs, {**made, "eps-inf": "clinic-without-privacy"}, ledger, "clinic")
+
+
+def synthetic() -> None:
+    """A data set that a model of generated notes wrote at epsilon 8, of as many notes of each kind as a statistic says."""
+    runs, ledger = _fresh("synthetic")
+    recipe, given = "recipes/smoke/synthetic.yaml", ("--privacy.ledger", ledger)
+    shares = "visit=clinic,home,paperwork,phone,review,urgent"
+    statistics, run = runs / "describe.json", runs / "run"
+    asked = ("--epsilon", 0.5, "--shares", shares, "--lengths", "32:128:24", "--output", statistics)
+    _dpllm("describe", recipe, *asked, *given)
+    _dpllm("train", recipe, *given, "--output_dir", run)
+    _dpllm("card", run, "--describe", statistics)
+    _dpllm("synthesize", run, "--rows", 500, "--seed", 1)
+    _dpllm("verify", run / "synthetic")
+    shutil.rmtree(CARDS / "clinic-synthetic", ignore_errors=True)
+    shutil.copytree(run / "synthetic", CARDS / "clinic-synthetic")
 
 
 def e2e(model: Path, data: Path) -> None:
@@ -94,12 +111,15 @@ def _dpllm(*arguments: object) -> None:
 def main() -> None:
     """Makes the clinic's cards, and with a model and data those of the E2E text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["clinic", "synthetic"], help="one of those that need nothing else")
     parser.add_argument("--e2e-model", type=Path, metavar="MODEL", help="directory of stories260K")
     parser.add_argument("--e2e-data", type=Path, metavar="E2E", help="directory with train.jsonl and eval.jsonl")
     known = parser.parse_args()
     if (known.e2e_model is None) != (known.e2e_data is None):
         parser.error("--e2e-model and --e2e-data belong together: give both, or neither")
-    clinic()
+    for make in (clinic, synthetic):
+        if known.only in (None, make.__name__):
+            make()
     if known.e2e_model:
         e2e(known.e2e_model.resolve(), known.e2e_data.resolve())
 

@@ -12,10 +12,11 @@ from cards import WEIGHTS, audit, baseline, baseline_record, broken, config, mak
 from dpllm.card.card import rerender, write_card
 from dpllm.cli import main
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, CARD, write_json
+from dpllm.files import BLOCK, CARD, read_json, write_json
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
+from dpllm.statement import privacy_record
 from dpllm.statement.tradeoff_figure import FILE
 from dpllm.verification.verify import verify
 
@@ -60,6 +61,13 @@ def test_every_published_card_verifies_as_it_lies_there(name: str, capsys: pytes
     wrong = {check.name for check in verify(MODEL_CARDS / name).checks if check.status == "failed"}
     assert not wrong
     assert main(["verify", str(export)]) == 0, capsys.readouterr().out
+
+
+def test_the_published_data_set_verifies_as_it_lies_there(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = MODEL_CARDS / "clinic-synthetic"
+    assert not verify(folder).failed
+    assert main(["verify", str(folder)]) == 0, capsys.readouterr().out
+    assert privacy_record.read(read_json(folder / "run" / BLOCK)).statistics is not None
 
 
 @pytest.mark.parametrize("name", RUNS)
