@@ -157,6 +157,7 @@ def test_a_file_that_changes_before_it_is_sent_is_refused(run: Path, monkeypatch
     hub = pytest.importorskip("huggingface_hub")
     sent: list[object] = []
     monkeypatch.setattr(hub.HfApi, "create_repo", lambda *_, **__: type("Repo", (), {"repo_id": "alice/notes"}))
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: None)
     monkeypatch.setattr(hub.HfApi, "create_commit", lambda *_, **__: sent.append(1))
 
     def stale(*_: object, **__: object) -> tuple[str, ...]:
