@@ -5,8 +5,9 @@ r"""Held-out losses of variants of one recipe: runs with the same seeds, and the
 
 Runs of one seed begin with the same adapter and plant the same canaries. Whoever knows a run's seed knows its noise, so that
 these runs give no guarantee, and their data must be public. ``--half first`` evaluates on the first half of data.eval, to
-choose settings, and ``--half second`` on the other, to report them. Losses are in nats per token of completions. Runs that the
-output holds are kept, and several calls may add to it at once.
+choose settings, and ``--half second`` on the other, to report them. Losses are in nats per token of completions. With
+``--rows N`` the tuned model writes so many texts behind control codes, as often as evaluation rows have them, and figures of
+``dpllm.publish.quality`` are kept too. Runs that the output holds are kept, and several calls may add to it at once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import tempfile
 from pathlib import Path
@@ -23,17 +25,23 @@ import yaml
 from rich.console import Console
 from scipy import stats
 
+from dpllm.card.card import write_card
 from dpllm.errors import DpllmError
 from dpllm.files import locked, read_json, write_json
 from dpllm.model import environment
+from dpllm.publish import generate, quality
+from dpllm.publish.merge import carded
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.recipe.names import is_builtin, without_paths
 from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
 from dpllm.run.promise import Start
-from dpllm.text import builtin
+from dpllm.text import builtin, control
+from dpllm.text.data import load_table, value_name
 
 Json = dict[str, Any]
+BATCH = 64
+FIGURES = (" by ", " as asked", "with 8 words", "with a detail", "distinct")
 
 
 def keys(words: list[str]) -> Json:
@@ -72,8 +80,26 @@ def run(known: argparse.Namespace, name: str, own: Json, seed: int) -> Json:
             )
         plan = read_json(RunDir(Path(folder) / "run").plan) if config.privacy.enabled else {}
         bands = len(plan.get("coefficients", ())) or 1
-        found = record.metrics.public["eval_loss_after"]
-    return {"variant": name, "changes": without_paths(own), "seed": seed, "bands": bands, "loss": found}
+        found = {"loss": record.metrics.public["eval_loss_after"]}
+        found |= write(RunDir(Path(folder) / "run"), config, known.rows, seed) if known.rows else {}
+    return {"variant": name, "changes": without_paths(own), "seed": seed, "bands": bands, **found}
+
+
+def write(run: RunDir, config: RunConfig, count: int, seed: int) -> Json:
+    """What a classifier learns from texts that the model writes, of which none is dropped, and what they repeat."""
+    write_card(run)
+    table, columns = load_table(str(config.data.eval), config.data, None, run.private / "cache"), config.data.control
+    choice, generator = random.Random(seed), generate.load(run.root)
+    codes = [[value_name(row.get(column)) for column in columns] for row in choice.choices(table.rows, k=count)]
+    texts: list[str] = []
+    for start in range(0, count, BATCH):
+        lines = [control.line(columns, values) for values in codes[start : start + BATCH]]
+        drawn = generate.sample(generator, lines, 1, max_new_tokens=config.data.max_length, seed=choice.getrandbits(63))
+        texts += [one.text for one in drawn]
+    rows = [dict(zip(columns, values, strict=True)) | {"text": text} for values, text in zip(codes, texts, strict=True)]
+    public, private = quality.measure(run, config, rows, carded(run))
+    told = {name: value for name, value in public.figures.items() if any(word in name for word in FIGURES)}
+    return {"figures": told, "membership": private["membership"]}
 
 
 def show(rows: list[Json], first_variant: str) -> None:
@@ -103,11 +129,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--half", choices=["first", "second"], default="second")
+    parser.add_argument("--rows", type=int, default=0, help="texts that the model writes; needs data.control")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--variant", nargs="+", action="append", required=True, metavar=("NAME", "KEY=VALUE"))
     known = parser.parse_args()
     told = json.loads(json.dumps(without_paths(keys(known.set))))  # as the output has it: keys are strings
-    settings = {"recipe": known.recipe.name, "set": told, "half": known.half}
+    settings = {"recipe": known.recipe.name, "set": told, "half": known.half} | (
+        {"rows": known.rows} if known.rows else {}
+    )
     for seed, (name, *words) in itertools.product(known.seeds, known.variant):
         if _is_held(_held(known.output, settings), name, keys(words), seed):
             continue
