@@ -15,6 +15,7 @@ Epsilon is not repeated here: it is that of run/privacy.json, together with the 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -33,6 +34,8 @@ FILES = frozenset({CARD, RECORD, ROWS, MODEL_CARD, MODEL_BLOCK})
 """All that lies in the folder."""
 HASHED = (ROWS, MODEL_CARD, MODEL_BLOCK)
 PARTS = ("synthetic",)
+SIDES = ("synthetic", "released", "training", "evaluation")
+"""What figures of quality are of: "WHAT: SIDE"."""
 _MAIN = ("guarantee", "reason", "delta", "unit", "neighbouring_relation", "dataset")
 
 
@@ -138,7 +141,27 @@ def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
         "epsilon": total,
         "limits": limits,
         "digest": section.digest(record.to_json()),
+        "sides": SIDES,
+        **_tables(record.quality.figures if record.quality else {}),
     }
+
+
+def _tables(figures: Mapping[str, float | None]) -> Json:
+    """``beside``: what several sides have, and the figure of each side; ``scores``: the others, with limits if they have any."""
+    beside: dict[str, dict[str, float | None]] = {}
+    for name, value in figures.items():
+        what, _, side = name.rpartition(": ")
+        if side in SIDES:
+            beside.setdefault(what, {})[side] = value
+    limits = {name: (f"{name}, low", f"{name}, high") for name in figures}
+    limits = {name: both for name, both in limits.items() if figures.keys() >= {*both}}
+    left = figures.keys() - {end for both in limits.values() for end in both}
+    scores = {
+        name: (figures[name], [figures[end] for end in limits.get(name, ())])
+        for name in left
+        if name.rpartition(": ")[2] not in SIDES
+    }
+    return {"beside": beside, "scores": scores}
 
 
 def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
