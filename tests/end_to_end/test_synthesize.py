@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import dpllm
 from dpllm.cli import _parser
 from dpllm.errors import ConfigError
 from dpllm.files import sha256
-from dpllm.publish import draft, filters, generate, synthesize
+from dpllm.publish import draft, filters, generate, push, synthesize
 from dpllm.publish.synthesize import Order
 from dpllm.run.directory import RunDir
 from dpllm.statement.fields import Terms
@@ -309,6 +310,37 @@ def test_each_row_is_asked_for_by_its_codes(coded: Place, tmp_path: Path, monkey
     assert {f"visit: {row['visit']} | age: {row['age']}\n{row['text']}" for row in rows} <= set(asked)
     assert (record["control"], record["shares"]) == (CODES, "shares of visit;age")
     assert {f"{row['visit']};{row['age']}" for row in rows} <= released(coded.run).keys() - {"other"}
+
+
+def test_a_data_set_with_a_guarantee_is_pushed_as_it_verifies(
+    coded: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived: dict[str, bytes] = {}
+
+    def commit(_: object, name: str, operations: list[Any], *, repo_type: str, **__: object) -> SimpleNamespace:
+        assert (name, repo_type) == ("alice/notes", "dataset")
+        for one in operations:
+            with one.as_file() as file:
+                arrived[one.path_in_repo] = file.read()
+        return SimpleNamespace(commit_url="commit")
+
+    monkeypatch.setattr(push.HfApi, "create_repo", lambda _, name, **__: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(push.HfApi, "dataset_info", lambda *_: SimpleNamespace(private=False, siblings=[]))
+    monkeypatch.setattr(push.HfApi, "create_commit", commit)
+    made(coded.run, tmp_path / "set", *FEW)
+    ledger = ("--ledger", coded.ledger)
+    refused = dpllm_("push", tmp_path / "set", "alice/notes")
+    assert (refused.code, arrived) == (3, {})
+    done("push", tmp_path / "set", "alice/notes", *ledger)
+    assert arrived == {
+        path.relative_to(tmp_path / "set").as_posix(): path.read_bytes()
+        for path in (tmp_path / "set").rglob("*")
+        if path.is_file()
+    }
+    for name, content in arrived.items():
+        (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "got" / name).write_bytes(content)
+    assert ", 0 failed" in done("verify", tmp_path / "got", *ledger).out
 
 
 def test_filters_do_not_change_the_codes(coded: Place, tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from written_rows import make_data_set, make_run, released
+from written_rows import MODEL_CARDS, make_data_set, make_run, released
 
+from dpllm.cli import main
 from dpllm.errors import Refused
 from dpllm.publish import leaks, push
 from dpllm.statement.synthetic import FILES, ROWS
@@ -76,6 +78,21 @@ def test_a_guarantee_needs_its_ledger(tmp_path: Path, hub: Hub) -> None:
     with pytest.raises(Refused, match="--ledger"):
         push.push(make_data_set(run, run.root / "synthetic"), NAME)
     assert not hub.arrived
+
+
+def test_a_published_data_set_is_verified_by_its_hub_id(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, *, repo_type: str, local_dir: Path, **_: object) -> None:
+        asked.extend([name, repo_type])
+        shutil.copytree(MODEL_CARDS / "clinic-synthetic", local_dir, dirs_exist_ok=True)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert main(["verify", f"datasets/{NAME}"]) == 0
+    assert asked == [NAME, "dataset"]
+    assert ", 0 failed" in capsys.readouterr().out
 
 
 def test_secrets_in_rows_are_counted_and_nothing_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
