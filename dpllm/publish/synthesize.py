@@ -1,8 +1,8 @@
 """A data set that a privately tuned model writes: post-processing, which spends no further budget.
 
 Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``statement.synthetic`` lays it out, whole
-or not at all. Of the run it reads the recipe, run.json and export/; it must not read training text, nor anything in ``private/``,
-nor know how quality is measured: a caller passes that, and decides what of the run it reads.
+or not at all. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
+``private/``. It must not know how quality is measured: a caller passes that, and decides what of the run it reads.
 
 Guarantee:
     The rows have the guarantee of the run's weights together with that of the released statistic from which control codes are
@@ -35,6 +35,7 @@ from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic
 from dpllm.text import control
 from dpllm.text.asked import OTHER
+from dpllm.text.data import load_table, value_name
 from dpllm.text.prompts import read_prompts
 
 BATCH = {"transformers": 64, "vllm": 1024}
@@ -98,12 +99,14 @@ class _Rows:
         asked: What the model continues; None: a text is written from its beginning.
         columns: Names of all columns, of which the last is the text's.
         prompts: How many there are; None: none were given.
+        shares: Name of the released statistic that says how often codes are asked for; None: there is none.
     """
 
     heads: Sequence[Mapping[str, str]]
     asked: Sequence[str | None]
     columns: tuple[str, ...]
     prompts: int | None
+    shares: str | None = None
 
     def with_texts(self, texts: Mapping[int, str]) -> list[dict[str, str]]:
         """The rows as they are published."""
@@ -143,13 +146,13 @@ def synthesize(
             f"first two are at least 1, the seed is not negative, the last is {' or '.join(BATCH)}."
         )
     tests = order.tests()
-    prompts, shares = _prompts(config, order), _shares(run, config, statement)
+    prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
     generator = generate.load(run.root, engine=order.engine)
     if order.max_new_tokens is None:
         order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
     with _alone(output):
         draft = Draft.at(output.with_name(f".{output.name}.draft.jsonl"), _settings(order, run), order.seed)
-        rows = _rows(config, order.rows, prompts, shares, draft.seed)
+        rows = replace(_rows(config, order.rows, prompts, shares, draft.seed), shares=released)
         _draw(generator, order, rows, tests, draft, told)
         quality = measure(run, config, rows.with_texts(draft.texts), statement) if measure else None
         _write(run, config, order, rows, tests, draft, output, quality)
@@ -198,10 +201,18 @@ def _prompts(config: RunConfig, order: Order) -> list[str] | None:
     return found
 
 
-def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> dict[tuple[str, ...], float]:
-    """How often each combination of control values is asked for, by noisy counts that were released; empty without control."""
+def _shares(
+    run: RunDir, config: RunConfig, statement: PrivacyRecord
+) -> tuple[str | None, dict[tuple[str, ...], float]]:
+    """How often each combination of control values is asked for, and which released statistic says so; empty without control.
+
+    Without a guarantee the training rows say so: they are public, or what is written stays in private/.
+    """
     if not (columns := config.data.control):
-        return {}
+        return None, {}
+    if not statement.guarantee:
+        table = load_table(config.data.train, config.data, config.data.train_split, run.private / "cache")
+        return None, dict(Counter(tuple(value_name(row.get(column)) for column in columns) for row in table.rows))
     name, among = control.shares_of(columns), statement.statistics.releases if statement.statistics else ()
     counts = next((one.value for one in among if one.statistic == name and one.value), {})
     shares = {
@@ -214,7 +225,7 @@ def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> dict[tu
             f"the exact ones are private. Type dpllm describe {run.config} --epsilon E --shares {declared!r}, then dpllm card "
             f"{run.root} --describe describe.json."
         )
-    return shares
+    return name, shares
 
 
 def _longest(
@@ -335,7 +346,7 @@ def _write(
             rows=order.rows,
             columns=rows.columns,
             control=tuple(config.data.control),
-            shares=control.shares_of(config.data.control) if config.data.control else None,
+            shares=rows.shares,
             prompts=rows.prompts,
             sampling=Sampling.pick(asdict(order)),
             attempts=draft.drawn,

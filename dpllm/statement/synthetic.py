@@ -75,7 +75,8 @@ class Synthetic(Record):
     control: tuple[Text, ...]
     """Columns that each text was asked for; empty: none."""
     shares: Text | None
-    """Name of the released statistic that says how often each of their values is asked for; null without control."""
+    """Name of the released statistic that says how often each of their values is asked for; null without control, and without a
+    guarantee, where they are asked for as often as the training rows have them."""
     prompts: AtLeast1 | None
     """How many public prompts the texts answer; null: they were written from their beginning, or from control codes."""
     sampling: Sampling

@@ -134,7 +134,9 @@ def _rows(found: DataSet) -> Iterator[Check]:
             try:
                 row = json.loads(line.decode("utf-8"), object_pairs_hook=no_key_twice)
                 right = isinstance(row, dict) and list(row) == columns and all(isinstance(v, str) for v in row.values())
-                right = right and (not codes or control.SEPARATOR.join(row.get(code, "") for code in codes) in asked)
+                right = right and (
+                    asked is None or control.SEPARATOR.join(row.get(code, "") for code in codes) in asked
+                )
             except (ValueError, RecursionError):
                 right = False
             if not right:
@@ -146,8 +148,13 @@ def _rows(found: DataSet) -> Iterator[Check]:
     yield verified("rows", f"{number:,}, each with {', '.join(columns)}.")
 
 
-def _asked(found: DataSet) -> set[str]:
-    """What texts can have been asked for: values of the control columns, in one text, of which the released count is positive."""
+def _asked(found: DataSet) -> set[str] | None:
+    """What texts can have been asked for: values of the control columns, in one text, of which the released count is positive.
+
+    None: anything, since nothing that was released says it.
+    """
+    if not found.record.control or not found.model.record.guarantee:
+        return None
     released = found.model.record.statistics
     counts = [one.value or {} for one in released.releases if one.statistic == found.record.shares] if released else []
     return {value for one in counts for value, count in one.items() if value != OTHER and count > 0}
@@ -164,7 +171,7 @@ def _record(found: DataSet) -> Iterator[Check]:
         "columns are not those of control, prompts and text": record.columns
         == (*record.control, *(("text",) if record.prompts is None else ("prompt", "completion"))),
         "shares is not the statistic of the control columns": record.shares
-        == (control.shares_of(record.control) if record.control else None),
+        == (control.shares_of(record.control) if record.control and statement.guarantee else None),
         "shares names no statistic on the model's card": record.shares is None or record.shares in released,
     }
     if wrong := [problem for problem, good in rules.items() if not good]:

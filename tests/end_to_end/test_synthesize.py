@@ -343,6 +343,20 @@ def test_a_data_set_with_a_guarantee_is_pushed_as_it_verifies(
     assert ", 0 failed" in done("verify", tmp_path / "got", *ledger).out
 
 
+def test_without_guarantee_codes_are_as_often_as_in_training_rows(coded: Place, tmp_path: Path) -> None:
+    """A control for what privacy costs: "elsewhere" is in a third of the rows, and no value that was declared."""
+    run = tmp_path / "open"
+    done("train", coded.recipe, "--privacy.enabled", "false", "--data.public", "true", "--output_dir", run)
+    done("card", run)
+    rows, record = made(run, run / "synthetic", *FEW, "--rows", 40, "--keep-duplicates")
+    assert (record["control"], record["shares"]) == (CODES, None)
+    assert {row["visit"] for row in rows} == {"home", "clinic", "elsewhere"}
+    assert ", 0 failed" in done("verify", run / "synthetic").out
+    record["shares"] = "shares of visit;age"
+    (run / "synthetic" / "synthetic.json").write_text(json.dumps(record))
+    assert "shares is not the statistic" in dpllm_("verify", run / "synthetic").out
+
+
 def test_filters_do_not_change_the_codes(coded: Place, tmp_path: Path) -> None:
     plain, _ = made(coded.run, tmp_path / "a", *FEW)
     strict, record = made(coded.run, tmp_path / "b", *FEW, "--min-words", 2, "--attempts", 200)
@@ -362,7 +376,7 @@ def test_codes_follow_the_noisy_counts_without_other_and_negative_ones(coded: Pl
             first.model_copy(update={"value": value}),
         ]
         statistics = statement.statistics.model_copy(update={"releases": tuple(both)})  # type: ignore[union-attr]
-        return synthesize._shares(run, config, statement.model_copy(update={"statistics": statistics}))
+        return synthesize._shares(run, config, statement.model_copy(update={"statistics": statistics}))[1]
 
     assert shares({"home;old": 30, "home;young": -9, "clinic;old": 10, "clinic;young": 0, "other": 99}) == {
         ("home", "old"): 30,
