@@ -35,7 +35,8 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
 
     Raises:
         ConfigError: A file is missing or damaged, there are others, the run has no card or does not show the statistic that
-            control codes were drawn from, or a text of the recipe holds a marker.
+            control codes were drawn from, its model or that statistic is another than the rows come from, or a text of the recipe
+            holds a marker.
     """
     given = read_json(directory / RECORD)
     if not (directory / ROWS).is_file() or not all((run.export / name).is_file() for name in (CARD, BLOCK)):
@@ -58,12 +59,28 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
             f"{directory}: rows were asked for by {record.shares}, which the run's card does not show, so that its cost would be "
             f"in no epsilon. Type dpllm card {run.root} --describe FILE first."
         )
+    _check_origin(directory, given, record, statement)
     text = _page(run.load_config(), record, statement)
     record_text = section.dump_block(record.to_json())
     written: dict[str, str | bytes] = {**of_run, RECORD: record_text, CARD: text}
     for name, content in written.items():
         write_whole(directory / name, content)
     return directory / CARD
+
+
+def _check_origin(directory: Path, given: dict[str, Any], record: Synthetic, statement: PrivacyRecord) -> None:
+    """Refuses the card of a run that was trained again, or that shows another draw of the shares, since the rows were written."""
+    named, before = (given.get("files") or {}).get(MODEL_BLOCK), directory / MODEL_BLOCK
+    if named in (None, record.files[MODEL_BLOCK]):
+        return
+    kept = before.is_file() and sha256(before) == named
+    if not kept or synthetic.origin(record, privacy_record.read(read_json(before))) != synthetic.origin(
+        record, statement
+    ):
+        raise ConfigError(
+            f"{directory}: other weights, or another release of the shares, wrote these rows than the run's card speaks of, and "
+            "its epsilon is not theirs. Put the former run and card back; or remove the folder, and type dpllm synthesize again."
+        )
 
 
 def _page(config: RunConfig, record: Synthetic, statement: PrivacyRecord) -> str:

@@ -54,9 +54,16 @@ def _same_file(bound: Spot, here: Spot) -> bool:
     """A file that was renamed, or mounted elsewhere, keeps its number; a backup that was put back keeps host and path."""
     if bound["file"] != here["file"] or bound["path"] == here["path"]:
         return bound["file"] == here["file"]
-    # Another file where this one was before would be taken for a backup that was put back.
+    # Another file where this one was before would be taken for a backup that was put back. And this very file has a journal for
+    # each of two hard links, of which SQLite reads one: what was reserved by the other name would be lost.
     there = here["device"] and bound["host"] == here["host"] and os.path.exists(bound["path"])
-    return bound["device"] == here["device"] and (not there or os.path.samefile(bound["path"], here["path"]))
+    return bound["device"] == here["device"] and (not there or _same_name(bound["path"], here["path"]))
+
+
+def _same_name(one: str, other: str) -> bool:
+    """Whether two paths lead to one name in one directory, which is mounted in two places."""
+    (folder, name), (other_folder, other_name) = os.path.split(one), os.path.split(other)
+    return name == other_name and os.path.samefile(folder, other_folder)
 
 
 def bind(store: Store) -> None:

@@ -30,6 +30,7 @@ from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.names import listed
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic
@@ -37,6 +38,7 @@ from dpllm.text import control
 from dpllm.text.asked import OTHER
 from dpllm.text.data import load_table, value_name
 from dpllm.text.prompts import read_prompts
+from dpllm.text.sources import expand, is_here
 
 BATCH = {"transformers": 64, "vllm": 1024}
 """Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
@@ -136,7 +138,7 @@ def synthesize(
         ConfigError: No card, no released shares of the control columns, no prompts where the format needs them, settings that
             allow no text, a folder that holds something, a draft with other settings; or too few texts passed the filters.
         DataError: The prompts cannot be read.
-        Refused: A run without guarantee on data that are not public.
+        Refused: A run without guarantee on data that are not public; or prompts that are its private data.
     """
     config, statement = run.load_config(), carded(run)
     output = _place(run, order, statement, output)
@@ -147,6 +149,8 @@ def synthesize(
         )
     tests = order.tests()
     prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
+    if order.prompts is not None:
+        _refuse_private(run, config, order.prompts)
     generator = generate.load(run.root, engine=order.engine)
     if order.max_new_tokens is None:
         order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
@@ -181,6 +185,20 @@ def _place(run: RunDir, order: Order, statement: PrivacyRecord, output: Path | N
             f"{output}: holds something already, which would be lost. Type another --output, or remove it."
         )
     return output
+
+
+def _refuse_private(run: RunDir, config: RunConfig, prompts: Path) -> None:
+    """Each row holds its prompt. Only the file's place is looked at: to compare its text with private text would tell of that."""
+    sources = ((config.data.train, config.data.public), (config.data.eval, config.data.eval_public))
+    named = [part for source, public in sources if source is not None and not public for part in listed(source)]
+    private = [run.private, *(Path(name) for part in named if is_here(part) for name in expand(part))]
+    if any(
+        one.exists() and (prompts.samefile(one) or prompts.resolve().is_relative_to(one.resolve())) for one in private
+    ):
+        raise Refused(
+            f"--prompts {prompts}: is private data of the run, and rows are published with the prompts that they answer. Type a "
+            "file of public prompts; or declare data.public if everybody may read these, and train again."
+        )
 
 
 def _prompts(config: RunConfig, order: Order) -> list[str] | None:

@@ -106,6 +106,13 @@ def read(value: object) -> Synthetic:
         raise NotAStatement.of(error) from None
 
 
+def origin(record: Synthetic, statement: PrivacyRecord) -> object:
+    """What rows are a function of, beside public prompts: the weights, and the release that says how often to ask for codes."""
+    weights = {name: digest for name, digest in statement.files.items() if name.endswith(".safetensors")}
+    released = statement.statistics.releases if statement.statistics else ()
+    return weights, [one for one in released if one.statistic == record.shares]
+
+
 def epsilon(statement: PrivacyRecord) -> float | None:
     """What the folder costs at the run's delta: the model, all statistics on its card, and the models before it on the same data.
 

@@ -66,6 +66,33 @@ def test_the_card_of_the_run_lies_beside_it_byte_for_byte(tmp_path: Path) -> Non
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("what", ["weights", "shares", "a figure of the card"])
+def test_rows_of_another_model_or_release_get_no_card_of_this_one(tmp_path: Path, what: str) -> None:
+    """Whoever trains again with a smaller epsilon in the same directory has the former rows there still."""
+    run = make_run(tmp_path / "run", statistics=released())
+    folder = make_data_set(run, tmp_path / "set")
+    block = json.loads((run.export / "privacy.json").read_text("utf-8"))
+    if what == "weights":
+        block["files"]["adapter_model.safetensors"] = "0" * 64
+    elif what == "shares":
+        block["statistics"]["releases"][0]["entry"] = "another"
+    else:
+        block["hardware"] = {}
+    (run.export / "privacy.json").write_text(json.dumps(block), encoding="utf-8")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if what == "a figure of the card":
+        write_dataset_card(folder, run)
+        assert (folder / "run" / "privacy.json").read_bytes() == (run.export / "privacy.json").read_bytes()
+        return
+    for missing in (False, True):
+        if missing:
+            (folder / "run" / "privacy.json").unlink()
+            del before[folder / "run" / "privacy.json"]
+        with pytest.raises(ConfigError, match="wrote these rows"):
+            write_dataset_card(folder, run)
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 def test_without_a_guarantee_no_epsilon_and_no_tag_is_stated(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "clinic-without-privacy")
     text = page(make_data_set(run, tmp_path / "set", control=[], shares=None, columns=["visit", "text"]))

@@ -423,6 +423,27 @@ def test_models_that_answer_need_public_prompts(finished: Place, tmp_path: Path,
     assert (record["columns"], record["prompts"]) == (["prompt", "completion"], 2)
 
 
+@pytest.mark.parametrize("how", ["train", "link", "eval", "private"])
+def test_private_data_of_the_run_are_no_prompts(finished: Place, tmp_path: Path, how: str) -> None:
+    """Rows would publish them."""
+    run = as_format(finished, tmp_path / "run", "prompt_completion")
+    data = tmp_path / "data"
+    for name in ("train", "eval"):
+        tiny.write_rows(data / f"{name}.jsonl", [{"prompt": "Anna bought", "completion": "a hat"}])
+    value = yaml.safe_load((run / "config.yaml").read_text())
+    value["data"] |= {"train": str(data / "t*.jsonl"), "eval": str(data / "eval.jsonl"), "eval_public": False}
+    (run / "config.yaml").write_text(yaml.safe_dump(value))
+    (data / "link.jsonl").symlink_to(data / "train.jsonl")
+    prompts = data / f"{how}.jsonl"
+    if how == "private":
+        prompts = Path(shutil.copy(data / "train.jsonl", run / "private"))
+    assert "private data of the run" in refused(run, *FEW, "--prompts", prompts, code=3)
+    value["data"] |= {"public": True, "eval_public": True}
+    (run / "config.yaml").write_text(yaml.safe_dump(value))
+    if how != "private":
+        made(run, tmp_path / "set", *FEW, "--prompts", prompts)
+
+
 def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Anna\n")
     assert "leave them out" in refused(finished.run, *FEW, "--prompts", tmp_path / "prompts.txt")

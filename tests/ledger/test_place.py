@@ -71,6 +71,20 @@ def test_a_file_that_is_the_same_is_no_copy(original: Path, how: str) -> None:
         reserve(ledger)
 
 
+def test_a_second_name_of_the_file_is_refused_as_long_as_there_are_two(original: Path) -> None:
+    """SQLite keeps a journal for each name: what is reserved by one is not seen by the other, and is lost."""
+    second = original.with_name("second.sqlite")
+    os.link(original, second)
+    with Ledger(second) as ledger, pytest.raises(Refused, match="is a copy"):
+        reserve(ledger)
+    with Ledger(original) as ledger:
+        reserve(ledger)
+    original.unlink()
+    with Ledger(second) as ledger:
+        reserve(ledger)
+        assert len(ledger.runs("notes")) == 3
+
+
 def test_a_ledger_of_before_is_bound_at_its_first_write(original: Path) -> None:
     Place(str(original)).edit("DELETE FROM meta WHERE key = 'place'")
     copy = shutil.copy(original, original.with_name("second.sqlite"))
