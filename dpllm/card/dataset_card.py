@@ -20,7 +20,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, section, synthetic
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic
+from dpllm.statement.synthetic import RECORD, ROWS, Synthetic
 
 
 def write_dataset_card(directory: Path, run: RunDir) -> Path:
@@ -39,20 +39,24 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
             holds a marker.
     """
     given = read_json(directory / RECORD)
-    if not (directory / ROWS).is_file() or not all((run.export / name).is_file() for name in (CARD, BLOCK)):
+    block = run.export / BLOCK
+    statement = privacy_record.read(read_json(block)) if block.is_file() else None
+    copied = synthetic.of_run(statement) if statement else {}
+    if not statement or not all(
+        path.is_file() for path in (directory / ROWS, *map(run.export.joinpath, copied.values()))
+    ):
         raise ConfigError(
             f"{directory}: {ROWS}, or the card in {run.export}, is missing, so nothing says what the rows come from. Type "
             f"dpllm card {run.root}, and then dpllm synthesize {run.root}."
         )
-    if strange := sorted(hashes(directory).keys() - synthetic.FILES):
+    if strange := sorted(hashes(directory).keys() - synthetic.files(statement)):
         raise ConfigError(
             f"{directory}: {strange[0]} does not belong in a data set, and everything in the folder is published. Move it "
             "elsewhere, then type the command again."
         )
-    of_run = {mine: (run.export / name).read_bytes() for name, mine in ((CARD, MODEL_CARD), (BLOCK, MODEL_BLOCK))}
+    of_run = {mine: (run.export / name).read_bytes() for mine, name in copied.items()}
     files = {name: hashlib.sha256(content).hexdigest() for name, content in of_run.items()}
     record = synthetic.read({**given, "files": {ROWS: sha256(directory / ROWS), **files}})
-    statement = privacy_record.read(read_json(run.export / BLOCK))
     shown = {one.statistic for one in statement.statistics.releases} if statement.statistics else set()
     if record.shares is not None and record.shares not in shown:
         raise ConfigError(

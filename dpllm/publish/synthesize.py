@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import BLOCK, CARD, locked, sha256, whole_directory, write_json, write_whole
+from dpllm.files import BLOCK, locked, sha256, whole_directory, write_json, write_whole
 from dpllm.model import environment
 from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
@@ -358,7 +358,6 @@ def _write(
     reasons = [*tests, *([] if order.keep_duplicates else [filters.DUPLICATE])]
     with whole_directory(output) as part:
         write_whole(part / ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-        copies = {f"run/{name}": sha256(run.export / name) for name in (BLOCK, CARD)}
         record = Synthetic(
             schema_version=1,
             rows=order.rows,
@@ -369,7 +368,7 @@ def _write(
             sampling=Sampling.pick(asdict(order)),
             attempts=draft.drawn,
             dropped={why: draft.dropped[why] for why in reasons},
-            files={ROWS: sha256(part / ROWS), **copies},
+            files={},  # the card fills them in
             quality=quality,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
             software=_software(order),

@@ -6,8 +6,9 @@ and of the model's privacy statement. Must not know how rows are written or chec
     README.md          the card, whose front matter the Hub and ``datasets.load_dataset`` read
     synthetic.json     this record
     data/train.jsonl   the rows, one JSON object a line
-    run/README.md      the card of the model that wrote them, and its privacy statement, byte for byte as in the run's export/
-    run/privacy.json
+    run/README.md      the card of the model that wrote them, its privacy statement and, with a guarantee, its figure, byte for
+    run/privacy.json   byte as in the run's export/
+    run/privacy.svg
 
 Epsilon is not repeated here: it is that of run/privacy.json, together with the statistics named there.
 """
@@ -22,7 +23,7 @@ from pydantic import Field, ValidationError
 
 from dpllm.files import BLOCK, CARD
 from dpllm.privacy.limits import attacker_limits
-from dpllm.statement import formatting, section
+from dpllm.statement import formatting, section, tradeoff_figure
 from dpllm.statement.fields import AtLeast1, Count, NotAStatement, Number, Record, Sha256, Share, Text
 from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
 
@@ -30,9 +31,6 @@ Json = dict[str, Any]
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
 MODEL_CARD, MODEL_BLOCK = f"run/{CARD}", f"run/{BLOCK}"
-FILES = frozenset({CARD, RECORD, ROWS, MODEL_CARD, MODEL_BLOCK})
-"""All that lies in the folder."""
-HASHED = (ROWS, MODEL_CARD, MODEL_BLOCK)
 PARTS = ("synthetic",)
 SIDES = ("synthetic", "released", "training", "evaluation")
 """What figures of quality are of: "WHAT: SIDE"."""
@@ -85,7 +83,7 @@ class Synthetic(Record):
     dropped: dict[Text, Count]
     """Why a text was not taken -> how many."""
     files: dict[Text, Sha256]
-    """SHA-256 of data/train.jsonl, run/README.md and run/privacy.json."""
+    """SHA-256 of data/train.jsonl and of all in run/."""
     quality: Quality | None
     """Null: not measured."""
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
@@ -124,6 +122,16 @@ def epsilon(statement: PrivacyRecord) -> float | None:
     if lineage is not None and lineage.composed is not None:
         return lineage.composed.epsilon + sum(one.event.epsilon for one in (released.releases if released else ()))
     return released.with_run if released else statement.terms.epsilon
+
+
+def of_run(statement: PrivacyRecord) -> dict[str, str]:
+    """What lies in run/: its name in the folder, and in the run's export/."""
+    return {f"run/{name}": name for name in (CARD, BLOCK, *([tradeoff_figure.FILE] if statement.guarantee else []))}
+
+
+def files(statement: PrivacyRecord) -> set[str]:
+    """All that lies in the folder."""
+    return {CARD, RECORD, ROWS, *of_run(statement)}
 
 
 def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpllm.files import BLOCK, CARD, sha256
+from dpllm.files import CARD, sha256
 from dpllm.run.directory import RunDir
 from dpllm.statement import synthetic
 from dpllm.statement.fields import NotAStatement
@@ -105,19 +105,24 @@ def _read(directory: Path, ledger: str | None) -> DataSet:
 def _files(found: DataSet) -> Iterator[Check]:
     """The very files that the folder consists of, with the stated hashes."""
     names, problems = check_export.regular_files(found.directory, strict=found.model.run is not None)
-    problems += [f"{name} is missing" for name in sorted(synthetic.FILES - set(names))]
-    problems += [f"{name} is no file of a data set" for name in names if name not in synthetic.FILES]
-    if wrong := sorted(found.record.files.keys() ^ set(synthetic.HASHED)):
+    of_run, expected = synthetic.of_run(found.model.record), synthetic.files(found.model.record)
+    hashed = [ROWS, *of_run]
+    found.model.hashes.update(
+        {name: found.record.files.get(mine, "") for mine, name in of_run.items() if mine in names}
+    )
+    problems += [f"{name} is missing" for name in sorted(expected - set(names))]
+    problems += [f"{name} is no file of a data set" for name in names if name not in expected]
+    if wrong := sorted(found.record.files.keys() ^ set(hashed)):
         problems.append(f"{RECORD} has a hash too many or too few ({listed(wrong)})")
     if problems:
         raise Wrong(f"{listed(problems)}. {_AGAIN}")
     changed = []
-    for name in synthetic.HASHED:
+    for name in hashed:
         with regular(found.directory / name, MOST_BYTES):
             changed += [name] if sha256(found.directory / name, follow=False) != found.record.files[name] else []
     if changed:
         raise Wrong(f"{listed(changed)} changed since the card was written. {_AGAIN}")
-    yield verified("files", f"SHA-256 of {listed(list(synthetic.HASHED))}; none missing, none extra.")
+    yield verified("files", f"SHA-256 of {listed(hashed)}; none missing, none extra.")
 
 
 def _rows(found: DataSet) -> Iterator[Check]:
@@ -205,7 +210,7 @@ def _run(found: DataSet) -> Iterator[Check]:
     """run/ against the card that the run has now."""
     if (run := found.model.run) is None:
         return
-    for name, mine in ((BLOCK, MODEL_BLOCK), (CARD, MODEL_CARD)):
+    for mine, name in synthetic.of_run(found.model.record).items():
         if read_bytes(run.export / name, MOST_CARD) != read_bytes(found.directory / mine, MOST_CARD):
             raise Wrong(
                 f"{mine} is not the {name} that the run has now. Write the card again: dpllm card RUN/synthetic."
@@ -224,6 +229,7 @@ _OF_THE_MODEL: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = 
     ("schema", check_export.schema),
     ("front matter", check_export.front_matter),
     ("marked parts", check_export.marked),
+    ("figure", check_export.figure),
     ("promise", check_promise.check),
     ("author's word", check_export.said),
     ("lineage", check_promise.check_lineage),

@@ -86,7 +86,8 @@ def test_the_folder_and_its_record(finished: Place, tmp_path: Path) -> None:
     }  # fmt: skip
     assert found.attempts == 9 + sum(found.dropped.values())
     assert set(found.dropped) == {"empty", filters.DUPLICATE}
-    own = {name: sha256(finished.run / "export" / Path(name).name) for name in ("run/README.md", "run/privacy.json")}
+    copied = ("run/README.md", "run/privacy.json", "run/privacy.svg")
+    own = {name: sha256(finished.run / "export" / Path(name).name) for name in copied}
     assert found.files == own | {"data/train.jsonl": sha256(tmp_path / "new" / "set" / "data" / "train.jsonl")}
     assert {name: sha256(tmp_path / "new" / "set" / name) for name in found.files} == found.files
     assert (tmp_path / "new" / "set" / "README.md").is_file()
