@@ -58,10 +58,10 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
     files = {name: hashlib.sha256(content).hexdigest() for name, content in of_run.items()}
     record = synthetic.read({**given, "files": {ROWS: sha256(directory / ROWS), **files}})
     shown = {one.statistic for one in statement.statistics.releases} if statement.statistics else set()
-    if record.shares is not None and record.shares not in shown:
+    if (record.shares is not None or (record.control and statement.guarantee)) and record.shares not in shown:
         raise ConfigError(
-            f"{directory}: rows were asked for by {record.shares}, which the run's card does not show, so that its cost would be "
-            f"in no epsilon. Type dpllm card {run.root} --describe FILE first."
+            f"{directory}: rows were asked for by {record.shares or 'the training rows'}, which the run's card does not show, so "
+            f"that its cost would be in no epsilon. Type dpllm card {run.root} --describe FILE first, or write the rows anew."
         )
     _check_origin(directory, given, record, statement)
     text = _page(run.load_config(), record, statement)

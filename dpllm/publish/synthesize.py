@@ -149,7 +149,7 @@ def synthesize(
         )
     tests = order.tests()
     prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
-    if order.prompts is not None:
+    if order.prompts is not None and output != run.private / "synthetic":
         _refuse_private(run, config, order.prompts)
     generator = generate.load(run.root, engine=order.engine)
     if order.max_new_tokens is None:

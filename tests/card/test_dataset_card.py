@@ -109,6 +109,13 @@ def test_a_statistic_that_the_card_does_not_show_is_refused(tmp_path: Path) -> N
     assert not (tmp_path / "set" / "run").exists()
 
 
+def test_rows_asked_for_as_often_as_in_training_rows_never_get_a_guarantee(tmp_path: Path) -> None:
+    """They were written while the run had none, and what its card says may change."""
+    run = make_run(tmp_path / "run", statistics=released())
+    with pytest.raises(ConfigError, match="asked for by the training rows"):
+        make_data_set(run, tmp_path / "set", shares=None)
+
+
 def test_another_file_in_the_folder_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", statistics=released())
     folder = make_data_set(run, tmp_path / "set")

@@ -355,7 +355,7 @@ def test_without_guarantee_codes_are_as_often_as_in_training_rows(coded: Place, 
     assert ", 0 failed" in done("verify", run / "synthetic").out
     record["shares"] = "shares of visit;age"
     (run / "synthetic" / "synthetic.json").write_text(json.dumps(record))
-    assert "shares is not the statistic" in dpllm_("verify", run / "synthetic").out
+    assert "shares names no statistic" in dpllm_("verify", run / "synthetic").out
 
 
 def test_filters_do_not_change_the_codes(coded: Place, tmp_path: Path) -> None:
