@@ -162,10 +162,19 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
     Raises:
         BlockingIOError: Another process is inside, and this one does not ``wait``.
+        ConfigError: The file system has no locks.
     """
     while True:
         with open(path, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                raise ConfigError(
+                    f"{path.parent}: its file system keeps no locks ({error.strerror}), so two commands could write there at "
+                    "once. Name a directory on a local disk."
+                ) from None
             try:
                 mine = path.stat().st_ino == os.fstat(file.fileno()).st_ino
             except FileNotFoundError:

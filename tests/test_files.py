@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dpllm import files
 from dpllm.errors import ConfigError
+from dpllm.ledger import Ledger
 from dpllm.run.checkpoint import export
 from dpllm.run.directory import RunDir
 
@@ -76,6 +78,23 @@ def test_a_lock_holds_one_at_a_time_however_many_come_and_go(tmp_path: Path) -> 
         thread.join()
     assert seen == [1] * 1800
     assert not path.exists()
+
+
+def test_a_file_system_without_locks_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    monkeypatch.setattr("fcntl.lockf", none)
+    with (
+        pytest.raises(ConfigError, match=r"keeps no locks .No locks available.*local disk"),
+        files.locked(tmp_path / "x"),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="keeps no locks"), RunDir(tmp_path).locked():
+        pass
+    with pytest.raises(ConfigError, match=r"No locks available.*local disk"):  # and not after a minute of waiting
+        Ledger(tmp_path / "ledger.sqlite")
 
 
 def test_copies_of_rows_go_with_the_next_command_where_one_was_killed(

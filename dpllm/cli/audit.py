@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import AddCommand, show
+from dpllm.cli.plan import AddCommand, plain_console, show
 from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
@@ -150,12 +150,10 @@ def _run(known: argparse.Namespace, path: Path) -> int:
     twin = RunDir(Path(known.twin)) if known.twin else None
     shadows = None
     if known.shadows:
-        from rich.console import Console
-
         from dpllm.lab.shadows import audit_shadows, may_train
 
         may_train(run, run.load_config())
-        shadows = partial(audit_shadows, num_shadows=known.shadows, console=Console(stderr=True))
+        shadows = partial(audit_shadows, num_shadows=known.shadows, console=plain_console(stderr=True))
     report = audits.audit(run, twin=twin, shadows=shadows, generate=not known.scores_only)
     return _show(known, report.to_json(), terminal.table(report), f"Written to {run.audit_dir(report.published)}")
 

@@ -6,7 +6,7 @@ import argparse
 import getpass
 from pathlib import Path
 
-from dpllm.cli.plan import OVERRIDES, AddCommand, parse_recipe, show
+from dpllm.cli.plan import OVERRIDES, AddCommand, parse_recipe, plain_console, show
 from dpllm.errors import ConfigError
 
 
@@ -41,8 +41,6 @@ def _check_tasks(known: argparse.Namespace) -> None:
 
 def compare(known: argparse.Namespace, rest: list[str]) -> int:
     """Compares runs and prints the table."""
-    from rich.console import Console
-
     from dpllm.comparison.compare import compare as side_by_side
     from dpllm.run.directory import RunDir
 
@@ -53,7 +51,7 @@ def compare(known: argparse.Namespace, rest: list[str]) -> int:
         public=known.public,
         tasks=known.tasks,
         losses=not known.no_intervals,
-        console=Console(stderr=True),
+        console=plain_console(stderr=True),
     )
     found = comparison.values if known.json else comparison.table()
     return show(known, found, f"Written to {comparison.output}")
@@ -61,8 +59,6 @@ def compare(known: argparse.Namespace, rest: list[str]) -> int:
 
 def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     """Trains a recipe at several epsilons and prints what may stand in a job's log."""
-    from rich.console import Console
-
     from dpllm.comparison.compare import public_comparison
     from dpllm.comparison.sweep import sweep as train_all
     from dpllm.run.directory import RunDir
@@ -73,7 +69,7 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
         by = known.by or getpass.getuser()
     except (OSError, KeyError):
         raise ConfigError("this user has no name, and the list of runs needs one who answers: --by NAME") from None
-    console = Console(stderr=known.json)
+    console = plain_console(stderr=known.json)
     comparison = train_all(path, overrides, by=by, resume=known.resume, tasks=known.tasks, console=console)
     root = comparison.output.parent
     values, table = public_comparison([RunDir(root / run["name"]) for run in comparison.values["runs"]])

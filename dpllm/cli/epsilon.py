@@ -8,7 +8,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from dpllm.cli.plan import AddCommand
+from dpllm.cli.plan import AddCommand, plain_console
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import as_json
 
@@ -176,17 +176,16 @@ def _delta(known: argparse.Namespace) -> float:
 
 
 def _show(answer: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from dpllm.statement.formatting import bound_or_infinite as up
 
-    console = Console(highlight=False)
+    console = plain_console()
     epsilon = up(answer["epsilon"])
     if answer["target_epsilon"] is not None:
-        console.print(f"noise multiplier [bold]{answer['noise_multiplier']:g}[/], with which epsilon is {epsilon}")
+        console.print(f"noise multiplier {answer['noise_multiplier']:g}, with which epsilon is {epsilon}")
     else:
-        console.print(f"epsilon [bold]{epsilon}[/]")
+        console.print(f"epsilon {epsilon}")
     console.print(f"at delta {answer['delta']:g}, q {answer['sampling_rate']:.6g}, {answer['num_steps']} steps\n")
     table = Table("", "delta", "epsilon", title="Epsilon, rounded up")
     for delta, value in answer["curve"]:
@@ -205,4 +204,4 @@ def _show(answer: dict[str, Any]) -> None:
         bounds.add_row(words, up(answer["limits"][name]))
     console.print(bounds)
     console.print()
-    console.print(answer["statement"], soft_wrap=False)
+    console.print(answer["statement"], highlight=False)

@@ -108,16 +108,14 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
     if known.make_up_lost_steps and not known.resume:
         raise ConfigError("--make-up-lost-steps belongs to --resume. Type both.")
     config = load_recipe(known, rest)
-    from rich.console import Console
-
     from dpllm.run.directory import RunDir
     from dpllm.run.loop import train as run
     from dpllm.run.promise import Start
     from dpllm.run.screen import summary
 
     main = os.environ.get("RANK", "0") == "0"
-    console = Console(stderr=True, quiet=not main) if known.json else None
-    record = run(config, Start(known.resume, known.make_up_lost_steps, known.overwrite), console=console)
+    start = Start(known.resume, known.make_up_lost_steps, known.overwrite)
+    record = run(config, start, console=plain_console(stderr=known.json, quiet=not main))
     if known.json and main:
         print(dump(summary(record, RunDir(Path(config.output_dir)), held_out=config.data.eval is not None)))
     return 0 if record.status == "completed" else 1
@@ -192,11 +190,9 @@ def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError], gp
 
 
 def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, advice: list[str]) -> None:
-    from rich.console import Console
-
     from dpllm.forecast import table
 
-    console = Console()
+    console = plain_console()
     if not seen.config.privacy.enabled and seen.schedule:
         steps, batch = seen.schedule.num_steps, seen.schedule.expected_batch_size
         console.print(f"No differential privacy: {steps} steps of about {batch} units.")
@@ -205,12 +201,10 @@ def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, ad
     for part in table.footprint_tables(needs) if needs else ():
         console.print(part)
     for text in advice:
-        _say(console, f"Advice: {text}")
+        console.print(f"Advice: {text}", highlight=False)
 
 
 def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int:
-    from rich.console import Console
-
     from dpllm.forecast import table
     from dpllm.forecast.advice import suggest
     from dpllm.forecast.sweep import parse_sweeps, sweep
@@ -224,17 +218,14 @@ def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int
         rows = [{**asdict(point), "values": dict(zip(sweeps, point.values, strict=True))} for point in points]
         print(dump({"sweep": rows, "suggestion": asdict(suggestion) if suggestion else None}))
         return 0
-    console = Console()
+    console = plain_console()
     console.print(table.sweep_table(list(sweeps), points))
     for text, same in groupby((point for point in points if point.refusal), lambda point: point.refusal):
-        _say(console, f"Refused ({'; '.join(', '.join(map(str, point.values)) for point in same)}): {text}")
+        found = "; ".join(", ".join(map(str, point.values)) for point in same)
+        console.print(f"Refused ({found}): {text}", highlight=False)
     if suggestion:
-        _say(console, table.suggestion_text(suggestion))
+        console.print(table.suggestion_text(suggestion), highlight=False)
     return 0
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=False)
 
 
 def _json(seen: Decision, needs: Footprint | None, advice: list[str], refusals: list[DpllmError]) -> dict[str, Any]:
@@ -261,12 +252,18 @@ def show(known: argparse.Namespace, found: dict[str, Any] | RenderableType, *lin
         assert isinstance(found, dict)
         print(dump(found))
         return 0
+    console = plain_console()
+    console.print(found)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Where every command prints: names, paths and texts stand there as they are, with nothing in them that rich reads."""
     from rich.console import Console
 
-    Console().print(found)
-    for line in lines:
-        Console().print(line, markup=False, highlight=False, soft_wrap=True)
-    return 0
+    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)
 
 
 def dump(value: dict[str, Any]) -> str:

@@ -107,7 +107,7 @@ def sweep(
     with RunDir(root).locked():
         state = _state_of(points, root, resume)
         points, entries = _fix(points, root, state, by)
-        console.print(f"[bold]Sweep[/] {state['group']}: {', '.join(point.name for point in points)} in {root}")
+        console.print(f"Sweep {state['group']}: {', '.join(point.name for point in points)} in {root}")
         for point in points:
             _train(point, entries.get(point.name), console)
         contradictions = _audit(points, console)
@@ -326,14 +326,14 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
 
     run = point.run
     if read_status(run) == "completed":
-        console.print(f"[bold]{point.name}[/]: finished before")
+        console.print(f"{point.name}: finished before")
         return
     goes_on = bool(run.checkpoints())
     if goes_on:
         entry = None
     elif entry is not None:
         _refuse_lost(point, entry)
-    console.print(f"[bold]{point.name}[/]")
+    console.print(point.name)
     try:
         start = Start(resume=goes_on, overwrite=not goes_on, entry=entry)
         record = train(point.config, start, console=console)
@@ -369,7 +369,7 @@ def _audit(points: Sequence[Point], console: Console) -> list[str]:
     for point in sorted(points, key=lambda point: -point.epsilon):  # the twin first
         if point.config.audit.canaries is not None:
             report = _audit_one(point, twin if point.config.privacy.enabled else None)
-            console.print(f"[bold]{point.name}[/] audited: {report.verdict}")
+            console.print(f"{point.name} audited: {report.verdict}")
             if report.verdict == "falsified":
                 contradictions.append(f"{point.name}: {report.verdict_reason}")
         write_card(point.run)

@@ -58,10 +58,8 @@ def plan_table(seen: Decision, title: str) -> Table:
             rows["banded noise"] = _banded(plan, effect)
         rows["ledger"] = _ledger(seen)
     if seen.subject and seen.subject.reads:
-        from rich.markup import escape
-
-        rows["data"] = escape(seen.subject.reads)
-        rows["first example" if seen.config.data.public else "an example"] = escape(seen.subject.example)
+        rows["data"] = seen.subject.reads
+        rows["first example" if seen.config.data.public else "an example"] = seen.subject.example
     return _two_columns(title, rows)
 
 

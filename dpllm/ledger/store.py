@@ -6,6 +6,8 @@ Comes in: SQL with ``?`` for values. Goes out: rows. One class for a file of SQL
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import platform
 import secrets
@@ -95,13 +97,13 @@ class SQLite:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            _make_file(path)
             self._path, self._file = path.absolute(), os.stat(path)
             device, number = str(self._file.st_dev), str(self._file.st_ino)
             self.spot = Spot(path=str(path.resolve()), host=platform.node(), device=device, file=number)
-        except OSError as error:
-            raise self.unusable(error.strerror) from error
-        self._db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None)
+            self._db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise self.unusable(getattr(error, "strerror", error)) from error
         try:
             self.rows("PRAGMA journal_mode = WAL")
             self.rows("PRAGMA synchronous = FULL")
@@ -382,6 +384,15 @@ class Postgres:
 
 
 Store = SQLite | Postgres
+
+
+def _make_file(path: Path) -> None:
+    """Makes a file for its owner alone, where locks hold."""
+    with contextlib.suppress(FileExistsError, BlockingIOError):
+        # One that is there stays shut: closing it would end the locks that SQLite holds for another connection of this process.
+        made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(made, "rb+"):
+            fcntl.lockf(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _first_line(error: Exception) -> str:

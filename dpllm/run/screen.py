@@ -15,9 +15,9 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from dpllm.files import RunPaths
 from dpllm.model import memory
@@ -113,9 +113,8 @@ def summary(record: RunRecord, run: RunPaths, *, held_out: bool) -> dict[str, An
 
 def summary_table(found: dict[str, Any]) -> Table:
     """The same for people; ``found`` is of ``summary``."""
-    table = Table(
-        show_header=False, box=box.SIMPLE, title=escape(f"{found['status']}: {found['run']}"), title_justify="left"
-    )
+    title = Text(f"{found['status']}: {found['run']}")
+    table = Table(show_header=False, box=box.SIMPLE, title=title, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     losses = [(when, found[f"eval_loss_{when}"]) for when in ("before", "after")]
@@ -134,5 +133,5 @@ def summary_table(found: dict[str, Any]) -> Table:
     }
     for name, words in rows.items():
         if words is not None:
-            table.add_row(name, escape(words))
+            table.add_row(name, Text(words))
     return table

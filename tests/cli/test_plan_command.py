@@ -125,6 +125,16 @@ def test_a_sweep_loads_no_torch(recipe: Path) -> None:
 # --- what it says ----------------------------------------------------------------------------------------------------
 
 
+def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "[" / "]"  # its path holds [/], which closes a tag that rich never saw opened
+    tiny.write_rows(place / "rows.jsonl", [{"text": f"[/b] {tiny.sentence(number)}"} for number in range(50)])
+    give_budget(place, 8.0)  # of other data: what a ledger holds of these is named
+    out, _ = answer(capsys, 0, write(place, dataset="[/] :bug:"))
+    assert "[/] :bug:: spent" in out
+    assert "[/]/recipe.yaml" in out.replace(" ", "")
+    assert "[/b]" in answer(capsys, 0, place / "recipe.yaml", "--data.public=true")[0]
+
+
 def test_people_and_machines_are_told_the_same(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = value(capsys, 0, recipe)
     assert (plan["dataset_size"], plan["num_steps"], plan["noise_multiplier"]) == (50, 3, 2.0)

@@ -19,6 +19,7 @@ from dpllm.ledger import Ledger
 from dpllm.ledger.reserving import group_total
 
 CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
+SWEEP = "[/]sweep"  # a name that rich would read as markup
 WRONG, REFUSED = 2, 3
 
 
@@ -31,7 +32,7 @@ def rows(count: int, start: int = 0) -> list[dict[str, str]]:
 
 
 def make(root: Path, base: Path, **changes: object) -> Place:
-    settings = {"data.public": True, "output_dir": str(root / "sweep"), **changes}
+    settings = {"data.public": True, "output_dir": str(root / SWEEP), **changes}
     place = make_place(root, base, settings)
     tiny.write_rows(place.train, rows(40))
     return place
@@ -42,7 +43,7 @@ def swept_to(place: Place, epsilons: str, *more: object) -> Answer:
 
 
 def record(place: Place, name: str) -> dict[str, object]:
-    return dict(json.loads((place.root / "sweep" / name / "run.json").read_text()))
+    return dict(json.loads((place.root / SWEEP / name / "run.json").read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path)
 
 def test_every_run_is_trained_audited_carded_and_compared(swept: tuple[Place, Answer]) -> None:
     place, answer = swept
-    root = place.root / "sweep"
+    root = place.root / SWEEP
     assert {path.name for path in root.iterdir()} == {"eps-2", "eps-8", "eps-inf", "compare", "sweep.json"}
     for name in ("eps-2", "eps-8", "eps-inf"):
         assert record(place, name)["status"] == "completed"
@@ -81,7 +82,7 @@ def test_every_run_is_trained_audited_carded_and_compared(swept: tuple[Place, An
 
 def test_no_text_of_a_row_leaves_private(swept: tuple[Place, Answer]) -> None:
     place, answer = swept
-    root = place.root / "sweep"
+    root = place.root / SWEEP
     assert SENTINEL not in answer.out + answer.err
     for path in root.rglob("*"):
         if path.is_file() and "cache" not in path.parts:
@@ -90,18 +91,18 @@ def test_no_text_of_a_row_leaves_private(swept: tuple[Place, Answer]) -> None:
 
 def test_no_figure_of_private_evaluation_data_stands_in_job_logs(swept: tuple[Place, Answer]) -> None:
     place, answer = swept
-    value = json.loads((place.root / "sweep" / "compare" / "comparison.json").read_text())
+    value = json.loads((place.root / SWEEP / "compare" / "comparison.json").read_text())
     for part in (value["base"], *value["runs"]):
         assert f"{part['utility']['loss']['value']:.3f}" not in answer.out
     assert "BLEU" not in answer.out
-    page = (place.root / "sweep" / "compare" / "comparison.md").read_text()
+    page = (place.root / SWEEP / "compare" / "comparison.md").read_text()
     assert "3 prompts, each with all its references (6 in all); a beam search of 5 for at most " in page
 
 
 def test_losses_by_example_add_up_to_those_of_training(swept: tuple[Place, Answer]) -> None:
     place, _ = swept
     for name in ("eps-2", "eps-8", "eps-inf"):
-        private = place.root / "sweep" / name / "private"
+        private = place.root / SWEEP / name / "private"
         summary = json.loads((private / "summary.json").read_text())
         tuned = json.loads((private / "held_out.json").read_text())["tuned"]
         assert sum(tuned["tokens"]) == summary["eval_tokens"]
@@ -131,13 +132,13 @@ def test_the_ledger_holds_one_group_and_each_run_its_total(swept: tuple[Place, A
     assert f"Tuning group {name}" in done("ledger", "show", "--ledger", place.ledger).out
     assert "tuning group" in done("ledger", "history", "--ledger", place.ledger).out
     assert "One of 3 runs that differ in privacy.epsilon alone (2, 8, inf)" in (
-        place.root / "sweep" / "eps-8" / "config.yaml"
+        place.root / SWEEP / "eps-8" / "config.yaml"
     ).read_text().replace("\n    ", " ")
 
 
 def test_a_finished_sweep_is_kept(swept: tuple[Place, Answer]) -> None:
     place, _ = swept
-    root = place.root / "sweep"
+    root = place.root / SWEEP
     before = {name: text for name, text in contents(root).items() if "compare" not in name and "README" not in name}
     head = json.loads(done("ledger", "export", "--ledger", place.ledger).out)["head"]
     again = swept_to(place, "2,8,inf", "--resume", "--tasks", 3)
@@ -153,7 +154,7 @@ def test_a_finished_sweep_is_kept(swept: tuple[Place, Answer]) -> None:
 
 def test_a_public_report_of_public_data(swept: tuple[Place, Answer]) -> None:
     place, _ = swept
-    runs = [place.root / "sweep" / name for name in ("eps-inf", "eps-2", "eps-8")]
+    runs = [place.root / SWEEP / name for name in ("eps-inf", "eps-2", "eps-8")]
     output = place.root / "public"
     done("compare", *runs, "--public", "--no-intervals", "--output", output)
     text = (output / "comparison.md").read_text() + (output / "comparison.json").read_text()
@@ -166,7 +167,7 @@ def test_a_public_report_of_public_data(swept: tuple[Place, Answer]) -> None:
 
 
 def untouched(place: Place) -> bool:
-    left = [path for path in (place.root / "sweep").rglob("*") if path.is_file()]
+    left = [path for path in (place.root / SWEEP).rglob("*") if path.is_file()]
     with Ledger(place.ledger) as book:
         return not left and all(book.account(name).runs == () for name in ("notes", *book.datasets()))
 
@@ -202,7 +203,7 @@ def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
     monkeypatch.setattr("dpllm.comparison.sweep._train", lambda point, entry, console: seen.append((point, entry)))
     monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda points, console: [])
     assert swept_to(place, "2,6").code == WRONG  # nothing was trained, so nothing can be compared
-    state = json.loads((place.root / "sweep" / "sweep.json").read_text())
+    state = json.loads((place.root / SWEEP / "sweep.json").read_text())
     with Ledger(place.ledger) as book:
         runs = book.account("notes").groups()[state["group"]]
         assert [entry for _, entry in seen] == [run.reservation.entry for run in runs]
@@ -223,7 +224,7 @@ def test_runs_under_an_adaptive_budget_train_with_the_noise_that_was_reserved(tm
         runs = book.account("notes").runs
         assert [run.state for run in runs] == ["completed", "completed"]
         for name, run in zip(("eps-2", "eps-6"), runs, strict=True):
-            plan = json.loads((place.root / "sweep" / name / "plan.json").read_text())
+            plan = json.loads((place.root / SWEEP / name / "plan.json").read_text())
             assert plan["event"] == run.event
         assert book.verify() == []
 
@@ -234,7 +235,7 @@ def test_without_privacy_only_public_data_are_swept(tmp_path: Path, base: Path) 
     assert answer.code == REFUSED
     assert "not declared public" in answer.err
     assert not place.ledger.exists()
-    assert not list((place.root / "sweep").glob("eps-*"))
+    assert not list((place.root / SWEEP).glob("eps-*"))
 
 
 def test_data_that_change_while_a_sweep_is_planned_are_refused(
@@ -339,7 +340,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
         answer = swept_to(place, "2,8")
     assert answer.code == 1
     assert "eps-8 was interrupted after 2 steps" in answer.err
-    first = contents(place.root / "sweep" / "eps-2")
+    first = contents(place.root / SWEEP / "eps-2")
     with Ledger(place.ledger) as book:
         reserved = [run.reservation.entry for run in book.account("notes").runs]
         sealed = book.account("notes").sealed
@@ -347,7 +348,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
     answer = swept_to(place, "2,8", "--resume")
     assert answer.code == 0, answer.err
     assert "finished before" in answer.out
-    after = contents(place.root / "sweep" / "eps-2")
+    after = contents(place.root / SWEEP / "eps-2")
     assert first["export/adapter_model.safetensors"] == after["export/adapter_model.safetensors"]
     assert first["run.json"] == after["run.json"]
     with Ledger(place.ledger) as book:
@@ -422,7 +423,7 @@ def reserved_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
     with monkeypatch.context() as patch:
         patch.setattr("dpllm.comparison.sweep._train", killed)
         assert swept_to(place, "2,8").code == 1
-    return place.root / "sweep" / "sweep.json"
+    return place.root / SWEEP / "sweep.json"
 
 
 def test_other_peoples_rows_are_not_trained_on_what_was_reserved(

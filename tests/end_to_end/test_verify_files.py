@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -421,6 +422,17 @@ def test_the_short_requirements_are_those_of_the_package() -> None:
     known = {canonicalize_name(one.name): one.specifier for one in map(Requirement, project["dependencies"])}
     for requirement in _required():
         assert requirement.name == "pyarrow" or known[canonicalize_name(requirement.name)] == requirement.specifier
+
+
+def test_what_they_install_is_locked_with_hashes_at_the_versions_of_the_tests() -> None:
+    text = REQUIREMENTS.with_suffix(".lock").read_text("utf-8").replace("\\\n", " ")
+    locked = {canonicalize_name(line.partition("==")[0]): line for line in text.splitlines() if line[:1] != "#"}
+    tested = REQUIREMENTS.with_name("constraints.txt").read_text("utf-8")
+    pins = {canonicalize_name(line.partition("==")[0]): line for line in tested.splitlines()}
+    assert {canonicalize_name(one.name) for one in _required()} <= locked.keys()
+    for name, line in locked.items():
+        assert line.partition("==")[2].split()[0] == pins[name].partition("==")[2].split()[0]
+        assert re.search(r" --hash=sha256:[0-9a-f]{64}\b", line)
 
 
 @pytest.mark.full

@@ -232,6 +232,18 @@ def test_the_file_is_private_and_durable(tmp_path: Path):
         assert ledger.store.rows("PRAGMA busy_timeout") == [(60_000,)]
 
 
+def test_a_second_connection_of_one_process_does_not_end_the_locks_of_the_first(tmp_path: Path):
+    """Another process that closes the file as the last one deletes its WAL, and charges in that would be lost."""
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as first, Ledger(path):
+        reserve(first)
+        look = f"from dpllm.ledger import Ledger\nwith Ledger({str(path)!r}) as ledger: print(ledger.head()['count'])"
+        subprocess.run([sys.executable, "-c", look], check=True, capture_output=True)
+        reserve(first)
+        seen = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True).stdout
+        assert int(seen) == first.head()["count"]
+
+
 def test_the_server_is_asked_for_durability(postgres_server):
     url = postgres_server.new_database()
     with open_ledger(url) as ledger:

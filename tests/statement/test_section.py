@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
-from cards import Json, audit, broken, config, plan, pointer, record, render_card
+from cards import Json, audit, broken, config, described, plan, pointer, record, render_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from test_card_states import lineage, parent
 
 from dpllm.errors import ConfigError
@@ -187,15 +188,26 @@ print(section.render(privacy_record.read(json.load(sys.stdin)))["banner"])
     assert found.stdout.strip() == rendered(block)["banner"]
 
 
-HOSTILE = "x` ![ε = 0.1](https://evil/x.svg) ` **A** \u202e\u200b [a](https://evil) &#8238; # b"
+HOSTILE = "x` ![ε = 0.1](https://evil/x.svg) ` **A** \u202e\u200b <img src=x> [a](https://evil) &#8238; | c\n# b"
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+
+
+def live(shown: str) -> set[str]:
+    """What a reader's browser would load or follow of a page, and its HTML."""
+    parts = [part for block in MARKDOWN.parse(shown) for part in (block, *(block.children or ()))]
+    targets = {str(part.attrs[name]) for part in parts for name in ("src", "href") if name in part.attrs}
+    return targets | {part.content for part in parts if part.type.startswith("html")}
 
 
 def test_no_text_of_a_statement_shows_an_image_a_link_or_hidden_letters(block: Json) -> None:
     attempted = render_card(config(), plan(), broken(), None)[1]
     changes = {"lineage": lineage(ancestors=[parent(name="older")]), "deviations": ["a thing"]}
-    tuned = render_card(config(), plan(), record(**changes), audit(), MECHANISM)[1]
+    tuned = render_card(config(), plan(), record(**changes), audit(), MECHANISM, statistics=described())[1]
+    started = render_card(config(), plan(), record(lineage=lineage(base=parent(adapter=True))), None)[1]
+    own = set.union(*(live("\n".join(rendered(whole).values())) for whole in (tuned, attempted)))
+    assert all(target.startswith(("#", "privacy.")) for target in own)
     tried = 0
-    for whole in (tuned, attempted):
+    for whole in (tuned, attempted, started):
         for path in leaves(whole):
             hostile, last = copy.deepcopy(whole), path[-1]
             here = hostile
@@ -208,9 +220,10 @@ def test_no_text_of_a_statement_shows_an_image_a_link_or_hidden_letters(block: J
                 shown = "\n".join(rendered(hostile).values())
             except ConfigError:
                 continue
-            prose = re.sub(r"(?<!\\)`[^`\n]*`", "", shown).replace("![Curve of", "")
+            prose = re.sub(r"(?<!\\)`[^`\n]*`", "", shown)
             tried += HOSTILE[-3:] in shown
-            assert not re.search(r"[\u202e\u200b]|!\[|(?<!\\)\]\(https|(?<!\\)`|(?<!\\)&#|\*\*A\*\*", prose), path
+            assert live(shown) <= own, path
+            assert not re.search(r"[\u202e\u200b]|(?<!\\)`|(?<!\\)&#|\*\*A\*\*|^# b", prose, re.MULTILINE), path
     assert tried > 15
 
 
