@@ -20,7 +20,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, section, synthetic
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.synthetic import RECORD, ROWS, Synthetic
+from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic
 
 
 def write_dataset_card(directory: Path, run: RunDir) -> Path:
