@@ -49,7 +49,8 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
             f"{directory}: {ROWS}, or the card in {run.export}, is missing, so nothing says what the rows come from. Type "
             f"dpllm card {run.root}, and then dpllm synthesize {run.root}."
         )
-    if strange := sorted(hashes(directory).keys() - synthetic.files(statement)):
+    former = set(hashes(directory)) - synthetic.files(statement)
+    if strange := sorted(former - {synthetic.FIGURE}):
         raise ConfigError(
             f"{directory}: {strange[0]} does not belong in a data set, and everything in the folder is published. Move it "
             "elsewhere, then type the command again."
@@ -69,6 +70,8 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
     written: dict[str, str | bytes] = {**of_run, RECORD: record_text, CARD: text}
     for name, content in written.items():
         write_whole(directory / name, content)
+    if former:  # the figure of a guarantee that the run has lost
+        (directory / synthetic.FIGURE).unlink()
     return directory / CARD
 
 

@@ -68,17 +68,18 @@ def _validator(path: Path) -> Callable[[str], bool]:
             f"--schema {path}: the jsonschema library is not installed, which would check the texts. Type: pip install jsonschema"
         ) from None
     schema = read_json(path)
-    kind = validator_for(schema)
     try:
+        kind = validator_for(schema)
         kind.check_schema(schema)
-    except SchemaError as error:
-        raise ConfigError(f"--schema {path}: is no JSON Schema ({error.message}). Mend it.") from None
+    except (SchemaError, AttributeError, TypeError, ValueError) as error:  # the others of a $schema that is no address
+        why = getattr(error, "message", "$schema is no address")
+        raise ConfigError(f"--schema {path}: is no JSON Schema ({why}). Mend it.") from None
     checker: Any = kind(schema, registry=Registry())  # which looks nothing up elsewhere
 
     def valid(text: str) -> bool:
         try:
             return bool(checker.is_valid(json.loads(text, parse_constant=_no_constant)))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, OverflowError):  # the last of a number such as 1e999
             return False
         except Unresolvable as error:
             raise ConfigError(

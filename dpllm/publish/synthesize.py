@@ -180,9 +180,9 @@ def _place(run: RunDir, order: Order, statement: PrivacyRecord, output: Path | N
         raise ConfigError(
             f"--output {output}: rows without guarantee may repeat private text. They go to {default} only."
         )
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if output.name in ("", "..") or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         raise ConfigError(
-            f"{output}: holds something already, which would be lost. Type another --output, or remove it."
+            f"{output}: holds something already, or is no name, and it would be lost. Type another --output, or remove it."
         )
     return output
 

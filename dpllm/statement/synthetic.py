@@ -30,7 +30,7 @@ from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
 Json = dict[str, Any]
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
-MODEL_CARD, MODEL_BLOCK = f"run/{CARD}", f"run/{BLOCK}"
+MODEL_CARD, MODEL_BLOCK, FIGURE = f"run/{CARD}", f"run/{BLOCK}", f"run/{tradeoff_figure.FILE}"
 PARTS = ("synthetic",)
 SIDES = ("synthetic", "released", "training", "evaluation")
 """What figures of quality are of: "WHAT: SIDE"."""

@@ -155,10 +155,13 @@ def test_an_interrupted_data_set_ends_in_the_same_bytes(
     assert len(set(calls)) == len(calls) - 1, "only the batch that broke is drawn again, and no other twice"
 
 
-def test_nothing_that_is_there_is_overwritten(finished: Place, tmp_path: Path) -> None:
+def test_nothing_that_is_there_is_overwritten(finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     made(finished.run, tmp_path / "set", *FEW)
     before = contents(tmp_path)
-    assert "holds something already" in refused(finished.run, "--output", tmp_path / "set", *FEW)
+    for output in (tmp_path / "set", ".", "", ".."):
+        assert "holds something already" in refused(finished.run, "--output", output, *FEW)
     assert contents(tmp_path) == before
     assert "belongs to the run" in refused(finished.run, "--output", finished.run / "export" / "set", *FEW)
     assert "belongs to the run" in refused(finished.run, "--output", finished.run / "private" / "set", *FEW)

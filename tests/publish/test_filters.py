@@ -27,7 +27,8 @@ def reason(text: str, *, ended: bool = True, **wanted: Any) -> str | None:
 @pytest.fixture
 def schema(tmp_path: Path) -> Path:
     path = tmp_path / "schema.json"
-    path.write_text(json.dumps({"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}))
+    properties = {"age": {"type": "integer"}, "b": {"multipleOf": 0.5}}
+    path.write_text(json.dumps({"type": "object", "required": ["age"], "properties": properties}))
     return path
 
 
@@ -64,6 +65,7 @@ def test_personal_details_are_dropped_where_asked(text: str, found: bool) -> Non
         ('{"age": 7', False),
         ('{"age": 7} and more', False),
         ('{"age": 7, "b": NaN}', False),
+        ('{"age": 7, "b": 1e999}', False),
         ("[" * 100_000, False),
         ("words", False),
     ],
@@ -78,6 +80,8 @@ def test_only_json_of_the_schema_passes(schema: Path, text: str, passes: bool) -
         ("{", "readable as JSON"),
         ("[]", "no JSON object"),
         ('{"type": 5}', "is no JSON Schema"),
+        ('{"$schema": 5}', "is no JSON Schema"),
+        ('{"$schema": "http://["}', "is no JSON Schema"),
         ('{"$ref": "http://127.0.0.1:9/s.json"}', "refers to"),
         ('{"$ref": "#/x"}', "refers to"),
     ],
