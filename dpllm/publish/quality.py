@@ -52,6 +52,8 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 RESAMPLES = 1000
 LEARNED = 5000
 """A classifier learns from at most so many rows."""
+MOST_CODES = 200
+"""So many of the commonest codes of a side have their share shown: with thousands a record would be one that verify refuses."""
 FOLDER = "synthetic-quality"
 """In private/, beside the rows of a run without guarantee."""
 
@@ -194,7 +196,8 @@ def _released(statement: PrivacyRecord, columns: Sequence[str]) -> Figures:
             found[f"tokens, quantile {one.declared.quantile:g}: released"] = next(iter(one.value.values()))
         elif one.value and columns and one.statistic == control.shares_of(columns):
             total = max(1, sum(max(0, count) for count in one.value.values()))
-            found |= {f"share of {value}: released": max(0, count) / total for value, count in one.value.items()}
+            often = Counter(one.value).most_common(MOST_CODES)
+            found |= {f"share of {value}: released": max(0, count) / total for value, count in often}
     return found
 
 
@@ -204,7 +207,7 @@ def _described(name: str, side: Side, most: int) -> Figures:
     for q in QUANTILES:
         found[f"tokens, quantile {q:g}: {name}"] = float(np.quantile(side.lengths, q)) if side.lengths else None
     codes = Counter(map(control.SEPARATOR.join, zip(*side.labels.values(), strict=True)))
-    found |= {f"share of {code}: {name}": count / codes.total() for code, count in sorted(codes.items())}
+    found |= {f"share of {code}: {name}": count / codes.total() for code, count in codes.most_common(MOST_CODES)}
     texts = [side.texts[number] for number in spread(len(side.texts), most)]
     own = [words(text) for text in texts]
     for n in (1, 2, 3):

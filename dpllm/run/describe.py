@@ -35,12 +35,14 @@ from dpllm.privacy.releases import Measurement, measurement
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.released import Statistics
 from dpllm.text import data
-from dpllm.text.asked import Statistic, exact_values
+from dpllm.text.asked import OTHER, Statistic, exact_values
 
 DELTA = 1e-9
 """At which a total is stated where neither a budget nor the user names another: no release needs one."""
 FINEST, MOST_PERCENT = 1e-4, 1000
 """Epsilons are multiples of it, as PLD counts; and how much more than its share of a sum a release may get."""
+MOST_TEXT = 400_000
+"""Bytes of all releases as JSON: with them a card is one that ``dpllm verify`` still reads, and a release is paid for once."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def offered(
 
     Raises:
         DataError: The data cannot be read, or have no such column.
-        ConfigError: A part of epsilon is too small, or OpenDP is not there.
+        ConfigError: A part of epsilon is too small, too many values are declared, or OpenDP is not there.
         Refused: These records are another dataset of the ledger.
     """
     tokenizer = None
@@ -169,6 +171,15 @@ def _priced(
         }
         for asked, one in made
     ]
+    drawn = [
+        {**one, "value": dict.fromkeys((*asked.values, OTHER), 1e9)}
+        for one, (asked, _) in zip(releases, made, strict=True)
+    ]
+    if len(Statistics.pick({**fields, "releases": drawn}).model_dump_json(indent=2)) > MOST_TEXT:
+        raise ConfigError(
+            "so many values or candidates are declared that no card could show what is released of them; that is paid for all "
+            "the same. Declare fewer: of several columns each combination is one."
+        )
     return made, Statistics.pick({**fields, "releases": releases})
 
 

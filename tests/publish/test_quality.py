@@ -219,6 +219,20 @@ def test_released_statistics_stand_beside_the_rows(tmp_path: Path) -> None:
     assert found["share of home: synthetic"] == sum(row["visit"] == "home" for row in MADE) / len(MADE)
 
 
+def test_shares_are_those_of_the_commonest_codes_so_that_a_record_stays_small(tmp_path: Path) -> None:
+    made = [{"visit": f"ward {number // 2}", "text": f"Note {number}"} for number in range(1, 1000)]
+    base = cards.described()["releases"][0]
+    value = {f"ward {number}": number for number in range(500)} | {"other": 0}
+    shares = {"statistic": "shares of visit", "declared": {"values": [*value][:-1]}}
+    record = statement(releases=[{**base, **shares, "value": value}])
+    found = quality.measure(*a_run(tmp_path, TRAIN, None, planted=False), made, record)[0].figures
+    for side in ("synthetic", "released"):
+        names = {name for name in found if name.startswith("share of") and name.endswith(side)}
+        assert len(names) == quality.MOST_CODES
+        assert f"share of ward 0: {side}" not in names
+    assert found["share of ward 499: released"] == 499 / sum(range(500))
+
+
 def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     run, config = a_run(tmp_path, TRAIN, HELD)
     quality.write(run, config, MADE, statement())

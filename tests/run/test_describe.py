@@ -111,7 +111,7 @@ def test_a_statistic_asked_twice_costs_twice(say: Callable[..., Any]) -> None:
     assert [one.event.epsilon for one in released("both.json").releases] == [0.25, 0.25]
     code, _, error = say("--units", "--output", "both.json")
     assert (code, len(ledger().runs("notes"))) == (2, 4)
-    assert "both.json: is there already" in error
+    assert "both.json: holds what was released before" in error
 
 
 def test_many_releases_cost_less_than_their_sum(say: Callable[..., Any]) -> None:
@@ -191,6 +191,7 @@ def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Calla
         (["--units", "--unit", "whom"], 2, "no value in the unit column"),
         (["--units", "--delta", "2"], 2, "delta"),
         (["--units", "--output", "nowhere/describe.json"], 2, "cannot be written"),
+        (["--shares", f"label={','.join(map(str, range(100)))};age={','.join(map(str, range(100)))}"], 2, "no card"),
     ],
 )
 def test_bad_input_is_one_message_and_nothing_is_spent(
