@@ -233,7 +233,7 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
         terms = {name: {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta} for name, plan in plans.items()}
         state["pinned"] = terms
     write_json(root / STATE, {**state, "by": by})
-    book = ledger.open_ledger(config.privacy.ledger)
+    book, flaw = ledger.open_ledger(config.privacy.ledger), guards.deviations(config)[0]
     assert book is not None
     try:
         with book, book.counting():
@@ -249,7 +249,7 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
             reserving.reserve_all(
                 book,
                 policy.dataset,
-                [RunRequest.of(plan, f"{state['group']}/{name}") for name, plan in plans.items()],
+                [RunRequest.of(plan, f"{state['group']}/{name}", flaw=flaw) for name, plan in plans.items()],
                 group=reserving.Group(state["group"], by),
                 records=policy.records,
                 derived_from=policy.derived_from,

@@ -296,6 +296,11 @@ def event_of(value: dict[str, Any], dataset: str) -> tuple[Event, str, str]:
     spent = [e.facts for e in _links(value) if e.dataset == dataset and e.kind in ("reserve", "import")]
     if not spent:
         raise ConfigError(f"the exported ledger holds no run on dataset {dataset!r}.")
+    if flawed := [str(facts["run"]) for facts in spent if facts.get("flaw") is not None]:
+        raise ConfigError(
+            f"the exported ledger's run {flawed[0]!r} on dataset {dataset!r} gives no guarantee, so no event covers all. "
+            "Enter the others with --event FILE, and say so: dpllm ledger except NAME."
+        )
     meant = {(facts["unit"], facts["relation"]) for facts in spent}
     if len(meant) != 1:
         raise ConfigError(

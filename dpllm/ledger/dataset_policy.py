@@ -6,10 +6,9 @@ This binds the code of dpllm: it does not stop other programs, nor somebody who 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import scratch
@@ -30,16 +29,7 @@ class DatasetPolicy:
     dataset: str  # their name in the ledger
     derived_from: str | None  # the dataset that is charged instead, where the recipe declares one
     records: Fingerprint | None  # what the name stands for; None where there is no ledger yet
-    # Who permitted training without differential privacy on them, when and why.
-    exceptions: tuple[Mapping[str, Any], ...]
-
-    def deviations(self) -> list[str]:
-        """What every later card must say."""
-        return [
-            f"training without differential privacy on dataset {self.dataset!r} was permitted by {e['by']} on {e['at'][:10]} "
-            f"({e['reason']}); no figure of the ledger covers what was trained that way"
-            for e in self.exceptions
-        ]
+    deviations: tuple[str, ...]  # what every later card must say
 
 
 def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> DatasetPolicy:
@@ -66,7 +56,7 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
         _refuse_without_privacy(config, name, account is not None and account.budget is not None)
     if config.data.eval is not None and config.data.eval_public:
         _check_public_evaluation(config, config.data.eval, table, ledger)
-    return DatasetPolicy(name, parent, records, account.exceptions if account else ())
+    return DatasetPolicy(name, parent, records, tuple(account.deviations()) if account else ())
 
 
 class Terms(TypedDict):

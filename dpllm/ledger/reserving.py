@@ -96,7 +96,7 @@ def reserve_all(
 
 
 def _enter(ledger: Ledger, dataset: str, claim: Reservation, one: RunRequest) -> None:
-    facts = {key: value for key, value in asdict(claim).items() if key != "group" or value is not None}
+    facts = {key: value for key, value in asdict(claim).items() if key not in ("group", "flaw") or value is not None}
     seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event, "data": dataset})
     ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
 
@@ -114,6 +114,7 @@ def _claim(account: Account, one: RunRequest, cost: float, group: Group | None, 
         extends=extends,
         gate=account.budget.gate if account.budget else None,
         group=group.name if group else None,
+        flaw=one.flaw,
     )
 
 

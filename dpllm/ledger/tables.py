@@ -129,12 +129,7 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
         lines.append(
             f"The sum of their epsilons{outside} would be {total:.3f}; it is no bound at one delta, and shown to compare."
         )
-    for exception in account.exceptions:
-        lines.append(
-            f"Exception: training without differential privacy permitted by {exception['by']} on {exception['at'][:10]}: "
-            f"{exception['reason']}. No figure here covers it."
-        )
-    return lines
+    return lines + [f"Exception: {line}." for line in account.deviations()]
 
 
 def chain_table(entries: Sequence[Entry]) -> Table:

@@ -63,12 +63,13 @@ class RunRequest:
     unit: str
     relation: Relation
     run: str = ""  # its name, for people
+    flaw: str | None = None  # why it gives no guarantee; None: it gives one
 
     @classmethod
-    def of(cls, plan: Plan, run: str = "", num_steps: int | None = None) -> RunRequest:
+    def of(cls, plan: Plan, run: str = "", num_steps: int | None = None, flaw: str | None = None) -> RunRequest:
         """What a Plan asks for, in all or for some of its steps."""
         steps = plan.schedule.num_steps if num_steps is None else num_steps
-        return cls(plan.event_after(steps), plan.delta, steps, plan.unit, plan.neighbouring_relation, run)
+        return cls(plan.event_after(steps), plan.delta, steps, plan.unit, plan.neighbouring_relation, run, flaw)
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Reservation:
     extends: str | None = None  # the reservation whose lost steps this one makes up
     gate: Gate | None = None  # by which it was admitted; None without a budget
     group: str | None = None  # the tuning group with whose runs it was fixed; None for a single run
+    flaw: str | None = None  # why the run gives no guarantee; None: it gives one, or an earlier version did not say
 
     @property
     def mark(self) -> int:
@@ -152,6 +154,22 @@ class Account:
         """The last exception that holds: by the owner of the budget, where there is one."""
         valid = [entry for entry in self.exceptions if self.budget is None or entry["by"] == self.budget.by]
         return valid[-1] if valid else None
+
+    def flaws(self) -> list[str]:
+        """Runs that give no guarantee: whatever the others cost, no epsilon covers all runs together."""
+        claims = (run.reservation for run in self.runs)
+        return [f"run {one.run!r} gives no guarantee: {one.flaw}" for one in claims if one.flaw is not None]
+
+    def deviations(self) -> list[str]:
+        """What every later card must say."""
+        return [
+            *(
+                f"training without differential privacy on dataset {self.dataset!r} was permitted by {e['by']} on {e['at'][:10]} "
+                f"({e['reason']}); no figure of the ledger covers what was trained that way"
+                for e in self.exceptions
+            ),
+            *(f"on dataset {self.dataset!r}, {flaw}; no figure of the ledger covers it" for flaw in self.flaws()),
+        ]
 
     def events(self) -> list[Event]:
         """What counts where parameters are taken as fixed in advance: every reservation in full, and imports."""

@@ -172,7 +172,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         if low:
             check_in_float32(config, net, plan, device, rows)
 
-    notes = decision.policy.deviations()
+    notes = [*decision.policy.deviations]
     if resumed:
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)
         processes.replicate(optimizer, list(checkpoint.kept(net).values()))

@@ -67,7 +67,10 @@ class Payment:
             return None
         ledger, claim = self.ledger, self.ledger.run(self.entry).reservation
         budget, account = ledger.budget(claim.dataset), ledger.account(claim.dataset)
+        spent: float | None = ledger.spent(claim.dataset, None if budget else plan.delta)
         filtered = admission.filter_epsilon(account)
+        if account.flaws():
+            filtered = spent = None
         return {
             "dataset": claim.dataset,
             "entry": claim.entry,
@@ -76,7 +79,7 @@ class Payment:
             "budget": {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")}
             if budget
             else None,
-            "spent_epsilon": finite(ledger.spent(claim.dataset, None if budget else plan.delta)),
+            "spent_epsilon": None if spent is None else finite(spent),
             "filter_epsilon": None if filtered is None else finite(filtered),
             "imported": len(account.imports),
             "group": group_total(account, claim.group) if claim.group is not None else None,
@@ -115,7 +118,7 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
         elif steps:
             claim = ledger.reserve(
                 policy.dataset,
-                RunRequest.of(plan, f"{run.root.name}-{secrets.token_hex(4)}", steps),
+                RunRequest.of(plan, f"{run.root.name}-{secrets.token_hex(4)}", steps, decision.flaw),
                 extends=claims[0][0] if claims else None,
                 records=policy.records,
                 derived_from=policy.derived_from,

@@ -92,6 +92,11 @@ class Decision:
         return max((error.exit_code for error in self.refusals), default=0)
 
     @property
+    def flaw(self) -> str | None:
+        """Why the run gives no guarantee; None where it gives one."""
+        return guards.deviations(self.config)[0] or lineage.why_not(self.lineage)
+
+    @property
     def policy(self) -> dataset_policy.DatasetPolicy:
         """Whose data these are, of a decision that nothing refused."""
         assert self.subject is not None

@@ -206,11 +206,10 @@ class Recorder:
         prepared, summary = self._prepared, self._summary
         ended = datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None
         cost = dict(zip(COST, (ended, round(time.time() - self._started, 1), memory.peak_memory()), strict=True))
-        reason, notes = guards.deviations(prepared.config)
-        reason = reason or lineage.why_not(prepared.decision.lineage)
+        reason, (_, notes) = prepared.decision.flaw, guards.deviations(prepared.config)
         if status == "interrupted" and prepared.plan and unfinished is None:
             notes.append(INTERRUPTED)
-        permitted = prepared.decision.policy.deviations()
+        permitted = prepared.decision.policy.deviations
         record = RunRecord.pick(
             cost if may_tell_cost(prepared.config) else {},
             status=status,
@@ -261,8 +260,7 @@ def may_tell(prepared: Prepared) -> bool:
 
 def told_by_weights(prepared: Prepared) -> bool:
     """Whether the weights, and what follows from them and public values, may leave: with a guarantee, or of public rows alone."""
-    held = guards.deviations(prepared.config)[0] is None and lineage.why_not(prepared.decision.lineage) is None
-    return held or prepared.config.data.public
+    return prepared.decision.flaw is None or prepared.config.data.public
 
 
 def may_tell_cost(config: RunConfig) -> bool:

@@ -313,7 +313,7 @@ class Composed(Record):
     order: Number | None
     """Order of its Renyi filter."""
     spent_epsilon: NotNegative | None
-    """Epsilon of all runs together, as if all had been fixed in advance."""
+    """Epsilon of all runs together, as if fixed in advance; null where one gives no guarantee or none can be computed."""
     filter_epsilon: NotNegative | None
     """Epsilon of all runs by the Renyi filter, which holds where later runs were chosen after earlier results; else null."""
     imported: Count

@@ -93,7 +93,7 @@ def _coherent(composed: Composed, terms: Terms) -> Check:
     problems = []
     if (composed.gate, composed.order) != (gate, order) or composed.delta != delta:
         problems.append("gate, order or delta are not the budget's")
-    if (composed.filter_epsilon is not None) != (gate == "adaptive"):
+    if composed.filter_epsilon is not None and gate != "adaptive":
         problems.append("filter_epsilon belongs to an adaptive budget")
     # One run alone cannot cost more than all of them.
     if (
@@ -193,9 +193,9 @@ def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
     account = account_of(composed.dataset, [entry for entry in mine if entry.kind not in ("seal", "commit")], {})
     budget, relation = account.budget, terms.neighbouring_relation
     delta = composed.budget.delta if composed.budget else terms.delta
-    spent = costs.together(account.events(), delta, relation)
+    spent = math.inf if account.flaws() else costs.together(account.events(), delta, relation)
     filtered = admission.filter_epsilon(account)
-    filtered = None if filtered == math.inf else filtered
+    filtered = None if filtered == math.inf or account.flaws() else filtered
     problems = []
     if not close(composed.spent_epsilon, spent if math.isfinite(spent) else None, rounding(terms)):
         problems.append(f"the total is {spent:.6g}, and {composed.spent_epsilon} is stated")

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from published import carry, failing
 from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, make_place, rows
 
 from dpllm.auditing import figure
@@ -438,6 +439,24 @@ def test_a_fixed_noise_seed_has_no_guarantee(place: Place) -> None:
     done("card", place.run)
     assert "no differential privacy guarantee" in (place.run / "export" / "README.md").read_text().lower()
     assert "differential-privacy" not in front_matter(place.run)["tags"]
+
+
+def test_no_total_covers_a_run_without_a_guarantee(place: Place) -> None:
+    done("train", place.recipe, "--privacy.insecure_seed", 7)
+    second = place.root / "second"
+    done("train", place.recipe, "--output_dir", second)
+    done("card", second)
+    block = json.loads((second / "export" / "privacy.json").read_text())
+    assert (block["guarantee"], block["composed"]["spent_epsilon"]) == (True, None)
+    (said,) = block["deviations"]
+    assert re.search("gives no guarantee: its noise and sampling were seeded.*no figure of the ledger covers it", said)
+    text = (second / "export" / "README.md").read_text()
+    assert text.count("No ε covers all runs on this dataset") == 2
+    assert "composed as if all" not in text
+    assert f"Exception: {said}." in " ".join(done("ledger", "show", "--ledger", place.ledger).out.split())
+    done("verify", second)
+    carry(second / "export", {**block, "composed": {**block["composed"], "spent_epsilon": 99.0}})
+    assert "ledger" in failing(second)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_without_privacy_only_on_public_data(tmp_path: Path, ledger: bool) -> No
         with pytest.raises(Refused, match=r"data\.public: true") as refused:
             ask(recipe(tmp_path, privacy=off, data=private), book)
         assert refused.value.reason == "no_privacy"
-    assert ask(recipe(tmp_path, privacy=off, data={"public": True}), book).exceptions == ()
+    assert ask(recipe(tmp_path, privacy=off, data={"public": True}), book).deviations == ()
     assert ask(recipe(tmp_path), book).dataset == f"{tmp_path.name}/rows"
 
 
@@ -69,22 +69,22 @@ def test_a_budget_is_stronger_than_a_declaration_that_data_are_public(tmp_path: 
         budgets.except_from_privacy(book, "notes", "alice", "a baseline that is never released")
         policy = ask(config, book)
         assert policy.dataset == "notes"
-        (deviation,) = policy.deviations()
+        (deviation,) = policy.deviations
         assert "by alice" in deviation
         assert "a baseline that is never released" in deviation
-        assert ask(recipe(tmp_path), book).deviations() == [deviation]  # later runs with privacy say it too
+        assert ask(recipe(tmp_path), book).deviations == (deviation,)  # later runs with privacy say it too
 
 
 def test_noise_that_can_be_drawn_again_counts_as_none_where_there_is_a_budget(tmp_path: Path) -> None:
     seeded = recipe(tmp_path, privacy={"insecure_seed": 3})
     with opened(tmp_path / "free.sqlite") as book:
-        assert ask(seeded, book).exceptions == ()
+        assert ask(seeded, book).deviations == ()
     with with_budget(tmp_path / "ledger.sqlite", seeded) as book:
         with pytest.raises(Refused, match=r"Remove privacy\.insecure_seed") as refused:
             ask(seeded, book)
         assert refused.value.reason == "no_privacy"
         budgets.except_from_privacy(book, "notes", "alice", "a test of the noise")
-        assert ask(seeded, book).deviations() == ask(recipe(tmp_path), book).deviations() != []
+        assert ask(seeded, book).deviations == ask(recipe(tmp_path), book).deviations != ()
 
 
 def test_an_exception_of_somebody_else_before_the_budget_is_void(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_an_exception_of_somebody_else_before_the_budget_is_void(tmp_path: Path)
     with with_budget(tmp_path / "ledger.sqlite", off) as book:
         with pytest.raises(Refused, match="which has a privacy budget"):
             ask(off, book)
-        (deviation,) = ask(recipe(tmp_path), book).deviations()  # what may have happened before is said all the same
+        (deviation,) = ask(recipe(tmp_path), book).deviations  # what may have happened before is said all the same
         assert "mallory" in deviation
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dpllm.recipe.config import RunConfig
+from dpllm.run.promise import Decision
 from dpllm.run.record import INTERRUPTED, grown, may_tell, may_tell_cost, told_by_weights
 
 
@@ -39,7 +40,8 @@ def test_a_figure_of_public_rows_is_private_where_the_weights_are(
     public: bool, eval_public: bool, privacy: dict[str, Any], told: bool
 ) -> None:
     """It is computed through weights that saw private rows without a guarantee."""
-    run: Any = SimpleNamespace(config=config(public, eval_public, privacy), decision=SimpleNamespace(lineage=None))
+    asked = config(public, eval_public, privacy)
+    run: Any = SimpleNamespace(config=asked, decision=Decision(asked))
     assert may_tell(run) is told
 
 
@@ -53,7 +55,8 @@ def test_a_figure_of_public_rows_is_private_where_the_weights_are(
     ],
 )
 def test_samples_are_released_where_the_weights_are(public: bool, privacy: dict[str, Any], told: bool) -> None:
-    run: Any = SimpleNamespace(config=config(public, False, privacy), decision=SimpleNamespace(lineage=None))
+    asked = config(public, False, privacy)
+    run: Any = SimpleNamespace(config=asked, decision=Decision(asked))
     assert told_by_weights(run) is told
 
 
