@@ -308,6 +308,7 @@ def _statistics(released: Json | None, terms: Terms | None, reason: str | None, 
 def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> list[str]:
     lines = formatting.template("not_covered.txt.j2").render(
         data=config.data,
+        visible=formatting.visible,
         tuning=config.card.tuning,
         private_metrics=config.telemetry.private_metrics,
         lattice=record.lattice,

@@ -366,6 +366,8 @@ def test_every_access_to_data_outside_the_guarantee_is_named() -> None:
     ):
         assert any(access in line for line in block["not_covered"]), access
     for limit in (
+        "each value of the column patient_id stands for one person",
+        "another column of the same file",
         "many units share",
         "other sources",
         "when it is used",
@@ -375,5 +377,7 @@ def test_every_access_to_data_outside_the_guarantee_is_named() -> None:
     ):
         assert any(limit in line for line in block["not_covered"]), limit
     assert all(f"\n- {line}\n" in text for line in block["not_covered"])
+    rows = render_card(config(data={"unit": "example", "max_examples_per_unit": None}), plan(), record(), None)[1]
+    assert not any("publisher's word" in line for line in rows["not_covered"])
     baseline_block = render_card(baseline(), None, baseline_record(), None)[1]
     assert baseline_block["not_covered"] == ["everything: this run gives no guarantee"]
