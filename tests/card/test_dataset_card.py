@@ -13,7 +13,7 @@ from dpllm.card.dataset_card import write_dataset_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.statement import formatting, privacy_record, section, synthetic
-from dpllm.statement.fields import NotAStatement
+from dpllm.statement.fields import ComposedLineage, Lineage, NotAStatement
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "synthetic.md"
 
@@ -45,6 +45,17 @@ def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
     assert front["privacy"]["epsilon"] == pytest.approx(together, rel=1e-9)
     first = section.parts(page(folder), synthetic.PARTS)["synthetic"].splitlines()[0]
     assert f"ε = {formatting.bound(together)}, δ = 1e-05 for each training example" in first
+
+
+def test_epsilon_counts_the_models_before_it_on_the_same_dataset_and_the_statistics(folder: Path) -> None:
+    statement = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
+    total = ComposedLineage(epsilon=20.0, delta=statement.terms.delta, accountant="PLD")
+    lineage = Lineage.model_construct(composed=total)
+    after = statement.model_copy(update={"lineage": lineage})
+    assert synthetic.epsilon(after) == 20.0 + COST["epsilon"]
+    assert synthetic.epsilon(after.model_copy(update={"statistics": None})) == 20.0
+    alone = statement.model_copy(update={"statistics": None})
+    assert synthetic.epsilon(alone) == statement.terms.epsilon < synthetic.epsilon(statement)
 
 
 def test_the_front_matter_is_what_the_hub_and_datasets_read(folder: Path) -> None:

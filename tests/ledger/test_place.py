@@ -102,6 +102,8 @@ def test_a_ledger_of_before_is_bound_at_its_first_write(original: Path) -> None:
         ({"host": "elsewhere"}, False),  # another node that mounts the same file system, or another name of the server
         ({"path": "/mnt/b"}, False),  # mounted there
         ({"file": "0"}, False),  # restored from a backup
+        ({"device": "0"}, False),  # the file system got another number at the machine's start
+        ({"device": "0", "path": "/mnt/b"}, True),  # the same number in another file system, by chance
         ({"file": "0", "host": "elsewhere"}, True),
         ({"file": "0", "path": "/mnt/b"}, True),
     ],
