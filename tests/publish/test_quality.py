@@ -248,6 +248,11 @@ def test_texts_of_another_kind_lie_further_away(tmp_path: Path) -> None:
     run, config = a_run(tmp_path, TRAIN, HELD)
     near = quality.measure(run, config, HELD, statement(), embedding="builtin:tiny")[1]["figures"]
     assert abs(near[name.format("synthetic")]) < 1e-3 < near[name.format("training")]
+    run, config = a_run(tmp_path / "public", TRAIN[:9], HELD[:9], planted=False, eval_public=True)
+    public, private = quality.measure(run, config, MADE[:9], statement(), embedding="builtin:tiny")
+    assert name.format("synthetic") in public.figures.keys() - private["figures"].keys()
+    assert name.format("training") in private["figures"].keys() - public.figures.keys()
+    run, config = a_run(tmp_path, TRAIN, HELD)
     far = quality.measure(
         run, config, [{"visit": "home", "text": f"{n} * {n}"} for n in range(80)], statement(), embedding="builtin:tiny"
     )

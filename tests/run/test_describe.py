@@ -185,6 +185,7 @@ def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Calla
     [
         (["--shares", "label"], 2, "not declared"),
         (["--mean", "age"], 2, "not declared"),
+        (["--mean", "age=0:1e-320"], 2, "declare other values"),
         (["--shares", "diagnosis=yes,no"], 2, "no row has a column 'diagnosis'"),
         ([], 2, "no statistic is asked"),
         (["--lengths", "8,16"], 2, "--tokenizer MODEL"),
