@@ -35,6 +35,7 @@ _MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
 _OTHERWISE = re.compile(r"^(?:---|\.\.\.|\s*#)", re.MULTILINE)
 _MOST_MATTER = 2**19  # letters; YAML takes ten seconds for a million
 _MOST_LEVELS = 60
+_MOST_PLAIN = 10_000  # letters of a word without quotes, which may be a number
 
 
 def render(record: PrivacyRecord) -> dict[str, str]:
@@ -183,8 +184,9 @@ def _strict_yaml(text: str) -> Any:
     depth = 0
     for event in yaml.parse(text, Loader=loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or depth > _MOST_LEVELS:
-            raise ValueError("anchors, or nested without end")
+        long = isinstance(event, yaml.ScalarEvent) and event.implicit[0] and len(event.value) > _MOST_PLAIN
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or depth > _MOST_LEVELS or long:
+            raise ValueError("anchors, nested without end, or a number of base 60 that takes minutes")
     pending = [yaml.compose(text, Loader=loader)]
     while pending:
         node = pending.pop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ TOLERANCE = 1e-9
 LONGEST = 400
 MOST_BYTES = 64 * 2**20
 """Of a file that is read as a whole: the largest tokenizer.json has about 35 MB."""
+MOST_MEMORY = 3 * 2**30
 MOST_LEVELS = 60
 _RESTORE = "Take the file from where the model was published, or write the card again: dpllm card RUN."
 
@@ -184,6 +186,26 @@ def listed(names: list[str], most: int = 4) -> str:
     """Some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Lets this process take ``MOST_MEMORY`` more than it holds, where Linux says what that is: sizes that a file states may lie.
+
+    An allocation beyond it is an error, and so a failed check.
+    """
+    held = Path("/proc/self/statm")
+    if not held.exists():
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    most = int(held.read_text().split()[5]) * resource.getpagesize() + MOST_MEMORY
+    try:
+        least = min([most, *(one for one in before if one != resource.RLIM_INFINITY)])
+        resource.setrlimit(resource.RLIMIT_DATA, (least, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 @contextmanager

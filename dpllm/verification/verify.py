@@ -27,6 +27,7 @@ from dpllm.verification.values import (
     Published,
     Verification,
     Wrong,
+    bounded_memory,
     failed,
     guarded,
     read_object,
@@ -53,6 +54,7 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
 _MOST_CARD, _MOST_BLOCK = 2**22, 2**19
 
 
+@bounded_memory()
 def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None) -> Verification:
     """Checks a published run.
 

@@ -123,7 +123,16 @@ def test_a_marker_that_is_missing_doubled_or_out_of_order_is_refused(part: str) 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "# A card\n", "---\n---\n", "---\n- a\n---\n", "---\na: [\n---\n", "---\na: 1\n", "---\na: 2026-99-99\n---\n"],
+    [
+        "",
+        "# A card\n",
+        "---\n---\n",
+        "---\n- a\n---\n",
+        "---\na: [\n---\n",
+        "---\na: 1\n",
+        "---\na: 2026-99-99\n---\n",
+        "---\na: 1" + ":1" * 10_000 + "\n---\n",
+    ],
 )
 def test_front_matter_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="front matter"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,6 +53,34 @@ def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(
     with pytest.raises(Wrong, match="3,000,000 rows"):
         check_audits.tables(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
+def varint(number: int, size: int = 0) -> bytes:
+    """A number as thrift writes it, in at least so many bytes."""
+    parts = [(2 * number >> shift) & 127 for shift in range(0, max(7 * size, (2 * number).bit_length()), 7)]
+    return bytes([*(part | 128 for part in parts[:-1]), parts[-1]])
+
+
+def test_a_table_that_states_another_size_than_it_has_is_not_unpacked(tmp_path: Path) -> None:
+    rows, path = 3_000_000, tmp_path / "tokens.parquet"
+    table = pyarrow.table({name: pyarrow.repeat(value, rows) for name, value in TOKENS.items()})
+    whole = {"row_group_size": rows, "data_page_size": 2**30, "max_rows_per_page": rows, "use_dictionary": False}
+    parquet.write_table(table, path, compression="zstd", write_statistics=False, **whole)
+    group, written = parquet.read_metadata(path).row_group(0), path.read_bytes()
+    start = len(written) - 8 - int.from_bytes(written[-8:-4], "little")
+    foot = written[start:]
+    for size in {group.total_byte_size, *(group.column(n).total_uncompressed_size for n in range(group.num_columns))}:
+        foot = foot.replace(varint(size), varint(1000, len(varint(size))))
+    path.write_bytes(written[:start] + foot.replace(varint(rows), varint(10, len(varint(rows)))))
+    assert (parquet.read_metadata(path).num_rows, path.stat().st_size < 2**17) == (10, True)
+    code = (
+        "import sys; from pathlib import Path; from dpllm.verification import check_audits, values; import pyarrow.parquet\n"
+        "values.MOST_MEMORY = 2**26\n"
+        "with values.bounded_memory(): check_audits.tables(Path(sys.argv[1]))"
+    )
+    found = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 1
+    assert any(word in found.stderr for word in ("MemoryError", "damaged", "malloc")), found.stderr[-500:]
 
 
 def test_bytes_count_as_rows_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
