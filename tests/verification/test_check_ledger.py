@@ -64,8 +64,9 @@ def test_a_ledger_is_read_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     path = folder / "ledger.sqlite"
     with Ledger(path) as ledger:
-        claim, head = reserve(ledger), ledger.head()
+        claim = reserve(ledger)
         ledger.charge(claim.entry, 1)
+        head = ledger.head()  # the chain says the steps of a short run at each one
         assert check_ledger._open(str(path), head).steps == {claim.entry: 1}  # of a ledger in use, the last step too
     before = {one.name: one.read_bytes() for one in folder.iterdir()}
     assert len(check_ledger._open(str(path), head).entries) == head["count"]
