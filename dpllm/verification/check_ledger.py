@@ -31,15 +31,14 @@ from dpllm.verification.values import (
     Published,
     Wrong,
     asserted,
+    check_regular,
     close,
     listed,
     read_object,
-    regular,
     verified,
 )
 
 _NAME = "ledger"
-_SQLITE = b"SQLite format 3\x00"
 _URL = ("postgresql://", "postgres://")
 MOST_LEDGER = 2**30
 _TERMS = attrgetter("epsilon", "delta", "gate", "order")
@@ -121,17 +120,24 @@ def _open(where: str, head: Json) -> _Chain:
         name, value = where, _read(Postgres(where, read_only=True))
     else:
         path = Path(where).resolve()
-        with regular(path, MOST_LEDGER) as file:
-            stored = file.read(len(_SQLITE)) == _SQLITE
-        for beside in (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "journal")):
-            if os.path.lexists(beside):
-                with regular(beside, MOST_LEDGER):
-                    pass  # SQLite would wait for ever at a pipe of such a name
-        name, value = path.name, _read(SQLite(path, read_only=True)) if stored else read_object(path)
+        beside = [path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "journal")]
+        for one in (path, *filter(os.path.lexists, beside)):
+            check_regular(os.lstat(one), one, MOST_LEDGER)  # SQLite would wait for ever at a pipe
+        name, value = path.name, _read(SQLite(path, read_only=True)) if _stored(path) else read_object(path)
     entries = read_export(value, Path(name))
     if problems := verify_export(value, head):
         raise Wrong(f"{name}: {problems[0]} Do not trust what it says of this run.")
     return _Chain(entries, value["progress"], name)
+
+
+def _stored(path: Path) -> bool:
+    """Whether SQLite can read it, which alone closes a ledger in use without ending the locks of this process."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)) as db:
+        try:
+            db.execute("PRAGMA schema_version")
+        except sqlite3.DatabaseError:
+            return False
+    return True
 
 
 def _read(store: Store) -> Json:

@@ -219,16 +219,20 @@ def regular(path: Path, most: int = MOST_BYTES) -> Iterator[BinaryIO]:
         # A link could lead anywhere, and opening a pipe would wait for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise Wrong(f"{path.name} is no regular file. {_RESTORE}")
-            if status.st_size > most:
-                raise Wrong(f"{path.name} has {status.st_size:,} bytes, more than {most:,}. {_RESTORE}")
+            check_regular(os.fstat(file.fileno()), path, most)
             yield file
     except FileNotFoundError:
         raise Wrong(f"{path.name} is missing. {_RESTORE}") from None
     except OSError as error:
         raise Wrong(f"{path.name} cannot be read ({error.strerror}). {_RESTORE}") from None
+
+
+def check_regular(status: os.stat_result, path: Path, most: int) -> None:
+    """Refuses what is no regular file of bounded size."""
+    if not stat.S_ISREG(status.st_mode):
+        raise Wrong(f"{path.name} is no regular file. {_RESTORE}")
+    if status.st_size > most:
+        raise Wrong(f"{path.name} has {status.st_size:,} bytes, more than {most:,}. {_RESTORE}")
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
+import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -34,6 +36,19 @@ def published(root: Path, ledger: str) -> Published:
 
 def last(found: Published) -> Check:
     return list(check_ledger.check(found))[-1]
+
+
+def test_a_ledger_in_use_keeps_its_locks(tmp_path: Path) -> None:
+    """Of this process; another one that closes the file as the last would delete its WAL, and what was charged in that."""
+    path = tmp_path / "ledger.sqlite"
+    look = f"from dpllm.ledger import Ledger\nwith Ledger({str(path)!r}) as ledger: print(ledger.head()['count'])"
+    with Ledger(path) as ledger:
+        reserve(ledger)
+        check_ledger._open(str(path), HEAD)
+        subprocess.run([sys.executable, "-c", look], check=True, capture_output=True)
+        reserve(ledger)
+        seen = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True).stdout
+        assert int(seen) == ledger.head()["count"]
 
 
 @pytest.mark.parametrize("url", ["postgresql://evil@host/x", "postgres://evil@host/x", "http://evil/x"])
