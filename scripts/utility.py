@@ -6,8 +6,8 @@ r"""Held-out losses of variants of one recipe: runs with the same seeds, and the
 Runs of one seed begin with the same adapter and plant the same canaries. Whoever knows a run's seed knows its noise, so that
 these runs give no guarantee, and their data must be public. ``--half first`` evaluates on the first half of data.eval, to
 choose settings, and ``--half second`` on the other, to report them. Losses are in nats per token of completions. With
-``--rows N`` the tuned model writes so many texts behind control codes, as often as evaluation rows have them, and figures of
-``dpllm.publish.quality`` are kept too. Runs that the output holds are kept, and several calls may add to it at once.
+``--rows N`` the tuned model writes so many texts, behind control codes (if any) as often as evaluation rows have them, and
+figures of ``dpllm.publish.quality`` are kept too. Runs that the output holds are kept, and several calls may add to it at once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def write(run: RunDir, config: RunConfig, count: int, seed: int) -> Json:
     codes = [[value_name(row.get(column)) for column in columns] for row in choice.choices(table.rows, k=count)]
     texts: list[str] = []
     for start in range(0, count, BATCH):
-        lines = [control.line(columns, values) for values in codes[start : start + BATCH]]
+        lines = [control.line(columns, values) if columns else None for values in codes[start : start + BATCH]]
         drawn = generate.sample(generator, lines, 1, max_new_tokens=config.data.max_length, seed=choice.getrandbits(63))
         texts += [one.text for one in drawn]
     rows = [dict(zip(columns, values, strict=True)) | {"text": text} for values, text in zip(codes, texts, strict=True)]
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--half", choices=["first", "second"], default="second")
-    parser.add_argument("--rows", type=int, default=0, help="texts that the model writes; needs data.control")
+    parser.add_argument("--rows", type=int, default=0, help="texts that the model writes")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--variant", nargs="+", action="append", required=True, metavar=("NAME", "KEY=VALUE"))
     known = parser.parse_args()

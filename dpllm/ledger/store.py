@@ -211,7 +211,7 @@ class SQLite:
                     waited = time.monotonic() - began
                     if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or waited > PATIENCE:
                         raise self.unusable(error) from error
-                time.sleep(0.005 / (1 + 20 * waited))
+                time.sleep(0.005 / (1 + 400 * waited))
         finally:
             self.rows(f"PRAGMA busy_timeout = {PATIENCE * 1000}")
 

@@ -18,6 +18,7 @@ NO_TABLE = {
     "merge",
     "ledger init",
     "ledger seal",
+    "ledger adopt",
     "ledger except",
     "ledger reconcile",
     "ledger import",

@@ -217,5 +217,5 @@ def test_a_total_that_no_epsilon_bounds_is_written_down_as_infinite(place: Place
     done("train", place.recipe)
     assert place.json("run.json")["ledger"]["spent_epsilon"] is None
     done("card", place.run)
-    assert "up to this one: ε = infinite at" in (place.run / "export" / "README.md").read_text("utf-8")
+    assert "No ε covers all runs on this dataset" in (place.run / "export" / "README.md").read_text("utf-8")
     done("verify", place.run, "--ledger", place.ledger)

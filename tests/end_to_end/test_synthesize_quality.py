@@ -47,7 +47,7 @@ def test_public_figures_are_on_the_card_and_the_others_in_private(run: Path) -> 
     assert (private["not_measured"], said.err) == ([], "")
     assert record["quality"]["figures"]["rows: synthetic"] == 9
     assert record["quality"]["figures"]["rows: evaluation"] == 8
-    assert "rows: synthetic" in (run / "synthetic" / "README.md").read_text()
+    assert "| rows | 9 |  |  | 8 |" in (run / "synthetic" / "README.md").read_text()
     assert "rows: training" in private["figures"]
     assert not any("training" in name for name in record["quality"]["figures"])
     assert private["membership"]["attacks"].keys() == {"1", "4"}

@@ -18,7 +18,7 @@ from dpllm.errors import ConfigError
 from dpllm.run.directory import RunDir
 from dpllm.verification import check_export
 from dpllm.verification import verify as verifying
-from dpllm.verification.values import Published
+from dpllm.verification.values import Published, guarded
 from dpllm.verification.verify import verify
 
 STATEMENT = (("front matter", check_export.front_matter), ("marked parts", check_export.marked))
@@ -340,7 +340,7 @@ def test_every_field_is_computed_again_or_printed_as_asserted(export: Path, fini
     def seen(block: published.Json) -> bool:
         found = Published(export, block, "", ledger=str(finished.ledger), hashes=dict(hashes))
         found = found if block["composed"] != honest["composed"] else replace(found, ledger=None)  # which takes longest
-        lines = (line for name in _CHECKS for line in verifying._guarded(name, checks[name], found))
+        lines = (line for name in _CHECKS for line in guarded(name, checks[name], found))
         return any(line.status == "failed" for line in lines)
 
     assert not seen(honest)
