@@ -188,6 +188,23 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             return
 
 
+def make_lockable(path: Path) -> None:
+    """Makes an empty file, for its owner alone, unless there is one.
+
+    Raises:
+        OSError: It cannot be made, or the file system has no locks; then none is left behind.
+    """
+    # One that is there stays shut: closing it would end the locks that SQLite holds for another connection of this process.
+    new = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    with contextlib.suppress(FileExistsError, BlockingIOError), open(os.open(path, new, 0o600), "rb+") as made:
+        try:
+            fcntl.lockf(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                path.unlink()
+            raise
+
+
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """A new directory for copies of private rows, which the user alone can read, and which goes at the end.

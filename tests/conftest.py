@@ -26,6 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="other random draws (default: 0, the ones of CI)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["DPLLM_TEST_SEED"] = str(config.getoption("--seed"))  # of whole runs, see entropy.py
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,17 @@ Where = tuple[str | int, ...]
 def copy(export: Path, to: Path) -> Path:
     shutil.copytree(export, to)
     return to
+
+
+def make_endless(path: Path, kind: str, most: int) -> None:
+    """What never ends to be read: a pipe, a link to a device, or a file of so many bytes."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, most)
 
 
 def read(export: Path) -> Json:

@@ -93,8 +93,9 @@ def test_a_file_system_without_locks_is_one_message(tmp_path: Path, monkeypatch:
         pass
     with pytest.raises(ConfigError, match="keeps no locks"), RunDir(tmp_path).locked():
         pass
-    with pytest.raises(ConfigError, match=r"No locks available.*local disk"):  # and not after a minute of waiting
-        Ledger(tmp_path / "ledger.sqlite")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"No locks available.*local disk"):  # and not after a minute of waiting
+            Ledger(tmp_path / "ledger.sqlite")
 
 
 def test_copies_of_rows_go_with_the_next_command_where_one_was_killed(

@@ -6,8 +6,6 @@ Comes in: SQL with ``?`` for values. Goes out: rows. One class for a file of SQL
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import platform
 import secrets
@@ -21,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.files import make_lockable
 from dpllm.ledger.place import Spot
 
 SCHEMA_VERSION = 2
@@ -97,7 +96,7 @@ class SQLite:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _make_file(path)
+            make_lockable(path)
             self._path, self._file = path.absolute(), os.stat(path)
             device, number = str(self._file.st_dev), str(self._file.st_ino)
             self.spot = Spot(path=str(path.resolve()), host=platform.node(), device=device, file=number)
@@ -384,15 +383,6 @@ class Postgres:
 
 
 Store = SQLite | Postgres
-
-
-def _make_file(path: Path) -> None:
-    """Makes a file for its owner alone, where locks hold."""
-    with contextlib.suppress(FileExistsError, BlockingIOError):
-        # One that is there stays shut: closing it would end the locks that SQLite holds for another connection of this process.
-        made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(made, "rb+"):
-            fcntl.lockf(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,33 +66,27 @@ class Side:
     labels: dict[str, list[str]]
 
 
-def writer(embedding: str | None, tell: Callable[[str], None]) -> Callable[..., Quality]:
-    """``write``, once it is sure that there is such an embedding; ``tell`` is called with what could not be measured."""
+def writer(embedding: str | None = None, tell: Callable[[str], None] = lambda line: None) -> Callable[..., Quality]:
+    """``measure``, once it is sure that there is such an embedding; ``tell`` is called with what could not be measured.
+
+    What is private goes to private/synthetic-quality/quality.json, and a picture of all beside it.
+    """
     if embedding is not None:
         loading.load_tokenizer(ModelConfig(name_or_path=embedding))
-    return partial(write, embedding=embedding, tell=tell)
 
+    def write(run: RunDir, config: RunConfig, rows: Sequence[dict[str, str]], statement: PrivacyRecord) -> Quality:
+        public, private = measure(run, config, rows, statement, embedding=embedding)
+        missing, folder = private["not_measured"], run.private / FOLDER
+        try:
+            write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
+            draw({**public.figures, **private["figures"]}, private["membership"], folder / "quality.png")
+        except OSError as error:
+            missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
+        for line in missing:
+            tell(line)
+        return public
 
-def write(
-    run: RunDir,
-    config: RunConfig,
-    rows: Sequence[dict[str, str]],
-    statement: PrivacyRecord,
-    *,
-    embedding: str | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Quality:
-    """``measure``; what is private goes to private/synthetic-quality/quality.json, and a picture of all beside it."""
-    public, private = measure(run, config, rows, statement, embedding=embedding)
-    missing, folder = private["not_measured"], run.private / FOLDER
-    try:
-        write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
-        draw({**public.figures, **private["figures"]}, private["membership"], folder / "quality.png")
-    except OSError as error:
-        missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
-    for line in missing:
-        tell(line)
-    return public
+    return write
 
 
 def measure(

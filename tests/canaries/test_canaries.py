@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import entropy
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from dpllm.canaries import canaries, kinds
 from dpllm.canaries.canaries import Canary, check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.errors import ConfigError
 from dpllm.privacy.schedule import num_slots
+from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import RunDir
@@ -291,3 +293,17 @@ def test_gradient_canaries_hold_slots_have_coins_of_their_own_and_are_committed_
 def test_gradient_canaries_stand_beside_canaries_of_text():
     with pytest.raises(ValidationError, match=r"Set audit\.canaries too"):
         AuditConfig(gradient_canaries=10)
+
+
+def test_whole_runs_of_tests_draw_from_their_seed_and_users_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(*words: object) -> tuple[int, canaries.CanaryPlan]:
+        with entropy.from_seed(*words):
+            return os_entropy(), plan_canaries(CanaryConfig(groups={1: 40}, references=100))
+
+    assert drawn("train", 1) == drawn("train", 1)
+    for one, other in zip(drawn("train", 1), drawn("train", 2), strict=True):
+        assert one != other
+    before = drawn("train", 1)
+    monkeypatch.setenv(entropy.SEED, "another")
+    assert drawn("train", 1) != before
+    assert os_entropy() != os_entropy()

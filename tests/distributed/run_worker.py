@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import entropy
 import torch
 from sharding_worker import LAUNCHED
 from torch.distributed.fsdp import FSDPModule
@@ -106,7 +107,7 @@ class Scenario:
 
 SEED = {"privacy.insecure_seed": "5"}
 BANDED = {"privacy.noise": "banded", "privacy.bands": "3", "train.steps": "8"}
-CANARIES = {"audit.canaries": "{groups: {1: 6}, references: 100}", "audit.gradient_canaries": "40"}
+CANARIES = {"audit.canaries": "{groups: {1: 28}, references: 100}", "audit.gradient_canaries": "40"}
 SCENARIOS = {
     **{f"seeded_{world}": Scenario(world, SEED) for world in (1, 2, 3)},
     "banded": Scenario(1, SEED | BANDED),
@@ -167,7 +168,8 @@ def work(name: str, rank: int, port: int, folder: Path) -> None:
     loop.COMPARE_EVERY = 1
     overrides = [word for key, value in words.items() for word in (f"--{key}", value)]
     os.chdir(ROOT)
-    sys.exit(cli.main(["train", "recipes/smoke/clinic.yaml", *scenario.flags, *overrides]))
+    with entropy.from_seed(name, rank):
+        sys.exit(cli.main(["train", "recipes/smoke/clinic.yaml", *scenario.flags, *overrides]))
 
 
 def free_port() -> int:

@@ -6,13 +6,16 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import entropy
 import pytest
 import tiny
 import yaml
@@ -26,6 +29,7 @@ Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
 NUM_ROWS = 40
 STEPS = 4
+_calls: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,24 @@ class Answer:
 
 def dpllm_(*arguments: object) -> Answer:
     """``dpllm ARGUMENTS`` in this process."""
+    words = [str(argument) for argument in arguments]
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(argument) for argument in arguments])
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), entropy.from_seed(*_of_this_call(words)):
+        code = main(words)
     return Answer(code, out.getvalue(), err.getvalue())
+
+
+def _of_this_call(words: list[str]) -> tuple[str, int]:
+    """The same in any order of tests and on any number of processes: whose command this is, and which one.
+
+    A command in a test's own folder is that test's; any other is named by its words, as that of a fixture.
+    """
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+    folder = "/" + re.sub(r"\W", "_", test.partition("::")[2])[:30]  # as pytest names tmp_path
+    own = any(folder in word for word in words)
+    name = test if own else " ".join(re.sub(r".*/pytest-\d+/(popen-gw\d+/)?", "", word) for word in words)
+    _calls[name] += 1
+    return name, _calls[name]
 
 
 def done(*arguments: object) -> Answer:

@@ -17,7 +17,7 @@ from dpllm.privacy.engine import Engine
 
 BANDS, STEPS, ROUNDS, RATE = 3, 8, 3, 3 * 8 / 40
 BANDED = {"privacy.noise": "banded", "privacy.bands": BANDS, "train.steps": STEPS}
-AUDITED = {"audit.canaries": {"groups": {1: 6}, "references": 100, "digits": 12}, "audit.gradient_canaries": 40}
+AUDITED = {"audit.canaries": {"groups": {1: 28}, "references": 100, "digits": 12}, "audit.gradient_canaries": 40}
 TERMS = ("--epsilon", 8, "--delta", 1e-3, "--reason", "a test", "--by", "Ada")
 TORCHLESS = """
 import sys

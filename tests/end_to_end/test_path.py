@@ -405,11 +405,11 @@ def test_other_formats_run_from_plan_to_card(place: Place, fmt: str) -> None:
     else:
         made = [dict(zip(("prompt", "completion"), pair, strict=True)) for pair in pairs]
     tiny.write_rows(place.train, made)
-    canaries = {"groups": {1: 12}, "references": 100}
+    canaries = {"groups": {1: 28}, "references": 100}
     place.write({"audit.canaries": canaries, "audit.guesses": [5], "data.long_examples": "chunk"})
     for command in (("plan", place.recipe), ("train", place.recipe), ("audit", place.run), ("card", place.run)):
         done(*command)
-    assert place.json("plan.json")["dataset_size"] == NUM_ROWS + 12
+    assert place.json("plan.json")["dataset_size"] == NUM_ROWS + 28
     assert yaml.safe_load((place.run / "config.yaml").read_text())["data"]["format"] == fmt
     assert place.json("export/audit/audit.json")["verdict"] != "falsified"
 

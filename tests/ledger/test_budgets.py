@@ -145,6 +145,16 @@ def test_an_export_of_another_ledger_is_taken_over_whole(ledger: Ledger, tmp_pat
         event_of(value, "notes")
 
 
+def test_an_export_with_a_run_without_a_guarantee_is_no_event(ledger: Ledger):
+    reserve(ledger)
+    reserve(ledger, run="seeded", flaw="its noise was seeded")
+    reserve(ledger, "unrelated")
+    value = ledger.chain.export()
+    with pytest.raises(ConfigError, match=r"run 'seeded' on dataset 'notes' gives no guarantee.*--event FILE"):
+        event_of(value, "notes")
+    event_of(value, "unrelated")
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -168,7 +168,7 @@ def test_rows_with_nothing_to_measure_are_answered(
     tmp_path: Path, made: list[Json], train: list[Json], held: list[Json] | None
 ) -> None:
     run, config = a_run(tmp_path, train, held)
-    public = quality.write(run, config, made, statement())
+    public = quality.writer()(run, config, made, statement())
     assert public.figures["rows: synthetic"] == len(made)
     run, config = a_run(tmp_path / "b", train, held, planted=False, control=[])
     assert quality.measure(run, config, made, statement())[1]["membership"] is None
@@ -235,7 +235,7 @@ def test_shares_are_those_of_the_commonest_codes_so_that_a_record_stays_small(tm
 
 def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     run, config = a_run(tmp_path, TRAIN, HELD)
-    quality.write(run, config, MADE, statement())
+    quality.writer()(run, config, MADE, statement())
     for name in ("quality.json", "quality.png"):
         assert (run.private / quality.FOLDER / name).stat().st_mode & 0o077 == 0
     text = (run.private / quality.FOLDER / "quality.json").read_text()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import carry, failing, read
+from published import carry, failing, make_endless, read
 from written_rows import ROWS, make_data_set, make_run, record, released, write_rows
 
 from dpllm.card.dataset_card import write_dataset_card
@@ -189,13 +189,7 @@ def test_a_line_that_is_no_row_is_one_failed_check(folder: Path, name: str) -> N
 def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind: str) -> None:
     path = folder / name
     path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "link":
-        path.symlink_to("/dev/zero")
-    else:
-        path.touch()
-        os.truncate(path, check_dataset.MOST_BYTES + 1)
+    make_endless(path, kind, check_dataset.MOST_BYTES + 1)
     started = time.monotonic()
     found = verify(folder)
     assert {check.name for check in found.checks if check.status == "failed"} & {"data set", "files"}

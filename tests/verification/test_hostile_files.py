@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow
 import pytest
 from cards import audit, config, make_run, plan, record
+from published import make_endless
 from pyarrow import parquet
 
 from dpllm.auditing.gradient import COLUMNS
@@ -98,13 +98,7 @@ def test_what_a_run_directory_holds_is_read_where_it_is_a_small_file(run: RunDir
     path: Path = getattr(run, name)
     if path.exists():
         path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "link":
-        path.symlink_to("/dev/zero")
-    else:
-        path.touch()
-        os.truncate(path, 2**31)
+    make_endless(path, kind, 2**31)
     found = verify(run.root)
     assert [check.name for check in found.checks if check.status == "failed"] == ["card"]
     assert path.name in found.checks[0].detail

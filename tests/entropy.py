@@ -1,0 +1,29 @@
+"""Keys and coins of whole runs from the tests' seed, where users have the operating system's entropy.
+
+With fresh ones a run in some hundreds tells another story than its tests expect: "every coin said out", or a noise that its
+own interval of 95% misses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+from dpllm.canaries import canaries
+from dpllm.privacy import stream
+
+SEED = "DPLLM_TEST_SEED"
+"""The environment variable that carries ``--seed`` to processes of their own."""
+
+
+@contextlib.contextmanager
+def from_seed(*words: object) -> Iterator[None]:
+    """Canaries, and the keys of batches and noise, that follow from the seed and ``words``."""
+    draws = random.Random(repr((os.environ.get(SEED, "0"), *words)))
+    ours = SimpleNamespace(randbits=draws.getrandbits, SystemRandom=lambda: draws)
+    with mock.patch.object(stream, "secrets", ours), mock.patch.object(canaries, "secrets", ours):
+        yield
