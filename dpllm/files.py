@@ -188,6 +188,27 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             return
 
 
+@contextlib.contextmanager
+def alone(place: Path, lock: Path, option: str = "--output") -> Iterator[None]:
+    """One process at a time writes to ``place``, which the user named by ``option``; the directory of ``lock`` is made.
+
+    Raises:
+        ConfigError: Another process does, or the place cannot be written to.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            if not lock.parent.exists():
+                lock.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(lock, wait=False))
+        except BlockingIOError:
+            raise ConfigError(
+                f"{place}: another process writes there. Wait for it, or type another {option}."
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be written to ({error.strerror}). Type another {option}.") from None
+        yield
+
+
 def make_lockable(path: Path) -> None:
     """Makes an empty file, for its owner alone, unless there is one.
 

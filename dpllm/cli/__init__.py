@@ -67,6 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return error.exit_code  # before the group stands; the first process of the machine says the same
         print(f"dpllm {known.command}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        where = f"{error.filename}: {error.strerror}"
+        print(f"dpllm {known.command}: {where}. Name another path, or mend this one.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"dpllm {known.command}: stopped at once; run.json says what stands.", file=sys.stderr)
         return 1

@@ -12,19 +12,18 @@ Guarantee:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import BLOCK, locked, sha256, whole_directory, write_json, write_whole
+from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import environment
 from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
@@ -154,7 +153,7 @@ def synthesize(
     generator = generate.load(run.root, engine=order.engine)
     if order.max_new_tokens is None:
         order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
-    with _alone(output):
+    with alone(output, output.with_name(f".{output.name}.lock")):
         draft = Draft.at(output.with_name(f".{output.name}.draft.jsonl"), _settings(order, run), order.seed)
         rows = replace(_rows(config, order.rows, prompts, shares, draft.seed), shares=released)
         _draw(generator, order, rows, tests, draft, told)
@@ -272,19 +271,6 @@ def _rows(
         asked.append((control.line(columns, values) if columns else "") + (prompt or "") or None)
     named = (*columns, "text") if prompts is None else (*columns, "prompt", "completion")
     return _Rows(heads, asked, named, None if prompts is None else len(prompts))
-
-
-@contextlib.contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """One process at a time writes there."""
-    with contextlib.ExitStack() as held:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(output.with_name(f".{output.name}.lock"), wait=False))
-        except OSError as error:
-            why = "another process writes there" if isinstance(error, BlockingIOError) else f"{error.strerror}"
-            raise ConfigError(f"{output}: cannot be written ({why}). Type another --output.") from None
-        yield
 
 
 def _settings(order: Order, run: RunDir) -> dict[str, Any]:

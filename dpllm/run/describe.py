@@ -13,7 +13,6 @@ Guarantee:
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 
 import dpllm
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.files import scratch, write_json
+from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
 from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import Sealed
@@ -70,31 +69,30 @@ class Offer:
 
         Raises:
             BudgetExceeded: The ledger has no room for all of them; nothing is spent.
-            ConfigError: ``output`` is there already, or its directory is not.
+            ConfigError: ``output`` is there already or cannot be written, or another process writes there.
         """
-        if output.exists():
-            raise ConfigError(
-                f"--output {output}: holds what was released before, which would be lost, and to release it again costs again. "
-                "Type another."
+        with alone(output, output.with_name(f".{output.name}.lock")):
+            if output.exists():
+                raise ConfigError(
+                    f"--output {output}: holds what was released before, which would be lost, and to release it again costs "
+                    "again. Type another."
+                )
+            if self.refusal:
+                raise self.refusal
+            ledger, whose, releases, requests = self._ledger, self._policy, [], _requests(self.statistics)
+            assert ledger is not None
+            claims = reserve_all(
+                ledger, whose.dataset, requests, records=whose.records, derived_from=whose.derived_from
             )
-        if not os.access(output.parent, os.W_OK):
-            raise ConfigError(
-                f"--output {output}: cannot be written, and what is released and lost is paid for all the same. Type another."
-            )
-        if self.refusal:
-            raise self.refusal
-        ledger, whose, releases, requests = self._ledger, self._policy, [], _requests(self.statistics)
-        assert ledger is not None
-        claims = reserve_all(ledger, whose.dataset, requests, records=whose.records, derived_from=whose.derived_from)
-        for one, (asked, made), claim in zip(self.statistics.releases, self._measurements, claims, strict=True):
-            ledger.charge(claim.entry, 1)
-            value = made.release(self._exact(asked))
-            releases.append(one.model_copy(update={"value": value, "entry": claim.entry}))
-        released = self.statistics.model_copy(update={"releases": tuple(releases)})
-        write_json(output, released.to_json())
-        for claim in claims:
-            ledger.finish(claim.entry, "completed")
-        return released
+            for one, (asked, made), claim in zip(self.statistics.releases, self._measurements, claims, strict=True):
+                ledger.charge(claim.entry, 1)
+                value = made.release(self._exact(asked))
+                releases.append(one.model_copy(update={"value": value, "entry": claim.entry}))
+            released = self.statistics.model_copy(update={"releases": tuple(releases)})
+            write_json(output, released.to_json())
+            for claim in claims:
+                ledger.finish(claim.entry, "completed")
+            return released
 
 
 @contextlib.contextmanager

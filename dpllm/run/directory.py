@@ -6,14 +6,13 @@ is readable by its owner alone.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dpllm.errors import ConfigError
-from dpllm.files import RunPaths, locked
+from dpllm.files import RunPaths, alone
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.statement.run_files import RunRecord, read_status
 
@@ -22,27 +21,13 @@ from dpllm.statement.run_files import RunRecord, read_status
 class RunDir(RunPaths):
     """One run directory."""
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Keeps other processes from training in this directory, whose files would then speak of two runs.
 
         Raises:
             ConfigError: Another process trains here, or the directory cannot be written to.
         """
-        with contextlib.ExitStack() as held:
-            try:
-                self.root.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(self.root / ".lock", wait=False))
-            except BlockingIOError:
-                raise ConfigError(
-                    f"{self.root}: another process trains in this directory, and two would write one record. Wait for it, or "
-                    "type another --output_dir."
-                ) from None
-            except OSError as error:
-                raise ConfigError(
-                    f"{self.root}: cannot be written to ({error.strerror}). Type another --output_dir."
-                ) from None
-            yield
+        return alone(self.root, self.root / ".lock", "--output_dir")
 
     def make(self) -> None:
         """Creates the directories; private/ for its owner alone."""

@@ -130,6 +130,26 @@ def test_wrong_commands_are_one_line_and_code_2(
     assert message.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify"],
+        ["plan", "RECIPE", "--output_dir"],
+        ["synthesize", "--rows", "3"],
+        ["train", "RECIPE", "--data.train"],
+    ],
+)
+def test_a_path_that_the_system_refuses_is_one_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """As a text typed where its file's name belongs: longer than any name may be."""
+    assert main([*(str(recipe) if word == "RECIPE" else word for word in words), "long " * 60]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"dpllm {words[0]}: ")
+    assert "File name too long. Name another path" in message
+    assert message.count("\n") == 1
+
+
 @pytest.mark.parametrize("arguments", [["fly"], ["ledger", "burn"], ["ledger", "init", "notes"], ["audit"]])
 def test_what_argparse_refuses_is_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -369,7 +369,7 @@ def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], t
     with RunDir(place.run).locked():
         for flag in ("--resume", "--overwrite"):
             answer = dpllm_("train", place.recipe, flag)
-            assert (answer.code, "another process trains" in answer.err) == (2, True)
+            assert (answer.code, "another process writes there" in answer.err) == (2, True)
     assert contents(place.run).keys() - before.keys() <= {".lock"}
     done("train", place.recipe, "--resume")
     assert not (place.run / ".lock").exists()

@@ -13,6 +13,7 @@ from dp_accounting.pld import common
 from dp_accounting.pld import privacy_loss_distribution as pld
 
 from dpllm.cli import main
+from dpllm.files import alone
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
 from dpllm.privacy import releases, renyi
 from dpllm.privacy.accounting import dp_sgd_event
@@ -114,6 +115,14 @@ def test_a_statistic_asked_twice_costs_twice(say: Callable[..., Any]) -> None:
     assert "both.json: holds what was released before" in error
 
 
+def test_of_two_that_write_one_file_the_second_spends_nothing(say: Callable[..., Any]) -> None:
+    with alone(Path("describe.json"), Path(".describe.json.lock")):
+        code, _, error = say("--units")
+    assert (code, entries()) == (2, 0)
+    assert "describe.json: another process writes there" in error
+    assert say("--units", "--output", "new/describe.json")[0] == 0
+
+
 def test_many_releases_cost_less_than_their_sum(say: Callable[..., Any]) -> None:
     """The whole epsilon at delta is shared out, as PLD composes it, and not a sum of epsilons."""
     assert say(*["--units"] * 60, "--delta", "1e-5")[0] == 0
@@ -191,7 +200,8 @@ def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Calla
         (["--lengths", "8,16"], 2, "--tokenizer MODEL"),
         (["--units", "--unit", "whom"], 2, "no value in the unit column"),
         (["--units", "--delta", "2"], 2, "delta"),
-        (["--units", "--output", "nowhere/describe.json"], 2, "cannot be written"),
+        (["--units", "--output", "/dev/null/describe.json"], 2, "cannot be written to (Not a directory)"),
+        (["--units", "--output", "long" * 63], 2, "cannot be written to (File name too long)"),
         (["--shares", f"label={','.join(map(str, range(100)))};age={','.join(map(str, range(100)))}"], 2, "no card"),
     ],
 )
