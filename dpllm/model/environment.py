@@ -8,14 +8,22 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dpllm
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     *("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "safetensors", "dp-accounting"),
     *("numpy", "scipy", "scikit-learn", "pydantic", "huggingface_hub"),
 )
+KERNELS = (
+    *("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH_ALLOW_TF32", "TORCH_BLAS"),
+    *("CUBLAS_", "CUDNN_", "NVIDIA_TF32", "HIPBLAS", "ROCBLAS_", "PYTORCH_TUNABLEOP"),
+)
+"""How the names of variables begin that choose among kernels. Threads are counted, and where they run does not matter."""
 
 
 def versions() -> dict[str, str]:
@@ -27,6 +35,22 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "missing"
     return found
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """What decides how this process rounds: kind of device, instruction sets and caches, threads, variables of the kernels."""
+    import torch
+
+    found: dict[str, Any] = {"the kind of device": device.type, "the number of threads": torch.get_num_threads()}
+    found["the instruction set"] = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["the GPU"] = (properties.major, properties.minor, properties.multi_processor_count)
+    abilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # new in torch 2.10
+    found |= {
+        f"the processor's {key}": value for key, value in abilities.items() if not key.startswith(("num_", "cpu_"))
+    }
+    return found | {f"the variable {key}": value for key, value in os.environ.items() if key.startswith(KERNELS)}
 
 
 def hardware() -> dict[str, Any]:

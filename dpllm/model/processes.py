@@ -113,18 +113,40 @@ def check_equal(facts: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: A fact has another value, or is missing, on some rank; names the fact, the rank and both values.
     """
+    if unequal := _first_unequal(facts):
+        raise ConfigError(
+            f"{unequal}, so they would not train the same model. Install, copy and type the same on every machine."
+        )
+
+
+def check_rounding(facts: Mapping[str, Any]) -> None:
+    """Makes sure that nothing is known by which ranks would round differently.
+
+    Which rank computes a unit follows from how many units were drawn before it. One unit more would move others to a rank that
+    rounds them in another way, and the sum with them, by more than the noise hides.
+
+    Raises:
+        Refused: A fact has another value, or is missing, on some rank; names the fact, the rank and both values.
+    """
+    if unequal := _first_unequal(facts):
+        raise Refused(
+            f"{unequal}, so they would round the same unit in different ways, and one more unit would move what others add. Use "
+            "machines of one kind with the same settings, or one process."
+        )
+
+
+def _first_unequal(facts: Mapping[str, Any]) -> str:
+    """The first fact that differs between rank 0 and another one, with both values; empty if there is none."""
     if not several():
-        return
+        return ""
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, dict(facts))
     for rank, theirs in enumerate(found):
         for name in sorted(found[0].keys() | theirs.keys()):
             ours, other = found[0].get(name, "missing"), theirs.get(name, "missing")
             if ours != other:
-                raise ConfigError(
-                    f"{name} is {ours} in process 0 and {other} in process {rank}, so they would not train the same model. "
-                    "Install, copy and type the same on every machine."
-                )
+                return f"{name} is {ours} in process 0 and {other} in process {rank}"
+    return ""
 
 
 def salted(secret: str) -> str:

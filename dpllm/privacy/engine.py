@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch
-from dpllm.privacy.selfcheck import Subject, self_check
+from dpllm.privacy.selfcheck import Subject, digests, self_check
 
 FP16_LOSS_SCALE = 1024.0  # constant, so that no step depends on an overflow
 EXACT = 2.0**52  # multiples of the spacing up to which float64 adds them exactly, with one bit to spare
@@ -170,8 +170,7 @@ class Engine:
         dtype = torch.float32 if self._plan is None else torch.float64
         flat_P = torch.zeros(self.size + counted, dtype=dtype, device=self._device)
         sums = self._views(flat_P)
-        loss, units, clipped = 0.0, 0, 0
-        spacing = self._spacing()
+        loss, units, clipped, spacing = 0.0, 0, 0, self._spacing()
         self._summer.start()
         if batches and batches[-1].goes_on:
             raise Refused(
@@ -329,27 +328,35 @@ class Engine:
         """
         if self._plan is None:
             return 0.0
+        tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
+        sizes = {"vocab_size": vocab_size, "max_length": max_length, "physical_batch_size": physical_batch_size}
+        with self._subject(tolerance, **sizes, pad_id=pad_id) as subject:
+            return self_check(subject)
+
+    def digests(self, **sizes: int) -> dict[int, str]:
+        """What synthetic units add at each length, see ``selfcheck.digests``; ``sizes`` as ``self_check`` takes them."""
+        with self._subject(TOLERANCE, **sizes) as subject:
+            return digests(subject)
+
+    @contextlib.contextmanager
+    def _subject(self, tolerance: float, **sizes: int) -> Iterator[Subject]:
+        """What is checked, without hooks for the time of the block."""
         self._summer.close()
-        subject = Subject(
-            self._model,
-            self.parameters,
-            losses=lambda batch: self.losses(batch) * self._scale,
-            make_clipper=lambda: self._make_clipper("flat"),
-            device=self._device,
-            vocab_size=vocab_size,
-            max_length=max_length,
-            physical_batch_size=physical_batch_size,
-            pad_id=pad_id,
-            tolerance=LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE,
-        )
         try:
             with guards.deterministic(self._device):
-                error = self_check(subject)
+                yield Subject(
+                    model=self._model,
+                    parameters=self.parameters,
+                    losses=lambda batch: self.losses(batch) * self._scale,
+                    make_clipper=lambda: self._make_clipper("flat"),
+                    device=self._device,
+                    tolerance=tolerance,
+                    **sizes,
+                )
         except RoundsByCompany:
             self._summer = self._make_summer()
             raise
         self._summer = self._make_summer()
-        return error
 
 
 def _rank() -> int | None:

@@ -10,26 +10,23 @@ Shape suffixes: R rows, T tokens, U units.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy.clipping import Losses, PerUnitClipper
+from dpllm.privacy.draws import calls_of, gradients_of, refuse_random_numbers
 from dpllm.privacy.loss import evaluating
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.privacy.schedule import padded_lengths
 from dpllm.text.data import TokenSequence, Unit
-
-SEEDS = 7, 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,11 @@ class Subject:
         if config is None or getattr(config, "rope_parameters", None) or positions < 1:  # XLNet says -1
             return self.max_length
         return min(self.max_length, positions)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Those of the physical batches that run, ascending."""
+        return sorted({min(length, self.longest) for length in padded_lengths(self.max_length)})
 
     def zeros(self) -> dict[str, Tensor]:
         """Where a sum of gradients grows."""
@@ -82,7 +84,7 @@ def self_check(subject: Subject) -> float:
     batch = collate(units, pad_id=0, rows=6).to(device)
     devices = [device] if device.type == "cuda" else []
     with _filled(subject.parameters.values()), torch.random.fork_rng(devices=devices):
-        _refuse_random_numbers(subject, _still(subject, batch), batch)
+        refuse_random_numbers(subject, _still(subject, batch), batch)
         _check_padding(subject, units, batch)
         norm_U, bound, expected = _brute_force(subject, batch)
         clipper = subject.make_clipper()
@@ -94,7 +96,7 @@ def self_check(subject: Subject) -> float:
                 part *= spacing
             if subject.physical_batch_size > 1:
                 _refuse_experts(subject.model)
-                for length in sorted({min(length, subject.longest) for length in padded_lengths(subject.max_length)}):
+                for length in subject.lengths:
                     _check_company(subject, clipper, length, bound)
         finally:
             clipper.close()
@@ -103,6 +105,24 @@ def self_check(subject: Subject) -> float:
         _compare(sums, expected, tolerance)  # names the layer, if one stands out
         raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{_ADVICE}")
     return max(worst, _compare(sums, expected, tolerance))
+
+
+def digests(subject: Subject) -> dict[int, str]:
+    """Length of a physical batch -> a digest of what synthetic units of it add to the sum, bit for bit.
+
+    Ranks whose digests are equal rounded these rows alike. That is a test on samples and no proof: a kernel that rounds other
+    values in another way stays unseen.
+    """
+    found, alone = {}, subject.physical_batch_size == 1
+    with _filled(subject.parameters.values()), contextlib.closing(subject.make_clipper()) as clipper:
+        for length in subject.lengths:
+            short, long, others = _company(subject, length)
+            batches = [[short], [long]] if alone else [[short, *others, long]]
+            digest = hashlib.blake2b(digest_size=8)
+            for name, part in sorted(_added(subject, clipper, length, 1.0, *batches).items()):
+                digest.update(name.encode() + part.cpu().numpy().tobytes())
+            found[length] = digest.hexdigest()
+    return found
 
 
 def _refuse_experts(model: nn.Module) -> None:
@@ -129,15 +149,7 @@ def _company(subject: Subject, length: int) -> tuple[Unit, Unit, list[Unit]]:
 
 def _check_company(subject: Subject, clipper: PerUnitClipper, length: int, bound: float) -> None:
     """What a unit adds is the same to the last bit among rows of nobody, and first or last among other units."""
-    size = subject.physical_batch_size
-
-    def added(*batches: Sequence[Unit]) -> dict[str, Tensor]:
-        found = subject.zeros()
-        for some in batches:
-            rows = collate(some, subject.pad_id, size, length).to(subject.device)
-            clipper.add(subject.losses, rows, found, bound, _spacing(bound, size))
-        return found
-
+    added = partial(_added, subject, clipper, length, bound)
     short, long, others = _company(subject, length)
     apart = added([short], [long], others)
     for first, last in ((short, long), (long, short)):
@@ -162,6 +174,17 @@ def _check_company(subject: Subject, clipper: PerUnitClipper, length: int, bound
         )
 
 
+def _added(
+    subject: Subject, clipper: PerUnitClipper, length: int, bound: float, *batches: Sequence[Unit]
+) -> dict[str, Tensor]:
+    """What physical batches of one length add to the sum, in whole numbers."""
+    found, size = subject.zeros(), subject.physical_batch_size
+    for some in batches:
+        rows = collate(some, subject.pad_id, size, length).to(subject.device)
+        clipper.add(subject.losses, rows, found, bound, _spacing(bound, size))
+    return found
+
+
 def _outputs(model: nn.Module, run: Callable[[], object], row: int) -> list[tuple[str, Tensor]]:
     """What each layer without inner layers gives for one row, in the order of the calls."""
 
@@ -169,7 +192,7 @@ def _outputs(model: nn.Module, run: Callable[[], object], row: int) -> list[tupl
         return output[row].detach().clone() if isinstance(output, Tensor) and output.dim() > 1 else None
 
     leaves = {name for name, module in model.named_modules() if next(module.children(), None) is None}
-    with _calls(model, look) as calls:
+    with calls_of(model, look) as calls:
         run()
     return [(name, after) for name, _, after in calls if name in leaves and after is not None]
 
@@ -185,104 +208,6 @@ def _coupled(error: float) -> Refused:
         "what one unit does. Batch norm, capacity-limited experts and padding-free attention do this: use another "
         "base model or attention."
     )
-
-
-def _refuse_random_numbers(subject: Subject, losses: Losses, batch: PhysicalBatch) -> None:
-    """Looks for draws in passes over the same rows, and names the innermost module that draws.
-
-    A draw from a global generator (of torch, numpy or Python) moves its state, however rare it is and whatever becomes of
-    it. One from a generator of a module's own changes the losses from pass to pass, or the gradients; so does one that
-    leaves the global state as it was, because passes begin with different seeds. Checkpointing sets the state back before
-    it computes again, and is no draw. The rounding of gradients may differ from pass to pass by the tolerance; losses have
-    the same bits.
-    """
-    model, device = subject.model, subject.device
-    with _calls(model, lambda *_: _states(device)) as calls:
-        losses(batch)
-    if moved := [name for name, before, after in calls if before != after]:
-        raise _refused(moved[0])
-    torch.manual_seed(SEEDS[0])
-    before, loss_R = _states(device), losses(batch)
-    gradients = _gradients(loss_R, subject.parameters)
-    if _states(device) != before:
-        raise _refused(f"a backward pass of {type(model).__name__}")
-    torch.manual_seed(SEEDS[1])
-    again_R = losses(batch)
-    if _bits(again_R) != _bits(loss_R):
-        raise _refused(_first_that_differs(model, losses, batch))
-    for name, gradient in _gradients(again_R, subject.parameters).items():
-        size = float(gradient.norm())
-        # What is not finite can be compared with nothing; the self-check refuses it next, in words of its own.
-        if math.isfinite(size) and not float((gradient - gradients[name]).norm()) <= subject.tolerance * size:
-            raise _refused(f"the backward pass of {name}")
-
-
-def _refused(name: str) -> Refused:
-    return Refused(
-        f"{name} draws random numbers in training (dropout, jitter, layer drop or noise; or its kernels differ between calls). "
-        "Which numbers a row gets depends on the rows beside it, so one unit would change other units' contributions, which "
-        "clipping does not bound. Set its rate to zero in the base model's config.json, or use another base model."
-    )
-
-
-def _first_that_differs(model: nn.Module, losses: Callable[[PhysicalBatch], Tensor], batch: PhysicalBatch) -> str:
-    """The module that gives other outputs for the same inputs; of several, the one whose call ends first."""
-    passes = []
-    for seed in SEEDS:
-        torch.manual_seed(seed)
-        with torch.no_grad(), _calls(model, _bits) as calls:
-            losses(batch)
-        passes.append(calls)
-    pairs = zip(*passes, strict=False)
-    names = (one[0] for one, two in pairs if one[1] == two[1] and one[2] != two[2])
-    return next(names, type(model).__name__)
-
-
-@contextlib.contextmanager
-def _calls(model: nn.Module, look: Callable[..., Any]) -> Iterator[list[tuple[str, Any, Any]]]:
-    """(name, what ``look`` saw go in, and come out) of each call of a module, inner ones before outer ones."""
-    begun: list[Any] = []
-    ended: list[tuple[str, Any, Any]] = []
-
-    def begin(module: nn.Module, inputs: Any, named: Any) -> None:
-        begun.append(look(inputs, named))
-
-    def end(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        ended.append((name, begun.pop(), look(output)))
-
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(end, name or type(module).__name__)))
-    try:
-        yield ended
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _states(device: torch.device) -> int:
-    """Of every generator that all modules share, as a hash."""
-    on_device = b"" if device.type == "cpu" else torch.get_device_module(device).get_rng_state().numpy().tobytes()
-    numpys: Any = np.random.get_state()
-    torchs = torch.get_rng_state().numpy().tobytes()
-    return hash((torchs, on_device, numpys[1].tobytes(), numpys[2:], random.getstate()))
-
-
-def _bits(*values: Any) -> list[Any]:
-    """Of all tensors in them, as hashes."""
-    tensors = [leaf.detach().cpu() for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    return [(one.dtype, one.shape, hash(one.reshape(-1).view(torch.uint8).numpy().tobytes())) for one in tensors]
-
-
-def _gradients(
-    loss_R: Tensor, parameters: Mapping[str, nn.Parameter], *, keep_graph: bool = False
-) -> dict[str, Tensor]:
-    loss_R.sum().backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
-    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    for parameter in parameters.values():
-        parameter.grad = None
-    return found
 
 
 def _check_padding(subject: Subject, units: Sequence[Unit], batch: PhysicalBatch) -> None:
@@ -330,7 +255,7 @@ def _brute_force(subject: Subject, batch: PhysicalBatch) -> tuple[Tensor, float,
     loss_R = subject.losses(batch)
 
     def gradients(unit: int) -> dict[str, Tensor]:
-        found = _gradients(loss_R[batch.unit_R == unit], subject.parameters, keep_graph=True)
+        found = gradients_of(loss_R[batch.unit_R == unit], subject.parameters, keep_graph=True)
         return {name: gradient.double() for name, gradient in found.items()}
 
     norms = []

@@ -92,9 +92,14 @@ def check_processes(config: RunConfig, state: PartialState) -> None:
 
     Raises:
         ConfigError: They are not, or there are more of them than units in a logical batch.
+        Refused: Their processors, devices or settings would round the same unit in different ways.
     """
     keys = flat(config.model_dump(mode="json"))
     processes.check_equal(environment.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
+    if config.privacy.enabled:
+        # Within a step all ranks round alike. A run that goes on elsewhere rounds its later steps in another way, which costs
+        # nothing: each step's noise covers what one unit moves in that step.
+        processes.check_rounding(environment.kernels(state.device))
     if sharding.requested():
         sharding.check(config)
     if state.num_processes > config.train.batch_size:
@@ -162,12 +167,13 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
     optimizer = make_optimizer(config.train, net)
     groups: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
-    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, groups)
+    precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
+    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, groups)
     if plan and planted and main:
         _plant(planted, engine, plan.clipping, device)
     rows = memory.resolve(engine, config, vocabulary, device, world=state.num_processes)
     if plan:
-        low, pad_id = is_low(config, net, device), tokenizer.pad_token_id or 0
+        low, pad_id = is_low(net, precision), tokenizer.pad_token_id or 0
         rows = check_rows(engine, vocabulary, config.data.max_length, rows, pad_id=pad_id, low=low, console=console)
         if low:
             check_in_float32(config, net, plan, device, rows)

@@ -39,12 +39,9 @@ def make_optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Opti
     return torch.optim.AdamW(trainable, lr=rate, weight_decay=decay)
 
 
-def is_low(config: RunConfig, net: Any, device: torch.device) -> bool:
-    """Whether anything is computed or held in less than float32."""
-    if (
-        loading.precision_of(config.train, device) is not None
-        or getattr(net.config, "quantization_config", None) is not None
-    ):
+def is_low(net: Any, precision: torch.dtype | None) -> bool:
+    """Whether anything is computed or held in less than float32; ``precision`` is that of autocast."""
+    if precision is not None or getattr(net.config, "quantization_config", None) is not None:
         return True
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
 
@@ -81,17 +78,18 @@ def make_engine(
     optimizer: torch.optim.Optimizer,
     size: int,
     device: torch.device,
+    precision: torch.dtype | None,
     groups: int = 0,
 ) -> tuple[PoissonSampler, Engine, Autocast]:
     """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
 
-    ``groups`` is the key of ``sampling.Turns``, the same as before where a run goes on.
+    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``sampling.Turns``, the same
+    as before where a run goes on.
     """
     privacy, schedule = decision.config.privacy, decision.schedule
     assert schedule is not None
     seed = privacy.insecure_seed
     noise_key, sampling_key = shared((os_entropy(), os_entropy()) if seed is None else (2 * seed, 2 * seed + 1))
-    precision = loading.precision_of(decision.config.train, device)
     autocast: Autocast = partial(torch.autocast, device.type, dtype=precision) if precision else contextlib.nullcontext
     engine = Engine(
         net,
@@ -121,7 +119,7 @@ def check_rows(
     """Checks the engine against brute-force autograd; the physical batch size, 1 where a kernel rounds rows by company.
 
     Raises:
-        Refused: The engine computes something else, in more than rounding.
+        Refused: The engine computes something else, in more than rounding; or ranks round differently.
     """
     console = console or Console(quiet=True)
     check = partial(engine.self_check, vocabulary, max_length, low_precision=low, pad_id=pad_id)
@@ -133,6 +131,10 @@ def check_rows(
     if processes.totals(len(alone))[0]:
         console.print(f"train.physical_batch_size is 1 in this run, which is slower: {alone}.")
         rows, error = 1, check(physical_batch_size=1)
+    if processes.several():
+        sizes = {"vocab_size": vocabulary, "max_length": max_length, "physical_batch_size": rows}
+        found = engine.digests(**sizes, pad_id=pad_id)
+        processes.check_rounding({f"what synthetic rows of {length} tokens add": one for length, one in found.items()})
     console.print(f"Self-check against brute-force autograd: largest relative error {error:.1e}")
     return rows
 

@@ -31,6 +31,7 @@ from dpllm.run import loop
 ROOT = Path(__file__).parents[2]
 NOTES = ROOT / "dpllm" / "text" / "builtin" / "clinic"
 STEPS = 4
+RANK = "--rank"  # of a process that starts anew
 
 
 def at_step(number: int, act: Callable[[Engine], object]) -> None:
@@ -69,6 +70,11 @@ def other_version() -> None:
     environment.versions = lambda: found() | {"peft": "0.0.1"}  # type: ignore[assignment]
 
 
+def unseen() -> None:
+    """Nothing tells the processors apart but what they compute."""
+    environment.kernels = lambda device: {}  # type: ignore[assignment]
+
+
 def broken(engine: Engine) -> None:
     raise ValueError("a secret")
 
@@ -102,12 +108,15 @@ class Scenario:
     all_ranks: Callable[[], object] = lambda: None
     odd_words: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    odd_variables: dict[str, str] = field(default_factory=dict)  # the last rank starts anew with these
     of: str = ""  # whose run directory is used: its own, or that of a scenario before it
 
 
 SEED = {"privacy.insecure_seed": "5"}
 BANDED = {"privacy.noise": "banded", "privacy.bands": "3", "train.steps": "8"}
 CANARIES = {"audit.canaries": "{groups: {1: 28}, references: 100}", "audit.gradient_canaries": "40"}
+# An older processor:
+OLDER = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 SCENARIOS = {
     **{f"seeded_{world}": Scenario(world, SEED) for world in (1, 2, 3)},
     "banded": Scenario(1, SEED | BANDED),
@@ -131,6 +140,9 @@ SCENARIOS = {
     ),
     "lost": Scenario(2, {"train.process_timeout": "2"}, all_ranks=lambda: at_step(2, frozen)),
     "other_version": Scenario(2, odd=other_version),
+    "older_processor": Scenario(2, odd_variables=OLDER),
+    "rounds_bf16": Scenario(2, {"train.precision": "bf16"}, all_ranks=unseen, odd_variables=OLDER),
+    "rounds_fp32": Scenario(2, {"train.precision": "fp32"}, all_ranks=unseen, odd_variables=OLDER),
     "no_model": Scenario(2, odd_words={"model.name_or_path": "nowhere"}),
     "over_target": Scenario(2, {"privacy.epsilon": "0.01"}),
     "too_many": Scenario(3, {"train.batch_size": "2"}),
@@ -138,8 +150,11 @@ SCENARIOS = {
 
 
 def work(name: str, rank: int, port: int, folder: Path) -> None:
+    scenario, odd = SCENARIOS[name], rank == SCENARIOS[name].world - 1 > 0
+    if odd and not scenario.odd_variables.items() <= os.environ.items():
+        words = [str(word) for word in (Path(__file__), RANK, name, rank, port, folder)]
+        os.execve(sys.executable, [sys.executable, *words], os.environ | scenario.odd_variables)
     torch.set_num_threads(1)
-    scenario = SCENARIOS[name]
     place = folder / (scenario.of or name)
     rendezvous = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scenario.world, "MASTER_ADDR": "127.0.0.1"}
     if scenario.world > 1:
@@ -162,7 +177,7 @@ def work(name: str, rank: int, port: int, folder: Path) -> None:
         **scenario.words,
     }
     scenario.all_ranks()
-    if rank == scenario.world - 1 and scenario.world > 1:
+    if odd:
         words |= scenario.odd_words
         scenario.odd()
     loop.COMPARE_EVERY = 1
@@ -196,4 +211,6 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == RANK:
+        work(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -34,6 +34,9 @@ FAILED = {
     "other_recipe": (2, "the recipe's train.learning_rate is 0.01 in process 0 and 0.5 in process 1"),
     "other_version": (2, "peft is"),
     "other_eval": (2, "the held-out data, as tokens, is"),
+    "older_processor": (3, "in process 1, so they would round the same unit in different ways"),
+    "rounds_bf16": (3, "what synthetic rows of "),
+    "rounds_fp32": (3, "what synthetic rows of "),
     "no_model": (2, "process 1: model.name_or_path 'nowhere'"),
     "over_target": (3, "above the target privacy.epsilon"),
     "too_many": (2, "Start at most 2, or raise train.batch_size"),
@@ -199,6 +202,8 @@ def test_the_others_end_where_the_first_machine_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAILED)
 def test_one_message_all_processes_end_and_the_ledger_tells_the_truth(failed: Path, name: str) -> None:
+    if name.startswith("rounds_") and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("an older processor is played on one with AVX-512")
     code, words = FAILED[name]
     found = json.loads((failed / f"{name}.json").read_text())
     assert set(found["codes"]) == {code}
