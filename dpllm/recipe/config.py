@@ -113,7 +113,7 @@ class DataConfig(Section):
     """Where the text lies, what its rows look like, and whose they are."""
 
     train: Source
-    """jsonl, json, csv or parquet file (the first three also as .gz), glob, directory of such files or of datasets, Hub id, or
+    """jsonl, json, csv or parquet file (the first three also as .gz, .bz2 or .xz), glob, directory, Hub id, or
     builtin:clinic; or a list of them."""
     eval: Source | None = None
     """Held-out data in the same format; null: no evaluation."""

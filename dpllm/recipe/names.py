@@ -14,7 +14,7 @@ from typing import Any
 from dpllm.files import digest as digest_of
 from dpllm.recipe.config import CardConfig, RunConfig, Source, TelemetryConfig
 
-DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst"}
+DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".bz2", ".xz", ".zst"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Not part of a URL or of a relative path, and at least one directory deep.
 _ABSOLUTE_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://)?(?:~|[A-Za-z]:)?[/\\][^\s'\"`,;:()]+")

@@ -24,7 +24,7 @@ from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
 from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, layout_of, learned, packed
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
-from dpllm.text.sources import files, read_rows
+from dpllm.text.sources import files, read_rows, unpacked
 
 AT_ONCE = 2**18
 """Characters that a tokenizer gets in one call."""
@@ -236,7 +236,7 @@ def _dataset_name(source: str) -> str:
     if names.is_builtin(source) or not (Path(source).exists() or glob.has_magic(source)):
         return source
     path = Path(source).resolve()
-    return f"{path.parent.name}/{Path(path.name.removesuffix('.gz')).stem}"
+    return f"{path.parent.name}/{Path(unpacked(path.name)).stem}"
 
 
 def encode_units(

@@ -3,13 +3,14 @@
 Comes in: a data source. Goes out: its rows, one after the other, so that a source larger than memory can be read. Its
 errors name files, lines and columns and never the text of a row. It must not know what a row is for.
 
-``datasets`` says which files of a directory or of the Hub are a split, and reads saved datasets. Other files are read by hand:
-``datasets`` would copy their text into a cache, guess the type of a column from the rows of all people (007 becomes 7 until one
-person is called x), and quote rows in its errors.
+``datasets`` says which files of a directory or of the Hub are a split, and reads those whose types are declared: saved datasets,
+Arrow files, lines of text. Other files are read by hand: ``datasets`` would copy their text into a cache, guess the type of a
+column from the rows of all people (007 becomes 7 until one person is called x), and quote rows in its errors.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import contextlib
 import csv
@@ -17,6 +18,7 @@ import glob
 import gzip
 import itertools
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -29,14 +31,15 @@ from dpllm.recipe.config import CsvConfig, DataConfig, Source
 from dpllm.text import builtin
 from dpllm.text.rows import Row
 
+PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ROWS_AT_ONCE = 1000
 """Rows of a table that are Python objects at a time."""
 _MORE = "\0more fields than the header line"
 MOST_LEVELS = 100
 """Of lists and objects in one another in a row of JSON."""
 KNOWN = (
-    "a jsonl, json, csv or parquet file (the first three also as .gz), a glob, a directory of files or datasets, a Hub id, or a "
-    "list of them"
+    "a jsonl, json, csv or parquet file (the first three also as .gz, .bz2 or .xz), a glob, a directory of files or datasets, a "
+    "Hub id, or a list of them"
 )
 
 
@@ -66,7 +69,7 @@ def _once(found: list[str]) -> list[str]:
     folders = {Path(name).resolve() for name in found if Path(name).is_dir()}
     for name in found:
         path = Path(name).resolve()
-        keys: set[Any] = {name if names.is_builtin(name) else str(path).removesuffix(".gz")}
+        keys: set[Any] = {name if names.is_builtin(name) else unpacked(str(path))}
         if path.exists():
             keys.add((path.stat().st_dev, path.stat().st_ino))
         if keys & seen or folders & set(path.parents):
@@ -122,7 +125,7 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
     if read and path.is_file():
         try:
             yield from read(path, data.csv)
-        except (OSError, EOFError, zlib.error, LookupError, csv.Error, ValueError) as error:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, LookupError, csv.Error, ValueError) as error:
             # The message of the parser may quote the row; its type does not.
             mend = ""
             if isinstance(error, UnicodeError | LookupError):
@@ -133,22 +136,26 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
                 )
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{mend}") from None
     elif path.is_dir():
-        yield from _read_directory(path, data, split, cache_dir)
+        yield from _read_directory(path, split, cache_dir)
     else:
         reason = "is of no known kind" if path.exists() else "no such file"
         raise DataError(f"{source}: {reason}. data.train and data.eval take {KNOWN}.")
 
 
+def unpacked(name: str) -> str:
+    """The name of a file without what says that it is compressed."""
+    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in PACKED else name
+
+
 def _suffix(path: Path) -> str:
-    """In lower case; of a gzip file of text, the one before .gz."""
-    inner = Path(path.stem).suffix.lower()
-    return inner if path.suffix.lower() == ".gz" and inner != ".parquet" else path.suffix.lower()
+    """In lower case; of a compressed file of text, the one before .gz."""
+    inner = Path(unpacked(path.name)).suffix.lower()
+    return path.suffix.lower() if inner == ".parquet" else inner
 
 
 def _open(path: Path, encoding: str) -> IO[str]:
-    if path.suffix.lower() == ".gz":
-        return cast("IO[str]", gzip.open(path, "rt", encoding=encoding, newline=""))
-    return open(path, encoding=encoding, newline="")
+    opened: Any = PACKED.get(path.suffix.lower(), open)
+    return cast("IO[str]", opened(path, "rt", encoding=encoding, newline=""))
 
 
 def _read_json(path: Path, _: CsvConfig) -> Iterator[Row]:
@@ -216,7 +223,7 @@ def _read_csv(path: Path, settings: CsvConfig) -> Iterator[Row]:
 
 
 def _encoding(path: Path) -> str:
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    opened: Any = PACKED.get(path.suffix.lower(), open)
     with opened(path, "rb") as file:
         return "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
 
@@ -240,6 +247,8 @@ READERS = {
     **dict.fromkeys((".csv", ".tsv"), _read_csv),
     ".parquet": _read_parquet,
 }
+DECLARED = {".txt", ".arrow"}
+"""Of files that ``datasets`` reads without a guess: a line is text, and Arrow says the type of each column."""
 
 
 def _check_kinds(path: Path) -> None:
@@ -274,7 +283,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
-    """The files of a split, of which no row is read; the directory itself where only ``datasets`` reads them."""
+    """The files of a split, of which no row is read; the directory itself where ``datasets`` reads them by declared types."""
     if _is_saved(path):
         return [str(path)]
     import datasets
@@ -282,9 +291,15 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
     with _told(path):
         found = datasets.load_dataset_builder(str(path), cache_dir=str(cache_dir)).config.data_files
         splits = {str(name): sorted({str(file) for file in of_it}) for name, of_it in (found or {}).items()}
-    if all(_suffix(Path(file)) in READERS for file in _one(splits, split, path)):
+    kinds = {_suffix(Path(file)) for file in _one(splits, split, path)}
+    if kinds <= READERS.keys():
         return splits[split]
-    return [str(path)]
+    if kinds <= DECLARED:
+        return [str(path)]
+    raise DataError(
+        f"{path}: holds {', '.join(sorted(kinds - READERS.keys()))} files, of which datasets guesses a column's type from all "
+        "rows, so one row could change how others read. Write them as jsonl, csv or parquet."
+    )
 
 
 def _one(splits: Mapping[str, Any], split: str, path: Path) -> Any:
@@ -293,18 +308,11 @@ def _one(splits: Mapping[str, Any], split: str, path: Path) -> Any:
     return splits[split]
 
 
-def _read_directory(path: Path, data: DataConfig, split: str, cache_dir: Path) -> Iterator[Row]:
+def _read_directory(path: Path, split: str, cache_dir: Path) -> Iterator[Row]:
     import datasets
 
     datasets.disable_progress_bars()
     with _told(path):
-        if not _is_saved(path) and (data.unit != "example" or data.control):
-            guessed = f"the unit column {data.unit!r}" if data.unit != "example" else f"column {data.control[0]!r}"
-            raise DataError(
-                f"{path}: holds files that only datasets reads, which guesses the type of {guessed} from all rows, so one row "
-                "could decide how many people there are, or what is learned of others. Write them as jsonl, csv or parquet and "
-                "name the files."
-            )
         loaded = (
             datasets.load_from_disk(str(path))
             if _is_saved(path)

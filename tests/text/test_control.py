@@ -176,11 +176,3 @@ def test_half_a_character_is_refused_without_showing_the_row(tmp_path: Path) -> 
     with pytest.raises(DataError, match="half a character") as caught:
         load(path, control=["visit"])
     assert "secret" not in str(caught.value)
-
-
-def test_files_whose_types_are_guessed_from_all_rows_are_refused(tmp_path: Path) -> None:
-    """One person's row could turn the 07 of another into 7."""
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "train.txt").write_text("a\nb\n")
-    with pytest.raises(DataError, match="guesses the type of column 'visit' from all rows"):
-        load(tmp_path / "d", control=["visit"])

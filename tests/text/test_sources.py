@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
+import io
 import json
+import lzma
+import random
 import shutil
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import count_units, dataset_name, load_table
-from dpllm.text.sources import expand, is_here
+from dpllm.text.sources import expand, is_here, unpacked
 
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 SENTINEL = "Sigrid Forsberg owes 4711"
 ROWS = [{"who": f"p{number}", "text": f"note {number}, with a comma; é"} for number in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -38,11 +48,11 @@ def table_text(mark: str) -> str:
 
 def written(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    path.write_bytes(PACK.get(path.suffix, bytes)(content))
     return path
 
 
-@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz"])
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -169,10 +179,11 @@ def test_broken_lists_are_told_without_their_text(tmp_path: Path, name: str, con
 
 
 @pytest.mark.parametrize("cut", [3, 30])
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz"])
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.csv.bz2", "rows.jsonl.xz"])
 def test_a_packed_file_that_was_cut_short_is_told(tmp_path: Path, name: str, cut: int) -> None:
     path = tmp_path / name
-    path.write_bytes(gzip.compress(table_text(";").encode() if "csv" in name else LINES.encode())[:-cut])
+    packed = PACK[path.suffix](table_text(";").encode() if "csv" in name else LINES.encode())
+    path.write_bytes(packed[:-cut])
     with pytest.raises(DataError, match="cannot be read as"):
         load(str(path), tmp_path)
     path.write_bytes(SENTINEL.encode())
@@ -258,11 +269,117 @@ def test_no_row_of_a_directory_decides_how_the_units_of_others_read(
     assert counts == [3, 3]
 
 
-def test_a_directory_that_only_datasets_reads_has_no_units_but_rows(tmp_path: Path) -> None:
-    written(tmp_path / "ward" / "train.txt", b"note\nnote\n")
-    assert len(load(str(tmp_path / "ward"), tmp_path).rows) == 2
-    with pytest.raises(DataError, match="guesses the type of the unit column 'who'"):
-        load(str(tmp_path / "ward"), tmp_path, unit="who", max_examples_per_unit=1)
+def test_a_directory_of_text_has_a_row_for_each_line(tmp_path: Path) -> None:
+    written(tmp_path / "ward" / "train.txt", b"007\n7\n")
+    assert list(load(str(tmp_path / "ward"), tmp_path).rows) == [{"text": "007"}, {"text": "7"}]
+    with pytest.raises(DataError, match="has no value in the unit column 'who'"):
+        count_units(section(str(tmp_path / "ward"), unit="who", max_examples_per_unit=1), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["train.csv.zst", "train.zip", "train.jsonl.lz4"])
+def test_a_directory_whose_types_would_be_guessed_is_refused(tmp_path: Path, name: str) -> None:
+    content: Any = io.BytesIO()
+    if name.endswith("zip"):
+        with zipfile.ZipFile(content, "w") as packed:
+            packed.writestr("train.csv", csv_of("007", "7"))
+    written(tmp_path / "ward" / name, content.getvalue())
+    with pytest.raises(DataError, match=r"guesses a column's type from all rows|cannot be read as a directory"):
+        load(str(tmp_path / "ward"), tmp_path)
+
+
+def as_lines(rows: Any) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_table(rows: Any) -> bytes:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, rows[0].keys(), quoting=csv.QUOTE_ALL)
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def as_parquet(rows: Any) -> bytes:
+    out = pyarrow.BufferOutputStream()
+    table = pyarrow.table({name: pyarrow.array([row[name] for row in rows], pyarrow.string()) for name in rows[0]})
+    parquet.write_table(table, out)
+    return bytes(out.getvalue())
+
+
+FORMS: dict[str, Any] = {".jsonl": as_lines, ".json": lambda rows: json.dumps(rows).encode(), ".csv": as_table}
+FILES = [f"train{form}{packed}" for form in FORMS for packed in ("", *PACK)] + ["train.parquet"]
+PLACES = ["file", "glob", "list", "directory", "configs", "Hub"]
+TEXTS = {name: {"dtype": "string", "_type": "Value"} for name in ("who", "age", "text")}
+VALUES = [
+    "x",
+    "",
+    " ",
+    "7",
+    "07",
+    "1e5",
+    "1.0",
+    "true",
+    "null",
+    "nan",
+    "2020-01-01",
+    "[1]",
+    "{}",
+    '"',
+    "a,b;c\td",
+    "\ufeff",
+    "a\nb",
+]
+
+
+@pytest.mark.parametrize("place", [*PLACES, "saved", "text"])
+@pytest.mark.parametrize("name", FILES)
+def test_what_one_row_holds_changes_no_other_row(
+    tmp_path: Path, name: str, place: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every source that is read, with one row's value changed to anything: the others are the same, or all are refused."""
+    if place in ("saved", "text") and name != FILES[0]:
+        pytest.skip("has no such file")
+    drawn = random.Random(f"{seed} {name} {place}")
+
+    def read(number: int, rows: Any) -> Any:
+        folder = tmp_path / str(number)
+        if place == "saved":
+            datasets.Dataset.from_list(rows, datasets.Features.from_dict(TEXTS)).save_to_disk(str(folder))
+        elif place == "text":
+            written(folder / "train.txt", "".join(f"{' '.join(row['text'].split())}\n" for row in rows).encode())
+        else:
+            form = as_parquet if name.endswith("parquet") else FORMS[Path(unpacked(name)).suffix]
+            written(folder / name, form(rows))
+        if place == "configs":
+            (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {name}\n---\n")
+        copied = partial(shutil.copytree, folder, dirs_exist_ok=True)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, local_dir, **__: copied(local_dir))
+        path = str(folder / name)
+        source = {"file": path, "glob": f"{folder}/train*", "list": [path], "Hub": "org/letters"}.get(
+            place, str(folder)
+        )
+        data = section(source)
+        return list(load_table(data.train, data, "train", tmp_path / f"cache{number}").rows)
+
+    rows = [{"who": f"{number:03}", "age": str(number), "text": f"note {number}"} for number in range(6)]
+    before = read(0, rows)
+    assert len(before) == len(rows)
+    refused = 0
+    for number in range(1, 7):
+        changed, column = drawn.randrange(len(rows)), drawn.choice(["who", "age", "text"])
+        value: Any = drawn.choice(VALUES)
+        if name.startswith(("train.jsonl", "train.json")) and place not in ("saved", "text"):
+            value = drawn.choice([value, 7, 7.5, True, None, [1], {"a": 1}])
+        try:
+            after = read(number, [row | {column: value} if i == changed else row for i, row in enumerate(rows)])
+        except DataError:
+            refused += 1
+            continue
+        assert len(after) == len(rows)
+        assert [row for i, row in enumerate(after) if i != changed] == [
+            row for i, row in enumerate(before) if i != changed
+        ]
+    assert refused < 6
 
 
 @pytest.mark.parametrize("place", ["{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"])
