@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
@@ -29,6 +31,9 @@ from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe.config import RunConfig
 from dpllm.run.mechanism import check_rows
 from dpllm.text.data import Unit
+
+DIGEST_EVERY = 10
+"""Steps after which all weights are compared: a write through ``.data`` shows nowhere else."""
 
 
 def promise(
@@ -122,7 +127,7 @@ class Engine:
         schedule, size = plan.schedule, plan.schedule.dataset_size
         self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
         self._broken = False
-        self._units = tuple(units)  # the caller's list may change
+        self._units = tuple(units)  # the caller's list may change; a Unit holds tuples
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         _check_units(self._units, size, max_length, vocabulary)
@@ -143,6 +148,7 @@ class Engine:
         try:
             self._rows = check_rows(self._engine, vocabulary, max_length, physical_batch_size, pad_id=self._pad_id)
             self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
+            self._optimizer, self._digest, self._seen = optimizer, self._weights(), _seen(model, optimizer)
             self._ledger, self.entry = ledger, _reserve(plan, ledger, dataset)
         except BaseException:
             self._engine.close()  # the model is the caller's again
@@ -177,6 +183,7 @@ class Engine:
                 "the reservation of this Engine is closed, so that nothing pays for a step. Make another Engine."
             )
         self._check_surroundings()
+        self._check_unchanged()
         if found := loading.without_dropout(self._model):
             raise Refused(
                 f"dropout was switched on again ({', '.join(found)}), and its masks make units depend on one another. It is off "
@@ -187,11 +194,36 @@ class Engine:
         if self._broken:  # a turn passed without a row of noise, so that a unit's next turn would be too near in noise
             self._engine.forget_noise()
         self._broken = True  # before the turn passes: an interrupt may come within the draw
-        drawn = self._sampler.draw()
-        batches = physical_batches(drawn, self._units, self._rows, self._pad_id, self._max_length)
-        diagnostics = self._engine.step(batches)
+        try:
+            drawn = self._sampler.draw()
+            batches = physical_batches(drawn, self._units, self._rows, self._pad_id, self._max_length)
+            diagnostics = self._engine.step(batches)
+        finally:
+            self._seen = _seen(self._model, self._optimizer)
+            if self._steps % DIGEST_EVERY == 0:
+                self._digest = self._weights()
         self._broken = False
         return diagnostics
+
+    def _check_unchanged(self) -> None:
+        """What the steps before did not do to the model: the self-check saw another one.
+
+        Every write of a tensor raises its version, but through ``.data``, for which all weights are compared every
+        ``DIGEST_EVERY`` steps. A method that is replaced on a class is not seen.
+        """
+        found = _seen(self._model, self._optimizer)
+        changed = [name for name in {**self._seen, **found} if self._seen.get(name) != found.get(name)]
+        if not changed and self._steps % DIGEST_EVERY == 0 and self._digest != self._weights():
+            changed = ["a weight, through .data,"]
+        if changed:
+            raise Refused(
+                f"{changed[0]} was changed since the last step (a weight written, a hook or layer added, removed or replaced), so "
+                "that the self-check and the Plan are about another model. Nothing was charged. Leave the model alone while the "
+                "Engine is open, or make another Engine."
+            )
+
+    def _weights(self) -> int:
+        return processes.fingerprint([*self._model.parameters(), *self._model.buffers()])
 
     def __enter__(self) -> Self:
         return self
@@ -205,6 +237,25 @@ class Engine:
         self._open = False
         self._engine.close()
         self._ledger.finish(self.entry, "completed" if self._steps == self.plan.schedule.num_steps else "interrupted")
+
+
+def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, ...]]:
+    """Name -> what changes when somebody writes a tensor, or hooks into, adds or replaces a layer, its forward or the step."""
+
+    def hooks(owner: Mapping[str, Any], *starts: str) -> list[tuple[Any, ...]]:
+        return [
+            tuple(some.values()) for key, some in owner.items() if key.startswith(starts) and isinstance(some, dict)
+        ]
+
+    found: dict[str, tuple[Any, ...]] = {"the optimizer": (hooks(vars(optimizer), "_optimizer_step_"),)}
+    found["every module"] = (hooks(vars(torch_modules), "_global_"),)
+    for name, module in model.named_modules():
+        layer = module, vars(module).get("forward"), hooks(vars(module), "_forward_", "_backward_")
+        found[name or type(module).__name__] = layer
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        grown = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+        found[name] = (id(tensor), tensor.data_ptr(), tensor._version, *map(tuple, filter(None, grown)))
+    return found
 
 
 def _check_plan(plan: Plan) -> None:
@@ -227,11 +278,18 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
         )
     if len({id(unit) for unit in units}) != len(units):
         raise ConfigError("a unit is in the list twice, and would count twice. List each once, with all its rows.")
+    owners: dict[tuple[int, ...], int] = {}
     for number, unit in enumerate(units):
         if not isinstance(unit, Unit):
             raise ConfigError(f"units[{number}] is not a dpllm.Unit. Build one from all rows of one privacy unit.")
         for row in unit.sequences:
-            length = len(row.input_ids)
+            length, owner = len(row.input_ids), owners.setdefault(row.input_ids, number)
+            if owner != number:
+                warnings.warn(
+                    f"units[{owner}] and units[{number}] hold the same row. If both are one person's, that person is "
+                    "protected as two: put all rows of a person into one Unit.",
+                    stacklevel=3,
+                )
             if length > max_length:
                 raise ConfigError(f"units[{number}] has a row longer than max_length. Cut it, or raise max_length.")
             known = all(0 <= token < vocabulary for token in row.input_ids)

@@ -164,6 +164,82 @@ def test_what_changes_after_the_checks_is_refused_before_the_charge(model: nn.Mo
     assert ledger.run(made.entry).steps == 1
 
 
+def first(model: nn.Module, *, trains: bool) -> nn.Parameter:
+    return next(p for p in model.parameters() if p.requires_grad is trains)
+
+
+def written(model: nn.Module, optimizer: Any, *, trains: bool) -> None:
+    with torch.no_grad():
+        first(model, trains=trains).mul_(1.5)
+
+
+def coupled(module: nn.Module, arguments: Any, output: Any) -> None:
+    """What a hook could do to the rows of others."""
+
+
+CHANGES: dict[str, Any] = {
+    "a trained weight": lambda model, optimizer: written(model, optimizer, trains=True),
+    "a frozen weight": lambda model, optimizer: written(model, optimizer, trains=False),
+    "a weight through .data": lambda model, optimizer: first(model, trains=False).data.mul_(1.5),
+    "a trained weight through .data": lambda model, optimizer: first(model, trains=True).data.mul_(1.5),
+    "data replaced": lambda model, optimizer: setattr(p := first(model, trains=False), "data", p.data.clone()),
+    "a hook": lambda model, optimizer: model.transformer.h[0].register_forward_hook(coupled),
+    "a hook before": lambda model, optimizer: model.register_forward_pre_hook(lambda *_: None),
+    "a hook of a gradient": lambda model, optimizer: first(model, trains=True).register_hook(lambda gradient: gradient),
+    "another forward": lambda model, optimizer: setattr(model.transformer.h[0], "forward", lambda *more, **named: more),
+    "another layer": lambda model, optimizer: setattr(model.transformer, "ln_f", nn.LayerNorm(16)),
+    "a hook of the optimizer": lambda model, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_the_model_between_steps_is_refused_before_a_draw(
+    model: nn.Module, ledger: dpllm.Ledger, change: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpllm.run.own_loop.DIGEST_EVERY", 1)
+    with engine(model, ledger) as made:
+        for _ in range(taken):
+            made.step()
+        CHANGES[change](model, made._optimizer)
+        monkeypatch.setattr(PoissonSampler, "draw", lambda sampler: pytest.fail("drawn"))
+        for _ in range(2):
+            with pytest.raises(Refused, match="was changed since the last step"):
+                made.step()
+        assert ledger.run(made.entry).steps == taken
+
+
+def test_looking_at_the_model_between_steps_changes_nothing(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS, max_grad_norm=0.1)
+    with dpllm.Engine(model, optimizer, plan, units(), ledger=ledger, dataset="letters", max_length=LENGTH) as made:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for _ in range(STEPS):
+            made.step()
+            scheduler.step()
+            with torch.no_grad():
+                model.eval()(torch.tensor([[3, 4, 5]]))
+            model.train()
+            model.state_dict()
+
+
+def test_a_unit_cannot_grow_after_the_check(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    ids, mask, rows = [4, 5], [False, True], []
+    rows.append(dpllm.TokenSequence(ids, mask, 1))  # type: ignore[arg-type]
+    grown = dpllm.Unit(rows)  # type: ignore[arg-type]
+    with engine(model, ledger, units=[grown, *units()[1:]]) as made:
+        ids.append(6)
+        mask.append(True)
+        rows.append(rows[0])
+        assert made._units[0] == row((4, 5))
+
+
+def test_a_row_of_two_units_is_named(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    same = [row((4, 5)), row((4, 5)), *units()[2:]]
+    with pytest.warns(UserWarning, match=r"units\[0\] and units\[1\] hold the same row"):
+        engine(model, ledger, units=same).__exit__(None, None, None)
+
+
 def test_a_step_that_fails_counts_and_the_next_goes_on(model: nn.Module, ledger: dpllm.Ledger) -> None:
     with engine(model, ledger) as made:
         trained = next(p for p in model.parameters() if p.requires_grad)
