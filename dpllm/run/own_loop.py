@@ -217,7 +217,7 @@ class Engine:
             changed = ["a weight, through .data,"]
         if changed:
             raise Refused(
-                f"{changed[0]} was changed since the last step (a weight written, a hook or layer added, removed or replaced), so "
+                f"{changed[0]} was changed since the last step (a weight written, a hook or layer added or replaced), so "
                 "that the self-check and the Plan are about another model. Nothing was charged. Leave the model alone while the "
                 "Engine is open, or make another Engine."
             )
