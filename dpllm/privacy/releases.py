@@ -120,8 +120,8 @@ def _mean(asked: Statistic, rows: int, epsilon: float) -> Measurement:
 
     low, high = asked.numbers
     middle, step = (low + high) / 2, (high - low) / 2 / STEPS
-    if not step:
-        raise ValueError("no numbers lie between the bounds")
+    if not step or not math.isfinite(middle + step):
+        raise ValueError("no numbers lie between the bounds, or too many")
     space = domains.vector_domain(domains.atom_domain((-STEPS, STEPS), T="i64")), metrics.symmetric_distance()
     total, many = transformations.make_sum(*space), transformations.make_count(*space, TO="i64")
     noisy_total, total_error = _laplace(total, rows, epsilon / 2, MISSED / 2)

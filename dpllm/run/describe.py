@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +70,7 @@ class Offer:
 
         Raises:
             BudgetExceeded: The ledger has no room for all of them; nothing is spent.
+            DataError: A row of which the chat template makes no tokens; nothing is spent.
             ConfigError: ``output`` is there already or cannot be written, or another process writes there.
         """
         with alone(output, output.with_name(f".{output.name}.lock")):
@@ -81,6 +83,9 @@ class Offer:
                 raise self.refusal
             ledger, whose, releases, requests = self._ledger, self._policy, [], _requests(self.statistics)
             assert ledger is not None
+            # A row that cannot be read, say by a chat template, is refused while that is free.
+            for asked in {(one.kind, one.column): one for one, _ in self._measurements}.values():
+                deque(self._exact(asked), maxlen=0)
             claims = reserve_all(
                 ledger, whose.dataset, requests, records=whose.records, derived_from=whose.derived_from
             )
@@ -100,6 +105,9 @@ def offered(
     config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, delta: float | None, *, create: bool
 ) -> Iterator[Offer]:
     """What statistics would cost and how exact they would be; spends nothing.
+
+    Refusals that come of the records are counted, of a dry run too: they tell whether rows are among a dataset's, and without
+    the records the costs shown could be another account's.
 
     Args:
         config: The recipe: whose data, and which ledger.
@@ -126,7 +134,7 @@ def offered(
         exact = partial(exact_values, units=units, table=table, data=config.data, tokenizer=tokenizer)
         if (ledger := open_ledger(config.privacy.ledger, create=create)) is not None:
             stack.enter_context(ledger)
-            stack.enter_context(ledger.counting() if create else contextlib.nullcontext())
+            stack.enter_context(ledger.counting())
         # A recipe without differential privacy, or with evaluation data, may be described as any other.
         private = config.privacy.model_copy(update={"enabled": True})
         owner = config.model_copy(update={"privacy": private, "data": config.data.model_copy(update={"eval": None})})

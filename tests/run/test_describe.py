@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from dp_accounting.pld import common
 from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -195,6 +196,7 @@ def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Calla
         (["--shares", "label"], 2, "not declared"),
         (["--mean", "age"], 2, "not declared"),
         (["--mean", "age=0:1e-320"], 2, "declare other values"),
+        (["--mean", "age=1e308:1.1e308"], 2, "declare other values"),
         (["--shares", "diagnosis=yes,no"], 2, "no row has a column 'diagnosis'"),
         ([], 2, "no statistic is asked"),
         (["--lengths", "8,16"], 2, "--tokenizer MODEL"),
@@ -213,6 +215,37 @@ def test_bad_input_is_one_message_and_nothing_is_spent(
     assert told in error
     assert entries() == 0
     assert "p0" not in error
+
+
+@pytest.mark.parametrize("mode", [["--dry-run"], []])
+def test_a_refusal_that_tells_whose_a_row_is_is_counted(say: Callable[..., Any], mode: list[str]) -> None:
+    """Also that of a dry run, which spends nothing: else whoever guesses could ask about row after row unseen."""
+    assert say("--units")[0] == 0
+    before = entries()
+    write(rows()[:1])
+    for asked in (1, 2):
+        code, _, error = say("--units", "--dataset", "guess", "--output", "more.json", *mode)
+        assert (code, entries()) == (3, before), error
+        assert list(ledger().refusals().values()) == [asked]
+
+
+@pytest.mark.parametrize("bad", [0, 29])
+def test_a_row_that_no_template_takes_is_refused_before_anything_is_charged(
+    say: Callable[..., Any], tmp_path: Path, bad: int
+) -> None:
+    template = (
+        "{% for m in messages %}{{ raise_exception('no') if m['content'] == 'odd' else m['content'] }}{% endfor %}"
+    )
+    tiny.tokenizer(chat_template=template).save_pretrained(tmp_path / "words")
+    turns = [[{"role": "user", "content": "odd" if number == bad else "even"}] for number in range(30)]
+    write([{"messages": turn, "who": f"p{number}"} for number, turn in enumerate(turns)])
+    asked = ["--units", "--lengths", "8,16", "--tokenizer", "words"]
+    code, _, error = say(*asked)
+    assert (code, entries(), error.count("\n")) == (2, 0, 1)
+    assert f"unit {bad + 1}: the tokenizer's chat template does not take a row's messages" in error
+    assert not Path("describe.json").exists()
+    write([{"messages": turn, "who": f"p{number}"} for number, turn in enumerate(turns) if number != bad])
+    assert say(*asked)[0] == 0
 
 
 @pytest.mark.parametrize("epsilon", [0.0001, 0.0, -1.0, float("nan"), 2000.0])
