@@ -255,6 +255,11 @@ def scratch() -> Iterator[Path]:
             shutil.rmtree(mine, ignore_errors=True)
 
 
+def resolved(path: str | os.PathLike[str]) -> Path:
+    """Where a path leads; a link to itself stays as it is, on which ``Path.resolve`` raises before Python 3.13."""
+    return Path(os.path.realpath(path))
+
+
 def as_json(value: Any) -> Any:
     """The same value as JSON holds it, which has no tuple and no infinity: what is not finite is None."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)

@@ -30,8 +30,21 @@ RETIRED = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Runs one command and returns its exit code; 1 where nobody reads any more what it prints, as before ``| head -1``."""
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()  # at exit, Python would say that it fails, and nobody could say otherwise
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # what they still hold is written at exit
+            os.dup2(nowhere, stream.fileno())
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
     if mend := RETIRED.get(" ".join(arguments[:2])):  # an action that the parser does not know
         print(f"dpllm {arguments[0]}: {arguments[1]} is retired: {mend}.", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from dpllm.card.claim import Json
 from dpllm.comparison import compared_runs, rows, values
 from dpllm.comparison.rows import Row
 from dpllm.errors import ConfigError
-from dpllm.files import write_json, write_whole
+from dpllm.files import resolved, write_json, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.telemetry import publish_baseline
 
@@ -158,7 +158,7 @@ def _checked(
     sides = compared_runs.read(runs, public=public)
     run = sides[0].run  # the one without differential privacy comes last
     target = output or (run.root / "comparison" if public else run.private / "compare")
-    for folder in (target.resolve(), *target.resolve().parents):
+    for folder in (resolved(target), *resolved(target).parents):
         if folder.name == "export" and (folder.parent / "config.yaml").exists():
             raise ConfigError(
                 f"{target}: lies in export/, which is published as it was verified, and a comparison also shows other runs. "

@@ -15,7 +15,7 @@ from typing import Any
 from dpllm.auditing.record import AuditRecord, read_audit
 from dpllm.card.claim import Json, check_audit, why_not
 from dpllm.errors import ConfigError
-from dpllm.files import read_json
+from dpllm.files import read_json, resolved
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -77,7 +77,7 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
     """
     if len(runs) < 2:
         raise ConfigError("one run leaves nothing to compare. Type two or more: dpllm compare BASELINE RUN RUN.")
-    again = [str(path) for path, number in Counter(run.root.resolve() for run in runs).items() if number > 1]
+    again = [str(path) for path, number in Counter(resolved(run.root) for run in runs).items() if number > 1]
     if again:
         raise ConfigError(f"{again[0]}: is named twice, and a run does not differ from itself. Name each run once.")
     configs = [run.load_config() for run in runs]
@@ -114,9 +114,9 @@ def _refuse_copies(runs: Sequence[RunDir], records: Sequence[RunRecord]) -> None
 
 
 def _names(runs: Sequence[RunDir]) -> list[str]:
-    names = [run.root.resolve().name for run in runs]
+    names = [resolved(run.root).name for run in runs]
     if len(set(names)) < len(names):
-        names = ["/".join(run.root.resolve().parts[-2:]) for run in runs]
+        names = ["/".join(resolved(run.root).parts[-2:]) for run in runs]
     seen = Counter(names)
     return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpllm.errors import ConfigError
-from dpllm.files import RunPaths, alone
+from dpllm.files import RunPaths, alone, resolved
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.statement.run_files import RunRecord, read_status
 
@@ -52,7 +52,7 @@ class RunDir(RunPaths):
         Raises:
             ConfigError: It lies there.
         """
-        if any(output.resolve().is_relative_to(part.resolve()) for part in (self.export, self.private)):
+        if any(resolved(output).is_relative_to(resolved(part)) for part in (self.export, self.private)):
             raise ConfigError(
                 f"--output {output}: lies in a part of the run directory that belongs to the run. Type another directory."
             )
@@ -118,8 +118,8 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
     # What a run that was refused and ``dpllm canaries plan`` leave behind may go.
     known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.canaries else set())
     found = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
-    ledger = Path(config.privacy.ledger).resolve() if config.privacy.ledger else None
-    if ledger and any(ledger.is_relative_to(part.resolve()) for part in (run.private, run.export)):
+    ledger = resolved(config.privacy.ledger) if config.privacy.ledger else None
+    if ledger and any(ledger.is_relative_to(resolved(part)) for part in (run.private, run.export)):
         raise ConfigError(
             f"privacy.ledger {config.privacy.ledger} lies in the part of the run directory that a new run replaces, and the "
             "budget would go with it. Keep it elsewhere; the run directory itself will do."

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dpllm.errors import ConfigError
+from dpllm.files import resolved
 from dpllm.model import evaluate, processes
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.run.mechanism import Autocast
@@ -43,7 +44,7 @@ class Samples:
             raise ConfigError(
                 "train.sample_every has nothing to sample from. Set train.sample_prompts too, or remove it."
             )
-        if isinstance(named, str) and _is_private(Path(named).resolve(), config.data):
+        if isinstance(named, str) and _is_private(resolved(named), config.data):
             raise ConfigError(
                 "train.sample_prompts names data that are not declared public, and prompts are printed and go to trackers. Name "
                 "a file of public prompts."
@@ -101,7 +102,7 @@ def _is_private(path: Path, data: DataConfig) -> bool:
     """Whether a file is one of the data that the recipe does not declare public, by whatever name or link."""
     sources = [data.train] * (not data.public) + [data.eval] * (not data.eval_public)
     for place in (Path(name) for source in sources if source is not None for name in expand(source)):
-        if path.is_relative_to(place.resolve()):
+        if path.is_relative_to(resolved(place)):
             return True
         files = place.rglob("*") if place.is_dir() else [place]
         if path.exists() and any(file.samefile(path) for file in files if file.is_file()):

@@ -20,7 +20,7 @@ from typing import Any, Self
 from prometheus_client import start_http_server
 
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.files import RunPaths
+from dpllm.files import RunPaths, resolved
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
@@ -170,7 +170,7 @@ class Telemetry:
 def _checked(directory: str, run: RunPaths) -> Path:
     """Where metrics can be written, as the recipe says."""
     path = Path(directory)
-    if any(path.resolve().is_relative_to(part.resolve()) for part in (run.private, run.export)):
+    if any(resolved(path).is_relative_to(resolved(part)) for part in (run.private, run.export)):
         raise ConfigError(
             f"telemetry.textfile {directory} lies in a part of the run directory that a new run replaces, or that is published. "
             "Set it to the directory that the node exporter reads."

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import DataError
+from dpllm.files import resolved
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
@@ -244,7 +245,7 @@ def dataset_name(data: DataConfig) -> str:
 def _dataset_name(source: str) -> str:
     if names.is_builtin(source) or not (Path(source).exists() or glob.has_magic(source)):
         return source
-    path = Path(source).resolve()
+    path = resolved(source)
     return f"{path.parent.name}/{Path(unpacked(path.name)).stem}"
 
 

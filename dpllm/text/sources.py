@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from dpllm.errors import DataError
+from dpllm.files import resolved
 from dpllm.recipe import names
 from dpllm.recipe.config import CsvConfig, DataConfig, Source
 from dpllm.text import builtin
@@ -66,9 +67,9 @@ def expand(source: Source) -> list[str]:
 def _once(found: list[str]) -> list[str]:
     """The same, if no file is there twice: by another path, below a directory that is named too, or packed beside itself."""
     seen: set[Any] = set()
-    folders = {Path(name).resolve() for name in found if Path(name).is_dir()}
+    folders = {resolved(name) for name in found if Path(name).is_dir()}
     for name in found:
-        path = Path(name).resolve()
+        path = resolved(name)
         keys: set[Any] = {name if names.is_builtin(name) else unpacked(str(path))}
         if path.exists():
             keys.add((path.stat().st_dev, path.stat().st_ino))

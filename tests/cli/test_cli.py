@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import yaml
 import dpllm
 from dpllm import errors
 from dpllm.cli import main
+from dpllm.ledger import open_ledger
 
 HEAVY = ("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "matplotlib")
 AFTER = """
@@ -29,6 +31,22 @@ except SystemExit as stop:
     code = stop.code
 print("LOADED", *[name for name in %r if name in sys.modules], file=sys.stderr)
 sys.exit(code)
+"""
+# Each command in a process of its own, whose standard output, or error too, nobody reads any more.
+UNREAD = """
+import json, os, sys
+import dpllm.forecast.table, dpllm.run.describe  # read once for all
+from dpllm.cli import main
+both, *commands = json.loads(sys.argv[1])
+for number, words in enumerate(commands):
+    if not os.fork():
+        there, back = os.pipe()
+        os.close(there)
+        for stream in (1, 2) if both else (1,):
+            os.dup2(back, stream)
+        sys.exit(main(words))
+    sys.stderr.flush()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), *words)
 """
 
 
@@ -148,6 +166,62 @@ def test_a_path_that_the_system_refuses_is_one_line(
     assert message.startswith(f"dpllm {words[0]}: ")
     assert "File name too long. Name another path" in message
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "RECIPE", "--data.train", "LOOP"],
+        ["plan", "RECIPE", "--data.train", "[RECIPE, LOOP]"],
+        ["plan", "RECIPE", "--data.train", "L*P"],
+        ["plan", "RECIPE", "--data.eval", "LOOP"],
+        ["plan", "RECIPE", "--model.name_or_path", "./LOOP"],
+        ["plan", "RECIPE", "--model.adapter", "LOOP"],
+        ["plan", "RECIPE", "--privacy.ledger", "LOOP"],
+        ["plan", "LOOP"],
+        ["train", "RECIPE", "--output_dir", "LOOP"],
+        ["train", "RECIPE", "--output_dir", "LOOP/run"],
+        ["train", "RECIPE", "--model.name_or_path", "builtin:tiny", "--train.sample_prompts", "LOOP"],
+        ["describe", "LOOP", "--epsilon", "1", "--units"],
+        ["audit", "LOOP"],
+        ["card", "LOOP"],
+        ["verify", "LOOP"],
+        ["compare", "LOOP", "LOOP"],
+        ["push", "LOOP", "alice/notes"],
+        ["generate", "LOOP"],
+        ["ledger", "verify", "--ledger", "LOOP"],
+    ],
+)
+def test_a_link_to_itself_is_one_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """As data, prompts, recipe, model, ledger and run directory."""
+    monkeypatch.chdir(recipe.parent)
+    Path("LOOP").symlink_to("LOOP")
+    code = main([word.replace("RECIPE", str(recipe)) for word in words])
+    message = capsys.readouterr().err
+    assert (code in (1, 2), message.count("\n")) == (True, 1), message
+    assert message.startswith(f"dpllm {words[0]}: ")
+    assert Path("LOOP").is_symlink()
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_command_that_nobody_reads_ends_without_a_traceback(recipe: Path, both: bool) -> None:
+    """As before ``| head -1``: the exit code is 1, which rich and Python's documentation have too."""
+    ledger = ["--ledger", str(recipe.with_name("ledger.sqlite"))]
+    with open_ledger(ledger[1]) or contextlib.nullcontext():
+        pass
+    commands = [
+        *([], ["--help"], ["--version"], ["plan", "--keys"], ["train", "--help"], ["ledger", "verify", *ledger]),
+        *(["plan", str(recipe)], ["plan", str(recipe), "--json"], ["ledger", "history", "--json", *ledger]),
+        *(["describe", str(recipe), "--epsilon", "1", "--units", "--dry-run"], ["ledger", "show", *ledger]),
+        ["epsilon", *["--dataset-size", "99", "--batch-size", "9", "--steps", "9", "--noise-multiplier", "2"]],
+    ][: 6 if both else None]
+    env = {**os.environ, "PYTHONUNBUFFERED": "", "PYTHONPATH": str(Path(dpllm.__file__).parents[1])}
+    typed = [sys.executable, "-c", UNREAD, json.dumps([both, *commands])]
+    answer = subprocess.run(typed, env=env, capture_output=True, text=True, timeout=120)
+    assert answer.stderr == ""
+    assert answer.stdout.splitlines() == [" ".join(["1", *words]) for words in commands]
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["ledger", "burn"], ["ledger", "init", "notes"], ["audit"]])
