@@ -30,7 +30,7 @@ __all__ = [
     "adaptive_clipping",
     "auto_delta",
 ]
-__all__ += ["check_delta", "make_plan", "make_schedule", "noise_multiplier_for"]
+__all__ += ["check_delta", "make_plan", "make_schedule", "noise_multiplier_for", "resolved_delta"]
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e
@@ -187,7 +187,7 @@ def make_plan(
     privacy, data = config.privacy, config.data
     schedule = make_schedule(config, num_units)
     relation: Relation = "add_or_remove_one" if data.public_size is not None else "zero_out"
-    delta = _delta(config, largest_delta, schedule.dataset_size)
+    delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
     coefficients = _coefficients(config, schedule, delta, relation, cache_dir) if coefficients is None else coefficients
     bands = max(1, len(coefficients))
     sigma, mechanism, adaptive = _mechanism(config, schedule, delta, relation, cache_dir, fit, bands)
@@ -217,14 +217,15 @@ def make_plan(
     )
 
 
-def _delta(config: RunConfig, largest_delta: float, size: int) -> float:
-    """The run's delta, which is below 1/N, as is that of the dataset's budget."""
-    wanted = config.privacy.delta
-    delta = min(auto_delta(size), largest_delta) if wanted == "auto" else float(wanted)
-    check_delta(delta, size)
+def resolved_delta(
+    wanted: float | Literal["auto"], largest_delta: float, size: int, name: str = "privacy.delta"
+) -> float:
+    """The delta that is stated, which is below 1/N, as is that of the dataset's budget; errors call it ``name``."""
     if largest_delta < 1.0:
         correct = "Its owner can correct it with dpllm ledger init as long as nothing is sealed or spent"
         check_delta(largest_delta, size, "the delta of the dataset's budget,", f"{correct}; or bring more data.")
+    delta = min(auto_delta(size), largest_delta) if wanted == "auto" else events.number(name, wanted, 0.0, 1.0)
+    check_delta(delta, size, name)
     return delta
 
 

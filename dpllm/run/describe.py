@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dpllm
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
@@ -31,6 +31,7 @@ from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import Sealed
 from dpllm.privacy.accounting import Relation, compose, stated
 from dpllm.privacy.events import number
+from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import Measurement, measurement
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.released import Statistics
@@ -102,24 +103,32 @@ class Offer:
 
 @contextlib.contextmanager
 def offered(
-    config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, delta: float | None, *, create: bool
+    config: RunConfig,
+    asked: Sequence[Sequence[Statistic]],
+    epsilon: float,
+    delta: float | Literal["auto"] | None,
+    *,
+    create: bool,
 ) -> Iterator[Offer]:
     """What statistics would cost and how exact they would be; spends nothing.
 
     Refusals that come of the records are counted, of a dry run too: they tell whether rows are among a dataset's, and without
     the records the costs shown could be another account's.
 
+    Delta is below 1/N, as a run's is: at 0.9 an exact count would cost epsilon 0. N is data.public_size; or, without one, counted,
+    and public all the same: the relation is then zero-out, which compares datasets of one public size, and a run publishes it.
+
     Args:
         config: The recipe: whose data, and which ledger.
         asked: Statistics, each with its releases; equal parts of epsilon for each statistic, and within it for each release.
         epsilon: Of all of them together, > 0.
-        delta: At which they come to it; None: the budget's, or ``DELTA``.
+        delta: At which they come to it; auto: as in a run; None: the budget's, or ``DELTA``.
         create: Make the ledger if there is none, to release afterwards.
 
     Raises:
         DataError: The data cannot be read, or have no such column.
         ConfigError: A part of epsilon is too small, too many values are declared, or OpenDP is not there.
-        Refused: These records are another dataset of the ledger.
+        Refused: These records are another dataset of the ledger; or delta is 1/N or more.
     """
     tokenizer = None
     if any(one.kind == "lengths" for group in asked for one in group):
@@ -141,7 +150,9 @@ def offered(
         policy = dataset_policy.find_policy(owner, table, ledger)
         dataset = ledger.records.charged_to(policy.dataset, policy.derived_from) if ledger else policy.dataset
         budget = ledger.budget(dataset) if ledger else None
-        delta = delta if delta is not None else budget.delta if budget else DELTA
+        size = config.data.public_size or len(units if config.data.sampling == "unit" else units.each_alone())
+        wanted = delta if delta is not None else budget.delta if budget else min(DELTA, auto_delta(size))
+        delta = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
         made, found = _priced(config, asked, epsilon, delta, dataset)
         spent, after, refusal = 0.0, found.epsilon, None
         if ledger is not None:

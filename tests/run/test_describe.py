@@ -201,7 +201,7 @@ def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Calla
         ([], 2, "no statistic is asked"),
         (["--lengths", "8,16"], 2, "--tokenizer MODEL"),
         (["--units", "--unit", "whom"], 2, "no value in the unit column"),
-        (["--units", "--delta", "2"], 2, "delta"),
+        (["--units", "--delta", "2"], 2, "--delta is 2"),
         (["--units", "--output", "/dev/null/describe.json"], 2, "cannot be written to (Not a directory)"),
         (["--units", "--output", "long" * 63], 2, "cannot be written to (File name too long)"),
         (["--shares", f"label={','.join(map(str, range(100)))};age={','.join(map(str, range(100)))}"], 2, "no card"),
@@ -253,6 +253,62 @@ def test_an_epsilon_that_promises_nothing_or_buys_nothing_is_refused(say: Callab
     code, _, error = say(*ASKED, epsilon=epsilon)
     assert (code, entries()) == (2, 0)
     assert "--epsilon" in error
+
+
+@pytest.mark.parametrize("how", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("delta", "more", "exit_code"),
+    [
+        ("0.9", [], 3),
+        ("0.034", [], 3),
+        (str(1 / 30), [], 3),
+        ("0.012", ["--data.sampling", "example", "--data.max_examples_per_unit", "3"], 3),
+        ("0.001", ["--data.public_size", "1000"], 3),
+        *((bad, [], 2) for bad in ("nan", "inf", "0", "-1e-9", "1.5", "few")),
+    ],
+)
+def test_a_delta_of_one_in_n_or_more_is_refused_and_nothing_is_released(
+    say: Callable[..., Any], how: list[str], delta: str, more: list[str], exit_code: int
+) -> None:
+    """At 0.9 an exact count would cost epsilon 0. N is that of a run: 30 people, 90 rows, or what is declared."""
+    try:
+        code, _, error = say("--units", f"--delta={delta}", *more, *how)
+    except SystemExit as stopped:  # argparse
+        code, error = stopped.code, "delta\n"
+    assert (code, error.count("\n")) == (exit_code, 1), error
+    assert "delta" in error
+    assert not Path("describe.json").exists()
+    assert not Path("l.sqlite").exists() or entries() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "delta"),
+    [
+        (["--delta", "0.033"], 0.033),
+        (["--delta", "auto"], 0.003),
+        (["--delta", "auto", "--data.public_size", "1000"], 1e-4),
+        ([], 1e-9),
+        (["--data.public_size", str(10**9)], 1e-10),
+    ],
+)
+def test_delta_is_below_one_in_n(say: Callable[..., Any], words: list[str], delta: float) -> None:
+    code, printed, _ = say("--units", *words, "--dry-run", "--json")
+    assert code == 0
+    assert Statistics.pick(json.loads(printed)).delta == delta
+
+
+def test_the_delta_of_a_budget_bounds_auto_and_is_below_one_in_n_itself(say: Callable[..., Any]) -> None:
+    with ledger() as book:
+        budgets.set_budget(book, "notes", Budget(2.0, 1e-6, "who", "zero_out", "adaptive", 8.0, **WHO))
+    assert Statistics.pick(json.loads(say("--units", "--delta", "auto", "--dry-run", "--json")[1])).delta == 1e-6
+    Path("l.sqlite").unlink()
+    with ledger() as book:
+        budgets.set_budget(book, "notes", Budget(2.0, 0.5, "who", "zero_out", "adaptive", 8.0, **WHO))
+    before = entries()
+    for words in ([], ["--delta", "1e-6"], ["--delta", "auto"]):
+        code, _, error = say("--units", *words)
+        assert (code, entries()) == (3, before)
+        assert "delta of the dataset's budget, 0.5 is not below 1/N" in error
 
 
 def test_a_dry_run_shows_costs_and_spends_nothing(say: Callable[..., Any]) -> None:
