@@ -61,7 +61,7 @@ def statement_of(
     Raises:
         ConfigError: These are parts of two runs, or one of them holds what no statement may say.
     """
-    _check_one_run(config, plan, record, audit)
+    _check_one_run(plan, record, audit)
     reason = why_not(config, plan, record, audit, mechanism)
     terms = None if plan is None else _terms(config, plan, record)
     numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
@@ -148,14 +148,8 @@ def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
     return max(plan.epsilon, spent or 0.0)
 
 
-def _check_one_run(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
-    """Recipe, Plan and audit are those of the record; a record of an earlier version does not say which they were."""
-    trained = names.of_training(config)
-    if record.training_digest not in (None, trained):
-        raise ConfigError(
-            "config.yaml was changed after the run, so the card would describe another one. Restore it; of a finished run only "
-            "the section card may change."
-        )
+def _check_one_run(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
+    """Plan and audit are those of the record; a record of an earlier version does not say which they were."""
     if plan and (record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps):
         raise ConfigError(
             "plan.json is not the Plan of the run in run.json, so its figures say nothing about these weights. The run "

@@ -3,7 +3,8 @@
 Comes in: a run, the rows that its model wrote, its privacy statement. Goes out: ``Quality``, a function of those rows, released
 statistics and data that the recipe declares public; JSON and a picture for private/. Must not know how rows are written.
 
-A figure is public where all that it reads beside the synthetic rows is declared public. What reads coins of canaries never is.
+A figure is public where all that it reads beside the synthetic rows is declared public, as its name tells ``statement.synthetic``
+and whoever verifies it. What reads coins of canaries never is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
-from dpllm.statement.synthetic import Quality
+from dpllm.statement.synthetic import Quality, public_sides, reads
 from dpllm.text import control
 from dpllm.text.asked import Statistic, exact_values
 from dpllm.text.data import Table, load_table, value_name
@@ -43,8 +44,6 @@ from dpllm.text.sources import is_here
 # A legend of shapes: R resamples, E evaluation rows, K classes, T texts, D numbers of an embedding.
 
 Figures = dict[str, float | None]
-Part = tuple[set[str], Figures]
-"""The rows that some figures read, and the figures."""
 Floats = NDArray[np.float64]
 SYNTHETIC, TRAINING, EVALUATION = "synthetic", "training", "evaluation"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -112,7 +111,7 @@ def measure(
 
     Guarantee:
         The first part is a function of ``rows``, ``statement.statistics``, the recipe and the tokenizer; and of training or
-        evaluation rows only where the recipe declares these public.
+        evaluation rows only where statement and recipe declare these public.
     """
     from transformers import AutoTokenizer
 
@@ -129,15 +128,16 @@ def measure(
             if source is None or not is_here(source):
                 raise DataError("not at hand" if source else "the recipe names none")
             sides[name] = _side(load_table(source, data, split, run.private / "cache"), config, tokenizer)
-    parts: list[Part] = [(set(), _released(statement, data.control))]
-    parts += [({name}, _described(name, side, len(rows))) for name, side in sides.items()]
-    parts += [part for column in data.control for part in _labels(sides, column)]
-    parts += _replayed(sides)
+    figures = _released(statement, data.control) | _replayed(sides)
+    for name, side in sides.items():
+        figures |= _described(name, side, len(rows))
+    for column in data.control:
+        figures |= _labels(sides, column)
     with _told(f"Frechet distance by {embedding}", missing):
-        parts += _embedded(sides, embedding) if embedding else ()
-    declared = {SYNTHETIC, TRAINING if data.public else "", EVALUATION if data.eval_public else ""}
-    public = {name: value for needs, found in parts if needs <= declared for name, value in found.items()}
-    private = {name: value for needs, found in parts if not needs <= declared for name, value in found.items()}
+        figures |= _embedded(sides, embedding) if embedding else {}
+    declared = public_sides(statement) - ({EVALUATION} if not data.eval_public else set())
+    public = {name: value for name, value in figures.items() if reads(name) <= declared}
+    private = {name: value for name, value in figures.items() if name not in public}
     used = [
         public_name(source) for name, (source, _) in sources.items() if source and name in sides and name in declared
     ]
@@ -213,26 +213,24 @@ def _described(name: str, side: Side, most: int) -> Figures:
 # --- a label learned from synthetic text -----------------------------------------------------------------------------
 
 
-def _labels(sides: Mapping[str, Side], column: str) -> list[Part]:
+def _labels(sides: Mapping[str, Side], column: str) -> Figures:
     """Train on synthetic, test on real; the same from as many real rows (or all); and whether texts have the codes asked for."""
     made, train, held = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
     assert made is not None
-    parts: list[Part] = []
+    found: Figures = {}
     if held:
         truth = held.labels[column]
         usual = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
-        parts.append(({EVALUATION}, _scored(f"{column} by the commonest value", usual, truth)))
-        parts.append(({EVALUATION}, _scored(f"{column} by TSTR", _predict(made, column, len(made.texts), held), truth)))
+        found |= _scored(f"{column} by the commonest value", usual, truth)
+        found |= _scored(f"{column} by TSTR", _predict(made, column, len(made.texts), held), truth)
     if train:
-        parts.append(
-            ({TRAINING}, _scored(f"{column} as asked", _predict(train, column, LEARNED, made), made.labels[column]))
-        )
+        found |= _scored(f"{column} as asked", _predict(train, column, LEARNED, made), made.labels[column])
     if train and held:
         real = {f"{column} by TRTR": len(made.texts), f"{column} by TRTR, all rows": LEARNED}
         for name, most in real.items():
-            known: Figures = {f"{name}: rows": float(min(most, LEARNED, len(train.texts)))}
-            parts.append(({TRAINING, EVALUATION}, known | _scored(name, _predict(train, column, most, held), truth)))
-    return parts
+            found[f"{name}: rows"] = float(min(most, LEARNED, len(train.texts)))
+            found |= _scored(name, _predict(train, column, most, held), truth)
+    return found
 
 
 def _predict(learned: Side, column: str, most: int, asked: Side) -> list[str] | None:
@@ -278,31 +276,31 @@ def _scored(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) ->
 # --- what the rows give away -----------------------------------------------------------------------------------------
 
 
-def _replayed(sides: Mapping[str, Side]) -> list[Part]:
+def _replayed(sides: Mapping[str, Side]) -> Figures:
     """Shares of synthetic rows with words in a row, or details, of real ones; held-out rows are the control, of equal number."""
     made, held = sides[SYNTHETIC].texts, sides.get(EVALUATION, Side([], [], {})).texts
     own = [(grams(words(text), WORDS), find_details(text)) for text in made]
 
-    def part(needs: set[str], name: str, texts: Sequence[str]) -> Part:
+    def part(name: str, texts: Sequence[str]) -> Figures:
         runs = {run for text in texts for run in grams(words(text), WORDS)}
         details = {detail for text in texts for detail in find_details(text)}
         hits = {
             f"{WORDS} words": [bool(one & runs) for one, _ in own],
             "a detail": [bool(one & details) for _, one in own],
         }
-        return needs, {f"with {what} of {name}": sum(seen) / len(own) if own else None for what, seen in hits.items()}
+        return {f"with {what} of {name}": sum(seen) / len(own) if own else None for what, seen in hits.items()}
 
-    parts = []
+    found = part("any evaluation row", held) if held else {}
     if TRAINING in sides:
         texts = sides[TRAINING].texts
-        parts.append(part({TRAINING}, "any training row", texts))
+        found |= part("any training row", texts)
         if held:
             some = [texts[number] for number in spread(len(texts), len(held))]
-            parts.append(part({TRAINING, EVALUATION}, "equally many training rows", some))
-    return [*parts, part({EVALUATION}, "any evaluation row", held)] if held else parts
+            found |= part("equally many training rows", some)
+    return found
 
 
-def _embedded(sides: Mapping[str, Side], name: str) -> list[Part]:
+def _embedded(sides: Mapping[str, Side], name: str) -> Figures:
     """Frechet distance of mean-pooled last states to those of evaluation rows, of equally many rows on all sides."""
     import torch
     from transformers import AutoModel
@@ -313,7 +311,7 @@ def _embedded(sides: Mapping[str, Side], name: str) -> list[Part]:
     texts = {side: [text for text in one.texts if text.strip()] for side, one in sides.items()}
     fewest = min(len(texts[SYNTHETIC]), len(texts.get(EVALUATION, ())))
     if fewest < 2:
-        return []
+        return {}
 
     @torch.no_grad()
     def moments(side: str) -> tuple[Floats, Floats]:
@@ -331,4 +329,4 @@ def _embedded(sides: Mapping[str, Side], name: str) -> list[Part]:
         return float(((own_D - mean_D) ** 2).sum() + np.trace(own_DD + spread_DD) - 2 * roots)
 
     others = [side for side in sides if side != EVALUATION]
-    return [({side, EVALUATION}, {f"Frechet distance to evaluation rows: {side}": distance(side)}) for side in others]
+    return {f"Frechet distance to evaluation rows: {side}": distance(side) for side in others}

@@ -115,8 +115,8 @@ def offered(
     Refusals that come of the records are counted, of a dry run too: they tell whether rows are among a dataset's, and without
     the records the costs shown could be another account's.
 
-    Delta is below 1/N, as a run's is: at 0.9 an exact count would cost epsilon 0. N is data.public_size; or, without one, counted,
-    and public all the same: the relation is then zero-out, which compares datasets of one public size, and a run publishes it.
+    Delta is below 1/N, as a run's is: at 0.9 an exact count would cost epsilon 0. N is data.public_size or, without one, counted:
+    the relation is then zero-out, which compares datasets of one public size, and a run publishes that too.
 
     Args:
         config: The recipe: whose data, and which ledger.

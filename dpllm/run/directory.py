@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpllm.errors import ConfigError
-from dpllm.files import RunPaths, alone, resolved
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import RunPaths, alone, read_json, resolved
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.statement.run_files import RunRecord, read_status
 
@@ -58,14 +59,22 @@ class RunDir(RunPaths):
             )
 
     def load_config(self) -> RunConfig:
-        """The resolved recipe of an existing run.
+        """The resolved recipe of an existing run, as it trained; a record of an earlier version does not say how that was.
 
         Raises:
             ConfigError: The directory holds no run.
+            Refused: The recipe was edited since, and would decide what is published of a run that had another.
         """
         if not self.config.exists():
             raise ConfigError(f"{self.root}: holds no run (no config.yaml). Type the output_dir of a run.")
-        return load_config(self.config)
+        config = load_config(self.config)
+        trained = read_json(self.run).get("training_digest") if self.run.exists() else None
+        if trained not in (None, names.of_training(config)):
+            raise Refused(
+                f"{self.config}: was changed after the run, whose promise and record are about the recipe of that time. Restore "
+                "it (of a finished run only the section card may change), or train again."
+            )
+        return config
 
 
 @dataclass(frozen=True)

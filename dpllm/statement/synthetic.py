@@ -143,6 +143,23 @@ def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
     return section.filled(PARTS, lambda: _context(record, statement))
 
 
+def reads(figure: str) -> set[str]:
+    """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
+    what, _, side = figure.rpartition(": ")
+    if side in SIDES:
+        return {side, "evaluation"} if what.startswith("Frechet distance") else {side}
+    ends = {" by TSTR": "evaluation", " by the commonest value": "evaluation", " as asked": "training"}
+    ends |= {f" of any {rows} row": rows for rows in ("training", "evaluation")}
+    return next(({rows} for end, rows in ends.items() if (what or figure).endswith(end)), {*SIDES})
+
+
+def public_sides(statement: PrivacyRecord) -> set[str]:
+    """Those that the model's statement declares public; without a guarantee it does not say so of evaluation rows alone."""
+    told = any("evaluation data (declared public)" in line for line in statement.not_covered)
+    told = told or (statement.data_public and not statement.guarantee)
+    return {*SIDES[:2], *(["training"] if statement.data_public else []), *(["evaluation"] if told else [])}
+
+
 def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
     total, terms = epsilon(statement), statement.terms
     if statement.guarantee and (total is None or terms is None):

@@ -8,6 +8,7 @@ regular files of bounded size only, follows no link, and keeps no row.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,8 +97,9 @@ def _read(directory: Path, ledger: str | None) -> DataSet:
         raise Wrong(f"{RECORD} does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
     block, page = read_object(directory / MODEL_BLOCK, MOST_RECORD), read_text(directory / MODEL_CARD, MOST_CARD)
     if (run := run_of(directory)) is not None:
-        with regular(run.config, MOST_CONFIG):
-            pass  # what reads it later waits for no pipe, and follows no link
+        for path in filter(os.path.lexists, (run.config, run.run)):
+            with regular(path, MOST_CONFIG):
+                pass  # what reads it later waits for no pipe, and follows no link
     model = Published((directory / MODEL_BLOCK).parent, block, page, run, ledger)
     return DataSet(directory, record, read_text(directory / CARD, MOST_CARD), model)
 
@@ -178,6 +180,10 @@ def _record(found: DataSet) -> Iterator[Check]:
         == (*record.control, *(("text",) if record.prompts is None else ("prompt", "completion"))),
         "shares is not the statistic of the control columns": record.shares
         in ({name} if statement.guarantee else {name, None}),
+        f"quality has figures of rows that {MODEL_BLOCK} does not declare public": all(
+            synthetic.reads(name) <= synthetic.public_sides(statement)
+            for name in (record.quality.figures if record.quality else ())
+        ),
         "shares names no statistic on the model's card": record.shares is None or record.shares in released,
     }
     if wrong := [problem for problem, good in rules.items() if not good]:

@@ -11,7 +11,7 @@ from cards import WEIGHTS, audit, baseline, baseline_record, broken, config, mak
 
 from dpllm.card.card import rerender, write_card
 from dpllm.cli import main
-from dpllm.errors import ConfigError
+from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, read_json, write_json
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
@@ -145,7 +145,7 @@ def test_a_recipe_that_changed_since_the_run_gets_no_card(tmp_path: Path) -> Non
         {"data": {"eval_public": True}},
     ):
         run.config.write_text(dump_config(config(**change)), encoding="utf-8")
-        with pytest.raises(ConfigError, match="changed after the run"):
+        with pytest.raises(Refused, match="changed after the run"):
             write_card(run)
 
 

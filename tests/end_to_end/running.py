@@ -24,6 +24,8 @@ import dpllm
 from dpllm.cli import main
 from dpllm.ledger import Ledger
 from dpllm.privacy.engine import Engine
+from dpllm.recipe import names
+from dpllm.recipe.config import load_config
 
 Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -88,6 +90,13 @@ def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> list[float]:
 
     patch.setattr(Engine, "step", begin)
     return norms
+
+
+def as_trained(run: Path) -> None:
+    """Makes the record say that the run trained with the recipe that lies there now."""
+    record = json.loads((run / "run.json").read_text("utf-8"))
+    record["training_digest"] = names.of_training(load_config(run / "config.yaml"))
+    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
 
 
 def rows(count: int = NUM_ROWS, start: int = 0) -> list[Json]:

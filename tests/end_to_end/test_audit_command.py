@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from running import SENTINEL, Answer, Place, contents, done, dpllm_, make_place, rows
+from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, make_place, rows
 
 from dpllm.auditing.run import ATTACKS
 from dpllm.canaries import canaries
@@ -218,6 +218,8 @@ def test_a_run_goes_on_with_the_canaries_it_began_with(copy: Place) -> None:
 def test_settings_of_the_test_are_fixed_before_training(copy: Place) -> None:
     text = (copy.run / "config.yaml").read_text()
     (copy.run / "config.yaml").write_text(text.replace("alpha: 0.05", "alpha: 0.4"))
+    assert "changed after the run" in dpllm_("audit", copy.run).err
+    as_trained(copy.run)
     assert "fixed before training" in refused(copy.run)
 
 
@@ -287,6 +289,7 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
 ) -> None:
     ours = copy.run / "config.yaml"
     ours.write_text(ours.read_text().replace("public: false", "public: true"))
+    as_trained(copy.run)
     twin = twin_of(baseline, tmp_path / "twin")
     done("audit", copy.run, "--twin", twin, "--scores-only")
     assert copy.json("export/audit/audit.json")["published"]
@@ -294,6 +297,7 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
     recipe = yaml.safe_load(theirs.read_text())
     for data in ({"train": "other.jsonl"}, {"public": False}):
         theirs.write_text(yaml.safe_dump({**recipe, "data": {**recipe["data"], **data}}))
+        as_trained(twin)
         done("audit", copy.run, "--twin", twin, "--scores-only")
         assert copy.json("export/audit/audit.json")["controls"]["twin"] is None
         assert copy.json("private/audit/audit.json")["controls"]["twin"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from running import Place, contents, done, dpllm_
+from running import Place, as_trained, contents, done, dpllm_
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.publish import generate
@@ -44,6 +44,7 @@ def talker(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     value = yaml.safe_load((run / "config.yaml").read_text())
     value["data"]["format"] = "messages"
     (run / "config.yaml").write_text(yaml.safe_dump(value))
+    as_trained(run)
     return run
 
 

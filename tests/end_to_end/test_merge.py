@@ -13,7 +13,7 @@ import tiny
 import torch
 import transformers
 import yaml
-from running import SENTINEL, Place, contents, done, dpllm_
+from running import SENTINEL, Place, as_trained, contents, done, dpllm_
 from safetensors.torch import load_file, save_file
 
 from dpllm.auditing.scores import score_canaries
@@ -64,6 +64,7 @@ def edit(place: Place, **sections: Json) -> None:
     path = place.run / "config.yaml"
     value = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**value, **{name: {**value[name], **new} for name, new in sections.items()}}))
+    as_trained(place.run)
 
 
 def block_of(directory: Path) -> Json:
@@ -250,9 +251,9 @@ def test_a_run_without_privacy_merges_with_its_warning(baseline: Place, tmp_path
 
 
 def _frozen(place: Place) -> None:
-    edit(place, adapter={"method": "frozen", "r": 2})
     value = yaml.safe_load((place.run / "config.yaml").read_text())
     (place.run / "config.yaml").write_text(yaml.safe_dump({**value, "adapter": {"method": "frozen"}}))
+    as_trained(place.run)
 
 
 def _no_card(place: Place) -> None:

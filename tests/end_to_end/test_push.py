@@ -11,10 +11,7 @@ import hub_stand_in
 import pytest
 from hub_stand_in import Hub, Repository
 from published import carry, read
-from running import Place, contents, done, dpllm_
-
-from dpllm.recipe.config import load_config
-from dpllm.recipe.names import of_training
+from running import Place, as_trained, contents, done, dpllm_
 
 NAME = "alice/notes-dp"
 
@@ -148,9 +145,7 @@ def test_a_run_without_a_guarantee_is_published_on_public_data_or_if_somebody_in
     config = run / "config.yaml"
     text = config.read_text("utf-8")
     config.write_text(text.replace("  public: true", "  public: false"), encoding="utf-8")
-    record = json.loads((run / "run.json").read_text("utf-8"))
-    record["training_digest"] = of_training(load_config(config))  # as if it had been trained so, by an exception
-    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    as_trained(run)  # by an exception
     done("card", run)
     answer = dpllm_("push", run, NAME)
     assert answer.code == 3

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import yaml
 from published import carry, read
-from running import Place, contents, done, dpllm_, make_place
+from running import Place, as_trained, contents, done, dpllm_, make_place
 
 import dpllm
 from dpllm.cli import _parser
@@ -412,6 +412,7 @@ def as_format(finished: Place, run: Path, fmt: str) -> Path:
     value = yaml.safe_load((run / "config.yaml").read_text())
     value["data"]["format"] = fmt
     (run / "config.yaml").write_text(yaml.safe_dump(value))
+    as_trained(run)
     return run
 
 

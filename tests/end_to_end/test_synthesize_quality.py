@@ -68,7 +68,7 @@ def test_what_is_not_at_hand_is_told_and_costs_no_other_figure(
     done("synthesize", run, *FEW, "--output", tmp_path / "all")
     (run / "private" / "canaries.json").unlink()
     path = run / "config.yaml"
-    path.write_text(path.read_text().replace(str(finished.train), str(tmp_path / "gone.jsonl")))
+    path.write_text(path.read_text().replace(str(finished.train), str(tmp_path / "gone" / finished.train.name)))
     said = done("synthesize", run, *FEW, "--output", tmp_path / "few").err
     assert "not measured: training rows: not at hand\n" in said
     assert "not measured: membership: the canaries are not at hand\n" in said
@@ -109,3 +109,39 @@ def test_an_embedding_compares_rows_and_is_looked_for_before_any_text_is_drawn(
     answer = dpllm_("synthesize", run, *FEW, "--embedding", "./nowhere")
     assert answer.code == 2
     assert "nowhere" in answer.err
+
+
+def test_a_recipe_that_is_edited_afterwards_decides_nothing(run: Path, tmp_path: Path) -> None:
+    """Declared public, exact figures of everybody's rows would stand on a card, and it would verify."""
+    done("synthesize", run, *FEW, "--output", tmp_path / "before")
+    path, before = run / "config.yaml", contents(run)
+    text = path.read_text()
+    for old, new in (("  public: false", "  public: true"), ("eval_public: true", "eval_public: false")):
+        assert old in text
+        path.write_text(text.replace(old, new))
+        for command in (("synthesize", run, *FEW), ("card", run), ("push", run, "a/b", "--dry-run"), ("audit", run),
+                        ("merge", run), ("generate", run), ("compare", run, run.parent / "other")):  # fmt: skip
+            if command[0] == "compare":
+                shutil.copytree(run, command[2], dirs_exist_ok=True)
+            answer = dpllm_(*command)
+            assert answer.code == 3, (command, answer.err)
+            assert f"{path}: was changed after the run" in answer.err or command[0] == "push"
+            assert answer.err.count("\n") == 1
+        failed = [one for one in json.loads(dpllm_("verify", run, "--json").out)["checks"] if one["status"] == "failed"]
+        assert {one["name"] for one in failed} == {"run", "ledger"}
+    path.write_text(text.replace("license: null", "license: mit"))
+    done("card", run)
+    path.write_text(text)
+    done("card", run)
+    assert contents(run) == before
+
+
+def test_of_a_record_that_does_not_say_how_it_trained_the_statement_decides(run: Path) -> None:
+    """As an earlier version wrote it."""
+    record = json.loads((run / "run.json").read_text())
+    del record["training_digest"]
+    (run / "run.json").write_text(json.dumps(record))
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("  public: false", "  public: true"))
+    done("synthesize", run, *FEW)
+    assert not [name for name in of(run / "synthetic")["quality"]["figures"] if "training" in name]

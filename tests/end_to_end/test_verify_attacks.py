@@ -52,7 +52,7 @@ def test_a_recipe_without_a_guarantee_has_none_whatever_the_record_says(run: Pat
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     assert "run" in failing(run)
     answer = dpllm_("card", run)
-    assert (answer.code, "changed after the run" in answer.err) == (2, True)
+    assert (answer.code, "changed after the run" in answer.err) == (3, True)
     record = json.loads((run / "run.json").read_text("utf-8"))
     del record["training_digest"]  # as of an earlier version, which did not say what trained
     (run / "run.json").write_text(json.dumps(record), encoding="utf-8")

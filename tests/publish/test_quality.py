@@ -16,7 +16,7 @@ from dpllm.canaries import canaries
 from dpllm.publish import quality
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
-from dpllm.statement import privacy_record
+from dpllm.statement import privacy_record, synthetic
 
 Json = dict[str, Any]
 WORDS = {"home": "garden stairs kettle blanket", "clinic": "waiting corridor queue reception"}
@@ -56,15 +56,15 @@ def a_run(
     return run, config
 
 
-def statement(**described: Any) -> privacy_record.PrivacyRecord:
+def statement(data: Json | None = None, **described: Any) -> privacy_record.PrivacyRecord:
     statistics = cards.described(**described) if described else None
-    return privacy_record.read(
-        cards.render_card(cards.config(), cards.plan(), cards.record(), None, statistics=statistics)[1]
-    )
+    recipe = cards.config(data=data or {})
+    return privacy_record.read(cards.render_card(recipe, cards.plan(), cards.record(), None, statistics=statistics)[1])
 
 
 def measured(root: Path, train: list[Json], held: list[Json] | None, made: list[Json], **data: Any) -> tuple[str, Json]:
-    found = quality.measure(*a_run(root, train, held, **data), made, statement())
+    declared = {name: value for name, value in data.items() if "public" in name}
+    found = quality.measure(*a_run(root, train, held, **data), made, statement(declared))
     return json.dumps(found[0].to_json(), sort_keys=True), found[1]
 
 
@@ -249,7 +249,8 @@ def test_texts_of_another_kind_lie_further_away(tmp_path: Path) -> None:
     near = quality.measure(run, config, HELD, statement(), embedding="builtin:tiny")[1]["figures"]
     assert abs(near[name.format("synthetic")]) < 1e-3 < near[name.format("training")]
     run, config = a_run(tmp_path / "public", TRAIN[:9], HELD[:9], planted=False, eval_public=True)
-    public, private = quality.measure(run, config, MADE[:9], statement(), embedding="builtin:tiny")
+    declared = statement({"eval_public": True})
+    public, private = quality.measure(run, config, MADE[:9], declared, embedding="builtin:tiny")
     assert name.format("synthetic") in public.figures.keys() - private["figures"].keys()
     assert name.format("training") in private["figures"].keys() - public.figures.keys()
     run, config = a_run(tmp_path, TRAIN, HELD)
@@ -257,3 +258,22 @@ def test_texts_of_another_kind_lie_further_away(tmp_path: Path) -> None:
         run, config, [{"visit": "home", "text": f"{n} * {n}"} for n in range(80)], statement(), embedding="builtin:tiny"
     )
     assert far[1]["figures"][name.format("synthetic")] > 3 * near[name.format("training")]
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize("eval_public", [False, True])
+def test_the_statement_decides_what_is_public_and_a_name_tells_it(
+    tmp_path: Path, public: bool, eval_public: bool
+) -> None:
+    """So that verify, which sees names alone, finds whatever the writer would not have written."""
+    run, config = a_run(tmp_path, TRAIN[:20], HELD[:20], planted=False, public=True, eval_public=True)
+    declared = statement({"public": public, "eval_public": eval_public})
+    found, private = quality.measure(run, config, MADE[:20], declared, embedding="builtin:tiny")
+    sides = synthetic.public_sides(declared)
+    assert sides == {"synthetic", "released", *["training"] * public, *["evaluation"] * eval_public}
+    assert all(synthetic.reads(name) <= sides for name in found.figures)
+    assert not any(synthetic.reads(name) <= sides for name in private["figures"])
+    assert len(found.figures) + len(private["figures"]) > 60
+    assert all(
+        synthetic.reads(name) > sides for name in ("MAUVE", "share of x: people", "") if not (public and eval_public)
+    )

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from dpllm.errors import Refused
+from dpllm.files import write_json
+from dpllm.recipe import names
 from dpllm.recipe.config import dump_config, load_config
 from dpllm.run.directory import RunDir
 from dpllm.run.resume import same_recipe
@@ -58,3 +60,17 @@ def test_speed_may_change(interrupted: RunDir, key: str) -> None:
 def test_what_promise_or_record_depends_on_may_not(interrupted: RunDir, key: str, value: Any) -> None:
     with pytest.raises(Refused, match=key.replace("__", ".")):
         resumed(interrupted, **{key: value})
+
+
+def test_an_edited_recipe_does_not_resume_with_itself(interrupted: RunDir) -> None:
+    """The record knows what began; a public declaration that was added would publish exact figures of its rows."""
+    write_json(interrupted.run, {"training_digest": names.of_training(interrupted.load_config())})
+    text = interrupted.config.read_text(encoding="utf-8")
+    edited = text.replace("unit: example", "unit: patient_id")
+    assert edited != text
+    for more in (text, text.replace("eval_every: null", "eval_every: 2")):
+        interrupted.config.write_text(more, encoding="utf-8")
+        same_recipe(load_config(interrupted.config), interrupted)
+    interrupted.config.write_text(edited.replace("max_examples_per_unit: null", "max_examples_per_unit: 2"), "utf-8")
+    with pytest.raises(Refused, match="changed after the run"):
+        same_recipe(load_config(interrupted.config), interrupted)

@@ -166,6 +166,32 @@ def test_a_smaller_epsilon_told_everywhere_is_found(folder: Path) -> None:
     assert failing(folder) == {"model: statistics"}
 
 
+EXACT = {
+    "share of home: training": "training",
+    "share of a: synthetic: training": "training",
+    "visit as asked: accuracy, low": "training",
+    "with 8 words of any training row": "training",
+    "rows: evaluation": "evaluation",
+    "visit by TSTR: macro F1": "evaluation",
+    "visit by the commonest value: accuracy": "evaluation",
+    "Frechet distance to evaluation rows: synthetic": "evaluation",
+    "with a detail of any evaluation row": "evaluation",
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("public", ["training", "evaluation"])
+def test_exact_figures_of_rows_that_are_not_declared_public_are_found(folder: Path, name: str, public: str) -> None:
+    block = json.loads((folder / "run" / "privacy.json").read_text("utf-8"))
+    block["data_public"] = public == "training"
+    if public == "training":
+        block["not_covered"] = [one.replace("(declared", "(not declared") for one in block["not_covered"]]
+    carry(folder / "run", block)
+    (folder / "run" / "privacy.svg").unlink()
+    again(folder, quality={"figures": {name: 0.29404, "share of home: synthetic": 0.5}, "evaluation": None})
+    assert failing(folder) - {"model: figure"} == (set() if EXACT[name] == public else {"record"})
+
+
 LINES = {
     "nested": b"[" * 100_000,
     "two keys": b'{"visit": "a", "visit": "b", "text": "c"}',
