@@ -174,10 +174,13 @@ def write_card(run: Run | str | os.PathLike[str]) -> Path:
 
     Raises:
         ConfigError: The run was refused, or its files are damaged.
+        Refused: ``verify`` would fail; nothing was changed.
     """
     from dpllm.card.card import write_card as write
+    from dpllm.verification.verify import undone_unless_verified
 
-    return write(_directory(run))
+    with undone_unless_verified(_directory(run).root):
+        return write(_directory(run))
 
 
 def verify(

@@ -185,7 +185,11 @@ def audit(**changes: Any) -> Json:
 def described(**changes: Any) -> Json:
     """describe.json about the data of ``record``."""
     declared: Json = {"values": ["yes", "no"]}
-    cost = {"event": {"type": "pure_dp", "epsilon": 0.25}, "error_95": 15.5, "error_of": "rows in each count"}
+    cost = {
+        "event": {"type": "pure_dp", "epsilon": 0.25},
+        "error_95": 72.39236660867908,
+        "error_of": "rows in each count",
+    }
     value = {"yes": 60, "no": 43, "other": -3}
     shares = {"statistic": "shares of label", "declared": declared, "mechanism": "discrete Laplace", "value": value}
     mean = {
@@ -194,6 +198,7 @@ def described(**changes: Any) -> Json:
         "mechanism": "discrete Laplace (sum and count)",
         "value": {"mean": 44.25, "low": 40.1, "high": 48.5, "rows": 97},
     }
+    of_mean = {"error_95": 21277.78943713212, "error_of": "divided by the number of rows"}
     return {
         "dataset": "ward-7-notes",
         "unit": "patient_id",
@@ -203,7 +208,7 @@ def described(**changes: Any) -> Json:
         "delta": 1e-9,
         "date": "2026-11-20",
         "software": {"dpllm": "0.1.0", "opendp": "0.16.0"},
-        "releases": [{**shares, **cost, "entry": "0a1b"}, {**mean, **cost, "entry": "2c3d"}],
+        "releases": [{**shares, **cost, "entry": "0a1b"}, {**mean, **cost, **of_mean, "entry": "2c3d"}],
         **changes,
     }
 

@@ -29,7 +29,11 @@ def released() -> Json:
         "mechanism": "discrete Laplace",
         "event": COST,
     }
-    one |= {"error_95": 12.0, "error_of": "rows in each count", "value": {"home": 300, "ward": 280, "other": 2}}
+    one |= {
+        "error_95": 12.45176013694037,
+        "error_of": "rows in each count",
+        "value": {"home": 300, "ward": 280, "other": 2},
+    }
     return {
         "dataset": "builtin:clinic",
         "unit": "example",

@@ -66,6 +66,7 @@ def statement_of(
     terms = None if plan is None else _terms(config, plan, record)
     numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     model, ledger = record.model, record.ledger
+    lost = {"lost": record.steps_lost} if record.steps_lost else {}
     base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
     block = {
         "schema_version": privacy_record.SCHEMA_VERSION,
@@ -75,7 +76,7 @@ def statement_of(
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
         "dataset": ledger.dataset if ledger else names.public_name(config.data.train),
         "data_public": config.data.public,
-        "steps": {"planned": record.steps_planned, "taken": record.steps_taken},
+        "steps": {"planned": record.steps_planned, "taken": record.steps_taken, **lost},
         "status": record.status,
         "composed": _composed(record),
         "lineage": record.lineage.to_json() if record.lineage else None,

@@ -87,10 +87,12 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.card.card import write_card
     from dpllm.run.directory import RunDir
     from dpllm.statement.synthetic import RECORD
+    from dpllm.verification.verify import undone_unless_verified
 
     if (Path(known.run) / RECORD).exists():
         return _dataset_card(Path(known.run), known)
-    path = write_card(RunDir(Path(known.run)), known.describe)
+    with undone_unless_verified(Path(known.run)):
+        path = write_card(RunDir(Path(known.run)), known.describe)
     print(path)
     if known.sign:
         from dpllm.verification.sign import sign
@@ -103,6 +105,7 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
     """The same of a data set that lies in its run directory."""
     from dpllm.card.dataset_card import write_dataset_card
     from dpllm.verification.check_dataset import run_of
+    from dpllm.verification.verify import undone_unless_verified
 
     run = run_of(directory)
     if run is None or known.sign or known.describe:
@@ -110,7 +113,8 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
             f"{directory}: a data set gets its card in a run directory that has one, and --sign and --describe belong to "
             "the run. Type dpllm card RUN, with them if need be, and then dpllm card RUN/synthetic."
         )
-    print(write_dataset_card(directory, run))
+    with undone_unless_verified(directory):
+        print(write_dataset_card(directory, run))
     return 0
 
 

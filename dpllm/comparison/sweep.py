@@ -363,6 +363,7 @@ def _refuse_lost(point: Point, entry: str) -> None:
 def _audit(points: Sequence[Point], console: Console) -> list[str]:
     """Audits what has canaries and writes every card; says which promises an audit contradicts."""
     from dpllm.card.card import write_card
+    from dpllm.verification.verify import undone_unless_verified
 
     twin = next((point.run for point in points if math.isinf(point.epsilon)), None)
     contradictions = []
@@ -372,7 +373,8 @@ def _audit(points: Sequence[Point], console: Console) -> list[str]:
             console.print(f"{point.name} audited: {report.verdict}")
             if report.verdict == "falsified":
                 contradictions.append(f"{point.name}: {report.verdict_reason}")
-        write_card(point.run)
+        with undone_unless_verified(point.run.root):
+            write_card(point.run)
     return contradictions
 
 

@@ -52,6 +52,7 @@ CANDIDATES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # bands that auto compares wit
 LEAST_GAIN = 0.05  # of the noise in the last weights, below which it takes 1
 MOST_STEPS = 2000  # for which coefficients are optimised; a longer schedule is taken for one of the same shape
 MOST_BANDS = 512
+NEAR = 0.2  # distance of lists: warm-ups move the best one by at most 0.17; the identity is 0.22 away and more
 FIRST_STEP = 0.05  # of the search, in every coefficient: a longer one can reach a series that diverges
 
 
@@ -118,6 +119,15 @@ def admissible(coefficients: Sequence[float]) -> bool:
     """Whether no column of C is longer than 1, in exact arithmetic, and the noise can be computed from c_0."""
     finite = all(math.isfinite(one) for one in coefficients)
     return finite and coefficients[0] > 0 and sum(Fraction(one) ** 2 for one in coefficients) <= 1
+
+
+def near_best(coefficients: Sequence[float], num_steps: int) -> bool:
+    """Whether a list may be of ``strategy``, for who does not know the schedule; any ``admissible`` one is as private."""
+    steps, bands, length = min(num_steps, MOST_STEPS), len(coefficients), math.hypot(*coefficients)
+    if not 0 < bands <= min(steps, MOST_BANDS) or length < 1 - 1e-12 or max(coefficients) > coefficients[0]:
+        return False
+    best = (_strategy(shape, 0.0, steps, bands) for shape in ("constant", "linear", "cosine"))
+    return min(math.dist(coefficients, one) for one in best) < NEAR
 
 
 def workload(rate_T: Floats) -> Floats:

@@ -31,6 +31,7 @@ STEPS = 2**20
 """Steps from the middle of a mean's declared range to its end: OpenDP sums whole numbers."""
 MISSED = 0.05
 """Probability that a release errs by more than its ``error``."""
+_Made = tuple[Any, Callable[[Any], dict[str, float]], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Measurement:
     error_of: str
     measure: Any
     read: Callable[[Any], dict[str, float]]
-    prepare: Callable[[Any], Any] = lambda value: value
+    prepare: Callable[[Any], Any]
 
     def release(self, values: Iterable[Any]) -> dict[str, float]:
         """Draws it once, from the exact values of all rows."""
@@ -79,13 +80,37 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
         ) from None
     enable_features("contrib")
     make = {"units": _counted, "shares": _counted, "scripts": _counted, "mean": _mean}.get(asked.kind, _quantile)
+    rows = 1 if asked.kind == "units" else rows
     try:
-        return make(asked, 1 if asked.kind == "units" else rows, epsilon)
-    except (OpenDPException, ValueError, OverflowError) as error:
+        measure, read, prepare = make(asked, rows, epsilon)
+        cost = measure.map(rows)
+        mechanism, error, what = told(asked, rows, cost)
+    except (OpenDPException, ValueError, OverflowError) as problem:
         raise ConfigError(
-            f"{asked.name}: OpenDP has no mechanism of epsilon {epsilon:g} for it ({type(error).__name__}). Give it another part "
-            "of epsilon, or declare other values."
+            f"{asked.name}: OpenDP has no mechanism of epsilon {epsilon:g} for it ({type(problem).__name__}). Give it another "
+            "part of epsilon, or declare other values."
         ) from None
+    return Measurement(mechanism, {"type": "pure_dp", "epsilon": cost}, error, what, measure, read, prepare)
+
+
+def told(asked: Statistic, rows: int, epsilon: float) -> tuple[str, float, str]:
+    """Mechanism, ``error`` and ``error_of`` of a release that costs `epsilon`: they follow from that, and need no OpenDP."""
+    scale = (1 if asked.kind == "units" else rows) / epsilon
+    if asked.kind == "mean":
+        low, high = asked.numbers
+        # The true mean is at most STEPS from the middle: an error in the count moves it by at most so many over the count.
+        error = _exceeded(2 * STEPS * scale, MISSED / 2) + STEPS * _exceeded(2 * scale, MISSED / 2)
+        return "discrete Laplace (sum and count)", (high - low) / 2 / STEPS * error, "divided by the number of rows"
+    if asked.values or asked.kind == "units":
+        return "discrete Laplace", _exceeded(scale, MISSED), "rows in each count" if asked.values else "units"
+    # A candidate wins whose rank is off by t rows more than the best one's only if its exponential noise exceeds t.
+    error = 2 * max(asked.quantile, 1 - asked.quantile) * scale * math.log(len(asked.numbers) / MISSED)
+    return "permute-and-flip", error, "rows of rank"
+
+
+def _exceeded(scale: float, missed: float) -> float:
+    """What discrete Laplace noise exceeds with probability ``missed``, as OpenDP's ``discrete_laplacian_scale_to_accuracy``."""
+    return scale * math.log(2 / (missed * (math.exp(1 / scale) + 1))) + 1
 
 
 def draw(measure: Any, values: list[Any]) -> Any:
@@ -93,16 +118,14 @@ def draw(measure: Any, values: list[Any]) -> Any:
     return measure(values)
 
 
-def _counted(asked: Statistic, rows: int, epsilon: float) -> Measurement:
+def _counted(asked: Statistic, rows: int, epsilon: float) -> _Made:
     from opendp import domains, metrics, transformations
 
     space = domains.vector_domain(domains.atom_domain(T="String")), metrics.symmetric_distance()
     exact = transformations.make_count(*space, TO="i64")
     if asked.values:
         exact = transformations.make_count_by_categories(*space, list(asked.values), MO="L1Distance<i64>", TOA="i64")
-    measure, error = _laplace(exact, rows, epsilon)
-    what = "rows in each count" if asked.values else "units"
-
+    measure, _ = _laplace(exact, rows, epsilon)
     declared = frozenset(asked.values)
 
     def read(found: Any) -> dict[str, float]:
@@ -111,10 +134,10 @@ def _counted(asked: Statistic, rows: int, epsilon: float) -> Measurement:
     def prepare(value: str) -> str:
         return value if value in declared else OTHER  # no text of a row goes further
 
-    return Measurement("discrete Laplace", _cost(measure, rows), error, what, measure, read, prepare)
+    return measure, read, prepare
 
 
-def _mean(asked: Statistic, rows: int, epsilon: float) -> Measurement:
+def _mean(asked: Statistic, rows: int, epsilon: float) -> _Made:
     """Sum and count together; the sum is of the distances from the middle of the range, so that it moves least."""
     from opendp import combinators, domains, metrics, transformations
 
@@ -124,9 +147,9 @@ def _mean(asked: Statistic, rows: int, epsilon: float) -> Measurement:
         raise ValueError("no numbers lie between the bounds, or too many")
     space = domains.vector_domain(domains.atom_domain((-STEPS, STEPS), T="i64")), metrics.symmetric_distance()
     total, many = transformations.make_sum(*space), transformations.make_count(*space, TO="i64")
-    noisy_total, total_error = _laplace(total, rows, epsilon / 2, MISSED / 2)
-    noisy_many, many_error = _laplace(many, rows, epsilon / 2, MISSED / 2)
-    measure = combinators.make_composition([noisy_total, noisy_many])
+    noisy_total, total_scale = _laplace(total, rows, epsilon / 2)
+    noisy_many, many_scale = _laplace(many, rows, epsilon / 2)
+    total_error, many_error = _exceeded(total_scale, MISSED / 2), _exceeded(many_scale, MISSED / 2)
 
     def prepare(value: float) -> int:
         return min(max(round((min(max(value, low), high) - middle) / step), -STEPS), STEPS)
@@ -138,37 +161,29 @@ def _mean(asked: Statistic, rows: int, epsilon: float) -> Measurement:
         near = {name: min(max(middle + step * one, low), high) for name, one in steps.items()}
         return {**near, "rows": count}
 
-    # The true mean is at most STEPS from the middle, so that an error in the count moves it by at most so many over the count.
-    error = step * (total_error + STEPS * many_error)
-    what = "divided by the number of rows"
-    return Measurement("discrete Laplace (sum and count)", _cost(measure, rows), error, what, measure, read, prepare)
+    return combinators.make_composition([noisy_total, noisy_many]), read, prepare
 
 
-def _quantile(asked: Statistic, rows: int, epsilon: float) -> Measurement:
+def _quantile(asked: Statistic, rows: int, epsilon: float) -> _Made:
     from opendp import domains, measurements, measures, metrics
 
     space = domains.vector_domain(domains.atom_domain(T="f64", nan=False)), metrics.symmetric_distance()
     best = partial(
         measurements.make_private_quantile, *space, measures.max_divergence(), list(asked.numbers), asked.quantile
     )
-    measure, scale = _scaled(best, rows, epsilon)
-    # A candidate wins whose rank is off by t rows more than the best one's only if its exponential noise exceeds t.
-    error = scale * math.log(len(asked.numbers) / MISSED)
 
     def read(found: float) -> dict[str, float]:
         return {f"{asked.quantile:g}": tidy(found)}
 
-    return Measurement("permute-and-flip", _cost(measure, rows), error, "rows of rank", measure, read)
+    return _scaled(best, rows, epsilon)[0], read, lambda value: value
 
 
-def _laplace(exact: Any, rows: int, epsilon: float, missed: float = MISSED) -> tuple[Any, float]:
-    """OpenDP's measurement, and what its noise exceeds with probability ``missed``."""
-    from opendp.accuracy import discrete_laplacian_scale_to_accuracy
+def _laplace(exact: Any, rows: int, epsilon: float) -> tuple[Any, float]:
+    """OpenDP's measurement, and the scale of its noise."""
     from opendp.measurements import make_laplace
 
     space = exact.output_domain, exact.output_metric
-    measure, scale = _scaled(lambda scale: exact >> make_laplace(*space, scale=scale), rows, epsilon)
-    return measure, discrete_laplacian_scale_to_accuracy(scale, missed)
+    return _scaled(lambda scale: exact >> make_laplace(*space, scale=scale), rows, epsilon)
 
 
 def _scaled(make: Callable[[float], Any], rows: int, epsilon: float) -> tuple[Any, float]:
@@ -177,7 +192,3 @@ def _scaled(make: Callable[[float], Any], rows: int, epsilon: float) -> tuple[An
 
     scale = binary_search_param(make, rows, epsilon)
     return make(scale), scale
-
-
-def _cost(measure: Any, rows: int) -> Event:
-    return {"type": "pure_dp", "epsilon": measure.map(rows)}

@@ -29,7 +29,7 @@ from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, read
 from dpllm.verification.check_dataset import OF_MODEL, run_of
 from dpllm.verification.check_export import regular_files
 from dpllm.verification.values import Wrong
-from dpllm.verification.verify import verify
+from dpllm.verification.verify import insist
 
 # httpx in huggingface_hub 1, httpx2 in 2: the class of everything that goes wrong on the way.
 _ON_THE_WAY = cast(type[Exception], HfHubHTTPError.__bases__[0])
@@ -158,14 +158,7 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
                 f"{source.root} first."
             )
     named = config.privacy.ledger if config else None  # which is the publisher's own word here
-    found = verify(source.root, ledger=named if ledger is None and named and "://" in named else ledger)
-    wrong = [check for check in found.checks if check.status == "failed"]
-    if wrong:
-        more = f" ({len(wrong)} checks fail)" if len(wrong) > 1 else ""
-        raise Refused(
-            f"{source.root}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
-            f"{wrong[0].detail}"
-        )
+    found = insist(source.root, named if ledger is None and named and "://" in named else ledger)
     statement = privacy_record.read(read_json(block))
     if statement.terms is not None and statement.composed is None:
         raise Refused(

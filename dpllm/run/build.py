@@ -183,8 +183,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)
         processes.replicate(optimizer, list(checkpoint.kept(net).values()))
         engine.max_grad_norm = saved.max_grad_norm
-        notes += [note for note in (*resumed.notes, *saved.notes) if note not in notes]
-        notes += _lost(resumed.to_make_up, made_up=plan is not None and start.make_up_lost_steps)
+        new = [*saved.notes, *_lost(resumed.to_make_up, made_up=plan is not None and start.make_up_lost_steps)]
+        notes = [*dict.fromkeys((*notes, *resumed.notes, *_said(new, console)))]
     payment = pay(config, decision, start, run, table) if main else Payment()
     claims = shared(payment.claims)
     if main:
@@ -237,6 +237,12 @@ def _lost(steps: int, *, made_up: bool) -> list[str]:
         return []
     became = "and were made up by as many more" if made_up else "before the checkpoint and were not repeated"
     return [f"{steps} charged steps were lost {became}"]
+
+
+def _said(notes: list[str], console: Console) -> list[str]:
+    for note in notes:
+        console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
+    return notes
 
 
 def _save_turns(run: RunDir, plan: Plan, key: int, slots: int, charged: int | None) -> None:

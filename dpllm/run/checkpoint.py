@@ -40,6 +40,7 @@ class State:
     reserved: int = 0  # steps reserved by now, those included that make up lost ones
     units: str | None = None  # digest of all tokens and of which unit they are
     groups: str | None = None  # digest of the groups of banded noise
+    lost: int = 0  # of its steps, how many were charged to earlier attempts and are in no weights
     notes: tuple[str, ...] = ()  # sentences for run.json about a newer checkpoint that was damaged; not written
 
 
@@ -134,10 +135,10 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 def _text(state: State, files: dict[str, str]) -> bytes:
     """state.json: the state, the digests of the files beside it, and one over all of it."""
+    # JSON has no word for the C of a run without differential privacy; checkpoints of before do not say that none were lost.
+    absent = {"notes", *(["max_grad_norm"] * (state.max_grad_norm == math.inf)), *(["lost"] * (not state.lost))}
     value = {**asdict(state), "schema_version": SCHEMA_VERSION, "files": files}
-    del value["notes"]
-    if state.max_grad_norm == math.inf:  # of a run without differential privacy; JSON has no word for it
-        del value["max_grad_norm"]
+    value = {name: one for name, one in value.items() if name not in absent}
     digest = hashlib.sha256(_dump(value)).hexdigest()
     return _dump({**value, "digest": digest})
 

@@ -71,6 +71,7 @@ class Recorder:
         if before and before.generator == "philox_gpu":
             self._generator = before.generator
         self._deviations = before.deviations if before else ()
+        self._lost = prepared.decision.resumed.lost if prepared.decision.resumed else 0
         self._projections: Projections | None = None
         public = may_tell_cost(prepared.config)
         self._progress = ProgressLine(console, prepared.schedule.num_steps, self._step, public=public)
@@ -163,6 +164,7 @@ class Recorder:
                 groups=read_groups(prepared.run.groups).digest
                 if prepared.plan and prepared.plan.coefficients
                 else None,
+                lost=self._lost,
             )
             checkpoint.save_resume(prepared.run, prepared.model, prepared.optimizer, state)
 
@@ -220,6 +222,7 @@ class Recorder:
             training_digest=names.of_training(prepared.config),
             plan_digest=read_plan(prepared.run).digest if prepared.plan else None,
             steps_taken=step,
+            steps_lost=self._lost,
             physical_batch_size=prepared.physical_batch_size,
             epsilon_spent=prepared.plan.epsilon if prepared.plan else None,
             delta=prepared.plan.delta if prepared.plan else None,

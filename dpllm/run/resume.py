@@ -44,6 +44,7 @@ class ResumeState:
     notes: tuple[str, ...]  # what earlier resumes noted for run.json
     units: str | None  # digest of the units on which the checkpoint was trained; None in one that does not say
     groups: str | None = None  # digest of the groups of banded noise
+    lost: int = 0  # of the charged steps, how many are in no weights, also of those that others make up
 
 
 def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, policy: DatasetPolicy) -> ResumeState:
@@ -94,7 +95,8 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
     since = sum(sizes) - saved.reserved  # the checkpoint stands on steps made up before it
     left = max(0, charged - saved.step - since)
     entries = tuple((claim.entry, claim.num_steps) for claim in claims)
-    return ResumeState(plan, entries, charged, sum(sizes[1:]), left, notes, saved.units, saved.groups)
+    lost = saved.lost + charged - saved.step
+    return ResumeState(plan, entries, charged, sum(sizes[1:]), left, notes, saved.units, saved.groups, lost)
 
 
 def _reservations(run: RunDir, entry: str, ledger: Ledger, policy: DatasetPolicy) -> list[Reservation]:

@@ -97,6 +97,7 @@ def summary(record: RunRecord, run: RunPaths, *, held_out: bool) -> dict[str, An
         "status": record.status,
         "steps_taken": record.steps_taken,
         "steps_planned": record.steps_planned,
+        "steps_lost": record.steps_lost,
         "guarantee": record.guarantee.holds,
         "reason": record.guarantee.reason,
         "epsilon": record.epsilon_spent,
@@ -117,11 +118,13 @@ def summary_table(found: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=box.SIMPLE, title=title, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    lost = found["steps_lost"]
     losses = [(when, found[f"eval_loss_{when}"]) for when in ("before", "after")]
     told = ", ".join(f"{loss:.4f} {when}" for when, loss in losses if loss is not None)
     promise = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}" if found["guarantee"] else "none"
     rows = {
-        "steps": f"{found['steps_taken']} of {found['steps_planned']}",
+        "steps": f"{found['steps_taken'] - lost} of {found['steps_planned']}"
+        + (f"; {lost} more were charged and lost" if lost else ""),
         "guarantee": promise if found["guarantee"] else f"{promise}: {found['reason']}",
         "held-out loss": f"{told} (nats per token)"
         if told

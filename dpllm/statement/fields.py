@@ -163,8 +163,7 @@ class Randomness(Record):
     """Where sampling and noise came from."""
 
     generator: Generator
-    """Of noise, keyed by the operating system; ``philox`` and ``chacha20`` in runs of before, of sampling too, which is AES
-    since."""
+    """Of noise, keyed by the operating system; in runs of before (``philox``, ``chacha20``) of sampling too."""
     secure_noise: bool
     """Whether the generator is cryptographic."""
     lattice: Lattice | None = None
@@ -249,8 +248,7 @@ class Terms(Record):
     curve: tuple[tuple[Number, Number | None], ...] | None = None
     """Pairs of delta and the epsilon certified at it, null where none is; absent likewise."""
     trade_off: tuple[tuple[Share, Share], ...] | None = None
-    """Pairs of a false-positive rate and the largest true-positive rate that any membership test can have at it, rounded up to
-    four digits; absent likewise."""
+    """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits; absent likewise."""
     event: Json
     """The mechanism as a value, from which epsilon can be computed again."""
 
@@ -274,6 +272,8 @@ class Steps(Record):
     """Of the Plan; epsilon is for all of them."""
     taken: Count
     """Executed."""
+    lost: AtLeast1 | None = None
+    """Of these, how many were lost in a crash and are in no weights; absent where none were."""
 
 
 class Budget(Record):

@@ -232,6 +232,8 @@ class RunRecord(Record):
     """T of the Plan."""
     steps_taken: int | None
     """Logical batches executed; None where the process was killed, and the ledger knows."""
+    steps_lost: int = 0
+    """Of these, those that no checkpoint kept and whose update is in no weights."""
     training_digest: str | None = None
     """SHA-256 of the recipe, as far as it concerns training; None in a record of an older version."""
     plan_digest: str | None = None

@@ -7,6 +7,7 @@ stand before the banner. Opens regular files only, follows no link and loads no 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -26,13 +27,17 @@ from dpllm.verification.values import (
     asserted,
     failed,
     listed,
+    no_key_twice,
     read_object,
     read_text,
+    regular,
     verified,
 )
 
 MOST_FILES = 10_000
-MOST_HEADER = 100 * 2**20
+MOST_HEADER, MOST_WEIGHTS, MOST_AXES = 100 * 2**20, 2**43, 8
+_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
+_BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
 OF_THE_HUB = (".gitattributes", ".git", ".cache")
 """What the Hub, git and a download add at the top of a repository; dpllm never writes them and never uploads them."""
 _TRAINING_STATE = re.compile(
@@ -47,7 +52,7 @@ _KEYS |= {"license_name", "license_link"}
 _AGAIN = "Write the card again: dpllm card RUN."
 ASSERTED = {
     "training": (
-        "optimizer clipping max_grad_norm adaptive neighbouring_relation randomness status steps.taken",
+        "optimizer clipping max_grad_norm adaptive neighbouring_relation randomness banded status steps.taken steps.lost",
         "the author's word that these steps ran with this sampler, this clipping and noise from the operating system",
     ),
     "data": (
@@ -102,6 +107,9 @@ def front_matter(found: Published) -> Iterator[Check]:
         raise Wrong(f"privacy.json is not laid out as dpllm writes it, so that its hash is another. {_AGAIN}")
     if not same(stated.get("privacy"), section.matter(found.record)):
         raise Wrong(f"the front matter of README.md and privacy.json state different things. {_AGAIN}")
+    base = found.record.base_model
+    if stated.get("base_model") not in (None, base.name if base.revision else None):
+        raise Wrong(f"base_model in the front matter is not {base.name}, which privacy.json names. {_AGAIN}")
     yield verified(
         "front matter", "the privacy entry of README.md states the main fields and the SHA-256 of privacy.json."
     )
@@ -191,8 +199,10 @@ def page(card: str, expected: Mapping[str, str], source: str, again: str) -> Ite
 
 
 def figure(found: Published) -> Iterator[Check]:
-    """The picture of what a tester can do against what the block draws."""
+    """The picture of what a tester can do against what the block draws; the other pictures by name."""
     there = tradeoff_figure.FILE in found.hashes
+    if others := sorted(name for name in found.hashes if name.endswith(".png")):
+        yield asserted("pictures", f"{listed(others)}: nobody draws them again here, so they may show anything.")
     if not found.record.guarantee:
         if there:
             raise Wrong(f"{tradeoff_figure.FILE} shows a guarantee, and there is none. {_AGAIN}")
@@ -216,12 +226,12 @@ def files(found: Published) -> Iterator[Check]:
     strange = set(unknown(names))
     yield _hashes(found, names)
     for name in names:
-        why = "is no file of an export" if name in strange else _content(found.directory / name)
+        why = "is no file of an export" if name in strange else _content(found.directory / name, found)
         problems += [f"{name} {why}"] if why else []
     if problems:
         detail = (
-            f"{listed(problems)}. What is not known may hold private data or run code: delete it from export/ and write the "
-            "card again."
+            f"{listed(problems)}. What is not known may hold private data or run code: restore it, or delete it from export/, "
+            "and write the card again."
         )
         yield failed("kinds of files", detail)
     else:
@@ -293,16 +303,20 @@ def _hashes(found: Published, names: list[str]) -> Check:
     )
 
 
-def _content(path: Path) -> str:
+def _content(path: Path, found: Published) -> str:
     """What is wrong with a file of a known name; empty where nothing."""
     try:
         if path.suffix == ".safetensors":
-            return _tensors(path)
+            state = any(map(_TRAINING_STATE.search, _tensors(path)))
+            return "holds tensors of the optimizer or of the generator" if state else ""
         if path.suffix == ".json":
             settings = read_object(path)
             kept = publishable(path.name, settings)
             if more := sorted(key for key in settings if key not in kept or kept[key] != settings[key]):
                 return f"has a setting that is not known ({listed(more)})"
+            base, other = found.record.base_model, (settings.get("base_model_name_or_path"), settings.get("revision"))
+            if path.name == "adapter_config.json" and other not in ((base.name, None), (base.name, base.revision)):
+                return f"does not name {base.name}, the base model in privacy.json"
         elif path.suffix not in (".png", ".parquet"):
             read_text(path)
     except Wrong as error:
@@ -310,12 +324,23 @@ def _content(path: Path) -> str:
     return ""
 
 
-def _tensors(path: Path) -> str:
-    """The same of a safetensors file, by the names in its header."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        header = file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER))
+def _tensors(path: Path) -> dict[str, Any]:
+    """What the header of a safetensors file says of each tensor; they lie one behind the other, to the last byte of the file."""
+    with regular(path, MOST_WEIGHTS) as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, MOST_HEADER))
     try:
-        names = list(dict(json.loads(header)))
-    except (ValueError, TypeError, RecursionError):
-        return "is no safetensors file"
-    return "holds tensors of the optimizer or of the generator" if any(map(_TRAINING_STATE.search, names)) else ""
+        found, end = dict(json.loads(text, object_pairs_hook=no_key_twice)), 0
+        found.pop("__metadata__", None)
+        for begin, then, shape, kind in sorted(
+            (*one["data_offsets"], one["shape"], one["dtype"]) for one in found.values()
+        ):
+            whole = {type(number) for number in (begin, then, *shape)} == {int} and min(shape, default=0) >= 0
+            if not whole or len(shape) > MOST_AXES or (begin, then - begin) != (end, _BYTES[kind] * math.prod(shape)):
+                raise ValueError("other bytes than it has, a gap, or one over another")
+            end = then
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise Wrong(f"{path.name} is no safetensors file. {_AGAIN}") from None
+    if size != 8 + length + end:
+        raise Wrong(f"{path.name} is shorter or longer than its header says. {_AGAIN}")
+    return found

@@ -14,8 +14,11 @@ from dpllm.card import claim
 from dpllm.privacy import accounting, banded, events
 from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.privacy_loss import Relation
+from dpllm.privacy.releases import told
 from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.released import Release
+from dpllm.text.asked import Kind, Statistic
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
 from dpllm.verification.values import (
@@ -91,6 +94,8 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
         "the event is not that of Poisson sampled steps": event["type"] == (kind if turns else "self_composed")
         and step["type"] == kind,
         "banded is not what the event, mechanism and scheme are about": _turns(terms),
+        "banded.coefficients are not the best of any schedule": not turns
+        or banded.near_best(turns.coefficients, min(planned, costs.MOST_STEPS)),
         "max_examples_per_unit is not the event's group": step.get("group_size", 1) == group,
         "max_examples_per_unit belongs to another unit": terms.unit != "example" or terms.max_examples_per_unit is None,
         "sampling_rate is not the event's": rate == step.get("probability"),
@@ -102,6 +107,7 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
         "canary_slots do not fit into dataset_size": sampling.canary_slots < size and batch <= size,
         "delta is not below 1/N, so that publishing one record outright would satisfy it": delta * size < 1,
         "steps.taken is more than planned": taken <= planned,
+        "steps.lost is more than taken": (record.steps.lost or 0) <= taken,
         "a completed run took other steps than planned": record.status != "completed" or taken == planned,
     }
     wrong = [problem for problem, good in rules.items() if not good]
@@ -233,6 +239,8 @@ def check_statistics(found: Published) -> Iterator[Check]:
         raise Wrong(f"statistics state their epsilon at a delta of 1/N or more, which protects nobody. {_WRITE_AGAIN}")
     if not shown.drawn or sum(one.event.epsilon for one in shown.releases) > costs.LARGE:
         raise Wrong(f"statistics were not drawn, or with an epsilon above {costs.LARGE:g}. {_WRITE_AGAIN}")
+    for one in shown.releases:
+        _check_release(one, shown.max_examples_per_unit)
     alone = costs.together([shown.event()], shown.delta, relation)
     both = costs.together([terms.event, shown.event()], terms.delta, relation) if found.record.guarantee else None
     if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
@@ -240,6 +248,16 @@ def check_statistics(found: Published) -> Iterator[Check]:
     with_run = "" if both is None else f", with the run {both:.6g} at delta {terms.delta:g}"
     yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
     yield asserted("values of statistics", "the author's word that OpenDP drew them from the data of this run.")
+
+
+def _check_release(one: Release, rows: int) -> None:
+    """A statistic that dpllm releases, by its mechanism, with the error that its epsilon gives."""
+    given = one.declared.model_dump(exclude_none=True)
+    kinds = {"": "units", "values": "shares", "numbers": "mean", "numbers quantile": "quantiles"}
+    asked = Statistic(cast(Kind, kinds.get(" ".join(given))), one.statistic.partition(" of ")[2], **given)
+    stated = one.mechanism, one.error_95, one.error_of
+    if not asked.kind or asked.name != one.statistic or any(differences(stated, told(asked, rows, one.event.epsilon))):
+        raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {_WRITE_AGAIN}")
 
 
 def check_lineage(found: Published) -> Iterator[Check]:

@@ -2,8 +2,8 @@
 
 Comes in: a run directory, an export directory or a synthetic data set. Goes out: a ``Verification``, one line for each thing
 that was looked at.
-Must not import torch, load a tensor, use the network, write anything, or end with anything but such lines: whatever a
-stranger's file does, it is a failed check.
+Must not import torch, load a tensor, use the network, write anything but a card back as it was, or end with anything but such
+lines: whatever a stranger's file does, it is a failed check.
 
 Guarantee:
     ``verified`` is said only of what was computed again here from the files at hand. What somebody could have made up who
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, CARD
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
-from dpllm.statement import synthetic
+from dpllm.statement import synthetic, tradeoff_figure
 from dpllm.verification import check_audits, check_dataset, check_export, check_ledger, check_promise, check_run, sign
 from dpllm.verification.values import (
     MOST_BYTES,
@@ -51,6 +52,7 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("ledger", check_ledger.check),
     ("run", check_run.check),
 )
+_WRITTEN = (CARD, BLOCK, SIGNATURE, tradeoff_figure.FILE, synthetic.RECORD, "describe.json")
 _MOST_CARD, _MOST_BLOCK = 2**22, 2**19
 
 
@@ -78,9 +80,9 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     try:
         block = read_object(directory / BLOCK, _MOST_BLOCK)
         card = read_text(directory / CARD, _MOST_CARD)
-        for path, most in _files_of(run) if run else ():
-            if os.path.lexists(path):
-                with regular(path, most):
+        for beside, most in _files_of(run) if run else ():
+            if os.path.lexists(beside):
+                with regular(beside, most):
                     pass  # what reads it later waits for no pipe, and follows no link
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
@@ -90,6 +92,38 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
         checks += guarded(name, check, found)
     checks.append(sign.check(directory, signers))
     return Verification(str(path), tuple(checks))
+
+
+def insist(path: Path, ledger: str | None = None) -> Verification:
+    """All checks of what is about to be published; ``Refused`` where one of them failed."""
+    found = verify(path, ledger=ledger)
+    if wrong := [check for check in found.checks if check.status == "failed"]:
+        more = f" ({len(wrong)} checks fail)" if len(wrong) > 1 else ""
+        raise Refused(
+            f"{path}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
+            f"{wrong[0].detail}"
+        )
+    return found
+
+
+@contextmanager
+def undone_unless_verified(root: Path) -> Iterator[None]:
+    """Around what writes the card of a run directory or of a data set: its files are as they were if it, or ``insist``, fails."""
+
+    def held() -> dict[Path, bytes]:
+        there = (root / below / name for below in ("", "export", "run") for name in _WRITTEN)
+        return {path: path.read_bytes() for path in there if path.is_file()}
+
+    before = held()
+    try:
+        yield
+        insist(root)
+    except BaseException:
+        for path in held().keys() - before.keys():
+            path.unlink()
+        for path, content in before.items() - held().items():
+            write_whole(path, content)
+        raise
 
 
 def _subject(path: Path) -> tuple[Path, RunDir | None]:

@@ -91,6 +91,7 @@ def record(**changes: Any) -> Any:
         "status": "completed",
         "steps_taken": 4,
         "steps_planned": 4,
+        "steps_lost": 0,
         "epsilon_spent": 3.0,
         "delta": 1e-5,
     }
