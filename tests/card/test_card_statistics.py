@@ -30,6 +30,18 @@ from dpllm.statement import section
 from dpllm.verification import check_promise
 from dpllm.verification.values import Published, Wrong
 
+OTHERWISE: tuple[Json, ...] = (
+    {"error_95": 7.2},
+    {"error_95": 72.393},
+    {"error_of": "units"},
+    {"mechanism": "Gaussian"},
+    {"mechanism": "permute-and-flip"},
+    {"statistic": "the names of all"},
+    {"statistic": "mean of label"},
+    {"statistic": "number of units"},
+    {"declared": {}},
+    {"declared": {"values": ["yes", "no"], "numbers": [0, 1]}},
+)
 RUN_AND_TWO = compose([plan()["event"], {"type": "pure_dp", "epsilon": 0.25}, {"type": "pure_dp", "epsilon": 0.25}])
 
 
@@ -104,6 +116,7 @@ def forged(block: Json, **changes: Any) -> Json:
 def test_verify_computes_both_epsilons_again() -> None:
     block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
     assert verified(block) == {"statistics": "verified", "values of statistics": "asserted"}
+    one, other = block["statistics"]["releases"]
     cheaper = [{**one, "event": {**one["event"], "epsilon": 0.2}} for one in block["statistics"]["releases"]]
     for changes in (
         {"epsilon": 0.4},
@@ -114,6 +127,10 @@ def test_verify_computes_both_epsilons_again() -> None:
         {"releases": cheaper},
         {"releases": [{**cheaper[0], "event": {"type": "pure_dp", "epsilon": 1e6}}]},
         {"releases": [{**cheaper[0], "value": None}]},
+        *({"releases": [{**one, **change}, other]} for change in OTHERWISE),
+        {"releases": [one, {**other, "error_95": 72.39236660867908}]},
+        {"releases": [one, {**other, "declared": {"numbers": [0, 60]}}]},
+        {"max_examples_per_unit": 5},
     ):
         with pytest.raises(Wrong):
             verified(forged(block, **changes))

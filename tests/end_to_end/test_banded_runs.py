@@ -69,6 +69,12 @@ def test_groups_are_private_and_buffers_are_nowhere(banded_run: Place) -> None:
     [
         (lambda b: b["banded"]["coefficients"].__setitem__(0, 1.1), "banded is not what"),
         (lambda b: b["banded"].__setitem__("bands", 4), "banded is not what"),
+        (lambda b: b["banded"]["coefficients"].reverse(), "not the best of any schedule"),
+        (lambda b: b["banded"].__setitem__("coefficients", [1.0, 0.0, 0.0]), "not the best of any schedule"),
+        (
+            lambda b: b["banded"].__setitem__("coefficients", [0.99 * c for c in b["banded"]["coefficients"]]),
+            "not the best",
+        ),
         (lambda b: b["banded"]["coefficients"].pop(), "banded is not what"),
         (lambda b: b["banded"].__setitem__("group_rate", 0.1), "sampling_rate is not the event's"),
         (lambda b: b["event"].__setitem__("bands", 7), "epsilon"),

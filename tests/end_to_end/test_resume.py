@@ -244,8 +244,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
     place = copy(terminated[0], tmp_path / "copy")
     weights = newest(place) / "trainable.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    done("train", place.recipe, "--resume")
+    answer = done("train", place.recipe, "--resume")
+    assert "Resumed: the newest checkpoint was damaged; the one before it, of step 2, was used." in answer.out
+    assert "Resumed: 1 charged steps were lost before the checkpoint and were not repeated." in answer.out
+    assert f"{TOTAL - 1} of {TOTAL}; 1 more were charged and lost" in answer.out
     record = place.json("run.json")
+    assert (record["steps_taken"], record["steps_lost"]) == (TOTAL, 1)
     assert any("the newest checkpoint was damaged" in note and "step 2" in note for note in record["deviations"])
     assert any("1 charged steps were lost" in note for note in record["deviations"])
     assert charged(place) == (1, TOTAL)
@@ -289,6 +293,13 @@ def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, 
     assert record["guarantee"]["holds"] is True
     assert any("1 charged steps were lost" in note for note in record["deviations"])
     assert charged(place) == (1, TOTAL)
+    done("card", place.run)
+    block, card = place.json("export/privacy.json"), (place.run / "export" / "README.md").read_text("utf-8")
+    assert block["steps"] == {"planned": TOTAL, "taken": TOTAL, "lost": 1}
+    assert f"| Steps | {TOTAL - 1} taken of {TOTAL} planned; 1 more were charged, and lost in a crash |" in card
+    assert "0 failed" in done("verify", place.run).out
+    (place.run / "run.json").write_text(json.dumps({**record, "steps_lost": 0}), encoding="utf-8")
+    assert "steps.lost of privacy.json is not what" in dpllm_("verify", place.run).out
 
 
 def test_lost_steps_can_be_made_up_and_are_paid_for(killed: tuple[Place, int, str], tmp_path: Path) -> None:
@@ -302,6 +313,7 @@ def test_lost_steps_can_be_made_up_and_are_paid_for(killed: tuple[Place, int, st
     assert record["epsilon_spent"] == plan["epsilon"] > before["epsilon"]
     assert plan["cross_check"]["epsilon"] > before["cross_check"]["epsilon"]
     assert any("made up by as many more" in note for note in record["deviations"])
+    assert record["steps_lost"] == 1
     with Ledger(place.ledger) as book:
         runs = book.runs("notes")
         assert [(run.steps, run.state) for run in runs] == [(TOTAL, "completed"), (1, "completed")]
@@ -330,7 +342,7 @@ def test_lost_steps_are_made_up_once_however_often_the_resumed_run_dies(
     with Ledger(place.ledger) as book:
         assert [(run.steps, run.reservation.num_steps) for run in book.runs("notes")] == [(TOTAL, TOTAL)] + 3 * [(1, 1)]
     record = place.json("run.json")
-    assert (record["status"], record["steps_taken"]) == ("completed", TOTAL + 3)
+    assert (record["status"], record["steps_taken"], record["steps_lost"]) == ("completed", TOTAL + 3, 3)
     assert record["guarantee"]["holds"] is True
 
 

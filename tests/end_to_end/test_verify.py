@@ -72,6 +72,11 @@ def test_the_command_prints_every_check_and_answers_4(run: Path) -> None:
     assert "does not verify" in bad.err
     answer = json.loads(bad.out)
     assert answer["failed"]
+    assert (
+        answer["path"]
+        == json.loads(dpllm_("verify", run / "export", "--json").out)["path"][: -len("/export")]
+        == str(run)
+    )
     assert answer["counts"]["failed"] == len([check for check in answer["checks"] if check["status"] == "failed"])
 
 

@@ -13,8 +13,10 @@ import pytest
 import yaml
 from published import carry, failing, read, rehash, write
 from pyarrow import parquet
-from running import Place, done, dpllm_
+from running import Place, contents, done, dpllm_
 
+import dpllm
+from dpllm.card.card import write_card
 from dpllm.errors import Refused
 from dpllm.publish import leaks, push
 from dpllm.recipe.config import RunConfig
@@ -41,9 +43,33 @@ def test_a_card_at_the_top_is_the_one_that_is_verified(run: Path) -> None:
 
 def test_an_audit_that_was_made_cannot_be_left_out(run: Path) -> None:
     shutil.rmtree(run / "export" / "audit")
-    done("card", run)
+    write_card(RunDir(run))
     assert failing(run) == {"audit: canaries"}
     assert dpllm_("push", run, "alice/notes", "--dry-run").code == 3
+
+
+def test_a_card_that_would_not_verify_is_not_written(run: Path, finished: Place) -> None:
+    """Whatever it would say: the files stay as they were, a signature of theirs included."""
+    with open(run / "private" / "audits.jsonl", "a", encoding="utf-8") as file:
+        file.write("{}\n")
+    config = run / "config.yaml"
+    config.write_text(config.read_text("utf-8").replace("contact: null", "contact: bob@example.org"), encoding="utf-8")
+    (run / "export" / "privacy.json.sig").write_text("of the former card", encoding="utf-8")
+    (run / "export" / "privacy.svg").unlink()
+    before = contents(run)
+    answer = dpllm_("card", run)
+    assert (answer.code, answer.err.count("\n"), answer.out) == (3, 1, "")
+    assert "does not verify" in answer.err
+    assert "audit: canaries" in answer.err
+    assert contents(run) == before
+    with pytest.raises(Refused):
+        dpllm.write_card(run)
+    assert contents(run) == before
+    shutil.copy(finished.run / "private" / "audits.jsonl", run / "private")
+    (run / "export" / "privacy.json.sig").unlink()
+    done("card", run)
+    assert "bob@example.org" in (run / "export" / "README.md").read_text("utf-8")
+    assert not failing(run)
 
 
 def test_a_recipe_without_a_guarantee_has_none_whatever_the_record_says(run: Path) -> None:

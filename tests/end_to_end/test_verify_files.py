@@ -14,6 +14,7 @@ import venv
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import published
 import pytest
@@ -160,6 +161,63 @@ def test_a_broken_safetensors_header_is_one_line(export: Path, header: bytes) ->
     path = export / "adapter_model.safetensors"
     path.write_bytes(header if header[-1:] == b"\x10" else struct.pack("<Q", len(header)) + header)
     assert {"files", "kinds of files"} <= failing(export)
+
+
+def _tensor(kind: str, shape: list[Any], *offsets: Any) -> published.Json:
+    return {"dtype": kind, "shape": shape, "data_offsets": list(offsets)}
+
+
+WRONG_HEADERS = {
+    "other bytes than its shape": {"a": _tensor("F32", [3], 0, 16)},
+    "a type of another size": {"a": _tensor("F16", [4], 0, 16)},
+    "an unknown type": {"a": _tensor("F31", [4], 0, 16)},
+    "a gap": {"a": _tensor("F32", [1], 0, 4), "b": _tensor("F32", [2], 8, 16)},
+    "one over another": {"a": _tensor("F32", [4], 0, 16), "b": _tensor("F32", [2], 8, 16)},
+    "not from the beginning": {"a": _tensor("F32", [3], 4, 16)},
+    "a negative length": {"a": _tensor("F32", [-2, -2], 0, 16)},
+    "half a number": {"a": _tensor("F32", [0.5, 8], 0, 16)},
+    "true for one": {"a": _tensor("F32", [True, 4], 0, 16)},
+    "axes without end": {"a": _tensor("F32", [4, *[1] * 100_000], 0, 16)},
+    "no offsets": {"a": {"dtype": "F32", "shape": [4]}},
+    "no tensors": {},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_HEADERS)
+def test_a_header_that_does_not_describe_every_byte_once_is_seen(export: Path, name: str) -> None:
+    path = export / "adapter_model.safetensors"
+    for header, good in ((WRONG_HEADERS[name], False), ({"a": _tensor("F32", [2, 2], 0, 16)}, True)):
+        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+        rehash(export, path.name)
+        assert ("kinds of files" not in failing(export)) is good
+
+
+@pytest.mark.parametrize(
+    "change", [lambda _: b"", lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:100], lambda b: b[:7]]
+)
+def test_weights_that_are_cut_or_longer_are_seen(export: Path, change: Callable[[bytes], bytes]) -> None:
+    path = export / "adapter_model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    rehash(export, path.name)
+    assert "kinds of files" in failing(export)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"base_model_name_or_path": "evil/base"}, {"base_model_name_or_path": None}, {"revision": "other"}]
+)
+def test_the_base_model_that_the_adapter_names_is_that_of_the_card(export: Path, settings: published.Json) -> None:
+    path = export / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **settings}), encoding="utf-8")
+    rehash(export, path.name)
+    found = verify(export)
+    assert "does not name tiny-base" in next(check.detail for check in found.checks if check.name == "kinds of files")
+
+
+def test_pictures_are_said_to_be_the_author_s_word(export: Path) -> None:
+    (asserted,) = (check for check in verify(export).checks if check.name == "pictures")
+    assert asserted.status == "asserted"
+    assert all(f"audit/{name}.png" in asserted.detail for name in ("bound", "exposure", "extraction", "roc"))
 
 
 # Private text.

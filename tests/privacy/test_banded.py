@@ -42,6 +42,18 @@ def rates(num_steps: int, **train: Any) -> banded.Floats:
     return banded.rates(TrainConfig.model_validate({"steps": num_steps, **train}), num_steps)
 
 
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("steps", "bands"), [(2, 2), (7, 3), (20, 16), (150, 6), (600, 2)])
+def test_a_list_for_any_schedule_is_told_from_others(shape: str, steps: int, bands: int) -> None:
+    for warmup in (0.0, 0.05, 0.3, 0.6, 0.99):
+        c = banded._strategy(shape, warmup, steps, bands)
+        assert banded.near_best(c, steps)
+        assert banded.near_best(c, steps + steps // 10)  # steps that make up lost ones
+        shorter, signs = [one * 0.999 for one in c], [one * (-1) ** lag for lag, one in enumerate(c)]
+        others = [c[::-1], (1.0, *[0.0] * (bands - 1)), (c[1], c[0], *c[2:]), shorter, signs]
+        assert not any(banded.near_best(one, steps) for one in others)
+
+
 def toeplitz(coefficients: Any, num_steps: int) -> banded.Floats:
     c_TT = np.zeros((num_steps, num_steps))
     for lag, value in enumerate(list(coefficients)[:num_steps]):

@@ -85,6 +85,27 @@ def test_the_event_is_the_epsilon_of_opendp_s_map(asked: Statistic, rows: int) -
         assert made.measure.map(2 * rows) == pytest.approx(0.5, rel=1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("cost", [1e-3, 0.3, 2.0, 40.0])
+def test_the_error_that_is_told_is_that_of_opendp_s_own_scale(rows: int, cost: float) -> None:
+    """Whoever verifies a card has no OpenDP: mechanism, epsilon and what is declared give it."""
+    from opendp.accuracy import discrete_laplacian_scale_to_accuracy as accuracy
+    from opendp.measurements import make_private_quantile
+    from opendp.measures import max_divergence
+
+    assert measurement(SHARES, rows, cost).error == pytest.approx(accuracy(rows / cost, 0.05), rel=1e-9)
+    assert measurement(UNITS, rows, cost).error == pytest.approx(accuracy(1 / cost, 0.05), rel=1e-9)
+    parts = accuracy(2 * rows * STEPS / cost, 0.025), accuracy(2 * rows / cost, 0.025)
+    assert measurement(MEAN, rows, cost).error == pytest.approx(60 / STEPS * (parts[0] + STEPS * parts[1]), rel=1e-9)
+    for quantile in (0.5, 0.9, 1 / 3, 0.001):
+        asked = Statistic("quantiles", "age", (), MEDIAN.numbers, quantile)
+        made = measurement(asked, rows, cost)
+        scale = made.error / math.log(len(asked.numbers) / 0.05)
+        spaces = made.measure.input_domain, made.measure.input_metric
+        again = make_private_quantile(*spaces, max_divergence(), list(asked.numbers), quantile, scale * (1 + 1e-9))
+        assert made.event["epsilon"] == pytest.approx(again.map(rows), rel=1e-6)
+
+
 @pytest.mark.parametrize("values", [["yes"] * 5 + ["no"] * 2, ["yes"] * 3 + ["no"] * 2, ["yes"] * 5 + ["what"] * 2])
 def test_counts_have_discrete_laplace_noise(values: list[str]) -> None:
     """Of every count, over neighbours at a distance of two rows, whose likelihoods then differ by at most e^epsilon."""

@@ -124,6 +124,15 @@ def test_the_front_matter_that_dpllm_writes_is_read_in_one_way(tmp_path: Path, n
     assert section.front_matter(page.read_text("utf-8"))["license"] == name
 
 
+def test_the_front_matter_names_the_base_model_of_the_statement(page: Path) -> None:
+    """Or none, as for a local one; the Hub shows it as what these weights were tuned from."""
+    card, name = page.read_text("utf-8"), "openai-community/gpt2"
+    assert f"base_model: {name}\n" in card
+    for other, good in ((f"base_model: {name}-xl\n", False), (f"base_model: [{name}]\n", False), ("", True)):
+        page.write_text(card.replace(f"base_model: {name}\n", other, 1), encoding="utf-8")
+        assert (not statement(page)) is good
+
+
 def test_a_tag_that_stands_alone_counts(tmp_path: Path) -> None:
     page = write_card(make_run(tmp_path, baseline(), None, baseline_record(), None))
     assert not statement(page)
