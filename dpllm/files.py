@@ -315,6 +315,8 @@ class RunPaths:
     """Mode 0700; never leaves."""
     canaries = _Below("private/canaries.json")
     """Canary texts, coins and references: secret."""
+    rows = _Below("private/rows.json")
+    """Where the training data lay, and digests of all rows that are not declared public."""
     groups = _Below("private/groups.json")
     """With banded noise: the key from which each slot's group follows, and the steps with which attempts began."""
     projections = _Below("private/gradient_canaries.npy")

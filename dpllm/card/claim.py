@@ -18,7 +18,6 @@ from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
 from dpllm.privacy.accounting import compose, finite, stated
-from dpllm.privacy.plan import check_delta
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
@@ -294,11 +293,8 @@ def _statistics(released: Json | None, terms: Terms | None, reason: str | None, 
             f"describe.json is about dataset {one.dataset!r} per {one.unit!r} under {one.neighbouring_relation!r}, and the run "
             "was charged for other data, another unit or relation, so that the two do not add. Name the file of these data."
         )
-    assert terms is not None
-    own = terms.sampling.dataset_size - terms.sampling.canary_slots
-    check_delta(one.delta, own, "the delta of describe.json,", "Name what was released at a smaller --delta.")
     with_run = None
-    if reason is None:
+    if terms is not None and reason is None:
         with_run = stated(compose([terms.event, one.event()]), terms.delta, terms.neighbouring_relation)[0]
     together = None if with_run is None else finite(with_run)
     return {"statistics": BesideRun.pick(one.to_json(), with_run=together).to_json()}

@@ -217,9 +217,7 @@ def make_plan(
     )
 
 
-def resolved_delta(
-    wanted: float | Literal["auto"], largest_delta: float, size: int, name: str = "privacy.delta"
-) -> float:
+def resolved_delta(wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta") -> float:
     """The delta that is stated, which is below 1/N, as is that of the dataset's budget; errors call it ``name``."""
     if largest_delta < 1.0:
         correct = "Its owner can correct it with dpllm ledger init as long as nothing is sealed or spent"

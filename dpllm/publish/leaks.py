@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.canaries import canaries
-from dpllm.errors import DpllmError, Refused
+from dpllm.errors import DataError, DpllmError, Refused
+from dpllm.files import read_json
 from dpllm.run.directory import RunDir
-from dpllm.text.layouts import FIELDS, Format
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.text.layouts import FIELDS, Format, strings
+from dpllm.text.prompts import COMMON, FEW, private_among
 from dpllm.verification.values import MOST_BYTES, listed, read_bytes
 
 MOST_ROWS = 20_000
 """Of the training data that are searched for; more take seconds."""
 WORDS = 8
 """A run of so many words of a row is its text; a shorter row counts if it has half as many and 20 letters."""
-COMMON = 0.01
-"""Words that more than three rows and a larger share of them have in common are a template's."""
-_FEW = 3
 _TENSORS = ".safetensors"
 _WORD = re.compile(r"\w+")
 _ALONE = r"(?<!\w)(?<!\d\.){}(?!\w|\.\d)"  # six digits stand in some longer number of a table, or in a hash, by chance
@@ -61,23 +61,25 @@ def search(run: RunDir, names: Sequence[str], folder: Path | None = None) -> lis
     return [*(missed if large else []), *_canaries(run, texts, folder), *_rows(run, texts, folder)]
 
 
-def in_rows(run: RunDir, path: Path) -> str:
-    """How many canaries' secrets stand in the rows of a synthetic data set, which its publisher alone is told.
-
-    Nothing is refused for it. The guarantee covers whatever a model with one writes, also where it repeats a row; and a refusal
-    that depends on private text would itself be a release that no epsilon counts.
-    """
-    if not run.canaries.exists():
-        return "canary secrets in the rows: none were planted, or private/ is not here."
+def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
+    """Looks for private text in a data set, and refuses what no guarantee covers: docs/decisions.md says what, and why."""
     if path.stat().st_size > MOST_BYTES:
-        return "canary secrets in the rows: the rows are too large to be searched."
-    text = "\n".join(string for line in read_bytes(path).splitlines() for string in _strings(json.loads(line)))
-    told = [(canary.inserted, canary.secret.strip() in text) for canary in canaries.load(run.canaries).canaries]
-    planted, others = ([hit for inserted, hit in told if inserted is which] for which in (True, False))
-    return (
-        f"canary secrets in the rows: {sum(planted)} of {len(planted)} planted and {sum(others)} of {len(others)} left out. "
-        "Nothing is refused for it: what a model with a guarantee writes is covered, and a choice by private text would not be."
-    )
+        yield "private text in the rows: they are too large to be searched."
+        return
+    rows = [json.loads(line) for line in read_bytes(path).splitlines()]
+    text = "\n".join(strings(rows))
+    if run.canaries.exists():
+        told = [(canary.inserted, canary.secret.strip() in text) for canary in canaries.load(run.canaries).canaries]
+        planted, others = ([hit for inserted, hit in told if inserted is which] for which in (True, False))
+        yield f"canary secrets in the rows: {sum(planted)} of {len(planted)} planted and {sum(others)} of {len(others)} left out."
+    if not statement.guarantee:
+        yield from _rows(run, {path.name: text}, path.parent)
+    columns = rows[0] if run.rows.exists() else ()
+    hits = {name: len(private_among(run.rows, [row[name] for row in rows])) for name in columns}
+    found = ", ".join(f"{many} of {len(rows)} in {name}" for name, many in hits.items())
+    if hits.get("prompt") or 2 * max(hits.values(), default=0) > len(rows):
+        raise Refused(f"{path}: private text, word for word: {found}. It is no guarantee's: dpllm synthesize anew.")
+    yield f"private text in the rows, word for word: {found or f'{run.rows} is not here, so none was searched for'}."
 
 
 def _text(path: Path) -> str:
@@ -89,31 +91,19 @@ def _text(path: Path) -> str:
         raw = read_bytes(path)
     text = raw.replace(b"\0", b"").decode("utf-8", errors="replace")
     try:
-        return "\n".join([*_strings(json.loads(text)), text]) if path.suffix in (".json", _TENSORS) else text
+        return "\n".join([*strings(json.loads(text)), text]) if path.suffix in (".json", _TENSORS) else text
     except (ValueError, RecursionError):
         return text
 
 
 def text_of(row: Mapping[str, Any], fmt: Format) -> str:
     """All text of a row, in the columns of its format."""
-    return "\n".join(_strings([row[field] for field in FIELDS[fmt]]))
+    return "\n".join(strings([row[field] for field in FIELDS[fmt]]))
 
 
 def spread(total: int, most: int) -> Sequence[int]:
     """Numbers of rows, evenly spread where there are more than ``most``."""
     return [n * total // most for n in range(most)] if total > most else range(total)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield str(key)
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
 
 
 def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
@@ -143,21 +133,21 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     from dpllm.text.sources import is_here
 
     config = run.load_config()
-    source = config.data.train
+    kept = read_json(run.rows)["train"] if run.rows.exists() else []
     if config.data.public:
         yield "training text: the recipe declares the data public, so they were not searched for."
         return
-    if not is_here(source):
-        yield "training text: the training data are not here, so they could not be searched for."
-        return
+    source = kept if kept and is_here(kept) else config.data.train
     try:
+        if not is_here(source):
+            raise DataError("it would be downloaded")
         table = load_table(source, config.data, config.data.train_split, run.private / "cache")
     except DpllmError:
-        yield "training text: the training data could not be read, so they were not searched for."
+        yield "training text: the training data are not here, or cannot be read, so they were not searched for."
         return
     total = len(table.rows)
     rows = [(n + 1, text_of(table.rows[n], table.format)) for n in spread(total, MOST_ROWS)]
-    hits = _matches(rows, texts, most=max(_FEW, int(COMMON * len(rows))))
+    hits = _matches(rows, texts, most=max(FEW, int(COMMON * len(rows))))
     if hits:
         where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
         raise Refused(

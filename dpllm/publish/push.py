@@ -132,18 +132,18 @@ def push(
     statement = _statement(source, ledger, without_guarantee)
     try:
         files = _files(source, source.listed(statement))
-        unsearched = _search(source, [file.path for file in files])
+        unsearched = _search(source, statement, [file.path for file in files])
     except Wrong as error:
         raise Refused(f"{source.folder}: {error}") from None
     found = Push(repository, files, unsearched=tuple(unsearched))
     return found if dry_run else _upload(source, found, private=private, replace=replace)
 
 
-def _search(source: _Source, names: list[str]) -> list[str]:
-    """Looks for private text; of the rows of a data set it only says what they repeat."""
+def _search(source: _Source, statement: PrivacyRecord, names: list[str]) -> list[str]:
+    """Looks for private text."""
     if source.run is None:
         return ["private text: the run directory is not here, so it could not be searched for."]
-    said = [leaks.in_rows(source.run, source.folder / ROWS)] if source.kind == "dataset" else []
+    said = leaks.in_rows(source.run, source.folder / ROWS, statement) if source.kind == "dataset" else ()
     return [*leaks.search(source.run, [name for name in names if name != ROWS], source.folder), *said]
 
 

@@ -3,8 +3,7 @@
 Comes in: a run, the rows that its model wrote, its privacy statement. Goes out: ``Quality``, a function of those rows, released
 statistics and data that the recipe declares public; JSON and a picture for private/. Must not know how rows are written.
 
-A figure is public where all that it reads beside the synthetic rows is declared public, as its name tells ``statement.synthetic``
-and whoever verifies it. What reads coins of canaries never is.
+A figure is public where all that it reads beside the synthetic rows is declared public. What reads coins of canaries never is.
 """
 
 from __future__ import annotations
@@ -129,10 +128,8 @@ def measure(
                 raise DataError("not at hand" if source else "the recipe names none")
             sides[name] = _side(load_table(source, data, split, run.private / "cache"), config, tokenizer)
     figures = _released(statement, data.control) | _replayed(sides)
-    for name, side in sides.items():
-        figures |= _described(name, side, len(rows))
-    for column in data.control:
-        figures |= _labels(sides, column)
+    for part in [_described(*one, len(rows)) for one in sides.items()] + [_labels(sides, one) for one in data.control]:
+        figures |= part
     with _told(f"Frechet distance by {embedding}", missing):
         figures |= _embedded(sides, embedding) if embedding else {}
     declared = public_sides(statement) - ({EVALUATION} if not data.eval_public else set())

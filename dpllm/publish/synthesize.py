@@ -29,15 +29,13 @@ from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.names import listed
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic
 from dpllm.text import control
 from dpllm.text.asked import OTHER
 from dpllm.text.data import load_table, value_name
-from dpllm.text.prompts import read_prompts
-from dpllm.text.sources import expand, is_here
+from dpllm.text.prompts import private_among, read_prompts
 
 BATCH = {"transformers": 64, "vllm": 1024}
 """Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
@@ -149,7 +147,7 @@ def synthesize(
     tests = order.tests()
     prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
     if order.prompts is not None and output != run.private / "synthetic":
-        _refuse_private(run, config, order.prompts)
+        _refuse_private(run, config, statement, order.prompts, prompts or [])
     generator = generate.load(run.root, engine=order.engine)
     if order.max_new_tokens is None:
         order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
@@ -186,18 +184,20 @@ def _place(run: RunDir, order: Order, statement: PrivacyRecord, output: Path | N
     return output
 
 
-def _refuse_private(run: RunDir, config: RunConfig, prompts: Path) -> None:
-    """Each row holds its prompt. Only the file's place is looked at: to compare its text with private text would tell of that."""
-    sources = ((config.data.train, config.data.public), (config.data.eval, config.data.eval_public))
-    named = [part for source, public in sources if source is not None and not public for part in listed(source)]
-    private = [run.private, *(Path(name) for part in named if is_here(part) for name in expand(part))]
-    if any(
-        one.exists() and (prompts.samefile(one) or prompts.resolve().is_relative_to(one.resolve())) for one in private
-    ):
-        raise Refused(
-            f"--prompts {prompts}: is private data of the run, and rows are published with the prompts that they answer. Type a "
-            "file of public prompts; or declare data.public if everybody may read these, and train again."
-        )
+def _refuse_private(run: RunDir, config: RunConfig, statement: PrivacyRecord, file: Path, prompts: list[str]) -> None:
+    """Each row is published with its prompt. A file in private/ is refused whatever it holds, and a copy wherever it lies."""
+    public = statement.data_public and (config.data.eval is None or config.data.eval_public)
+    why = "is private data of the run"
+    if not public and not run.rows.exists():
+        why = f"cannot be told from private data of the run, as {run.rows} was removed or an earlier version trained"
+    elif not file.resolve().is_relative_to(run.private.resolve()):
+        if public or not (found := private_among(run.rows, prompts, lines=20)):
+            return
+        why += f" ({len(found)} prompts, the first of them number {found[0]})"
+    raise Refused(
+        f"--prompts {file}: {why}, and rows are published with the prompts that they answer. Type a file of public prompts; or "
+        "declare data.public if everybody may read these, and train again."
+    )
 
 
 def _prompts(config: RunConfig, order: Order) -> list[str] | None:

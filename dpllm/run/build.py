@@ -42,7 +42,7 @@ from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.statement.run_files import PlanRecord, read_plan
-from dpllm.text import data, tokens
+from dpllm.text import data, prompts, tokens
 from dpllm.text.rows import each_row
 
 PLACES = {"output_dir", "data.train", "data.eval", "model.name_or_path", "model.adapter", "privacy.ledger"}
@@ -159,13 +159,12 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
     promise = _promise(decision, planted)
     table, units = _units(config, decision, tokenizer, planted, cache)
-    held_out = _held_out(config, tokenizer, cache)
+    evaluation, held_out = _held_out(config, tokenizer, cache)
     samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
     told = {"training": units.digest, "held-out": repr(held_out)}
     processes.check_equal({f"the {name} data, as tokens,": salted(one) for name, one in told.items()})
     net, dropout_off = build_model(decision, device, console)
-    vocabulary = _vocabulary(config, net, tokenizer, units, held_out)
-    optimizer = make_optimizer(config.train, net)
+    vocabulary, optimizer = _vocabulary(config, net, tokenizer, units, held_out), make_optimizer(config.train, net)
     groups: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
     precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
     sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, groups)
@@ -195,6 +194,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
                 run.config.write_text(dump_config(config), encoding="utf-8")
                 if planted:
                     canaries.save(planted, run.canaries)
+            prompts.keep_rows(run.rows, config.data, table, evaluation)
             if plan and plan.coefficients:
                 _save_turns(run, plan, groups, len(units), resumed.charged if resumed else None)
             if promise:
@@ -315,12 +315,12 @@ def _units(
     return table, units
 
 
-def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> list[data.TokenSequence]:
+def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> tuple[data.Table | None, list[data.TokenSequence]]:
     if config.data.eval is None:
-        return []
+        return None, []
     table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
     units = data.iter_units(each_row(table.rows), table.format, tokenizer, config.data, name=table.name)
-    return [sequence for unit in units for sequence in unit.sequences]
+    return table, [sequence for unit in units for sequence in unit.sequences]
 
 
 def _vocabulary(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import dpllm
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
@@ -103,12 +103,7 @@ class Offer:
 
 @contextlib.contextmanager
 def offered(
-    config: RunConfig,
-    asked: Sequence[Sequence[Statistic]],
-    epsilon: float,
-    delta: float | Literal["auto"] | None,
-    *,
-    create: bool,
+    config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, delta: float | str | None, *, create: bool
 ) -> Iterator[Offer]:
     """What statistics would cost and how exact they would be; spends nothing.
 
@@ -122,7 +117,8 @@ def offered(
         config: The recipe: whose data, and which ledger.
         asked: Statistics, each with its releases; equal parts of epsilon for each statistic, and within it for each release.
         epsilon: Of all of them together, > 0.
-        delta: At which they come to it; auto: as in a run; None: the budget's, or ``DELTA``.
+        delta: At which they come to it, below 1/N; auto: as in a run; None: the budget's, or ``DELTA``. N is data.public_size, or
+            counted: the relation is then zero-out, which compares datasets of one public size, and a run publishes that too.
         create: Make the ledger if there is none, to release afterwards.
 
     Raises:

@@ -67,9 +67,8 @@ class RunDir(RunPaths):
         """
         if not self.config.exists():
             raise ConfigError(f"{self.root}: holds no run (no config.yaml). Type the output_dir of a run.")
-        config = load_config(self.config)
         trained = read_json(self.run).get("training_digest") if self.run.exists() else None
-        if trained not in (None, names.of_training(config)):
+        if trained not in (None, names.of_training(config := load_config(self.config))):
             raise Refused(
                 f"{self.config}: was changed after the run, whose promise and record are about the recipe of that time. Restore "
                 "it (of a finished run only the section card may change), or train again."

@@ -155,9 +155,9 @@ def reads(figure: str) -> set[str]:
 
 def public_sides(statement: PrivacyRecord) -> set[str]:
     """Those that the model's statement declares public; without a guarantee it does not say so of evaluation rows alone."""
-    told = any("evaluation data (declared public)" in line for line in statement.not_covered)
-    told = told or (statement.data_public and not statement.guarantee)
-    return {*SIDES[:2], *(["training"] if statement.data_public else []), *(["evaluation"] if told else [])}
+    public, holds = statement.data_public, statement.guarantee
+    told = any("evaluation data (declared public)" in line for line in statement.not_covered) if holds else public
+    return {*SIDES[:2], *["training"] * public, *["evaluation"] * told}
 
 
 def _context(record: Synthetic, statement: PrivacyRecord) -> Json:

@@ -8,7 +8,7 @@ know where rows come from, nor what a token is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from dpllm.errors import DataError
@@ -200,6 +200,15 @@ def _filled(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _filled(inner) for key, inner in value.items() if inner is not None or key == "content"}
     return value
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a value of JSON, names of keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from strings(inner)
 
 
 def in_words(layout: Layout, columns: Mapping[str, str], codes: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ regular files of bounded size only, follows no link, and keeps no row.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,7 +96,7 @@ def _read(directory: Path, ledger: str | None) -> DataSet:
         raise Wrong(f"{RECORD} does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
     block, page = read_object(directory / MODEL_BLOCK, MOST_RECORD), read_text(directory / MODEL_CARD, MOST_CARD)
     if (run := run_of(directory)) is not None:
-        for path in filter(os.path.lexists, (run.config, run.run)):
+        for path in (run.config, run.run):
             with regular(path, MOST_CONFIG):
                 pass  # what reads it later waits for no pipe, and follows no link
     model = Published((directory / MODEL_BLOCK).parent, block, page, run, ledger)

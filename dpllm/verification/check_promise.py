@@ -234,8 +234,7 @@ def check_statistics(found: Published) -> Iterator[Check]:
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"statistics protect another unit than the run, or by another relation. {_WRITE_AGAIN}")
     relation, slack = terms.neighbouring_relation, rounding(terms)
-    units = terms.sampling.dataset_size - terms.sampling.canary_slots
-    if shown.delta * units >= 1:
+    if shown.delta * (terms.sampling.dataset_size - terms.sampling.canary_slots) >= 1:
         raise Wrong(f"statistics state their epsilon at a delta of 1/N or more, which protects nobody. {_WRITE_AGAIN}")
     if not shown.drawn or sum(one.event.epsilon for one in shown.releases) > costs.LARGE:
         raise Wrong(f"statistics were not drawn, or with an epsilon above {costs.LARGE:g}. {_WRITE_AGAIN}")

@@ -79,11 +79,7 @@ def _block(found: Published, run: RunDir, record: RunRecord) -> Check:
     mechanism = read_object(watched) if plan is not None and watched.exists() else None
     released = read_object(run.describe) if run.describe.exists() else None
     fresh = claim.statement_of(config, plan, record, audit, mechanism, found.record.files, released)
-    wrong = list(differences(found.block, fresh.to_json(), tolerance=0.0))
-    declared = "zero_out" if config.data.public_size is None else "add_or_remove_one"
-    if plan is not None and plan.neighbouring_relation != declared:
-        wrong.append("neighbouring_relation")
-    if wrong:
+    if wrong := list(differences(found.block, fresh.to_json(), tolerance=0.0)):
         raise Wrong(f"{listed(wrong)} of privacy.json is not what recipe, Plan and record say. {_AGAIN}")
     return verified("run", "config.yaml, plan.json and run.json give this very privacy.json.")
 

@@ -23,7 +23,7 @@ from cards import (
 )
 
 from dpllm.card.card import rerender, write_card
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.statement import section
@@ -137,17 +137,13 @@ def test_verify_computes_both_epsilons_again() -> None:
 
 
 @pytest.mark.parametrize(("delta", "good"), [(0.9, False), (1 / 640, False), (1 / 641, True)])
-def test_a_delta_of_one_in_n_or_more_stands_on_no_card_and_fails(delta: float, good: bool) -> None:
+def test_a_delta_of_one_in_n_or_more_fails(delta: float, good: bool) -> None:
     """N is 888 with 248 slots of canaries, which statistics do not have."""
     alone = epsilon(compose([one["event"] for one in described()["releases"]]), delta, "zero_out")
-    shown = described(delta=delta, epsilon=alone)
     block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
     block = forged(block, delta=delta, epsilon=alone)
     if good:
         assert verified(block)["statistics"] == "verified"
-        assert render_card(config(), plan(), record(), audit(), statistics=shown)[1]["statistics"]["delta"] == delta
         return
     with pytest.raises(Wrong, match="1/N"):
         verified(block)
-    with pytest.raises(Refused, match="is not below 1/N"):
-        render_card(config(), plan(), record(), audit(), statistics=shown)

@@ -218,9 +218,8 @@ def test_a_run_goes_on_with_the_canaries_it_began_with(copy: Place) -> None:
 def test_settings_of_the_test_are_fixed_before_training(copy: Place) -> None:
     text = (copy.run / "config.yaml").read_text()
     (copy.run / "config.yaml").write_text(text.replace("alpha: 0.05", "alpha: 0.4"))
-    assert "changed after the run" in dpllm_("audit", copy.run).err
-    as_trained(copy.run)
-    assert "fixed before training" in refused(copy.run)
+    answer = dpllm_("audit", copy.run)
+    assert (answer.code, "changed after the run" in answer.err) == (3, True)
 
 
 def test_canaries_that_were_never_planted_give_no_verdict(tmp_path: Path, base: Path) -> None:
