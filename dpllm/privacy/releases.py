@@ -104,7 +104,8 @@ def told(asked: Statistic, rows: int, epsilon: float) -> tuple[str, float, str]:
     if asked.values or asked.kind == "units":
         return "discrete Laplace", _exceeded(scale, MISSED), "rows in each count" if asked.values else "units"
     # A candidate wins whose rank is off by t rows more than the best one's only if its exponential noise exceeds t.
-    error = 2 * max(asked.quantile, 1 - asked.quantile) * scale * math.log(len(asked.numbers) / MISSED)
+    rank = math.floor(10_000 * asked.quantile) / 10_000  # as OpenDP 0.16 reads it
+    error = 2 * max(rank, 1 - rank) * scale * math.log(len(asked.numbers) / MISSED)
     return "permute-and-flip", error, "rows of rank"
 
 
