@@ -248,6 +248,7 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
 
     Raises:
         ConfigError: The export directory holds no weights.
+        Refused: A weight is not finite.
     """
     if not any(export.glob("*.safetensors")):
         raise ConfigError(f"{export}: holds no weights; the run did not finish. Run dpllm train again, or resume it.")
@@ -256,7 +257,22 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
         tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
     else:
         tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32).to(device)
+    check_finite(tuned, str(export))
     return ScoringModels(tokenizer, tuned.eval(), config.model, device)
+
+
+def check_finite(model: Any, where: str) -> None:
+    """Makes sure that a tuned model can write and be scored; that weights are finite follows from them, and tells no more.
+
+    Raises:
+        Refused: A weight is no finite number.
+    """
+    for name, tensor in model.named_parameters():
+        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+            raise Refused(
+                f"{where}: {name} holds what is no finite number, so the model can neither write nor be scored: its training "
+                "diverged, or the file is damaged. Lower train.learning_rate and train again."
+            )
 
 
 def _quantization(bits: str, dtype: Any) -> Any:

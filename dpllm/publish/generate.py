@@ -75,6 +75,7 @@ def load(
 
     Raises:
         ConfigError: There is no model, its base cannot be found, or vLLM is not installed.
+        Refused: A weight is not finite.
     """
     run = RunDir(path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,6 +94,8 @@ def load(
     else:
         dtype: Any = "auto" if device.type == "cuda" else torch.float32
         tuned = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
+    if engine != "vllm":  # which holds the weights itself
+        loading.check_finite(tuned, str(export))
     talks = config is not None and config.data.format == "messages" if chat is None else chat
     return Generator(tuned, tokenizer, talks, _unprotected(run if config else None, export))
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -127,8 +128,10 @@ class Engine:
         schedule, size = plan.schedule, plan.schedule.dataset_size
         self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
         self._broken = False
-        self._units = tuple(units)  # the caller's list may change; a Unit holds tuples
+        self._units = tuple(map(_frozen, units))  # the caller's lists may change
         self._check_surroundings()
+        if len(set(map(id, units))) != len(units):
+            raise ConfigError("a unit is in the list twice, and would count twice. List each once, with all its rows.")
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         _check_units(self._units, size, max_length, vocabulary)
         if physical_batch_size < 1:
@@ -239,6 +242,14 @@ class Engine:
         self._ledger.finish(self.entry, "completed" if self._steps == self.plan.schedule.num_steps else "interrupted")
 
 
+def _frozen(unit: Unit) -> Unit:
+    """The same in tuples, to which nobody can add a row or a token once it was checked; what is no unit, as it is."""
+    if not isinstance(unit, Unit):
+        return unit
+    rows = [replace(row, input_ids=tuple(row.input_ids), loss_mask=tuple(row.loss_mask)) for row in unit.sequences]
+    return replace(unit, sequences=tuple(rows))
+
+
 def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, ...]]:
     """Name -> what changes when somebody writes a tensor, or hooks into, adds or replaces a layer, its forward or the step."""
 
@@ -276,8 +287,6 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
             f"there are {len(units)} units, but the Plan is for {size}, at another rate. Make the Plan with "
             "promise(len(units), ...)."
         )
-    if len({id(unit) for unit in units}) != len(units):
-        raise ConfigError("a unit is in the list twice, and would count twice. List each once, with all its rows.")
     owners: dict[tuple[int, ...], int] = {}
     for number, unit in enumerate(units):
         if not isinstance(unit, Unit):

@@ -20,7 +20,7 @@ from rich.console import Console
 from dpllm import files
 from dpllm.errors import DpllmError
 from dpllm.files import write_json
-from dpllm.model import environment, memory
+from dpllm.model import environment, loading, memory
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy import guards
 from dpllm.privacy.clipping import layers_of
@@ -64,6 +64,7 @@ class Recorder:
         self._summary: dict[str, float | None] = {**dict.fromkeys(figures), "eval_tokens": 0}
         self._step = prepared.first_step
         self._saved: int | None = None
+        self._finite = True  # the loss of the last step
         self._finishing = False  # from then on, run.json says what was done, or that the process was killed
         # Of a run that was resumed, with another recipe or on another device, what is weaker.
         before = read_run(prepared.run) if main and prepared.plan and self._step else None
@@ -106,7 +107,8 @@ class Recorder:
         projections = self._prepared.engine.projections
         if self._projections is not None and projections is not None:
             self._projections.write(step, projections.numpy())
-        mean = loss_sum / units if units and math.isfinite(loss_sum) else None
+        self._finite = math.isfinite(loss_sum)
+        mean = loss_sum / units if units and self._finite else None
         private = {"step": step, "loss": mean, "units": int(units), "clipped": int(clipped)}
         released = self._prepared.engine.released()
         layers: dict[str, Any] = {"clipped_by_layer": list(map(int, by_layer))} if by_layer else {}
@@ -169,11 +171,16 @@ class Recorder:
             checkpoint.save_resume(prepared.run, prepared.model, prepared.optimizer, state)
 
     def finish(self) -> None:
-        """Exports, closes the reservation, writes run.json, in this order: a run that is killed meanwhile can be resumed."""
+        """Exports, closes the reservation, writes run.json, in this order: a run that is killed meanwhile can be resumed.
+
+        Raises:
+            Refused: A weight is not finite; all steps stay charged.
+        """
         prepared, total = self._prepared, self._prepared.schedule.num_steps
         status: Status = "completed" if self._step == total else "interrupted"
         if not self._main:
             return
+        loading.check_finite(prepared.model, "nothing is exported")
         self._finishing = True
         with self._writing():
             checkpoint.export(prepared.model, prepared.tokenizer, prepared.run)
@@ -185,6 +192,16 @@ class Recorder:
         # Private figures stay out of it, as standard output goes into job logs.
         found = summary(read_run(prepared.run), prepared.run, held_out=bool(prepared.held_out))
         self._console.print(summary_table(found))
+        before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
+        worse = prepared.held_out and (after is None or (before is not None and after > before))
+        if (
+            worse or not self._finite
+        ) and self._console.file.isatty():  # a log has other readers, and no loss carries noise
+            self._console.print(
+                "Warning: the run has diverged: a loss is not finite, or the held-out loss is above the base model's. Lower "
+                "train.learning_rate and train again.",
+                highlight=False,
+            )
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -42,21 +42,12 @@ class TokenSequence:
     denominator: int
     """Number of target tokens of the whole example, of which this may be one chunk."""
 
-    def __post_init__(self) -> None:
-        """Tuples of what was given: nothing can be added once a step has been checked."""
-        object.__setattr__(self, "input_ids", tuple(self.input_ids))
-        object.__setattr__(self, "loss_mask", tuple(self.loss_mask))
-
 
 @dataclass(frozen=True)
 class Unit:
     """Everything that one privacy unit brings; it is sampled, clipped and bounded as a whole."""
 
     sequences: tuple[TokenSequence, ...]
-
-    def __post_init__(self) -> None:
-        """A tuple of what was given, as in ``TokenSequence``."""
-        object.__setattr__(self, "sequences", tuple(self.sequences))
 
 
 @dataclass(frozen=True)
