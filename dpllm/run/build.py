@@ -176,7 +176,6 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         rows = check_rows(engine, vocabulary, config.data.max_length, rows, pad_id=pad_id, low=low, console=console)
         if low:
             check_in_float32(config, net, plan, device, rows)
-
     notes = [*decision.policy.deviations]
     if resumed:
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)

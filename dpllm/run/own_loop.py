@@ -31,7 +31,7 @@ from dpllm.privacy.sampling import PoissonSampler, physical_batches
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe.config import RunConfig
 from dpllm.run.mechanism import check_rows
-from dpllm.text.data import Unit
+from dpllm.text.data import TokenSequence, Unit
 
 DIGEST_EVERY = 10
 """Steps after which all weights are compared: a write through ``.data`` shows nowhere else."""
@@ -128,10 +128,8 @@ class Engine:
         schedule, size = plan.schedule, plan.schedule.dataset_size
         self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
         self._broken = False
-        self._units = tuple(map(_frozen, units))  # the caller's lists may change
+        self._units = _frozen(units)  # the caller's lists may change
         self._check_surroundings()
-        if len(set(map(id, units))) != len(units):
-            raise ConfigError("a unit is in the list twice, and would count twice. List each once, with all its rows.")
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         _check_units(self._units, size, max_length, vocabulary)
         if physical_batch_size < 1:
@@ -242,12 +240,15 @@ class Engine:
         self._ledger.finish(self.entry, "completed" if self._steps == self.plan.schedule.num_steps else "interrupted")
 
 
-def _frozen(unit: Unit) -> Unit:
-    """The same in tuples, to which nobody can add a row or a token once it was checked; what is no unit, as it is."""
-    if not isinstance(unit, Unit):
-        return unit
-    rows = [replace(row, input_ids=tuple(row.input_ids), loss_mask=tuple(row.loss_mask)) for row in unit.sequences]
-    return replace(unit, sequences=tuple(rows))
+def _frozen(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """The same in tuples, to which nobody can add a row or a token once they were checked; what is no unit, as it is."""
+    if len(set(map(id, units))) != len(units):
+        raise ConfigError("a unit is in the list twice, and would count twice. List each once, with all its rows.")
+
+    def frozen(row: TokenSequence) -> TokenSequence:
+        return replace(row, input_ids=tuple(row.input_ids), loss_mask=tuple(row.loss_mask))
+
+    return tuple(Unit(tuple(map(frozen, unit.sequences))) if isinstance(unit, Unit) else unit for unit in units)
 
 
 def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, ...]]:

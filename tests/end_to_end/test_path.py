@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import re
@@ -16,7 +17,9 @@ import tiny
 import torch
 import yaml
 from published import carry, failing
+from rich.console import Console
 from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, make_place, rows
+from safetensors.torch import load_file, save_file
 
 from dpllm.auditing import figure
 from dpllm.auditing.table import read_scores
@@ -24,6 +27,8 @@ from dpllm.card.card import rerender
 from dpllm.errors import RoundsByCompany
 from dpllm.ledger import Ledger
 from dpllm.privacy import selfcheck
+from dpllm.recipe.config import load_config
+from dpllm.run import loop
 from dpllm.statement import privacy_record, section
 
 SLOTS = 20 + 4 * 4
@@ -429,6 +434,32 @@ def test_a_run_that_diverges_still_ends_with_a_readable_record(place: Place) -> 
     assert record["status"] == "completed"
     assert json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"] is None
     done("card", place.run)
+
+
+def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place, finished: Place) -> None:
+    place.write({"train.learning_rate": 1e39})
+    answer = dpllm_("train", place.recipe)
+    assert (answer.code, "holds what is no finite number" in answer.err) == (3, True)
+    assert len(answer.err.strip().splitlines()) == 1
+    assert not list(place.run.glob("export/*.safetensors"))
+    assert (place.json("run.json")["status"], place.json("run.json")["guarantee"]["holds"]) == ("interrupted", False)
+    run = place.root / "copied"
+    shutil.copytree(finished.run, run)
+    (adapter,) = run.glob("export/*.safetensors")
+    save_file({name: tensor * math.inf for name, tensor in load_file(adapter).items()}, adapter)
+    for command in (("generate", run), ("audit", run), ("synthesize", run, "--rows", 2)):
+        assert "holds what is no finite number" in dpllm_(*command).err, command
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_who_sits_at_the_terminal_is_told_that_a_run_diverged(place: Place, terminal: bool) -> None:
+    """A log may be read by others, and the loss of private rows carries no noise."""
+    (place.root / "held_out.jsonl").write_text('{"text": "a walk by the sea"}\n')
+    place.write({"train.learning_rate": 1e30, "data.eval": str(place.root / "held_out.jsonl")})
+    out = io.StringIO()
+    out.isatty = lambda: terminal  # type: ignore[method-assign]
+    loop.train(load_config(place.recipe), console=Console(file=out, width=200))
+    assert ("Warning: the run has diverged" in out.getvalue()) is terminal
 
 
 def test_a_fixed_noise_seed_has_no_guarantee(place: Place) -> None:
