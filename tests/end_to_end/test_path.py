@@ -437,7 +437,7 @@ def test_a_run_that_diverges_still_ends_with_a_readable_record(place: Place) -> 
 
 
 def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place, finished: Place) -> None:
-    place.write({"train.learning_rate": 1e39})
+    place.write({"train.learning_rate": 3e38})
     answer = dpllm_("train", place.recipe)
     assert (answer.code, "holds what is no finite number" in answer.err) == (3, True)
     assert len(answer.err.strip().splitlines()) == 1
