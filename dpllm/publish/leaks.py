@@ -68,10 +68,10 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
         return
     rows = [json.loads(line) for line in read_bytes(path).splitlines()]
     text = "\n".join(strings(rows))
-    if run.canaries.exists():
-        told = [(canary.inserted, canary.secret.strip() in text) for canary in canaries.load(run.canaries).canaries]
-        planted, others = ([hit for inserted, hit in told if inserted is which] for which in (True, False))
-        yield f"canary secrets in the rows: {sum(planted)} of {len(planted)} planted and {sum(others)} of {len(others)} left out."
+    drawn = canaries.load(run.canaries).canaries if run.canaries.exists() else ()
+    told = [(canary.inserted, canary.secret.strip() in text) for canary in drawn]
+    planted, others = ([hit for inserted, hit in told if inserted is which] for which in (True, False))
+    yield f"canary secrets in the rows: {sum(planted)} of {len(planted)} planted and {sum(others)} of {len(others)} left out."
     if not statement.guarantee:
         yield from _rows(run, {path.name: text}, path.parent)
     columns = rows[0] if run.rows.exists() else ()
@@ -137,7 +137,7 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     if config.data.public:
         yield "training text: the recipe declares the data public, so they were not searched for."
         return
-    source = kept if kept and is_here(kept) else config.data.train
+    source = kept or config.data.train  # a relative name may be another file here
     try:
         if not is_here(source):
             raise DataError("it would be downloaded")

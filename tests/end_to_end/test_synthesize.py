@@ -26,6 +26,8 @@ from dpllm.publish.synthesize import Order
 from dpllm.run.directory import RunDir
 from dpllm.statement.fields import Terms
 from dpllm.statement.synthetic import Synthetic
+from dpllm.text.data import load_table
+from dpllm.text.prompts import keep_rows, private_among
 
 Json = dict[str, Any]
 BRIEF = ("--rows", 9, "--max-new-tokens", 8, "--keep-unfinished", "--seed", 3)
@@ -428,25 +430,64 @@ def test_models_that_answer_need_public_prompts(finished: Place, tmp_path: Path,
     assert (record["columns"], record["prompts"]) == (["prompt", "completion"], 2)
 
 
-@pytest.mark.parametrize("how", ["train", "link", "eval", "private"])
-def test_private_data_of_the_run_are_no_prompts(finished: Place, tmp_path: Path, how: str) -> None:
-    """Rows would publish them."""
+@pytest.mark.parametrize("how", ["train", "link", "hard", "eval", "private", "copied", "edited", "lines"])
+def test_private_data_of_the_run_are_no_prompts(
+    finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Rows would publish them. Where one stands, where a copy lies and how the recipe named the data does not matter."""
     run = as_format(finished, tmp_path / "run", "prompt_completion")
     data = tmp_path / "data"
     for name in ("train", "eval"):
-        tiny.write_rows(data / f"{name}.jsonl", [{"prompt": "Anna bought", "completion": "a hat"}])
+        rows = [{"prompt": f"Anna bought\nin {name}", "completion": "a hat"}, {"prompt": "Who?", "completion": name}]
+        tiny.write_rows(data / f"{name}.jsonl", rows)
     value = yaml.safe_load((run / "config.yaml").read_text())
-    value["data"] |= {"train": str(data / "t*.jsonl"), "eval": str(data / "eval.jsonl"), "eval_public": False}
+    value["data"] |= {"train": "data/t*.jsonl", "eval": "data/eval.jsonl", "eval_public": False}
     (run / "config.yaml").write_text(yaml.safe_dump(value))
+    as_trained(run)
     (data / "link.jsonl").symlink_to(data / "train.jsonl")
-    prompts = data / f"{how}.jsonl"
-    if how == "private":
-        prompts = Path(shutil.copy(data / "train.jsonl", run / "private"))
-    assert "private data of the run" in refused(run, *FEW, "--prompts", prompts, code=3)
-    value["data"] |= {"public": True, "eval_public": True}
+    (data / "hard.jsonl").hardlink_to(data / "train.jsonl")
+    edited = [{"prompt": "Public"}, {"prompt": " anna  BOUGHT in train!"}]
+    tiny.write_rows(data / "edited.jsonl", edited)
+    (data / "copied.txt").write_text((data / "train.jsonl").read_text())
+    (data / "lines.txt").write_text("Public\n\nAnna bought\nin eval\n")
+    private = Path(shutil.copy(data / "link.jsonl", run / "private"))
+    prompts = private if how == "private" else next(data.glob(f"{how}.*"))
+    rows = RunDir(run).rows
+    rows.unlink()  # of the run that this one is a copy of
+    assert "removed or an earlier version trained" in refused(run, *FEW, "--prompts", prompts, code=3)
+    monkeypatch.chdir(tmp_path)
+    recipe = RunDir(run).load_config().data
+    tables = [load_table(one, recipe, "train", tmp_path / "cache") for one in (recipe.train, recipe.eval)]
+    keep_rows(rows, recipe, *tables)
+    monkeypatch.chdir("/")
+    moved = run.rename(tmp_path / "moved")
+    prompts = moved / "private" / private.name if how == "private" else prompts
+    said = refused(moved, *FEW, "--prompts", prompts, code=3)
+    assert "private data of the run" in said
+    assert "Anna" not in said
+    assert how == "private" or " prompts, the first of them number " in said
+    (tmp_path / "public.txt").write_text("Anna bought\nWho came?\n")
+    made(moved, tmp_path / "set", *FEW, "--prompts", tmp_path / "public.txt")
+
+
+def test_prompts_of_a_run_on_public_data_are_not_compared(finished: Place, tmp_path: Path) -> None:
+    run = as_format(finished, tmp_path / "run", "prompt_completion")
+    value = yaml.safe_load((run / "config.yaml").read_text())
+    value["data"] |= {"public": True}
     (run / "config.yaml").write_text(yaml.safe_dump(value))
-    if how != "private":
-        made(run, tmp_path / "set", *FEW, "--prompts", prompts)
+    as_trained(run)
+    RunDir(run).rows.unlink()
+    done("card", run)
+    (tmp_path / "public.txt").write_text("Anna bought\n")
+    made(run, tmp_path / "set", *FEW, "--prompts", tmp_path / "public.txt")
+
+
+def test_a_run_keeps_digests_of_its_private_rows(finished: Place) -> None:
+    rows = RunDir(finished.run).rows
+    texts = [json.loads(line)["text"] for line in finished.train.read_text().splitlines()]
+    assert private_among(rows, ["public", *texts]) == list(range(2, len(texts) + 2))
+    assert json.loads(rows.read_text())["train"] == [str(finished.train)]
+    assert json.loads(rows.read_text())["rows"] == len(texts), "evaluation rows are declared public"
 
 
 def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> None:

@@ -260,6 +260,8 @@ def test_what_cannot_be_searched_is_said(run: Path, finished: Place) -> None:
     config.write_text(
         config.read_text("utf-8").replace(str(finished.train), f"/nowhere/{finished.train.name}"), encoding="utf-8"
     )
+    assert not list(leaks.search(RunDir(run), ["README.md"])), "they are found where they were"
+    RunDir(run).rows.unlink()
     (missed,) = leaks.search(RunDir(run), ["README.md"])
     assert missed.startswith("training text: ")
     assert push.push(run, "alice/notes", dry_run=True).unsearched[-1] == missed

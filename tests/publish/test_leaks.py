@@ -14,6 +14,8 @@ from dpllm.errors import Refused
 from dpllm.publish import leaks
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
+from dpllm.text.data import load_table
+from dpllm.text.prompts import keep_rows
 
 TEMPLATE = "You are a helpful assistant who answers every question of the customer with care."
 ROWS = [(number, f"{TEMPLATE} {name} owes {number} crowns to the bakery near the old harbour since May")
@@ -69,3 +71,25 @@ def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
     ]
     with pytest.raises(Refused, match=r"chat.jinja \(row 91\)"):
         list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
+
+
+def test_the_rows_are_found_from_another_directory_and_not_mistaken_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative name may be another file where one stands now."""
+    tiny.write_rows(tmp_path / "at" / "a.jsonl", [{"text": text} for _, text in ROWS])
+    tiny.write_rows(tmp_path / "else" / "a.jsonl", [{"text": "nothing of note"}])
+    recipe = {"model": {"name_or_path": "m"}, "data": {"train": "a.jsonl"}, "train": {"steps": 1}, "output_dir": "run"}
+    run = RunDir(tmp_path / "run")
+    run.private.mkdir(parents=True)
+    config = RunConfig.model_validate(recipe)
+    run.config.write_text(dump_config(config))
+    monkeypatch.chdir(tmp_path / "at")
+    keep_rows(run.rows, config.data, load_table("a.jsonl", config.data, "train", tmp_path / "cache"), None)
+    for place in ("/", tmp_path / "else"):
+        monkeypatch.chdir(place)
+        with pytest.raises(Refused, match=r"training text: .* stands in chat.jinja"):
+            list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
+    (tmp_path / "at" / "a.jsonl").unlink()
+    (said,) = leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export)
+    assert "are not here" in said

@@ -8,12 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 from written_rows import MODEL_CARDS, make_data_set, make_run, released
 
 from dpllm.cli import main
 from dpllm.errors import Refused
+from dpllm.files import BLOCK, read_json
 from dpllm.publish import leaks, push
+from dpllm.recipe.config import DataConfig
+from dpllm.run.directory import RunDir
+from dpllm.statement import privacy_record
 from dpllm.statement.synthetic import ROWS
+from dpllm.text import prompts
+from dpllm.text.data import load_table
 
 NAME = "alice/notes-synthetic"
 OPEN = {"README.md", "synthetic.json", ROWS, "run/README.md", "run/privacy.json"}
@@ -103,4 +110,59 @@ def test_secrets_in_rows_are_counted_and_nothing_is_refused(folder: Path, monkey
     run = make_run(folder.parent.parent / "other", "clinic-without-privacy")
     run.private.mkdir()
     run.canaries.write_text("{}")
-    assert "1 of 1 planted and 0 of 1 left out" in leaks.in_rows(run, folder / ROWS)
+    statement = privacy_record.read(read_json(run.export / BLOCK))
+    assert any("1 of 1 planted and 0 of 1 left out" in line for line in leaks.in_rows(run, folder / ROWS, statement))
+
+
+NOTE = "Astrid Lindqvist was seen on the {} of May for a fracture of the left wrist."
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> RunDir:
+    """A run that trained on such notes, which are not declared public."""
+    run = make_run(tmp_path / "kept")
+    tiny.write_rows(tmp_path / "notes.jsonl", [{"prompt": f"Note {n}", "completion": NOTE.format(n)} for n in range(9)])
+    data = DataConfig(train=str(tmp_path / "notes.jsonl"))
+    prompts.keep_rows(run.rows, data, load_table(data.train, data, "train", tmp_path / "cache"), None)
+    return run
+
+
+def searched(run: RunDir, rows: list[dict[str, str]], *, guarantee: bool = True) -> list[str]:
+    tiny.write_rows(run.root / "rows.jsonl", rows)
+    statement = privacy_record.read(read_json(run.export / BLOCK)).model_copy(update={"guarantee": guarantee})
+    return list(leaks.in_rows(run, run.root / "rows.jsonl", statement))
+
+
+def test_private_prompts_of_a_data_set_are_refused_and_what_is_covered_is_told(kept: RunDir) -> None:
+    """Of nine rows one may be repeated by chance, which the guarantee covers; most of them are a copy."""
+    mine = [{"prompt": f"Public {n}", "completion": f"Somebody came {n} times."} for n in range(9)]
+    assert searched(kept, mine)[-1].endswith("0 of 9 in prompt, 0 of 9 in completion.")
+    mine[4]["completion"] = NOTE.format(3).upper()
+    assert searched(kept, mine)[-1].endswith("0 of 9 in prompt, 1 of 9 in completion.")
+    for change in ({"prompt": "note  3!"}, {"prompt": NOTE.format(3)}):
+        with pytest.raises(Refused, match="1 of 9 in prompt"):
+            searched(kept, [{**mine[0], **change}, *mine[1:]])
+    copied = [{"prompt": f"Public {n}", "completion": NOTE.format(n)} for n in range(9)]
+    assert "4 of 9 in completion" in searched(kept, copied[:4] + mine[5:] + mine[:1])[-1]
+    with pytest.raises(Refused, match="5 of 9 in completion") as refusal:
+        searched(kept, copied[:5] + mine[5:])
+    assert "Astrid" not in str(refusal.value)
+    kept.rows.unlink()
+    assert "none was searched for" in searched(kept, mine)[-1]
+
+
+def test_rows_of_a_model_without_guarantee_are_searched_as_its_card_is(
+    kept: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    config = kept.load_config()
+    declared = config.model_copy(
+        update={"data": config.data.model_copy(update={"public": False, "control": [], "format": "auto"})}
+    )
+    monkeypatch.setattr(RunDir, "load_config", lambda run: declared)
+    few = [{"prompt": f"Public {n}", "completion": f"Somebody came {n} times."} for n in range(9)]
+    searched(kept, few, guarantee=False)
+    few[2]["completion"] += " They say that Lindqvist was seen on the 7 of May for a fracture of something."
+    searched(kept, few)
+    with pytest.raises(Refused, match=r"training text: .* stands in rows.jsonl \(row 8\)"):
+        searched(kept, few, guarantee=False)
