@@ -38,7 +38,7 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
     Raises:
         Refused: Training without differential privacy on data that are not declared public, or that have a budget, or with
             ``insecure_seed`` on data with a budget, and no exception of its owner; records that are another dataset of the
-            ledger; evaluation data declared public that are not.
+            ledger; evaluation data that train, or that are declared public and are not.
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger.
     """
     records = fingerprint(table.rows, FIELDS[table.format], ledger.records.key()) if ledger else None
@@ -54,8 +54,8 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
         account = ledger.account(ledger.records.charged_to(name, parent))
     if not (account and account.permission):
         _refuse_without_privacy(config, name, account is not None and account.budget is not None)
-    if config.data.eval is not None and config.data.eval_public:
-        _check_public_evaluation(config, config.data.eval, table, ledger)
+    if config.data.eval is not None:
+        _check_evaluation(config, config.data.eval, table, ledger, name)
     return DatasetPolicy(name, parent, records, tuple(account.deviations()) if account else ())
 
 
@@ -100,18 +100,16 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
     raise Refused(why + command, dataset=name, reason="no_privacy")
 
 
-def _check_public_evaluation(config: RunConfig, source: Source, table: Table, ledger: Ledger | None) -> None:
-    """Refuses evaluation data that are private after all: their exact losses would be published."""
+def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: Ledger | None, name: str) -> None:
+    """Refuses evaluation data that are training data, or declared public and private after all: exact losses are published."""
     with scratch() as cache:
         held_out = data.load_table(source, config.data, config.data.eval_split, cache)
     key = ledger.records.key() if ledger else b"compared here"
-    records = fingerprint(held_out.rows, FIELDS[held_out.format], key)
-    whose = None
-    if not config.data.public:
-        own = fingerprint(table.rows, FIELDS[table.format], key)
-        if share_in_common(records.hashes, own.hashes) >= LEAST_SHARE:
-            whose = "data.train, which is not"
-    if ledger:
+    records, own = (fingerprint(one.rows, FIELDS[one.format], key) for one in (held_out, table))
+    common, whose = share_in_common(records.hashes, own.hashes), None
+    if config.data.eval_public and not config.data.public and common >= LEAST_SHARE:
+        whose = "data.train, which is not"
+    if config.data.eval_public and ledger:
         for name in ledger.records.overlaps(records):
             account = ledger.records.account_name(name)
             if ledger.budget(account) is not None:
@@ -121,6 +119,13 @@ def _check_public_evaluation(config: RunConfig, source: Source, table: Table, le
             f"data.eval is declared public and shares records with {whose}: exact losses on them would "
             "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
             reason="public_evaluation",
+        )
+    if 2 * common * min(len(records.hashes), len(own.hashes)) > len(records.hashes):
+        raise Refused(
+            "data.eval holds mostly rows of data.train, so that its figures would tell what the model remembers and not what it "
+            "learned. Set data.eval to rows that do not train, or to null.",
+            dataset=name,
+            reason="evaluation_trains",
         )
 
 

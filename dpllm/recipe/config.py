@@ -136,7 +136,8 @@ class DataConfig(Section):
     """How a row reads; auto goes by the columns that hold something, and refuses rows that fit several formats or that differ.
     Alpaca's columns read as prompt_completion, ShareGPT's as messages."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Other names of the columns that hold text, as {prompt: meaning_representation, ...}; used where such a column exists."""
+    """Other names of the columns that hold text, as {prompt: meaning_representation, ...}; every row has them (input and system:
+    at least one)."""
     unit: str = "example"
     """The privacy unit: example, or the name of a column that says whose row it is. Values that differ only by surrounding or
     invisible spaces, Unicode form, or as 1 and 1.0, are one unit; upper and lower case differ."""

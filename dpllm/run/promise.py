@@ -249,8 +249,6 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, ca
             return None
         policy = found.attempt(dataset_policy.find_policy, config, table, ledger)
         rows = found.attempt(data.sampled_rows, table, config.data)
-        if config.data.eval is not None:
-            found.attempt(data.load_table, config.data.eval, config.data, config.data.eval_split, where)
     if rows is None:
         return None
     # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.

@@ -23,7 +23,7 @@ from dpllm.files import resolved
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
-from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, layout_of, learned, packed
+from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, layout_of, learned, packed, renamed
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import files, read_rows, unpacked
 
@@ -89,8 +89,8 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
 
     Raises:
         DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
-            that fits several formats; a row in another layout than the rows before it; a column of ``data.control`` that no row
-            has, or whose text is learned.
+            that fits several formats; a row in another layout than the rows before it; a column of ``data.control`` or
+            ``data.columns`` that no row has, or of the first whose text is learned.
 
     Guarantee:
         How a row reads depends on the recipe and on that row alone; what the others hold can only make the whole be refused.
@@ -102,7 +102,7 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
         number = 0
         for number, raw in enumerate(read_rows(name, data, split, cache_dir), start=1):
             place = f"{name}: row {number}"
-            row = {**raw, **{to: raw[column] for to, column in data.columns.items() if column in raw}}
+            row = renamed(raw, place, data.columns)
             layout = layout_of(row, place, data.format, layout, data.columns.values())
             row, fields = converted(row, place, layout)
             row.pop(control.LINE, None)  # no source has a say in it
@@ -115,7 +115,7 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
         sizes.append((name, number))
     if layout is None:
         raise DataError(f"{told}: holds no rows, so there is nothing to learn from. Check data.train and its split.")
-    check_columns(data.control, rows, told)
+    check_columns([*data.control, *data.columns.values()], rows, told)
     read = in_words(layout, data.columns, data.control)
     return Table(told, rows, layout.format, content.hexdigest(), read, tuple(sizes))
 

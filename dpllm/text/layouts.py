@@ -66,6 +66,20 @@ class Layout(NamedTuple):
 OPTIONAL = {"input", "system"}
 
 
+def renamed(raw: Row, place: str, columns: Mapping[str, str]) -> Row:
+    """The row with the columns that ``data.columns`` names under the names of a format, under which nothing else is read.
+
+    Raises:
+        DataError: One is missing, and is not ``OPTIONAL``; it is named.
+    """
+    if missing := sorted({column for to, column in columns.items() if to not in OPTIONAL} - raw.keys()):
+        raise DataError(
+            f"{place} has no column {missing[0]!r}, which data.columns names, and no other holds its text. Check the spelling "
+            "in data.columns, or mend or drop the row."
+        )
+    return {**raw, **{to: raw.get(column) for to, column in columns.items()}}
+
+
 def _of_alpaca(row: Row) -> Row:
     asked = (row["instruction"], row.get("input"))
     return {"prompt": "".join(f"{part}\n" for part in asked if part), "completion": row["output"]}

@@ -136,7 +136,7 @@ SCENARIOS = {
     "moved": Scenario(2, odd=lambda: at_step(3, moved)),
     "other_recipe": Scenario(2, odd_words={"train.learning_rate": "0.5"}),
     "other_eval": Scenario(
-        2, {"data.eval": str(NOTES / "train.jsonl")}, odd_words={"data.eval": str(NOTES / "eval.jsonl")}
+        2, {"data.eval": str(NOTES / "eval.jsonl")}, odd_words={"data.eval": str(NOTES / "train.jsonl")}
     ),
     "lost": Scenario(2, {"train.process_timeout": "2"}, all_ranks=lambda: at_step(2, frozen)),
     "other_version": Scenario(2, odd=other_version),

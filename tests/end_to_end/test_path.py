@@ -429,7 +429,8 @@ def test_a_canary_that_does_not_fit_is_found_before_anything_is_spent(place: Pla
 
 
 def test_a_run_that_diverges_still_ends_with_a_readable_record(place: Place) -> None:
-    place.write({"train.learning_rate": 1e30, "data.eval": str(place.train)})
+    held_out = tiny.write_rows(place.root / "data" / "eval.jsonl", rows(10, start=500))
+    place.write({"train.learning_rate": 1e30, "data.eval": str(held_out)})
     done("train", place.recipe)
     record = place.json("run.json")
     assert record["status"] == "completed"

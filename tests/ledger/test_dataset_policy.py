@@ -112,7 +112,38 @@ def test_evaluation_data_that_are_private_are_not_public(tmp_path: Path, budgete
     with pytest.raises(Refused, match="declared public") as refused:
         ask(asked, book)
     assert refused.value.reason == "public_evaluation"
-    ask(asked.model_copy(update={"data": asked.data.model_copy(update={"eval_public": False})}), book)
+    if budgeted:
+        ask(asked.model_copy(update={"data": asked.data.model_copy(update={"eval_public": False})}), book)
+
+
+@pytest.mark.parametrize("how", ["itself", "spelling", "link", "copy", "shuffled", "most", "half", "none"])
+def test_evaluation_data_that_train_are_refused(tmp_path: Path, how: str) -> None:
+    same = tmp_path / "rows.jsonl"
+    texts = {"shuffled": TEXTS[::-1], "copy": TEXTS}.get(how, [f"{text}, another time" for text in TEXTS])
+    if how in ("most", "half"):
+        texts = [*TEXTS[: 21 if how == "most" else 20], *texts[:20]]
+    held_out = tiny.write_rows(tmp_path / "held_out.jsonl", [{"text": text} for text in texts])
+    if how == "link":
+        held_out.unlink()
+        held_out.symlink_to(same)
+    paths = {"itself": same, "spelling": f"{tmp_path}/../{tmp_path.name}//rows.jsonl"}
+    config = recipe(tmp_path, data={"eval": str(paths.get(how, held_out)), "public": True})
+    with opened(tmp_path / "ledger.sqlite") as book:
+        if how in ("half", "none"):
+            ask(config, book)
+            return
+        for known in (None, book):
+            with pytest.raises(Refused, match=r"data\.eval") as refused:
+                ask(config, known)
+            assert (refused.value.dataset, refused.value.reason) == (f"{tmp_path.name}/rows", "evaluation_trains")
+            assert not any(letter.isdigit() for letter in str(refused.value).replace(tmp_path.name, ""))
+
+
+def test_held_out_rows_among_which_are_a_few_training_rows_are_held_out(tmp_path: Path) -> None:
+    """What counts is the share of the rows that are evaluated, also where fewer train."""
+    other = [*TEXTS, *(f"{text}, later" for text in TEXTS), *(f"{text}, again" for text in TEXTS)]
+    path = tiny.write_rows(tmp_path / "held_out.jsonl", [{"text": text} for text in other])
+    ask(recipe(tmp_path, data={"eval": str(path)}), None)
 
 
 @pytest.mark.parametrize("unit", ["patient", "example"])

@@ -100,15 +100,40 @@ def test_directories_of_datasets_give_the_split_that_is_asked_for(tmp_path: Path
         load(tmp_path / "several", train_split="test")
 
 
-def test_columns_are_renamed_where_they_exist(tmp_path: Path) -> None:
+def test_columns_are_renamed(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.csv", [{"body": "a", "who": "x"}, {"body": "b", "who": "y"}])
-    table = load(path, columns={"text": "body", "prompt": "absent"})
+    table = load(path, columns={"text": "body"})
     assert [row["text"] for row in table.rows] == ["a", "b"]
     assert table.format == "text"
     path = write(tmp_path / "rows.jsonl", [{"mr": "a", "ref": "b"}])
     table = load(path, columns={"prompt": "mr", "completion": "ref"})
     assert table.format == "prompt_completion"
     assert table.rows[0]["completion"] == "b"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+@pytest.mark.parametrize("fmt", ["auto", "text"])
+@pytest.mark.parametrize(
+    "columns", [{"text": "noet"}, {"text": "note", "prompt": "noet"}, {"text": "note", "input": "noet"}]
+)
+def test_a_named_column_that_does_not_exist_is_refused(
+    tmp_path: Path, name: str, fmt: str, columns: dict[str, str]
+) -> None:
+    """And never read under the name that it should get."""
+    path = write(tmp_path / name, [{"text": SENTINEL, "note": "a", "prompt": "b", "input": "c"}] * 2)
+    with pytest.raises(DataError, match="column 'noet'") as refused:
+        load(path, columns=columns, format=fmt)
+    assert SENTINEL not in str(refused.value)
+
+
+def test_in_no_single_row_is_another_column_read_instead(tmp_path: Path) -> None:
+    found = [{"text": SENTINEL, "note": "a"}, {"text": SENTINEL}]
+    for row in (found[1], {"text": SENTINEL, "note": None}):
+        with pytest.raises(DataError, match="row 2 has no"):
+            load(write(tmp_path / "rows.jsonl", [found[0], row]), columns={"text": "note"})
+    asked = {"instruction": "i", "input": "old", "output": "o"}
+    table = load(write(tmp_path / "rows.jsonl", [{**asked, "new": "n"}, asked]), columns={"input": "new"})
+    assert [row["prompt"] for row in table.rows] == ["i\nn\n", "i\n"], "it may be missing, as without data.columns"
 
 
 def test_a_stated_format_is_not_guessed_over(tmp_path: Path) -> None:
