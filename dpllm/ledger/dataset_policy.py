@@ -100,7 +100,7 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
     raise Refused(why + command, dataset=name, reason="no_privacy")
 
 
-def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: Ledger | None, name: str) -> None:
+def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: Ledger | None, dataset: str) -> None:
     """Refuses evaluation data that are training data, or declared public and private after all: exact losses are published."""
     with scratch() as cache:
         held_out = data.load_table(source, config.data, config.data.eval_split, cache)
@@ -124,7 +124,7 @@ def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: L
         raise Refused(
             "data.eval holds mostly rows of data.train, so that its figures would tell what the model remembers and not what it "
             "learned. Set data.eval to rows that do not train, or to null.",
-            dataset=name,
+            dataset=dataset,
             reason="evaluation_trains",
         )
 
