@@ -332,9 +332,8 @@ def _tensors(path: Path) -> dict[str, Any]:
     try:
         found, end = dict(json.loads(text, object_pairs_hook=no_key_twice)), 0
         found.pop("__metadata__", None)
-        for begin, then, shape, kind in sorted(
-            (*one["data_offsets"], one["shape"], one["dtype"]) for one in found.values()
-        ):
+        parts = sorted((*one["data_offsets"], one["shape"], one["dtype"]) for one in found.values())
+        for begin, then, shape, kind in parts:
             whole = {type(number) for number in (begin, then, *shape)} == {int} and min(shape, default=0) >= 0
             if not whole or len(shape) > MOST_AXES or (begin, then - begin) != (end, _BYTES[kind] * math.prod(shape)):
                 raise ValueError("other bytes than it has, a gap, or one over another")

@@ -18,6 +18,7 @@ from published import carry, failing, make_endless, read
 from written_rows import ROWS, make_data_set, make_run, record, released, write_rows
 
 from dpllm.card.dataset_card import write_dataset_card
+from dpllm.cli import main
 from dpllm.run.directory import RunDir
 from dpllm.statement.fields import Terms
 from dpllm.verification import check_dataset
@@ -142,6 +143,16 @@ def test_a_code_that_the_released_counts_do_not_name_is_found(folder: Path, valu
     write_rows(folder, [{**ROWS[0], "visit": value}, *ROWS[1:]])
     again(folder)
     assert failing(folder) == {"rows"}
+
+
+def test_the_card_of_rows_that_would_not_verify_is_not_written(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made.parent, tmp_path / "run")) / "synthetic"
+    write_rows(folder, [{**ROWS[0], "visit": "school"}, *ROWS[1:]])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main(["card", str(folder)]) == 3
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    write_rows(folder, ROWS)
+    assert main(["card", str(folder)]) == 0
 
 
 @pytest.mark.parametrize("named", [True, False])
