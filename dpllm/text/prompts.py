@@ -136,5 +136,5 @@ def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:
 
 def _digest(text: str) -> bytes:
     """Of letters and digits, so that other spaces, marks, case or composition make no other text; empty where there is none."""
-    letters = re.sub(r"\W", "", unicodedata.normalize("NFKC", text).casefold()) or text.strip()
+    letters = "".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())) or text.strip()
     return hashlib.blake2b(letters.encode(errors="surrogatepass"), digest_size=_BYTES).digest() if letters else b""
