@@ -38,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()  # at exit, Python would say that it fails, and nobody could say otherwise
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in filter(None, (sys.stdout, sys.stderr)):  # what they still hold is written at exit
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 1
 
 

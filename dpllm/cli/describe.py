@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,8 +87,7 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
         table.add_row(one.statistic, one.words(), one.mechanism, f"{one.event.epsilon:g}")
     show(known, found.to_json() if known.json else table, told + end)
     if known.dry_run and offer.refusal:
-        print(f"dpllm describe: {offer.refusal}", file=sys.stderr)
-        return offer.refusal.exit_code
+        raise offer.refusal
     return 0
 
 

@@ -5,12 +5,14 @@ Comes in: nothing. Goes out: plain dictionaries without host names, user names o
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import dpllm
+from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,13 @@ KERNELS = (
     *("CUBLAS_", "CUDNN_", "NVIDIA_TF32", "HIPBLAS", "ROCBLAS_", "PYTORCH_TUNABLEOP"),
 )
 """How the names of variables begin that choose among kernels. Threads are counted, and where they run does not matter."""
+
+
+def need(package: str, key: str) -> None:
+    """Refuses, with a ConfigError, what a key of the recipe asks of a package that is not there; nothing is imported."""
+    if importlib.util.find_spec(package) is None:
+        install = {"bitsandbytes": "'dpllm[quant]'"}.get(package, package)
+        raise ConfigError(f"{key} needs a package, and {package} is not installed. Type: pip install {install}")
 
 
 def versions() -> dict[str, str]:

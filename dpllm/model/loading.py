@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.model import adapters, memory, processes, sharding
+from dpllm.model import adapters, environment, memory, processes, sharding
 from dpllm.recipe import names
 from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from dpllm.text import builtin
@@ -276,12 +276,7 @@ def check_finite(model: Any, where: str) -> None:
 
 
 def _quantization(bits: str, dtype: Any) -> Any:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            f"model.quantization {bits} needs bitsandbytes, which is not installed. Type: pip install 'dpllm[quant]'"
-        ) from None
+    environment.need("bitsandbytes", "model.quantization")
     if bits == "8bit":
         # The default of 6 takes columns out of the 8-bit product wherever any token of the batch is that large.
         return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)

@@ -107,8 +107,8 @@ def offered(
 ) -> Iterator[Offer]:
     """What statistics would cost and how exact they would be; spends nothing.
 
-    Refusals that come of the records are counted, of a dry run too: they tell whether rows are among a dataset's, and without
-    the records the costs shown could be another account's.
+    A refusal that comes of the records tells whether rows are among a dataset's, and is counted, of a dry run too: without a
+    look at them the costs shown could be those of another account.
 
     Delta is below 1/N, as a run's is: at 0.9 an exact count would cost epsilon 0. N is data.public_size or, without one, counted:
     the relation is then zero-out, which compares datasets of one public size, and a run publishes that too.

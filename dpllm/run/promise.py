@@ -13,17 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dpllm.errors import BudgetExceeded, DpllmError, Refused
-from dpllm.files import scratch
+from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
+from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
+from dpllm.model import environment
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.statement import lineage, parents
 from dpllm.statement.fields import Lineage
-from dpllm.text import data, layouts
+from dpllm.text import builtin, data, layouts
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
 Value = TypeVar("Value")
@@ -181,6 +183,8 @@ def decide(
         if subject is None:
             return Decision(config, refusals=tuple(found.errors))
         config, resumed = _update(config, "data", format=subject.format), None
+        if start is not None:
+            found.attempt(_check_machine, config)
         dataset, parent = subject.dataset, config.privacy.derived_from if subject.policy else None
         if start and start.resume:
             if subject.policy:
@@ -256,6 +260,31 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, ca
     fmt = table.format
     example = layouts.example(table.rows[0], fmt) if config.data.public else layouts.shape(fmt, config.data.control)
     return Subject(config.data.public_size or len(rows), fmt, dataset, policy, table.digest, table.reads, example)
+
+
+def _check_machine(config: RunConfig) -> None:
+    """Refuses, with a ConfigError, what is seen to be missing where a run starts: packages, a local model, its chat template."""
+    if config.model.quantization:
+        environment.need("bitsandbytes", "model.quantization")
+    for package in config.telemetry.trackers:
+        environment.need(package, "telemetry.trackers")
+    name = config.model.name_or_path
+    folder = builtin.NAMES.get(name, Path(name))
+    if not (folder.is_dir() or names.is_hub_id(name)):
+        raise ConfigError(
+            f"model.name_or_path {name!r}: is no folder, no Hub id and not builtin:tiny, so nothing trains. Check the spelling."
+        )
+    settings = folder / "tokenizer_config.json"
+    templates = [
+        folder / file for file in ("chat_template.jinja", "additional_chat_templates") if (folder / file).exists()
+    ]
+    if config.data.format != "messages" or templates or not folder.is_dir():
+        return
+    if not (settings.exists() and read_json(settings).get("chat_template")):
+        raise ConfigError(
+            f"model.name_or_path {name}: has no chat template, without which messages cannot be read, as of most base models. "
+            "Name a model that has one, or write rows with prompt and completion."
+        )
 
 
 def _plan(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import sys
 import time
@@ -47,7 +46,7 @@ class Telemetry:
         """Checks everything that the recipe asks for, and starts to listen; only the ``main`` process shows anything.
 
         Raises:
-            ConfigError: A port that is taken, a directory that is not there, a tracker that is not installed.
+            ConfigError: A port that is taken, a directory that is not there.
         """
         settings = config.telemetry
         self._config, self._run = config, run
@@ -59,12 +58,6 @@ class Telemetry:
         self._on = main and bool(settings.textfile or settings.port or settings.trackers)
         if not self._on:
             return
-        for name in settings.trackers:
-            if importlib.util.find_spec(name) is None:
-                raise ConfigError(
-                    f"telemetry.trackers: the package {name} is not installed, so the run would leave no trace there. Type: "
-                    f"pip install {name}; or take {name} off the list."
-                )
         if settings.textfile:
             self._directory = _checked(settings.textfile, run)
         if settings.port:

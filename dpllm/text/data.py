@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import DataError
-from dpllm.files import resolved
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
@@ -236,7 +235,7 @@ def dataset_name(data: DataConfig) -> str:
 def _dataset_name(source: str) -> str:
     if names.is_builtin(source) or not (Path(source).exists() or glob.has_magic(source)):
         return source
-    path = resolved(source)
+    path = Path(source).resolve()
     return f"{path.parent.name}/{Path(unpacked(path.name)).stem}"
 
 

@@ -33,6 +33,8 @@ ROLES = {
     "system": "system",
 }
 """Who speaks in ShareGPT's ``from`` -> the role of a message."""
+SPEAKERS = sorted({*ROLES.values(), "developer", "function", "ipython", "observation", "context", "document"})
+"""Roles that chat templates know."""
 _SHOWN = 400
 """Characters of each part of a public example."""
 
@@ -177,6 +179,13 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
         row |= layout.convert(row) if layout.convert else {}
     except DataError as error:
         raise DataError(f"{place} {error}. Mend or drop the row.") from None
+    if layout.lists and not all(
+        isinstance(turn, dict) and str(turn.get("role")) in SPEAKERS for turn in row["messages"]
+    ):
+        raise DataError(
+            f"{place} has a message from nobody of {', '.join(SPEAKERS)}, so a chat template may refuse it or nothing be learned "
+            "of it. Mend the role, or drop the row."
+        )
     return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format])
 
 

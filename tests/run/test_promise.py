@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,46 @@ def test_a_good_recipe_meets_no_guard(tmp_path: Path) -> None:
     assert seen.plan == make_plan(config, ROWS)
     assert seen.ledger is None  # there is none yet
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "told"),
+    [
+        ({"telemetry": {"trackers": ["tensorboard", "mlflow"]}}, "mlflow", "telemetry.trackers needs"),
+        ({"model__quantization": "4bit"}, "bitsandbytes", "model.quantization needs"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_refused_before_anything_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, missing: str, told: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
+    config = recipe(tmp_path, **changes)
+    (found,) = decide(config, Start()).refusals
+    assert isinstance(found, ConfigError)
+    assert told in str(found)
+    assert f"{missing} is not installed" in str(found)
+    assert decide(config).refusals == (), "a list can be sealed where nothing will train"
+
+
+@pytest.mark.parametrize("kept", ["tokenizer_config.json", "chat_template.jinja", "additional", "none"])
+def test_chats_need_a_template(tmp_path: Path, kept: str) -> None:
+    """Wherever transformers finds one."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}" if kept != "tokenizer_config.json" else '{"chat_template": "a"}')
+    if kept == "chat_template.jinja":
+        (folder / kept).write_text("a")
+    if kept == "additional":
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "default.jinja").write_text("a")
+    config = recipe(tmp_path, model__name_or_path=str(folder))
+    assert messages(config) == [], "text needs none"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": turns}] * ROWS)
+    found = messages(config)
+    assert len(found) == (kept == "none")
+    assert all("has no chat template" in message for message in found)
 
 
 def test_all_guards_are_found_at_once(tmp_path: Path) -> None:
