@@ -89,9 +89,27 @@ def load_recipe(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Non
     Raises:
         ConfigError: A key is unknown, or a value impossible.
     """
+    from dpllm.errors import ConfigError
     from dpllm.recipe.config import load_config
 
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"load_recipe takes the path of a YAML file, and was given a {type(path).__name__}. Type "
+            'dpllm.load_recipe("recipe.yaml", {"privacy.epsilon": 3}).'
+        )
     return load_config(os.fspath(path), dict(overrides or {}))
+
+
+def _read(recipe: RunConfig) -> RunConfig:
+    """The same, if it is a recipe that was read."""
+    from dpllm.errors import ConfigError
+    from dpllm.recipe.config import RunConfig
+
+    if not isinstance(recipe, RunConfig):
+        raise ConfigError(
+            f"a recipe is needed, and a {type(recipe).__name__} was given. Type recipe = dpllm.load_recipe(PATH), and give that."
+        )
+    return recipe
 
 
 def plan(recipe: RunConfig) -> Decision:
@@ -102,7 +120,7 @@ def plan(recipe: RunConfig) -> Decision:
     """
     from dpllm.run.promise import Start, decide
 
-    return decide(recipe, Start())
+    return decide(_read(recipe), Start())
 
 
 def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, make_up_lost_steps: bool = False) -> Run:
@@ -127,7 +145,7 @@ def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, m
     from dpllm.run.directory import Run, RunDir
     from dpllm.run.promise import Start
 
-    record = loop.train(recipe, Start(resume, make_up_lost_steps, overwrite))
+    record = loop.train(_read(recipe), Start(resume, make_up_lost_steps, overwrite))
     return Run(RunDir(Path(recipe.output_dir)), record)
 
 

@@ -124,7 +124,7 @@ class Engine:
             Refused: Another Plan than ``promise`` makes; several processes; a model or an optimizer for which the guarantee does
                 not hold; low precision; a self-check that fails; a budget without room. Nothing is spent.
         """
-        _check_plan(plan)
+        _check_plan(plan, ledger)
         schedule, size = plan.schedule, plan.schedule.dataset_size
         self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
         self._broken = False
@@ -270,7 +270,11 @@ def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple
     return found
 
 
-def _check_plan(plan: Plan) -> None:
+def _check_plan(plan: Plan, ledger: Ledger) -> None:
+    if not isinstance(plan, Plan) or not isinstance(ledger, Ledger):
+        raise ConfigError(
+            "dpllm.Engine needs a Plan of dpllm.promise and an open dpllm.Ledger, to charge it. Give both."
+        )
     schedule, norm = plan.schedule, plan.max_grad_norm
     size, batch, steps = schedule.dataset_size, schedule.expected_batch_size, schedule.num_steps
     numbers = {"epsilon": plan.target_epsilon, "max_grad_norm": norm}

@@ -170,9 +170,8 @@ def decide(
         fetch: Whether the base model's statement may be downloaded.
         cache: Where the rows that are read may be kept; None: nowhere.
     """
-    found = _Refusals()
+    found, run = _Refusals(), RunDir(Path(config.output_dir))
     found.attempt(guards.check_modes, config)
-    run = RunDir(Path(config.output_dir))
     if start is not None:
         found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
         if start.resume:
@@ -183,8 +182,7 @@ def decide(
         if subject is None:
             return Decision(config, refusals=tuple(found.errors))
         config, resumed = _update(config, "data", format=subject.format), None
-        if start is not None:
-            found.attempt(_check_machine, config)
+        found.attempt(_check_machine, config, start)
         dataset, parent = subject.dataset, config.privacy.derived_from if subject.policy else None
         if start and start.resume:
             if subject.policy:
@@ -262,8 +260,10 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, ca
     return Subject(config.data.public_size or len(rows), fmt, dataset, policy, table.digest, table.reads, example)
 
 
-def _check_machine(config: RunConfig) -> None:
+def _check_machine(config: RunConfig, start: Start | None) -> None:
     """Refuses, with a ConfigError, what is seen to be missing where a run starts: packages, a local model, its chat template."""
+    if start is None:
+        return
     if config.model.quantization:
         environment.need("bitsandbytes", "model.quantization")
     for package in config.telemetry.trackers:

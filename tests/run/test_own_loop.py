@@ -315,3 +315,16 @@ def test_a_promise_of_impossible_numbers_is_one_line(num_units: Any, given: dict
     with pytest.raises(ConfigError) as refusal:
         dpllm.promise(num_units, **{"epsilon": 8.0, "batch_size": 4, "steps": 3, **given})
     assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_arguments_of_another_kind_are_one_line(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    wrong: list[Any] = [
+        lambda: dpllm.train("file.yaml"),
+        lambda: dpllm.plan({}),
+        lambda: dpllm.load_recipe({"data": {}}),
+    ]  # type: ignore[arg-type]
+    wrong += [lambda: engine(model, None), lambda: engine(model, ledger, plan="file.yaml")]  # type: ignore[arg-type]
+    for call in wrong:
+        with pytest.raises(ConfigError) as refusal:
+            call()
+        assert len(str(refusal.value).splitlines()) == 1
