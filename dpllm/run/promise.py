@@ -274,6 +274,11 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
         raise ConfigError(
             f"model.name_or_path {name!r}: is no folder, no Hub id and not builtin:tiny, so nothing trains. Check the spelling."
         )
+    files = ("config.json", "adapter_config.json", "run.json")  # the last two are refused by name, see parents
+    if folder.is_dir() and not any((folder / file).exists() for file in files):
+        raise ConfigError(
+            f"model.name_or_path {name}: holds no config.json, so it is no model. Name the folder of one."
+        )
     settings = folder / "tokenizer_config.json"
     templates = [
         folder / file for file in ("chat_template.jinja", "additional_chat_templates") if (folder / file).exists()

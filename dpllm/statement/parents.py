@@ -164,17 +164,13 @@ def _check_settings(config: RunConfig, path: Path) -> None:
 
 
 def _refuse_what_is_no_model(path: Path) -> None:
-    """An adapter, a run directory, or a folder of something else."""
+    """An adapter, or a run directory."""
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
         raise ConfigError(_no_adapters(str(path)))
     if (path / "run.json").exists() and (path / "export").is_dir():
         raise ConfigError(
             f"model.name_or_path {path}: is a run directory, not a model. Name {path / 'export'} if the run trained whole "
             f"layers; if it trained an adapter, type dpllm merge {path} and name what that writes."
-        )
-    if not (path / "config.json").exists():
-        raise ConfigError(
-            f"model.name_or_path {path}: holds no config.json, so it is no model. Name the folder of one."
         )
 
 

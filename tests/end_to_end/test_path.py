@@ -57,6 +57,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
         "private/canaries.json",
         "private/summary.json",
         "private/audits.jsonl",
+        "private/rows.json",
     }
     weights = {"adapter_config.json", "adapter_model.safetensors"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -68,7 +69,8 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
 def test_private_is_for_its_owner_alone(finished: Place, baseline: Place) -> None:
     for run in (finished.run, baseline.run):
         assert stat.S_IMODE((run / "private").stat().st_mode) == 0o700
-    assert stat.S_IMODE((finished.run / "private" / "canaries.json").stat().st_mode) == 0o600
+    for name in ("canaries.json", "rows.json"):
+        assert stat.S_IMODE((finished.run / "private" / name).stat().st_mode) == 0o600
 
 
 def test_copies_of_the_data_are_private_from_the_first_moment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

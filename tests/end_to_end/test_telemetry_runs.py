@@ -279,7 +279,7 @@ def test_what_cannot_be_watched_is_refused_before_anything_is_reserved(
     assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
     assert words in answer.err
     assert not place.ledger.exists()
-    assert not place.run.exists() or not any(place.run.iterdir())
+    assert not any(path.is_file() for path in place.run.rglob("*"))
 
 
 def test_a_refused_run_is_counted(place: Place) -> None:
