@@ -280,12 +280,12 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
             f"model.name_or_path {name}: holds no config.json, so it is no model. Name the folder of one."
         )
     settings = folder / "tokenizer_config.json"
-    templates = [
-        folder / file for file in ("chat_template.jinja", "additional_chat_templates") if (folder / file).exists()
-    ]
-    if config.data.format != "messages" or templates or not folder.is_dir():
+    beside = any((folder / file).exists() for file in ("chat_template.jinja", "additional_chat_templates"))
+    if (
+        config.data.format != "messages" or beside or not settings.exists()
+    ):  # a shape without a tokenizer can be planned
         return
-    if not (settings.exists() and read_json(settings).get("chat_template")):
+    if not read_json(settings).get("chat_template"):
         raise ConfigError(
             f"model.name_or_path {name}: has no chat template, without which messages cannot be read, as of most base models. "
             "Name a model that has one, or write rows with prompt and completion."
