@@ -225,6 +225,13 @@ class Engine:
             for parameter in self.parameters.values():
                 parameter.grad = None
 
+    def check(self) -> None:
+        """What ``step`` checks before it reads a batch, since model and surroundings may have changed: see there."""
+        if self._plan is not None:
+            _check_arguments(self._model, self._optimizer, self.parameters)
+            refuse_foreign_gradients(self.parameters)
+            guards.check_float32()
+
     def step(self, batches: Sequence[PhysicalBatch], canaries: Sequence[int] = ()) -> Diagnostics:
         """One logical step: clipped sum, noise, update; ``canaries`` are those that the sampler drew.
 
@@ -232,10 +239,7 @@ class Engine:
             Refused: A trainable parameter has no clipped sum of this step or holds a foreign gradient; model or optimizer
                 train something else than when the engine was made; or TF32 is on.
         """
-        if self._plan is not None:
-            _check_arguments(self._model, self._optimizer, self.parameters)  # what trains may have changed meanwhile
-            refuse_foreign_gradients(self.parameters)
-            guards.check_float32()
+        self.check()
         flat_P, diagnostics = self.clipped_sum(batches, canaries)
         self._apply(self._release(flat_P))
         return diagnostics

@@ -185,6 +185,7 @@ class Engine:
             )
         self._check_surroundings()
         self._check_unchanged()
+        self._engine.check()
         if found := loading.without_dropout(self._model):
             raise Refused(
                 f"dropout was switched on again ({', '.join(found)}), and its masks make units depend on one another. It is off "
@@ -262,7 +263,7 @@ def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple
     found: dict[str, tuple[Any, ...]] = {"the optimizer": (hooks(vars(optimizer), "_optimizer_step_"),)}
     found["every module"] = (hooks(vars(torch_modules), "_global_"),)
     for name, module in model.named_modules():
-        layer = module, vars(module).get("forward"), hooks(vars(module), "_forward_", "_backward_")
+        layer = module, type(module), vars(module).get("forward"), hooks(vars(module), "_forward_", "_backward_")
         found[name or type(module).__name__] = layer
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         grown = tensor._backward_hooks, tensor._post_accumulate_grad_hooks

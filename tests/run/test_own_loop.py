@@ -187,9 +187,17 @@ CHANGES: dict[str, Any] = {
     "a hook before": lambda model, optimizer: model.register_forward_pre_hook(lambda *_: None),
     "a hook of a gradient": lambda model, optimizer: first(model, trains=True).register_hook(lambda gradient: gradient),
     "another forward": lambda model, optimizer: setattr(model.transformer.h[0], "forward", lambda *more, **named: more),
+    "another class": lambda model, optimizer: setattr(
+        model.transformer.ln_f, "__class__", type("Own", (nn.LayerNorm,), {})
+    ),
+    "what trains": lambda model, optimizer: first(model, trains=False).requires_grad_(True),
+    "a gradient": lambda model, optimizer: setattr(p := first(model, trains=True), "grad", torch.ones_like(p)),
     "another layer": lambda model, optimizer: setattr(model.transformer, "ln_f", nn.LayerNorm(16)),
     "a hook of the optimizer": lambda model, optimizer: optimizer.register_step_post_hook(lambda *_: None),
 }
+
+
+WORDS = {"what trains": "what trains in the model", "a gradient": "holds a gradient"}
 
 
 @pytest.mark.parametrize("taken", [0, 1])
@@ -204,7 +212,7 @@ def test_what_changes_the_model_between_steps_is_refused_before_a_draw(
         CHANGES[change](model, made._optimizer)
         monkeypatch.setattr(PoissonSampler, "draw", lambda sampler: pytest.fail("drawn"))
         for _ in range(2):
-            with pytest.raises(Refused, match="was changed since the last step"):
+            with pytest.raises(Refused, match=WORDS.get(change, "was changed since the last step")):
                 made.step()
         assert ledger.run(made.entry).steps == taken
 
