@@ -35,20 +35,23 @@ KEYS = {
 }
 
 
+def _number_or_auto(text: str) -> Any:
+    return text if text == "auto" else float(text)
+
+
 def add_commands(add: AddCommand) -> None:
     """The command and its arguments."""
     parser = add("describe", describe, "release statistics of private data, charged to the ledger")
     parser.usage = "dpllm describe DATA|RECIPE --epsilon E STATISTIC ... [options] [--SECTION.KEY VALUE ...]"
     parser.add_argument("data", help="file, glob, directory or Hub id; or a recipe (.yaml), for its data and ledger")
     parser.add_argument("--epsilon", type=float, required=True, help="of all statistics of this call together")
-    typed: Any = lambda text: text if text == "auto" else float(text)  # noqa: E731
     text = "at which they come to it, below 1/N; auto: as in a run (default: the budget's, or 1e-9)"
-    parser.add_argument("--delta", type=typed, metavar="DELTA", help=text)
+    parser.add_argument("--delta", type=_number_or_auto, metavar="DELTA", help=text)
     group = parser.add_argument_group("statistics", "equal parts of epsilon; asked twice, one costs twice")
     text = "number of units that have a row"
     group.add_argument("--units", dest="asked", action="append_const", const=("units", ""), help=text)
     for name, (takes, text) in STATISTICS.items():
-        typed = lambda value, name=name: (name, value)  # noqa: E731
+        typed: Any = lambda value, name=name: (name, value)  # noqa: E731
         group.add_argument(f"--{name}", dest="asked", action="append", type=typed, metavar=takes, help=text)
     group.add_argument("--at", default=".5,.9,.99", metavar="Q,Q", help="which quantiles (default: .5,.9,.99)")
     parser.add_argument("--unit", help="column that says whose row it is (default: the recipe's, or each row)")

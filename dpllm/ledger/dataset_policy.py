@@ -14,7 +14,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import scratch
 from dpllm.ledger.admission import filter_left
 from dpllm.ledger.ledger import Ledger
-from dpllm.ledger.records import LEAST_SHARE, Fingerprint, fingerprint, share_in_common
+from dpllm.ledger.records import LEAST_SHARE, Fingerprint, fingerprint, rows_among, share_in_common
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.config import DataConfig, RunConfig, Source, load_config
 from dpllm.text import data
@@ -120,7 +120,7 @@ def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: L
             "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
             reason="public_evaluation",
         )
-    if 2 * common * min(len(records.hashes), len(own.hashes)) > len(records.hashes):
+    if 2 * rows_among(held_out.rows, FIELDS[held_out.format], key, own) > len(held_out.rows):
         raise Refused(
             "data.eval holds mostly rows of data.train, so that its figures would tell what the model remembers and not what it "
             "learned. Set data.eval to rows that do not train, or to null.",

@@ -72,6 +72,13 @@ def _text(row: Mapping[str, Any], fields: Sequence[str]) -> str:
     return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
 
 
+def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes, other: Fingerprint) -> int:
+    """How many rows, equal ones each, have their text in another dataset whose fingerprint is of that key."""
+    known = {other.hashes[start : start + HASH_BYTES] for start in range(0, len(other.hashes), HASH_BYTES)}
+    digests = (hashlib.blake2b(_text(row, fields).encode(), key=key, digest_size=32).digest() for row in rows)
+    return sum(one[:HASH_BYTES] in known for one in digests)
+
+
 def share_in_common(one: bytes, other: bytes) -> float:
     """Distinct records that two datasets share, over those of the smaller one; 0 where one is empty."""
     import numpy as np

@@ -201,9 +201,8 @@ class Engine:
             torch.OutOfMemoryError: They do not fit.
             Refused: See ``step``; as far as the clipped sum is concerned.
         """
-        numbers = (
-            2 if isinstance(self._optimizer, torch.optim.Adam) else int(bool(self._optimizer.defaults.get("momentum")))
-        )
+        momentum = bool(self._optimizer.defaults.get("momentum"))
+        numbers = 2 if isinstance(self._optimizer, torch.optim.Adam) else int(momentum)
         state = 0 if self._optimizer.state else numbers * self.size
         if self._plan and _rank() in (None, 0):
             state += 2 * self.size * (self._plan.bands - 1)  # earlier noise in float64
@@ -245,10 +244,7 @@ class Engine:
         return diagnostics
 
     def _release(self, flat_P: Tensor) -> Tensor:
-        """Adds noise once, adds the ranks together, divides by the public batch size; moves C where it adapts.
-
-        What comes before the division is exact, and what comes after it a post-processing.
-        """
+        """Adds noise once and the ranks together, exactly; divides by the public batch size and moves C: a post-processing."""
         rank, adaptive = _rank(), self._plan.adaptive if self._plan else None
         if self._plan is not None and rank in (None, 0):
             self._noise.add_to(flat_P[: self.size], self._noise_scale())

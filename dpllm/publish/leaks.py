@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dpllm.canaries import canaries
@@ -21,7 +22,7 @@ from dpllm.files import read_json
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.text.layouts import FIELDS, Format, strings
-from dpllm.text.prompts import COMMON, FEW, private_among
+from dpllm.text.prompts import most_private, owners, private_among
 from dpllm.verification.values import MOST_BYTES, listed, read_bytes
 
 MOST_ROWS = 20_000
@@ -74,7 +75,7 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
     yield f"canary secrets in the rows: {sum(planted)} of {len(planted)} planted and {sum(others)} of {len(others)} left out."
     if not statement.guarantee:
         yield from _rows(run, {path.name: text}, path.parent)
-    columns = rows[0] if run.rows.exists() else ()
+    columns = rows[0] if run.rows.exists() and rows else ()
     hits = {name: len(private_among(run.rows, [row[name] for row in rows])) for name in columns}
     found = ", ".join(f"{many} of {len(rows)} in {name}" for name, many in hits.items())
     if hits.get("prompt") or 2 * max(hits.values(), default=0) > len(rows):
@@ -133,7 +134,7 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     from dpllm.text.sources import is_here
 
     config = run.load_config()
-    kept = read_json(run.rows)["train"] if run.rows.exists() else []
+    kept = read_json(run.rows)["training"]["places"] if run.rows.exists() else []
     if config.data.public:
         yield "training text: the recipe declares the data public, so they were not searched for."
         return
@@ -145,9 +146,10 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     except DpllmError:
         yield "training text: the training data are not here, or cannot be read, so they were not searched for."
         return
-    total = len(table.rows)
+    total, whose = len(table.rows), list(owners(table, config.data))
     rows = [(n + 1, text_of(table.rows[n], table.format)) for n in spread(total, MOST_ROWS)]
-    hits = _matches(rows, texts, most=max(FEW, int(COMMON * len(rows))))
+    searched: dict[int | None, str] = {number: whose[number - 1] for number, _ in rows}
+    hits = _matches(rows, texts, searched, most=most_private(len(set(searched.values()))))
     if hits:
         where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
         raise Refused(
@@ -159,9 +161,12 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
 
 
 def _matches(
-    rows: Iterable[tuple[int | None, str]], texts: dict[str, str], most: float = math.inf
+    rows: Iterable[tuple[int | None, str]],
+    texts: dict[str, str],
+    whose: Mapping[int | None, Any] = MappingProxyType({}),
+    most: float = math.inf,
 ) -> dict[str, int | None]:
-    """File -> a row of which it holds words in their order; words of more than ``most`` rows are nobody's."""
+    """File -> a row of which it holds words in their order; words of more than ``most`` owners of rows are nobody's."""
     told = [
         (number, own)
         for number, row in rows
@@ -179,7 +184,7 @@ def _matches(
             seen[gram].add(number)
     found: dict[str, int | None] = {}
     for gram, numbers in seen.items():
-        if len(numbers) <= most:
+        if len({whose.get(number, number) for number in numbers}) <= most:
             found.setdefault(index[gram], min((n for n in numbers if n is not None), default=None))
     return found
 

@@ -23,7 +23,7 @@ from dpllm.auditing.rates import upper_limit
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.errors import DataError, DpllmError
-from dpllm.files import write_json
+from dpllm.files import read_json, write_json
 from dpllm.model import loading
 from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
 from dpllm.publish.quality_figure import draw
@@ -124,9 +124,13 @@ def measure(
     missing: list[str] = []
     for name, (source, split) in sources.items():
         with _told(f"{name} rows", missing):
-            if source is None or not is_here(source):
+            kept = read_json(run.rows).get(name) if run.rows.exists() else None
+            if source is None or kept is None or not is_here(kept["places"]):
                 raise DataError("not at hand" if source else "the recipe names none")
-            sides[name] = _side(load_table(source, data, split, run.private / "cache"), config, tokenizer)
+            table = load_table(kept["places"], data, split, run.private / "cache")
+            if table.digest != kept["digest"]:  # another file of that name, whose rows nobody declared public
+                raise DataError("the data are not those of the run")
+            sides[name] = _side(table, config, tokenizer)
     figures = _released(statement, data.control) | _replayed(sides)
     for part in [_described(*one, len(rows)) for one in sides.items()] + [_labels(sides, one) for one in data.control]:
         figures |= part

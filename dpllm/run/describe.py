@@ -40,6 +40,8 @@ from dpllm.text.asked import OTHER, Statistic, exact_values
 
 DELTA = 1e-9
 """At which a total is stated where neither a budget nor the user names another: no release needs one."""
+MOST_DELTA = 1e-5
+"""A larger one makes no release less noisy."""
 FINEST, MOST_PERCENT = 1e-4, 1000
 """Epsilons are multiples of it, as PLD counts; and how much more than its share of a sum a release may get."""
 MOST_TEXT = 400_000
@@ -209,7 +211,7 @@ def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Rela
 
     def exceeds(percent: int) -> bool:
         event = compose([{"type": "pure_dp", "epsilon": one} for one in costs(percent)])
-        return stated(event, delta, relation)[0] > epsilon
+        return stated(event, min(delta, MOST_DELTA), relation)[0] > epsilon
 
     found = costs(bisect_left(range(1, MOST_PERCENT + 1), True, key=exceeds))
     if min(found) < FINEST:

@@ -26,6 +26,7 @@ from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same
 from dpllm.statement import lineage, parents
 from dpllm.statement.fields import Lineage
 from dpllm.text import builtin, data, layouts
+from dpllm.text.prompts import read_prompts
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
 Value = TypeVar("Value")
@@ -268,6 +269,8 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
         environment.need("bitsandbytes", "model.quantization")
     for package in config.telemetry.trackers:
         environment.need(package, "telemetry.trackers")
+    if isinstance(config.train.sample_prompts, str):
+        read_prompts(Path(config.train.sample_prompts))
     name = config.model.name_or_path
     folder = builtin.NAMES.get(name, Path(name))
     if not (folder.is_dir() or names.is_hub_id(name)):

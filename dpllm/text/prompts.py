@@ -11,13 +11,14 @@ import json
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table
+from dpllm.text.data import Table, unit_name
 from dpllm.text.layouts import LAYOUTS, strings
 from dpllm.text.sources import expand
 
@@ -101,23 +102,36 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-FEW, COMMON = 3, 0.01
-"""What more than so many rows, and a larger share of them, have in common is a template's, and nobody's."""
+FEW, COMMON = 10, 0.01
+"""What more than so many units, or half of all where they are few, and a larger share of them have in common is a template's."""
+LINE = 20
+"""Letters of a line that is a text of its own."""
 _BYTES = 16
 
 
 def keep_rows(path: Path, data: DataConfig, train: Table, held_out: Table | None) -> None:
-    """Writes, unless it is there, where the training data lie, and a digest of each text of rows that are not declared public."""
+    """Writes, unless it is there, where the data lie and what they were, and digests of the texts of rows that are not public."""
+    import numpy as np
+
+    if path.exists():
+        return
     private = [one for one, public in ((train, data.public), (held_out, data.eval_public)) if one and not public]
-    columns, digests = dict.fromkeys(column for layout in LAYOUTS for column in layout.columns()), bytearray()
-    for table in private if not path.exists() else ():
-        for row in table.rows:
+    columns, pairs = dict.fromkeys(column for layout in LAYOUTS for column in layout.columns()), bytearray()
+    for table in private:
+        for owner, row in zip(owners(table, data), table.rows, strict=True):
             texts = list(strings([row[column] for column in columns if column in row]))
-            digests += b"".join(set(map(_digest, [*texts, "".join(texts)])))
-    if digests:
-        places = [str(Path(name).absolute()) if Path(name).exists() else name for name in expand(data.train)]
-        total = sum(len(table.rows) for table in private)
-        write_json(path, {"train": places, "rows": total, "digests": digests.hex()}, mode=0o600)
+            lines = [line for text in texts for line in text.splitlines() if len(line) >= LINE]
+            pairs += b"".join(
+                _digest(owner) + one for one in set(map(_digest, [*texts, *lines, "".join(texts)])) if one
+            )
+    # A unit that says the same in many rows says it once: it makes no template.
+    unit_K2 = np.unique(np.frombuffer(bytes(pairs), f"S{2 * _BYTES}")).view(f"S{_BYTES}").reshape(-1, 2)
+    kept: dict[str, Any] = {"units": len(np.unique(unit_K2[:, 0])), "digests": unit_K2[:, 1].tobytes().hex()}
+    for side, source, read in (("training", data.train, train), ("evaluation", data.eval, held_out)):
+        if source is not None and read is not None:
+            places = [str(Path(name).absolute()) if Path(name).exists() else name for name in expand(source)]
+            kept[side] = {"places": places, "digest": read.digest}
+    write_json(path, kept, mode=0o600)
 
 
 def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:
@@ -130,11 +144,24 @@ def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:
         asked.append(set(map(_digest, found)))
     among, digests = set[bytes]().union(*asked), bytes.fromhex(kept["digests"])
     pieces = (digests[start : start + _BYTES] for start in range(0, len(digests), _BYTES))
-    held, most = Counter(one for one in pieces if one in among), max(FEW, int(COMMON * kept["rows"]))
+    held, most = Counter(one for one in pieces if one in among), most_private(kept["units"])
     return [number for number, own in enumerate(asked, start=1) if any(0 < held[one] <= most for one in own)]
+
+
+def owners(table: Table, data: DataConfig) -> Iterator[str]:
+    """Whose each row is, see ``unit_name``; where no column says it, and of a row that names nobody, its own place."""
+    for number, row in enumerate(table.rows, start=1):
+        yield (
+            unit_name(row.get(data.unit) if data.unit != "example" else None) or f"nobody named: {table.place(number)}"
+        )
+
+
+def most_private(units: int) -> int:
+    """What so many of all units say, or fewer, is theirs; what more say is a template's."""
+    return max(3, min(FEW, units // 2), int(COMMON * units))
 
 
 def _digest(text: str) -> bytes:
     """Of letters and digits, so that other spaces, marks, case or composition make no other text; empty where there is none."""
-    letters = "".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())) or text.strip()
+    letters = "".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKD", text).casefold())) or text.strip()
     return hashlib.blake2b(letters.encode(errors="surrogatepass"), digest_size=_BYTES).digest() if letters else b""

@@ -3,8 +3,8 @@
 Comes in: a data source. Goes out: its rows, one after the other, so that a source larger than memory can be read. Its
 errors name files, lines and columns and never the text of a row. It must not know what a row is for.
 
-``datasets`` says which files of a directory or of the Hub are a split, and reads those whose types are declared: saved datasets,
-Arrow files, lines of text. Other files are read by hand: ``datasets`` would copy their text into a cache, guess the type of a
+``datasets`` says which files of a directory or of the Hub are a split, and reads those whose types are declared: saved datasets
+and lines of text. Other files are read by hand: ``datasets`` would copy their text into a cache, guess the type of a
 column from the rows of all people (007 becomes 7 until one person is called x), and quote rows in its errors.
 """
 
@@ -36,11 +36,12 @@ PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ROWS_AT_ONCE = 1000
 """Rows of a table that are Python objects at a time."""
 _MORE = "\0more fields than the header line"
+_VALUES = ValueError, ArithmeticError, NotImplementedError  # pyarrow's, and Python's of a date that it does not have
 MOST_LEVELS = 100
 """Of lists and objects in one another in a row of JSON."""
 KNOWN = (
-    "a jsonl, json, csv or parquet file (the first three also as .gz, .bz2 or .xz), a glob, a directory of files or datasets, a "
-    "Hub id, or a list of them"
+    "a jsonl, json, csv, parquet or arrow file (the first three also as .gz, .bz2 or .xz), a glob, a directory of files or "
+    "datasets, a Hub id, or a list of them"
 )
 
 
@@ -126,7 +127,7 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
     if read and path.is_file():
         try:
             yield from read(path, data.csv)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError, LookupError, csv.Error, ValueError) as error:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, LookupError, csv.Error, *_VALUES) as error:
             # The message of the parser may quote the row; its type does not.
             mend = ""
             if isinstance(error, UnicodeError | LookupError):
@@ -205,7 +206,8 @@ def _read_csv(path: Path, settings: CsvConfig) -> Iterator[Row]:
     with _open(path, settings.encoding or _encoding(path)) as file:
         header = file.readline()
         delimiter = settings.delimiter or _delimiter(header, ".tsv" in path.suffixes)
-        rows = csv.DictReader(itertools.chain([header], file), delimiter=delimiter, strict=True, restkey=_MORE)
+        lines = _unambiguous(itertools.chain([header], file), re.escape(delimiter))
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True, restkey=_MORE)
         csv.field_size_limit(2**31 - 1)
         number = 0
         try:
@@ -219,8 +221,29 @@ def _read_csv(path: Path, settings: CsvConfig) -> Iterator[Row]:
         except csv.Error:
             raise DataError(
                 f"{path}: row {number + 1} has a quote that is not closed or not doubled and could swallow the rows after it, or "
-                'another character than data.csv.delimiter parts its columns. Write "" for a quote inside a quoted field.'
+                'another character than data.csv.delimiter parts its columns. Quote the whole field, and write "" inside it.'
             ) from None
+
+
+def _unambiguous(lines: Iterator[str], mark: str) -> Iterator[str]:
+    """The same lines, if each quote begins a field, ends one or is doubled in one.
+
+    Elsewhere csv takes it for a letter, so that a row with a quote too many would end at the letter of somebody else.
+    """
+    text = '(?:[^"]|"")*+'
+    field = f'(?:"{text}"|[^"{mark}]*+)'
+    more = f"(?:{mark}{field})*+"
+    closed = re.compile(field + more), re.compile(f'{text}"{more}')  # by whether the line begins in a quoted field
+    opened = re.compile(f'(?:{field}{mark})*+"{text}'), re.compile(f'(?:{text}"{more}(?<={mark})")?{text}')
+    inside = False
+    for line in lines:
+        if '"' in line:
+            row = line.rstrip("\r\n")
+            still = bool(opened[inside].fullmatch(row))
+            if not still and not closed[inside].fullmatch(row):
+                raise csv.Error
+            inside = still
+        yield line
 
 
 def _encoding(path: Path) -> str:
@@ -243,13 +266,27 @@ def _read_parquet(path: Path, _: CsvConfig) -> Iterator[Row]:
             yield from batch.to_pylist()
 
 
+def _read_arrow(path: Path, _: CsvConfig) -> Iterator[Row]:
+    """A stream, as ``datasets`` writes it, or a file of batches."""
+    from pyarrow import ipc, memory_map
+
+    with memory_map(str(path)) as content:
+        whole = content.read(6) == b"ARROW1"
+        content.seek(0)
+        table = ipc.open_file(content) if whole else ipc.open_stream(content)
+        for batch in map(table.get_batch, range(table.num_record_batches)) if whole else table:
+            for start in range(0, len(batch), ROWS_AT_ONCE):
+                yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
+
+
 READERS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json),
     **dict.fromkeys((".csv", ".tsv"), _read_csv),
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,  # datasets would read all files of a directory by the types of the first
 }
-DECLARED = {".txt", ".arrow"}
-"""Of files that ``datasets`` reads without a guess: a line is text, and Arrow says the type of each column."""
+DECLARED = {".txt"}
+"""Of files that ``datasets`` reads without a guess: a line is text."""
 
 
 def _check_kinds(path: Path) -> None:
@@ -299,7 +336,7 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
         return [str(path)]
     raise DataError(
         f"{path}: holds {', '.join(sorted(kinds - READERS.keys()))} files, of which datasets guesses a column's type from all "
-        "rows, so one row could change how others read. Write them as jsonl, csv or parquet."
+        "rows, so one row could change how others read. Write them as jsonl, csv, parquet or arrow."
     )
 
 
@@ -313,6 +350,7 @@ def _read_directory(path: Path, split: str, cache_dir: Path) -> Iterator[Row]:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its messages quote rows
     with _told(path):
         loaded = (
             datasets.load_from_disk(str(path))

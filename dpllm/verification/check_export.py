@@ -35,6 +35,7 @@ from dpllm.verification.values import (
 )
 
 MOST_FILES = 10_000
+_FORMAT = {"format": "pt"}
 MOST_HEADER, MOST_WEIGHTS, MOST_AXES = 100 * 2**20, 2**43, 8
 _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
 _BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
@@ -331,7 +332,8 @@ def _tensors(path: Path) -> dict[str, Any]:
         text = file.read(min(length, MOST_HEADER))
     try:
         found, end = dict(json.loads(text, object_pairs_hook=no_key_twice)), 0
-        found.pop("__metadata__", None)
+        if found.pop("__metadata__", _FORMAT) != _FORMAT:
+            raise ValueError("a text that may say anything")
         parts = sorted((*one["data_offsets"], one["shape"], one["dtype"]) for one in found.values())
         for begin, then, shape, kind in parts:
             whole = {type(number) for number in (begin, then, *shape)} == {int} and min(shape, default=0) >= 0

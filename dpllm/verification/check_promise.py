@@ -7,7 +7,8 @@ that the base model said what lineage has of it: its own card is verified by its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, cast, get_args
 
 from dpllm.card import claim
@@ -18,7 +19,7 @@ from dpllm.privacy.releases import told
 from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Release
-from dpllm.text.asked import Kind, Statistic
+from dpllm.text.asked import OTHER, Kind, Statistic, tidy
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
 from dpllm.verification.values import (
@@ -255,8 +256,26 @@ def _check_release(one: Release, rows: int) -> None:
     kinds = {"": "units", "values": "shares", "numbers": "mean", "numbers quantile": "quantiles"}
     asked = Statistic(cast(Kind, kinds.get(" ".join(given))), one.statistic.partition(" of ")[2], **given)
     stated = one.mechanism, one.error_95, one.error_of
-    if not asked.kind or asked.name != one.statistic or any(differences(stated, told(asked, rows, one.event.epsilon))):
+    if (
+        not asked.kind
+        or asked.name != one.statistic
+        or any(differences(stated, told(asked, rows, one.event.epsilon)))
+        or not _possible(asked, one.value)
+    ):
         raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {_WRITE_AGAIN}")
+
+
+def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:
+    """Whether dpllm releases such a value: whole counts of what was declared, a candidate, or a mean within its bounds."""
+    found = dict(value or {})
+    if asked.quantile:
+        return [*found] == [f"{asked.quantile:g}"] and {*found.values()} <= {tidy(float(one)) for one in asked.numbers}
+    counts, near = [*asked.values, OTHER] if asked.values else ["units"], [0.0]
+    if asked.kind == "mean":
+        counts = ["rows"]
+        near = [asked.numbers[0], *(found.pop(one, math.nan) for one in ("low", "mean", "high")), asked.numbers[-1]]
+    in_order = all(one <= other for one, other in pairwise(near))
+    return in_order and sorted(found) == sorted(counts) and all(float(one).is_integer() for one in found.values())
 
 
 def check_lineage(found: Published) -> Iterator[Check]:

@@ -131,6 +131,9 @@ def test_verify_computes_both_epsilons_again() -> None:
         {"releases": [one, {**other, "error_95": 72.39236660867908}]},
         {"releases": [one, {**other, "declared": {"numbers": [0, 60]}}]},
         {"max_examples_per_unit": 5},
+        {"releases": [{**one, "value": {**one["value"], "John Smith": 3}}, other]},
+        {"releases": [{**one, "value": dict.fromkeys(one["value"], 0.5)}, other]},
+        {"releases": [one, {**other, "value": dict.fromkeys(other["value"], 1e9)}]},
     ):
         with pytest.raises(Wrong):
             verified(forged(block, **changes))

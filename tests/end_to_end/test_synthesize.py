@@ -486,8 +486,8 @@ def test_a_run_keeps_digests_of_its_private_rows(finished: Place) -> None:
     rows = RunDir(finished.run).rows
     texts = [json.loads(line)["text"] for line in finished.train.read_text().splitlines()]
     assert private_among(rows, ["public", *texts]) == list(range(2, len(texts) + 2))
-    assert json.loads(rows.read_text())["train"] == [str(finished.train)]
-    assert json.loads(rows.read_text())["rows"] == len(texts), "evaluation rows are declared public"
+    assert json.loads(rows.read_text())["training"]["places"] == [str(finished.train)]
+    assert json.loads(rows.read_text())["units"] == len(texts), "evaluation rows are declared public"
 
 
 def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from running import Place, contents, done, dpllm_
 import dpllm
 from dpllm.publish import quality
 from dpllm.publish.synthesize import RECORD, ROWS
+from dpllm.run.directory import RunDir
 
 Json = dict[str, Any]
 FEW = ("--rows", 9, "--max-new-tokens", 8, "--keep-unfinished", "--seed", 3)
@@ -67,7 +68,7 @@ def test_what_is_not_at_hand_is_told_and_costs_no_other_figure(
 ) -> None:
     done("synthesize", run, *FEW, "--output", tmp_path / "all")
     (run / "private" / "canaries.json").unlink()
-    path = run / "config.yaml"
+    path = RunDir(run).rows
     path.write_text(path.read_text().replace(str(finished.train), str(tmp_path / "gone" / finished.train.name)))
     said = done("synthesize", run, *FEW, "--output", tmp_path / "few").err
     assert "not measured: training rows: not at hand\n" in said

@@ -180,6 +180,7 @@ WRONG_HEADERS = {
     "axes without end": {"a": _tensor("F32", [4, *[1] * 100_000], 0, 16)},
     "no offsets": {"a": {"dtype": "F32", "shape": [4]}},
     "no tensors": {},
+    "a text": {"__metadata__": {"format": "pt", "of": "Ann"}, "a": _tensor("F32", [2, 2], 0, 16)},
 }
 
 

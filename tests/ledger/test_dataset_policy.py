@@ -116,12 +116,14 @@ def test_evaluation_data_that_are_private_are_not_public(tmp_path: Path, budgete
         ask(asked.model_copy(update={"data": asked.data.model_copy(update={"eval_public": False})}), book)
 
 
-@pytest.mark.parametrize("how", ["itself", "spelling", "link", "copy", "shuffled", "most", "half", "none"])
+@pytest.mark.parametrize("how", ["itself", "spelling", "link", "copy", "shuffled", "most", "half", "repeated", "none"])
 def test_evaluation_data_that_train_are_refused(tmp_path: Path, how: str) -> None:
     same = tmp_path / "rows.jsonl"
     texts = {"shuffled": TEXTS[::-1], "copy": TEXTS}.get(how, [f"{text}, another time" for text in TEXTS])
     if how in ("most", "half"):
         texts = [*TEXTS[: 21 if how == "most" else 20], *texts[:20]]
+    if how == "repeated":  # rows count, and not what they say
+        texts = [*TEXTS[:1] * (len(texts) + 1), *texts]
     held_out = tiny.write_rows(tmp_path / "held_out.jsonl", [{"text": text} for text in texts])
     if how == "link":
         held_out.unlink()

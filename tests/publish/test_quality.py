@@ -17,6 +17,8 @@ from dpllm.publish import quality
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record, synthetic
+from dpllm.text.data import load_table
+from dpllm.text.prompts import keep_rows
 
 Json = dict[str, Any]
 WORDS = {"home": "garden stairs kettle blanket", "clinic": "waiting corridor queue reception"}
@@ -51,6 +53,10 @@ def a_run(
         "audit": {"canaries": {"groups": GROUPS, "references": 100}} if planted else {},
     }
     config = RunConfig.model_validate(recipe)
+    tables = [
+        load_table(one, config.data, "train", root) if one else None for one in (config.data.train, config.data.eval)
+    ]
+    keep_rows(run.rows, config.data, tables[0], tables[1])
     if config.audit.canaries:
         canaries.save(canaries.plan_canaries(config.audit.canaries, generator=random.Random(3)), run.canaries)
     return run, config
@@ -185,6 +191,17 @@ def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path
     assert private["not_measured"] == [
         "evaluation rows: the recipe names none", "membership: the recipe plants no canaries",
     ]  # fmt: skip
+
+
+def test_another_file_of_that_name_is_not_the_data_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows were declared public by nobody, and exact figures of them were published."""
+    run, config = a_run(tmp_path, TRAIN, HELD, public=True, eval_public=True)
+    before = quality.measure(run, config, MADE, statement({"public": True}))[0]
+    tiny.write_rows(tmp_path / "train.jsonl", [{"visit": "home", "text": "A private note."}] * 3)
+    after, private = quality.measure(run, config, MADE, statement({"public": True}))
+    assert "rows: training" in before.figures
+    assert "rows: training" not in {**after.figures, **private["figures"]}
+    assert any("not those of the run" in line for line in private["not_measured"])
 
 
 def test_what_is_damaged_changes_no_figure_that_does_not_read_it(tmp_path: Path) -> None:

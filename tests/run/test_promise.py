@@ -81,6 +81,11 @@ def test_a_package_that_is_not_installed_is_refused_before_anything_is_reserved(
     assert decide(config).refusals == (), "a list can be sealed where nothing will train"
 
 
+def test_prompts_that_cannot_be_read_are_refused_by_plan_too(tmp_path: Path) -> None:
+    config = recipe(tmp_path, train__sample_prompts=str(tmp_path / "none.txt"))
+    assert any("none.txt" in str(found) for found in decide(config, Start()).refusals)
+
+
 @pytest.mark.parametrize("kept", ["tokenizer_config.json", "chat_template.jinja", "additional", "none"])
 def test_chats_need_a_template(tmp_path: Path, kept: str) -> None:
     """Wherever transformers finds one."""

@@ -43,6 +43,8 @@ def kept(folder: Path, rows: Any, held_out: Any = None, **data: Any) -> Path:
         "  aino   ÖBERG with a\tcough",
         "AINO ÖBERG -- WITH A COUGH!",
         unicodedata.normalize("NFD", "Aino Öberg, with a cough."),
+        "Aino_Öberg,_with_a_cough.",
+        "Aino Oberg, with a\u0301 cough.",
         "Ai\u200bno Öberg, with\u00a0a cough.",
         "\uff21ino Öberg, with a cough.",
         "Who was seen? On day 0",
@@ -73,6 +75,23 @@ def test_a_template_is_nobodys(tmp_path: Path) -> None:
     assert private_among(path, ["Write a note.", "Write a letter.", "Bertil Ek"]) == [2, 3]
 
 
+def test_what_one_unit_says_in_all_its_rows_is_its_own(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Patient {name}", "completion": str(n), "who": name} for name in NAMES for n in range(30)]
+    path = kept(tmp_path, rows, unit="who", max_examples_per_unit=30)
+    assert private_among(path, ["Patient Aino Öberg", "Patient Nobody", "7"]) == [1]
+
+
+def test_few_of_many_units_make_no_template(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Ward {n // 10}", "completion": str(n)} for n in range(200)]
+    assert private_among(kept(tmp_path, rows), ["Ward 3"]) == [1]
+
+
+def test_each_line_of_a_long_text_is_private(tmp_path: Path) -> None:
+    lines = [f"In line {n} of it stands something of a person" for n in range(40)]
+    path = kept(tmp_path, [{"text": "\n".join(lines)}, {"text": "b"}])
+    assert private_among(path, [lines[7], "In line 7"]) == [1]
+
+
 @pytest.mark.parametrize(
     ("row", "texts"),
     [
@@ -94,10 +113,9 @@ def test_each_text_of_a_row_is_private_in_every_layout(tmp_path: Path, row: Any,
 def test_rows_that_are_declared_public_are_not_kept(tmp_path: Path, public: bool, eval_public: bool) -> None:
     held_out = [{"prompt": "Who left?", "completion": "Frida"}]
     path = kept(tmp_path, ROWS, held_out, public=public, eval_public=eval_public)
-    assert path.exists() == (not (public and eval_public))
-    if path.exists():
-        found = private_among(path, ["Bertil Ek, with a cough", "Frida"])
-        assert found == [1] * (not public) + [2] * (not eval_public)
+    found = private_among(path, ["Bertil Ek, with a cough", "Frida"])
+    assert found == [1] * (not public) + [2] * (not eval_public)
+    assert read_json(path)["training"]["digest"], "of public data, where they lie and what they were"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +131,7 @@ def test_places_hold_from_another_directory(tmp_path: Path, monkeypatch: pytest.
     data = DataConfig(train=source)
     keep_rows(Path("rows.json"), data, load_table(source, data, "train", tmp_path / "cache"), None)
     monkeypatch.chdir("/")
-    places = read_json(tmp_path / "rows.json")["train"]
+    places = read_json(tmp_path / "rows.json")["training"]["places"]
     assert all(Path(place).is_absolute() for place in places)
     rows = load_table(places, DataConfig(train=places), "train", tmp_path / "cache").rows
     assert [row["completion"] for row in rows][-5:] == [row["completion"] for row in ROWS]

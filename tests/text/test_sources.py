@@ -18,12 +18,14 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
-from pyarrow import parquet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import ipc, parquet
 
 from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import count_units, dataset_name, load_table
-from dpllm.text.sources import expand, is_here, unpacked
+from dpllm.text.sources import _unambiguous, expand, is_here, unpacked
 
 PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -198,13 +200,54 @@ PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range
 @pytest.mark.parametrize(
     ("row", "number"), [('p1,"note 1\n', 2), ('"p1,note 1\n', 2), ('p1,"note" 1\n', 2), ('p1,"note 1"" and\n', 2)]
 )
+@pytest.mark.parametrize("last", ["p5,note 5", 'p5,5"'], ids=["", "another one ends it"])
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-def test_a_stray_quote_swallows_nobody(tmp_path: Path, row: str, number: int, suffix: str) -> None:
+def test_a_stray_quote_swallows_nobody(tmp_path: Path, row: str, number: int, suffix: str, last: str) -> None:
     text = PEOPLE.replace("p1,note 1\n", row).replace("note 4", '"said ""so"" today"')
+    text = text.replace("p5,note 5", last)
     path = written(tmp_path / f"rows{suffix}", text.replace(",", "," if suffix == ".csv" else "\t").encode())
     with pytest.raises(DataError, match=rf"row {number} has a quote that is not closed or not doubled") as caught:
         load(str(path), tmp_path)
     assert "note" not in str(caught.value)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    rows=st.lists(st.lists(st.text('a", \n\r;', max_size=6), min_size=2, max_size=2), min_size=1, max_size=4),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+)
+def test_what_is_well_formed_is_read_as_it_is(rows: list[list[str]], quoting: Any, tmp_path_factory: Any) -> None:
+    content = io.StringIO(newline="")
+    csv.writer(content, quoting=quoting).writerows(rows)
+    assert list(csv.reader(_unambiguous(iter(content.getvalue().splitlines(keepends=True)), ","), strict=True)) == rows
+
+
+@pytest.mark.parametrize("text", ['a,b\n1,5"\n', 'a,b\n1,"x" y\n', 'a,b\n1, "x"\n', 'a,b\n1,"x\n2,"y"\n'])
+def test_a_quote_within_a_field_is_refused(tmp_path: Path, text: str) -> None:
+    """In a file that has one, 198 rows became the text of another, and nothing was refused."""
+    with pytest.raises(DataError, match=r"row 1 has a quote"):
+        load(str(written(tmp_path / "rows.csv", text.encode())), tmp_path)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_each_arrow_file_has_types_of_its_own(tmp_path: Path, stream: bool) -> None:
+    """``datasets`` reads all by the types of the first: one person's 7 turned the 01 of all others into 1."""
+    for number, code in enumerate((7, "01")):
+        table = pyarrow.table({"text": ["me"], "code": [code]})
+        (tmp_path / "arrow").mkdir(exist_ok=True)
+        path = str(tmp_path / "arrow" / f"train-{number}.arrow")
+        with (ipc.new_stream if stream else ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table)
+    assert [row["code"] for row in load(str(tmp_path / "arrow"), tmp_path).rows] == [7, "01"]
+
+
+@pytest.mark.parametrize("kind", ["timestamp", "date32", "duration"])
+def test_a_date_that_python_does_not_have_is_one_message(tmp_path: Path, kind: str) -> None:
+    types = {"timestamp": pyarrow.timestamp("us"), "date32": pyarrow.date32(), "duration": pyarrow.duration("s")}
+    numbers = pyarrow.array([2**30], pyarrow.int32()) if kind == "date32" else pyarrow.array([2**62], pyarrow.int64())
+    parquet.write_table(pyarrow.table({"text": ["a"], "on": numbers.cast(types[kind])}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"cannot be read as \.parquet"):
+        load(str(tmp_path / "a.parquet"), tmp_path)
 
 
 def test_a_long_field_is_read(tmp_path: Path) -> None:
