@@ -132,6 +132,13 @@ def test_many_releases_cost_less_than_their_sum(say: Callable[..., Any]) -> None
     assert 0.97 < direct(parts, 1e-5) <= 1.0
 
 
+def test_a_large_delta_makes_no_release_more_exact(say: Callable[..., Any]) -> None:
+    """A release has no delta to spend: at 0.99 of a public N of 1 it cost seven times what was asked for."""
+    assert say("--units", "--delta", "0.99", "--data.public_size", "1")[0] == 0
+    (release,) = released().releases
+    assert release.event.epsilon < 1.01
+
+
 def test_a_crash_between_reservation_and_release_stays_charged(
     say: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
