@@ -5,11 +5,13 @@ Comes in: a model in memory, units of tokens, a Plan, an open ledger. Goes out: 
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -17,6 +19,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 from torch.nn.modules import module as torch_modules
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
@@ -124,11 +127,11 @@ class Engine:
             Refused: Another Plan than ``promise`` makes; several processes; a model or an optimizer for which the guarantee does
                 not hold; low precision; a self-check that fails; a budget without room. Nothing is spent.
         """
-        _check_plan(plan, ledger)
+        _check_plan(plan, ledger, optimizer)
         schedule, size = plan.schedule, plan.schedule.dataset_size
         self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
         self._broken = False
-        self._units = _frozen(units)  # the caller's lists may change
+        self._units = _frozen(tuple(units))  # the caller's lists may change
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         _check_units(self._units, size, max_length, vocabulary)
@@ -160,6 +163,10 @@ class Engine:
         guards.check_model(self._model)
         if processes.several() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise Refused("dpllm.Engine is for one process, and there are several. Use accelerate launch and a recipe.")
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise Refused(
+                "gradients are switched off here, so that no step can be taken. Leave torch.no_grad or inference_mode."
+            )
         parameters = list(self._model.parameters())
         low = any(p.is_floating_point() and p.dtype != torch.float32 for p in parameters)
         config = getattr(self._model, "config", None)
@@ -203,20 +210,24 @@ class Engine:
         finally:
             self._seen = _seen(self._model, self._optimizer)
             if self._steps % DIGEST_EVERY == 0:
-                self._digest = self._weights()
+                self._digest = self._weights()[0], self._digest[1]
         self._broken = False
         return diagnostics
 
     def _check_unchanged(self) -> None:
         """What the steps before did not do to the model: the self-check saw another one.
 
-        Every write of a tensor raises its version, but through ``.data``, for which all weights are compared every
-        ``DIGEST_EVERY`` steps. A method that is replaced on a class is not seen.
+        Every write of a tensor raises its version, but through ``.data``. For that, frozen weights are compared with the first
+        ones every ``DIGEST_EVERY`` steps and before the last, and trained ones in the gap after every ``DIGEST_EVERY``th step
+        alone. A method that is replaced on a class is not seen.
         """
         found = _seen(self._model, self._optimizer)
         changed = [name for name in {**self._seen, **found} if self._seen.get(name) != found.get(name)]
-        if not changed and self._steps % DIGEST_EVERY == 0 and self._digest != self._weights():
-            changed = ["a weight, through .data,"]
+        due, last = self._steps % DIGEST_EVERY == 0, self._steps == self.plan.schedule.num_steps - 1
+        if not changed and (due or last):
+            trained, frozen = self._weights()
+            if (due and trained != self._digest[0]) or frozen != self._digest[1]:
+                changed = ["a weight, through .data,"]
         if changed:
             raise Refused(
                 f"{changed[0]} was changed since the last step (a weight written, a hook or layer added or replaced), so "
@@ -224,8 +235,12 @@ class Engine:
                 "Engine is open, or make another Engine."
             )
 
-    def _weights(self) -> int:
-        return processes.fingerprint([*self._model.parameters(), *self._model.buffers()])
+    def _weights(self) -> tuple[int, int]:
+        """Digests of what trains and of all else."""
+        trained = list(self._engine.parameters.values())
+        others = set(map(id, trained))
+        frozen = [one for one in [*self._model.parameters(), *self._model.buffers()] if id(one) not in others]
+        return processes.fingerprint(trained), processes.fingerprint(frozen)
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +262,7 @@ def _frozen(units: Sequence[Unit]) -> tuple[Unit, ...]:
         raise ConfigError("a unit is in the list twice, and would count twice. List each once, with all its rows.")
 
     def frozen(row: TokenSequence) -> TokenSequence:
-        return replace(row, input_ids=tuple(row.input_ids), loss_mask=tuple(row.loss_mask))
+        return replace(row, input_ids=tuple(map(index, row.input_ids)), loss_mask=tuple(map(bool, row.loss_mask)))
 
     return tuple(Unit(tuple(map(frozen, unit.sequences))) if isinstance(unit, Unit) else unit for unit in units)
 
@@ -262,8 +277,12 @@ def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple
 
     found: dict[str, tuple[Any, ...]] = {"the optimizer": (hooks(vars(optimizer), "_optimizer_step_"),)}
     found["every module"] = (hooks(vars(torch_modules), "_global_"),)
+    found["every optimizer"] = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    found["the attention"] = (getattr(getattr(model, "config", None), "_attn_implementation", None),)
     for name, module in model.named_modules():
-        layer = module, type(module), vars(module).get("forward"), hooks(vars(module), "_forward_", "_backward_")
+        calls = [vars(module).get(name) for name in ("forward", "_call_impl", "_compiled_call_impl")]
+        merged = tuple(getattr(module, "merged_adapters", ()))
+        layer = module, type(module), calls, merged, hooks(vars(module), "_forward_", "_backward_")
         found[name or type(module).__name__] = layer
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         grown = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
@@ -271,7 +290,7 @@ def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple
     return found
 
 
-def _check_plan(plan: Plan, ledger: Ledger) -> None:
+def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(plan, Plan) or not isinstance(ledger, Ledger):
         raise ConfigError(
             "dpllm.Engine needs a Plan of dpllm.promise and an open dpllm.Ledger, to charge it. Give both."
@@ -283,6 +302,12 @@ def _check_plan(plan: Plan, ledger: Ledger) -> None:
         raise Refused(
             "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
             "Pass what dpllm.promise(len(units), ...) returns."
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.SparseAdam) or (closure and closure.default is closure.empty):
+        raise Refused(
+            f"{type(optimizer).__name__} does not take one dense gradient for a step (it asks for a closure, or for sparse "
+            "gradients), so that every step would be charged and fail. Use another optimizer, such as torch.optim.AdamW."
         )
 
 

@@ -13,6 +13,7 @@ import tiny
 import torch
 import transformers
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dpllm
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
@@ -194,6 +195,9 @@ CHANGES: dict[str, Any] = {
     "what trains": lambda model, optimizer: first(model, trains=False).requires_grad_(True),
     "a gradient": lambda model, optimizer: setattr(p := first(model, trains=True), "grad", torch.ones_like(p)),
     "another layer": lambda model, optimizer: setattr(model.transformer, "ln_f", nn.LayerNorm(16)),
+    "a merged adapter": lambda model, optimizer: setattr(model.transformer.h[0], "merged_adapters", ["default"]),
+    "a compiled layer": lambda model, optimizer: model.transformer.h[0].compile(backend="eager"),
+    "another attention": lambda model, optimizer: setattr(model.config, "_attn_implementation", "flex_attention"),
     "a hook of the optimizer": lambda model, optimizer: optimizer.register_step_post_hook(lambda *_: None),
 }
 
@@ -216,6 +220,63 @@ def test_what_changes_the_model_between_steps_is_refused_before_a_draw(
             with pytest.raises(Refused, match=WORDS.get(change, "was changed since the last step")):
                 made.step()
         assert ledger.run(made.entry).steps == taken
+
+
+def test_a_hook_of_every_optimizer_is_refused(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    with engine(model, ledger) as made:
+        made.step()
+        hook = register_optimizer_step_pre_hook(lambda *_: None)
+        try:
+            with pytest.raises(Refused, match="every optimizer was changed"):
+                made.step()
+        finally:
+            hook.remove()
+        made.step()
+        assert ledger.run(made.entry).steps == 2
+
+
+def test_a_frozen_weight_written_through_data_is_seen_however_early(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=14, max_grad_norm=0.1)
+    for written_before, refused_before in ((3, 10), (12, 13)):
+        with engine(model, ledger, plan=plan) as made:
+            for step in range(refused_before):
+                if step == written_before:
+                    first(model, trains=False).data.mul_(1.5)
+                made.step()
+            with pytest.raises(Refused, match=r"through \.data, was changed"):
+                made.step()
+            assert ledger.run(made.entry).steps == refused_before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_not_charged(model: nn.Module, ledger: dpllm.Ledger, mode: Any) -> None:
+    with engine(model, ledger) as made:
+        with mode(), pytest.raises(Refused, match="gradients are switched off"):
+            made.step()
+        assert ledger.run(made.entry).steps == 0
+        made.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_an_optimizer_that_cannot_step_is_refused_before_anything_is_spent(
+    model: nn.Module, ledger: dpllm.Ledger, kind: Any
+) -> None:
+    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS)
+    optimizer = kind([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(Refused, match="dense gradient"):
+        dpllm.Engine(model, optimizer, plan, units(), ledger=ledger, dataset="letters", max_length=LENGTH)
+    assert not ledger.account("letters").runs
+
+
+def test_tokens_given_as_tensors_are_the_engines_own(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    ids = torch.tensor([4, 5])
+    given = dpllm.Unit((dpllm.TokenSequence(ids, torch.tensor([False, True]), 1),))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="hold the same row"):
+        made = engine(model, ledger, units=[given, row((4, 5)), *units()[2:]])
+    with made:
+        ids.fill_(7)
+        assert made._units[0] == row((4, 5))
+        made.step()
 
 
 def test_looking_at_the_model_between_steps_changes_nothing(model: nn.Module, ledger: dpllm.Ledger) -> None:
