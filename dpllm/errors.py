@@ -3,6 +3,8 @@
 Comes in: nothing. Goes out: exceptions with the exit code that the command line returns for them.
 """
 
+from typing import Any
+
 
 class DpllmError(Exception):
     """Any error that a user can meet and mend; its message is shown as it is, without a traceback."""
@@ -34,7 +36,17 @@ class Refused(DpllmError):
 
 
 class RoundsByCompany(Refused):
-    """A layer rounds a row in another way when other rows stand beside it; computed one by one, the rows would do."""
+    """A layer rounds a row in another way when other rows stand beside it; fewer rows in a batch, or one by one, may do.
+
+    Attributes:
+        place: Which shape of physical batches it is, counted from 0; -1: all of them.
+        passed: Digests of the shapes before, see ``selfcheck.Checked``.
+    """
+
+    def __init__(self, message: str) -> None:
+        """Of all shapes, unless more is said later."""
+        super().__init__(message)
+        self.place, self.passed = -1, dict[Any, str]()
 
 
 class BudgetExceeded(Refused):

@@ -30,7 +30,7 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
         "run",
         "telemetry",
     ),
-    *("statement", "ledger", "canaries", "model", "privacy", "text", "recipe", "files", "errors"),
+    *("statement", "ledger", "canaries", "model", "privacy", "text", "recipe", "files", "progress", "errors"),
 )
 LIMITS = {
     "lines": 20_000,

@@ -170,7 +170,7 @@ def checkpointed(kind: str, adapter: Any, exact_UP: Tensor, mode: str = "auto", 
     """Gradient checkpointing changes nothing."""
     net = tm.build("llama", adapter, checkpointing=kind, **changes)
     exact(net, tm.units(tm.RAGGED), exact_UP, mode)
-    assert tm.make_engine(net, grad_sample_mode=mode).self_check(tm.VOCABULARY, 32) <= EXACT
+    assert tm.make_engine(net, grad_sample_mode=mode).self_check(tm.VOCABULARY, tm.shapes(32)).error <= EXACT
 
 
 def no_weight_gradients(net: nn.Module, mode: str = "auto") -> None:
@@ -203,7 +203,7 @@ def refused(call: Callable[[], Any], words: str) -> None:
 
 def self_check_refuses(net: nn.Module, words: str) -> None:
     """The check before every run stops this model."""
-    refused(lambda: tm.make_engine(net).self_check(tm.VOCABULARY, 32), words)
+    refused(lambda: tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(32)), words)
 
 
 def batch_token_mean(nll_RT: Tensor, _denominator_R: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import AdaptiveClipping, Plan, Schedule
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
+from dpllm.privacy.schedule import Shape
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -289,5 +290,11 @@ def loss_inputs(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
     return batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R
 
 
+def shapes(max_length: int, rows: int = 8) -> tuple[Shape, ...]:
+    """Of physical batches: so many rows at each of a few lengths."""
+    lengths = {min(max_length, 8 * -(-max_length * part // 64)) for part in (1, 2, 3, 4, 6, 8)}
+    return tuple(Shape(length, rows) for length in sorted(lengths))
+
+
 def batches(some: Sequence[Unit | None], size: int = 8) -> list[Any]:
-    return physical_batches(range(len(some)), some, size, 0, MAX_LENGTH)
+    return physical_batches(range(len(some)), some, shapes(MAX_LENGTH, size), 0)

@@ -232,5 +232,5 @@ def physical_batch(config: RunConfig, found: int | None) -> str:
     """The recipe's number of sequences, or the one that the run found where the recipe says auto."""
     named = config.train.physical_batch_size
     if named != "auto":
-        return f"{named} sequences" if found in (None, named) else f"{found} sequence, for the sake of equal rounding,"
-    return f"{found} sequences, found automatically," if found else "an automatic number of sequences"
+        return f"at most {found or named} sequence{'s' * ((found or named) > 1)}"
+    return f"at most {found} sequences, found automatically," if found else "an automatic number of sequences"

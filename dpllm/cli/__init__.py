@@ -54,8 +54,10 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Waiting threads sleep: spinning ones made a step 20 times slower beside another busy process on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Waiting threads spin for some microseconds, then sleep. Asleep at once, a step of SmolLM2-135M took 1.5 times as long on two
+    # idle cores; with GNU's default, a step beside another busy process took two to three times as long (docs/measurements.md).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         wrong = unknown + (
             overrides if known.command not in {"plan", "train", "describe", "canaries", "audit", "sweep"} else []

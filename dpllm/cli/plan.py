@@ -68,6 +68,9 @@ def add_commands(add: AddCommand) -> None:
         help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
     )
     trained.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
+    trained.add_argument(
+        "--fresh-check", action="store_true", help="run the whole self-check, also where an earlier start has passed it"
+    )
     trained.add_argument("--json", action="store_true", help="print the summary as one JSON object; the rest on stderr")
 
 
@@ -114,7 +117,7 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.screen import summary
 
     main = os.environ.get("RANK", "0") == "0"
-    start = Start(known.resume, known.make_up_lost_steps, known.overwrite)
+    start = Start(known.resume, known.make_up_lost_steps, known.overwrite, known.fresh_check)
     record = run(config, start, console=plain_console(stderr=known.json, quiet=not main))
     if known.json and main:
         print(dump(summary(record, RunDir(Path(config.output_dir)), held_out=config.data.eval is not None)))

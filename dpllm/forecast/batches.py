@@ -6,13 +6,13 @@ not import torch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from dpllm.privacy.schedule import Schedule, padded_lengths
+from dpllm.privacy.schedule import Schedule, Shape, physical_batches_expected, rows_of_one, shapes_for
 from dpllm.recipe.config import RunConfig
 
 QUANTILE = 0.999
+FIXED = 64  # as of ``shapes_of``, where the size of the model is not known
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,10 @@ class Batches:
         expected: B, the mean of the logical batch, in units.
         largest: The smallest number of units that a step exceeds with probability 0.1% at most.
         sequences_per_unit: With how many sequences one unit is counted.
-        physical_size: Sequences in one forward pass; None, as the next three, where a run finds it at its start.
-        physical_expected: Physical batches of a logical batch of ``expected`` units.
-        physical_largest: The same for ``largest`` units.
-        dummy_rows: Rows of nobody in a step, expected, where rows are of every padded length: half a physical batch less one
-            row for each.
+        physical_size: Sequences in one forward pass, at most; None, as the next three, where a run finds it at its start.
+        shapes: Of physical batches, as (tokens, rows): see ``schedule.shapes_of``.
+        physical_expected: Physical batches of a step, expected where lengths are spread evenly up to ``data.max_length``.
+        padding_rows: Of these, rows that fill them up and learn nothing.
         assumption: In words, what is counted.
     """
 
@@ -35,9 +34,9 @@ class Batches:
     largest: int
     sequences_per_unit: int
     physical_size: int | None
-    physical_expected: int | None
-    physical_largest: int | None
-    dummy_rows: float | None
+    shapes: tuple[Shape, ...] | None
+    physical_expected: float | None
+    padding_rows: float | None
     assumption: str
 
 
@@ -50,27 +49,22 @@ def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
     """
     from scipy import stats
 
-    whole = config.data.sampling == "unit" and config.data.max_examples_per_unit is not None
-    per_unit = (config.data.max_examples_per_unit or 1) if whole else 1
+    per_unit, batch = rows_of_one(config.data), schedule.expected_batch_size
     chunked = config.data.long_examples == "chunk"
     longer = ", and more where a row longer than data.max_length is cut into chunks" if chunked else ""
     one = f"one sequence {'a row' if config.data.sampling == 'example' else 'a unit'}"
+    whole = config.data.sampling == "unit" and config.data.max_examples_per_unit is not None
     named = config.train.physical_batch_size
-    size = None if named == "auto" else named
-    largest = int(stats.binom.ppf(QUANTILE, schedule.dataset_size, schedule.sampling_rate))
-
-    def physical(units: int) -> int | None:
-        if size is None:
-            return None
-        return units * math.ceil(per_unit / size) if per_unit > size else math.ceil(units / (size // per_unit))
-
+    shapes = None if named == "auto" else shapes_for(config, schedule, FIXED)(named)
+    each = physical_batches_expected(shapes, batch, each=per_unit) if shapes else []
+    rows = sum(number * shape.rows for number, shape in zip(each, shapes or (), strict=True))
     return Batches(
-        expected=schedule.expected_batch_size,
-        largest=largest,
+        expected=batch,
+        largest=int(stats.binom.ppf(QUANTILE, schedule.dataset_size, schedule.sampling_rate)),
         sequences_per_unit=per_unit,
-        physical_size=size,
-        physical_expected=physical(schedule.expected_batch_size),
-        physical_largest=physical(largest),
-        dummy_rows=len(padded_lengths(config.data.max_length)) * (size - 1) / 2 if size else None,
+        physical_size=None if named == "auto" else named,
+        shapes=shapes,
+        physical_expected=sum(each) if shapes else None,
+        padding_rows=rows - batch * per_unit if shapes else None,
         assumption=(f"at most {per_unit} rows of a unit, one sequence each" if whole else one) + longer,
     )

@@ -92,14 +92,12 @@ def _promise(plan: Plan) -> dict[str, str]:
 
 
 def _physical(sizes: Batches) -> str:
-    if sizes.physical_size is None:
+    if sizes.shapes is None or sizes.physical_expected is None or sizes.padding_rows is None:
         return f"of as many sequences as fit, found when training starts (auto); {sizes.assumption}"
-    assert sizes.dummy_rows is not None
-    share = sizes.dummy_rows / (sizes.expected * sizes.sequences_per_unit)
+    share = sizes.padding_rows / (sizes.expected * sizes.sequences_per_unit)
     return (
-        f"{sizes.physical_expected} a step expected, {sizes.physical_largest} at 99.9%, of {sizes.physical_size} "
-        f"sequences; rows of nobody that fill them up: {sizes.dummy_rows:g} at most expected ({share:.1%}); one process, "
-        f"{sizes.assumption}"
+        f"about {sizes.physical_expected:.0f} a step, of at most {sizes.physical_size} sequences, if lengths are spread evenly; "
+        f"padding rows that fill them up: about {sizes.padding_rows:.0f} ({share:.1%}); one process, {sizes.assumption}"
     )
 
 

@@ -28,6 +28,7 @@ from dpllm.privacy import banded
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.schedule import shapes_of
 from dpllm.privacy.stream import Turns, groups
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit
@@ -119,7 +120,9 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
         with contextlib.closing(watched.engine) as engine:
             for drawn in draws[first:last]:
                 norms.append(engine.max_grad_norm)
-                released_P, count = watched.step(physical_batches(drawn, slots, size, 0, MAX_LENGTH))
+                released_P, count = watched.step(
+                    physical_batches(drawn, slots, shapes_of(size, len(slots), MAX_LENGTH), 0)
+                )
                 released_TP.append(released_P.numpy() * divisor / norms[-1])
                 counts.append(count)
             contributions = _contributions(engine, units)
@@ -173,7 +176,7 @@ def _contributions(engine: Engine, units: list[Unit]) -> tuple[float, ...]:
     size, found = sum(p.numel() for p in engine.parameters.values()), []
     for unit in units[:FEW_CANARIES]:
         for rows in (len(unit.sequences), 1):  # whole, and cut into batches of one row
-            sum_P = engine.clipped_sum(physical_batches([0], [unit], rows, 0, MAX_LENGTH))[0][:size]
+            sum_P = engine.clipped_sum(physical_batches([0], [unit], shapes_of(rows, rows, MAX_LENGTH), 0))[0][:size]
             found.append(float(sum_P.norm()) / engine.max_grad_norm)
     return tuple(found)
 

@@ -26,11 +26,12 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Form, Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
+from dpllm.privacy.schedule import Shape
 from dpllm.privacy.stream import KEY_BITS
 from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
-PHYSICAL_BATCH_SIZE = 3  # rows, so that a logical batch takes several and a unit of four rows is cut
+SHAPES = Shape(8, 3), Shape(16, 3)  # few rows, so that a logical batch takes several and a unit of four is cut
 MAX_LENGTH, VOCABULARY = 16, 256  # of a shrunken model
 CPU = torch.device("cpu")
 
@@ -103,9 +104,9 @@ class Watched:
 def _pair(one: Watched, other: Watched, units: list[Unit], left_out: int, plan: Plan) -> Pair:
     norm, divisor = one.engine.max_grad_norm, plan.schedule.expected_batch_size
     slots: list[Unit | None] = list(units)
-    larger = physical_batches(range(len(slots)), slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
+    larger = physical_batches(range(len(slots)), slots, SHAPES, 0)
     slots[left_out] = None
-    smaller = physical_batches(range(len(slots)), slots, PHYSICAL_BATCH_SIZE, 0, MAX_LENGTH)
+    smaller = physical_batches(range(len(slots)), slots, SHAPES, 0)
     sum_P, other_sum_P = one.engine.clipped_sum(larger)[0].double(), other.engine.clipped_sum(smaller)[0].double()
     (released_P, count), (other_released_P, other_count) = one.step(larger), other.step(smaller)
     other.engine.max_grad_norm = one.engine.max_grad_norm  # with adaptive clipping it follows the released count

@@ -19,6 +19,7 @@ from torch import distributed, nn
 
 from dpllm.privacy.loss import Autocast, TokenLosses
 from dpllm.privacy.sampling import collate
+from dpllm.progress import tell
 from dpllm.text.data import TokenSequence, Unit
 
 
@@ -66,6 +67,7 @@ def held_out_loss(
     longest_share = math.ceil(len(sequences) / world)
     with in_eval_mode(model):
         for start in range(0, longest_share, batch_size):
+            tell("Evaluating", start, longest_share)
             units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
             batch = collate(units, pad_id=0, rows=1).to(device)
             nll_RT, hit_RT = token_losses(batch, hits=True)

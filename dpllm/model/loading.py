@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, environment, memory, processes, sharding
+from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from dpllm.text import builtin
@@ -143,6 +144,7 @@ def build(config: RunConfig, device: torch.device, weights: str | None = None) -
         ConfigError: The adapter matches nothing, or would train weights that are packed in few bits.
         Refused: The model cannot be sharded, its 8-bit products couple rows, or ``model.adapter`` has other weights.
     """
+    tell("Loading the model", public=True)
     sharded = sharding.requested()
     if sharded:
         sharding.check(config)

@@ -24,6 +24,7 @@ import torch
 from dpllm.errors import ConfigError
 from dpllm.model import processes
 from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.progress import tell
 from dpllm.recipe.config import ModelConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
 TOKENS = {"cpu": 2048}  # of one pass, beyond which a larger one was no faster; docs/measurements.md has the figures
 MANY_TOKENS = 65_536  # elsewhere
+SMALL = 10_000_000  # weights
+PLENTY = 2**30  # bytes that no row is taken to need less than, where its need is not measured for many
 UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
 # Version 2 and version 1: the limit of a container, and what is used of it.
@@ -46,7 +49,8 @@ def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.de
 
     With a number in the recipe: that number. On a GPU it is tried once, at ``data.max_length`` tokens, so that a batch that
     does not fit is an error here and not after steps that were charged. With auto: the largest that fits in 90% of what is
-    free, at most ``most_rows``. The engine is as it will train, before or after its self-check.
+    free, at most ``most_rows``; only one is tried where so many fit even if each needs as much as that one. The engine is as it
+    will train, before or after its self-check.
 
     Raises:
         ConfigError: The number does not fit, or not even one sequence does.
@@ -61,6 +65,8 @@ def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.de
     if named != "auto" and trial.bytes_of(named) != UNKNOWN:
         return named
     most = most_rows(config, device, world) if named == "auto" else named - 1
+    if named == "auto" and most * max(PLENTY, trial.bytes_of(1)) <= budget(meter.free):
+        return most  # more rows need no more for each
     found = largest(trial.bytes_of, budget(meter.free), most)
     if not found:
         used = trial.seen.get(1, UNKNOWN)
@@ -117,6 +123,15 @@ def most_rows(config: RunConfig, device: torch.device, world: int = 1) -> int:
     batch = config.train.batch_size / world
     share = math.ceil(batch + 3 * math.sqrt(batch)) * (together or 1)  # few Poisson draws are larger
     return max(1, min(busy, share))
+
+
+def fixed_tokens(device: torch.device, parameters: int) -> int:
+    """What a forward and backward pass costs before its first token, in tokens: see ``schedule.shapes_of``.
+
+    Measured on two CPU cores: 62 for SmolLM2-135M with LoRA, 250 to 300 for models of less than a million weights, where the
+    calls of small kernels take longest. Of GPUs it is a guess.
+    """
+    return 2048 if device.type != "cpu" else 64 if parameters >= SMALL else 256
 
 
 def budget(free: int) -> int:
@@ -229,6 +244,7 @@ class _Trial:
     def bytes_of(self, rows: int) -> int:
         """Bytes at the peak beside what the model holds; UNKNOWN where they did not fit."""
         if rows not in self.seen:
+            tell("Measuring memory", note=f"{rows} sequences", public=True)
             used = self.meter.peak_of(lambda: self.engine.rehearse(self._batches(rows)))
             self.seen[rows] = -processes.least(-used)
         return self.seen[rows]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,13 @@ from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch
-from dpllm.privacy.selfcheck import Subject, digests, self_check
+from dpllm.privacy.schedule import Shape
+from dpllm.privacy.selfcheck import Checked, Subject, self_check
+from dpllm.progress import heard_by, tell
 
 FP16_LOSS_SCALE = 1024.0  # constant, so that no step depends on an overflow
+NOTHING: Mapping[Shape, str] = {}
+STEP = "This step"  # as ``progress.tell`` knows it
 EXACT = 2.0**52  # multiples of the spacing up to which float64 adds them exactly, with one bit to spare
 
 
@@ -176,7 +180,10 @@ class Engine:
             raise Refused(
                 "the logical batch ends in the middle of a unit, which would go unclipped; run all its batches."
             )
+        done, total = 0, sum(batch.input_ids_RT.numel() for batch in batches)
         for batch in batches:
+            tell(STEP, done, total, note=f"{units} units")
+            done += batch.input_ids_RT.numel()
             on_device = batch.to(self._device)
             with guards.deterministic(self._device):
                 loss_R, norm_U = self._summer.add(
@@ -208,7 +215,7 @@ class Engine:
             state += 2 * self.size * (self._plan.bands - 1)  # earlier noise in float64
         devices = [self._device] if self._device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), heard_by(None):
                 # Ones, because a system hands out zeros without holding memory for them.
                 held = torch.ones(state, device=self._device)
                 flat_P, _ = self.clipped_sum(batches)
@@ -312,51 +319,43 @@ class Engine:
     def self_check(
         self,
         vocab_size: int,
-        max_length: int,
+        shapes: Sequence[Shape],
         *,
-        physical_batch_size: int = 8,
         low_precision: bool = False,
         pad_id: int = 0,
-    ) -> float:
-        """The largest relative error against brute-force autograd, see ``selfcheck.self_check``; 0 without a Plan.
+        known: Mapping[Shape, str] = NOTHING,
+        passed: Mapping[Shape, str] = NOTHING,
+    ) -> Checked:
+        """Compares with brute-force autograd, in the shapes of the physical batches that will run: see ``selfcheck.self_check``.
 
-        In low precision, where the forward pass is not float32, 5e-2 is accepted instead of 1e-3.
+        In low precision, where the forward pass is not float32, 5e-2 is accepted, not 1e-3. Without a Plan there is no check.
 
         Raises:
-            RoundsByCompany: The engine can then be asked again, with a physical batch of one row.
+            RoundsByCompany: The engine can then be asked again, with other shapes.
             Refused: The engine is then closed.
         """
         if self._plan is None:
-            return 0.0
-        tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
-        sizes = {"vocab_size": vocab_size, "max_length": max_length, "physical_batch_size": physical_batch_size}
-        with self._subject(tolerance, **sizes, pad_id=pad_id) as subject:
-            return self_check(subject)
-
-    def digests(self, **sizes: int) -> dict[int, str]:
-        """What synthetic units add at each length, see ``selfcheck.digests``; ``sizes`` as ``self_check`` takes them."""
-        with self._subject(TOLERANCE, **sizes) as subject:
-            return digests(subject)
-
-    @contextlib.contextmanager
-    def _subject(self, tolerance: float, **sizes: int) -> Iterator[Subject]:
-        """What is checked, without hooks for the time of the block."""
-        self._summer.close()
+            return Checked(0.0)
+        self._summer.close()  # no hooks meanwhile
         try:
             with guards.deterministic(self._device):
-                yield Subject(
+                subject = Subject(
                     model=self._model,
                     parameters=self.parameters,
                     losses=lambda batch: self.losses(batch) * self._scale,
                     make_clipper=lambda: self._make_clipper("flat"),
                     device=self._device,
-                    tolerance=tolerance,
-                    **sizes,
+                    vocab_size=vocab_size,
+                    shapes=shapes,
+                    pad_id=pad_id,
+                    tolerance=LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE,
                 )
+                checked = self_check(subject, known, passed)
         except RoundsByCompany:
             self._summer = self._make_summer()
             raise
         self._summer = self._make_summer()
+        return checked
 
 
 def _rank() -> int | None:

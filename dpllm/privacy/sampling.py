@@ -5,7 +5,7 @@ draws the same logical batch from the same secret stream and takes its own share
 
 What one unit adds must have the same bits whoever else was drawn, and kernels round by the shape of what they multiply. So
 every shape here follows from public numbers and from the unit itself: a unit is padded to one of a few public lengths, and a
-physical batch holds rows of one length, always the same number of them; rows of nobody fill it up.
+physical batch of a length always holds the same number of rows; padding rows fill it up.
 
 Shape suffixes: R sequences of a physical batch, T tokens, U units of a physical batch.
 """
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.privacy.schedule import Schedule, group_rate, padded_length, padded_lengths
+from dpllm.privacy.schedule import Schedule, Shape, group_rate, shape_for
 from dpllm.privacy.stream import SecretStream, Turns, groups
 from dpllm.text.data import TokenSequence, Unit
 
@@ -37,7 +37,7 @@ class PhysicalBatch:
     input_ids_RT: Tensor
     loss_mask_RT: Tensor  # True for target tokens
     denominator_R: Tensor  # target tokens of the sequence's whole example
-    unit_R: Tensor  # index in 0..num_units-1 of the unit that the row belongs to; -1 for a dummy row, which is nobody's
+    unit_R: Tensor  # index in 0..num_units-1 of the unit that the row belongs to; -1 for a padding row
     num_units: int  # each of them whole, unless the batch goes on
     goes_on: bool = False  # the one unit of this batch has more rows in the next one
 
@@ -95,47 +95,42 @@ class PoissonSampler:
 def physical_batches(
     drawn: Sequence[int],
     units: Sequence[Unit | None],
-    size: int,
+    shapes: Sequence[Shape],
     pad_id: int,
-    max_length: int,
     rank: int = 0,
     world: int = 1,
 ) -> list[PhysicalBatch]:
     """Cuts a logical batch into physical batches, and takes this rank's.
 
-    A unit with more than ``size`` sequences has batches of its own, which the clipper adds together before it takes the
-    norm; any other unit is in one batch, among units that are padded to the same length. Every rank gets as many batches as
-    the one that has most, the missing ones of rows of nobody, so that no rank waits for another's forward pass.
+    A unit with more sequences than its shape has rows gets batches of its own, which the clipper adds together before it takes
+    the norm; any other unit is in one batch, among units that are padded to the same length. Every rank gets as many batches
+    as the one that has most, the missing ones of padding rows, so that no rank waits for another's forward pass.
 
     Guarantee:
-        The batches in which a unit lies have ``size`` rows and a number of tokens that follows from that unit and from
-        ``max_length`` alone. Which units are drawn beside it decides its place and its neighbours, and nothing else.
+        The batches in which a unit lies have a shape that follows from the longest row of that unit alone (``shape_for``).
+        Which units are drawn beside it decides its place and its neighbours, and nothing else.
 
     Args:
         drawn: Slots of the logical batch, the same on every rank.
         units: Slot -> unit; None for a slot that holds no data (a canary whose coin said out).
-        size: Sequences in one physical batch.
+        shapes: Of physical batches, by ascending length; public (``schedule.shapes_of``).
         pad_id: Token id for padding.
-        max_length: Tokens of the longest row allowed.
         rank: This process, of ``world``.
         world: Number of processes.
     """
     sized = [
-        (padded_length(longest, max_length), rows, index)
-        for index in drawn
-        for rows, longest in [_sizes(units, index)]
-        if rows
+        (shape_for(longest, shapes), rows, index) for index in drawn for rows, longest in [_sizes(units, index)] if rows
     ]
     sized.sort()
-    shares: list[list[tuple[list[int], int]]] = [[] for _ in range(world)]
+    shares: list[list[tuple[list[int], Shape]]] = [[] for _ in range(world)]
     counts = [0] * world
-    for length, of_length in groupby(sized, key=lambda one: one[0]):
-        for group, count in _cut([(index, rows) for _, rows, index in of_length], size):
+    for shape, of_shape in groupby(sized, key=lambda one: one[0]):
+        for group, count in _cut([(index, rows) for _, rows, index in of_shape], shape.rows):
             least = counts.index(min(counts))
-            shares[least].append((group, length))
+            shares[least].append((group, shape))
             counts[least] += count
     batches: list[PhysicalBatch] = []
-    for group, length in shares[rank]:
+    for group, (length, size) in shares[rank]:
         members = [unit for index in group if (unit := units[index]) is not None]
         sequences = members[0].sequences
         if len(members) == 1 and len(sequences) > size:
@@ -144,8 +139,8 @@ def physical_batches(
             batches += [replace(piece, goes_on=piece is not pieces[-1]) for piece in pieces]
         else:
             batches.append(collate(members, pad_id, rows=size, length=length))
-    nobody = collate([], pad_id, rows=size, length=padded_lengths(max_length)[0])
-    return batches + [nobody] * (max(counts) - len(batches))
+    padding = collate([], pad_id, rows=shapes[0].rows, length=shapes[0].length)
+    return batches + [padding] * (max(counts) - len(batches))
 
 
 def _sizes(units: Sequence[Unit | None], index: int) -> tuple[int, int]:
@@ -181,14 +176,14 @@ def collate(units: Sequence[Unit], pad_id: int, rows: int = 0, length: int = 0) 
     Args:
         units: Each with one sequence or more; none at all only with ``rows``.
         pad_id: Token id for padding.
-        rows: The batch has at least as many; those of nobody, of weight zero, come last.
+        rows: The batch has at least as many; padding rows, which learn nothing, come last.
         length: Of rows, in tokens, at least.
     """
     owners = [index for index, unit in enumerate(units) for _ in unit.sequences]
     sequences = [sequence for unit in units for sequence in unit.sequences]
-    nobody = max(0, rows - len(sequences))
-    owners += [-1] * nobody
-    sequences += [TokenSequence((pad_id, pad_id), (False, False), 1)] * nobody
+    padding = max(0, rows - len(sequences))
+    owners += [-1] * padding
+    sequences += [TokenSequence((pad_id, pad_id), (False, False), 1)] * padding
     length = max(length, *(len(sequence.input_ids) for sequence in sequences))
     input_ids_RT = torch.full((len(sequences), length), pad_id, dtype=torch.long)
     loss_mask_RT = torch.zeros((len(sequences), length), dtype=torch.bool)

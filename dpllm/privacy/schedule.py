@@ -1,18 +1,28 @@
 """How often whom: N, B, q and T, and what else follows from public numbers alone, whether or not a run is private.
 
-Comes in: the recipe and the public number of privacy units. Goes out: a ``Schedule``, lengths of rows, slots. Must not see data
-and must not import torch.
+Comes in: the recipe and the public number of privacy units. Goes out: a ``Schedule``, shapes of physical batches, slots. Must not
+see data and must not import torch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache, lru_cache, partial
+from itertools import combinations
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.config import DataConfig, RunConfig
+
+MOST_LENGTHS = 6  # of physical batches: the self-check runs each
+PARTS = 16  # of max_length, among whose ends lengths are chosen, in multiples of eight
 
 
 @dataclass(frozen=True)
@@ -65,19 +75,99 @@ def group_size_of(data: DataConfig) -> int:
     return data.max_examples_per_unit or 1 if data.sampling == "example" else 1
 
 
-def padded_lengths(max_length: int) -> list[int]:
-    """The lengths to which rows are padded, ascending: a few parts of the longest allowed, in multiples of eight."""
-    # Few, because in each step the last physical batch of each length is filled up with rows of nobody.
-    eighths = (1, 2, 3, 4, 6, 8)
-    return sorted({min(max_length, 8 * -(-max_length * part // 64)) for part in eighths})
+class Shape(NamedTuple):
+    """Of a physical batch; both numbers follow from public ones alone."""
+
+    length: int  # tokens to which its rows are padded
+    rows: int  # padding rows included
+
+    def __str__(self) -> str:
+        """Such as 16 x 128."""
+        return f"{self.rows} x {self.length}"
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """From what ``str`` makes of it; a ValueError from anything else."""
+        rows, length = map(int, text.split(" x "))
+        if rows < 1 or length < 2:
+            raise ValueError(f"{text} is no shape")
+        return cls(length, rows)
+
+    @property
+    def lower(self) -> Shape:
+        """With the next smaller power of two of rows."""
+        return self._replace(rows=2 ** ((self.rows - 1).bit_length() - 1))
 
 
-def padded_length(tokens: int, max_length: int) -> int:
-    """The length to which a unit is padded whose longest row has so many tokens: it follows from that number alone."""
-    for length in padded_lengths(max_length):
-        if tokens <= length:
-            return length
-    raise ValueError(f"a row of {tokens} tokens is longer than the {max_length} allowed")
+@lru_cache(maxsize=64)
+def shapes_of(rows: int, batch: int, max_length: int, *, each: int = 1, fixed: int = 256) -> tuple[Shape, ...]:
+    """The shapes of physical batches that make a step cheapest, by ascending length; the last holds rows of ``max_length``.
+
+    In each step the last physical batch of each length is filled up with padding rows, and every row is padded to the next
+    length: many tall shapes waste rows, and few waste tokens. Of the lengths in the data nothing is known that may decide a
+    shape, so they are taken as spread evenly up to ``max_length``; for any others the shapes are as right, and a little slower.
+
+    Args:
+        rows: In one physical batch, at most.
+        batch: B, expected units of a step.
+        max_length: Tokens of the longest row allowed.
+        each: Rows of a unit, at most.
+        fixed: What a forward and backward pass costs before its first token, in tokens.
+    """
+    step = 8 * max(1, math.ceil(max_length / (8 * PARTS)))
+    ends = [0, *range(step, max_length, step), max_length]
+    least = min(each, rows)
+
+    @cache
+    def cheapest(shorter: int, length: int) -> tuple[float, Shape]:
+        tail = _tail(batch * each * (length - shorter) / max_length)
+        return min((float(tail[::n].sum()) * (n * length + fixed), Shape(length, n)) for n in range(least, rows + 1))
+
+    # What rows of up to ``end`` tokens cost with the shapes of one list; one more length in each round.
+    found: dict[int, tuple[float, tuple[Shape, ...]]] = {0: (0.0, ())}
+    for _ in range(MOST_LENGTHS):
+        longer = dict(found)
+        for before, end in combinations(ends, 2):
+            if before in found:
+                (cost, shapes), (more, shape) = found[before], cheapest(before, end)
+                longer[end] = min(longer.get(end, (math.inf, ())), (cost + more, (*shapes, shape)))
+        found = longer
+    return found[max_length][1]
+
+
+def shapes_for(config: RunConfig, schedule: Schedule, fixed: int) -> Callable[[int], tuple[Shape, ...]]:
+    """From the most rows of a physical batch to the shapes of a recipe, the same for any number of processes."""
+    data, batch = config.data, schedule.expected_batch_size
+    return partial(shapes_of, batch=batch, max_length=data.max_length, each=rows_of_one(data), fixed=fixed)
+
+
+def rows_of_one(data: DataConfig) -> int:
+    """Rows that one of what is sampled brings, at most, unless they are cut into chunks."""
+    return 1 if data.sampling == "example" else data.max_examples_per_unit or 1
+
+
+def physical_batches_expected(shapes: Sequence[Shape], batch: int, *, each: int = 1) -> list[float]:
+    """How many physical batches of each shape a step has in expectation, by what ``shapes_of`` takes lengths to be."""
+    longest, shorter = shapes[-1].length, [0, *(shape.length for shape in shapes)]
+    means = [batch * each * (shape.length - less) / longest for shape, less in zip(shapes, shorter, strict=False)]
+    return [float(_tail(mean)[:: shape.rows].sum()) for shape, mean in zip(shapes, means, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _tail(mean: float) -> npt.NDArray[np.float64]:
+    """P(n > k) of a Poisson variable n, for k = 0, 1, ...: every h-th of them add up to the expectation of ceil(n / h)."""
+    most = math.ceil(mean + 10 * math.sqrt(mean) + 10)
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, most + 1)))])
+    mass = np.exp(np.arange(most + 1) * math.log(mean) - mean - logs)
+    return np.asarray(mass[::-1].cumsum()[::-1][1:])
+
+
+def shape_for(tokens: int, shapes: Sequence[Shape]) -> Shape:
+    """That of the physical batch in which a unit lies whose longest row has so many tokens: it follows from that number alone."""
+    for shape in shapes:
+        if tokens <= shape.length:
+            return shape
+    raise ValueError(f"a row of {tokens} tokens is longer than the {shapes[-1].length} allowed")
 
 
 def num_slots(audit: AuditConfig, data: DataConfig) -> int:

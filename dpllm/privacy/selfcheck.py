@@ -1,7 +1,7 @@
 """The check before every run: the engine against brute-force autograd, through the very model that trains.
 
-Comes in: a ``Subject``: the model, a function from batch to losses, a way to make a clipper. Goes out: the largest error
-seen, or a refusal that names the layer. Rows are synthetic; this module must not see data. Nothing in a forward pass may be
+Comes in: a ``Subject``: the model, a function from batch to losses, a way to make a clipper. Goes out: ``Checked``, or a refusal
+that names the layer. Rows are synthetic; this module must not see data. Nothing in a forward pass may be
 drawn at random: masks and jitter of a batch follow who else is in it.
 
 Shape suffixes: R rows, T tokens, U units.
@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from dpllm.privacy.clipping import Losses, PerUnitClipper
 from dpllm.privacy.draws import calls_of, gradients_of, refuse_random_numbers
 from dpllm.privacy.loss import evaluating
 from dpllm.privacy.sampling import PhysicalBatch, collate
-from dpllm.privacy.schedule import padded_lengths
+from dpllm.privacy.schedule import Shape
+from dpllm.progress import tell
 from dpllm.text.data import TokenSequence, Unit
 
 
@@ -39,8 +40,7 @@ class Subject:
     make_clipper: Callable[[], PerUnitClipper]  # with flat clipping
     device: torch.device
     vocab_size: int  # tokens are drawn below this
-    max_length: int  # of a row
-    physical_batch_size: int
+    shapes: Sequence[Shape]  # of the physical batches, by ascending length
     pad_id: int  # as in training
     tolerance: float  # relative error that is accepted
 
@@ -50,13 +50,13 @@ class Subject:
         config: Any = getattr(self.model, "config", None)
         positions = getattr(config, "max_position_embeddings", None) or 0
         if config is None or getattr(config, "rope_parameters", None) or positions < 1:  # XLNet says -1
-            return self.max_length
-        return min(self.max_length, positions)
+            return self.shapes[-1].length
+        return min(self.shapes[-1].length, positions)
 
     @property
-    def lengths(self) -> list[int]:
-        """Those of the physical batches that run, ascending."""
-        return sorted({min(length, self.longest) for length in padded_lengths(self.max_length)})
+    def running(self) -> list[Shape]:
+        """The shapes that run, ascending."""
+        return [shape._replace(length=min(shape.length, self.longest)) for shape in self.shapes]
 
     def zeros(self) -> dict[str, Tensor]:
         """Where a sum of gradients grows."""
@@ -64,26 +64,40 @@ class Subject:
         return {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name, shape in shapes.items()}
 
 
-def self_check(subject: Subject) -> float:
+@dataclass(frozen=True)
+class Checked:
+    """What a self-check found."""
+
+    error: float  # largest relative error against brute-force autograd; 0 without a Plan
+    digests: dict[Shape, str] = field(default_factory=dict)
+    """Shape of a physical batch -> a digest of what synthetic units of it add to the sum, bit for bit. Processes with equal
+    digests rounded these rows alike: a test on samples, no proof."""
+    known: bool = False  # that rows do not round by company was shown before, and the first digest is as it was then
+
+
+def self_check(subject: Subject, known: Mapping[Shape, str], passed: Mapping[Shape, str]) -> Checked:
     """Compares per-unit norms and a clipped sum with ordinary gradients, taken unit by unit from the same forward pass.
 
-    Returns the largest relative error seen, on ragged rows of random tokens, never private ones, and a dummy row. Weights that
-    start at zero (LoRA's B) are filled for the time of the check: behind them every gradient is zero and any engine right.
+    On ragged rows of random tokens, never private ones, and a padding row. Weights that start at zero (LoRA's B) are filled
+    for the time of the check: behind them every gradient is zero and any engine right.
 
-    Then, at the size and at every length of the physical batches that will run: what a unit adds to the sum has the same bits
-    alone among rows of nobody as first or last among others. This is compared in whole numbers, without a tolerance.
+    Then, in every shape of the physical batches that will run: what a unit adds to the sum has the same bits whoever else is in
+    the batch and wherever it stands. This is compared in whole numbers, without a tolerance, and rests on shapes, kernels and the
+    model, not on data: with the digests ``known`` of such a check, made where all of these were the same, the batch of the
+    shortest length runs alone, and all of them only if it adds other bits now. Shapes that ``passed`` a moment ago are left out.
 
     Raises:
         RoundsByCompany: Rows influence each other through rounding alone; names the layer.
         Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other, or a forward pass moves
             a buffer or draws random numbers; names the layer.
     """
-    device, tolerance = subject.device, subject.tolerance
-    lengths = [(11, 6), (17,), (4,), (9,)]
-    units = _units_of([[max(2, min(length, subject.max_length)) for length in of_one] for of_one in lengths], subject)
-    batch = collate(units, pad_id=0, rows=6).to(device)
+    device, tolerance, longest = subject.device, subject.tolerance, subject.shapes[-1].length
+    lengths = [(9, 5), (13,), (4,)]  # as few tokens as show rows that differ, and a unit of two
+    units = _units_of([[max(2, min(length, longest)) for length in of_one] for of_one in lengths], subject)
+    batch = collate(units, pad_id=0, rows=5).to(device)
     devices = [device] if device.type == "cuda" else []
     with _filled(subject.parameters.values()), torch.random.fork_rng(devices=devices):
+        tell("Self-check: gradients", public=True)
         refuse_random_numbers(subject, _still(subject, batch), batch)
         _check_padding(subject, units, batch)
         norm_U, bound, expected = _brute_force(subject, batch)
@@ -94,35 +108,48 @@ def self_check(subject: Subject) -> float:
             _, seen_U = clipper.add(subject.losses, batch, sums, bound, spacing)
             for part in sums.values():
                 part *= spacing
-            if subject.physical_batch_size > 1:
-                _refuse_experts(subject.model)
-                for length in subject.lengths:
-                    _check_company(subject, clipper, length, bound)
+            digests, as_known = _check_shapes(subject, clipper, known, passed)
         finally:
             clipper.close()
     worst = float(((seen_U.double() - norm_U).abs() / norm_U).max())
     if not worst <= tolerance:
         _compare(sums, expected, tolerance)  # names the layer, if one stands out
         raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{_ADVICE}")
-    return max(worst, _compare(sums, expected, tolerance))
+    return Checked(max(worst, _compare(sums, expected, tolerance)), digests, as_known)
 
 
-def digests(subject: Subject) -> dict[int, str]:
-    """Length of a physical batch -> a digest of what synthetic units of it add to the sum, bit for bit.
+def _check_shapes(
+    subject: Subject, clipper: PerUnitClipper, known: Mapping[Shape, str], passed: Mapping[Shape, str]
+) -> tuple[dict[Shape, str], bool]:
+    """A digest of each shape that runs, and whether they are the known ones, of which only the first was computed again."""
+    if any(shape.rows > 1 for shape in subject.running):
+        _refuse_experts(subject.model)
+    digests: dict[Shape, str] = {}
+    for done, shape in enumerate(subject.running):
+        tell("Self-check: rows beside others", done, len(subject.running), public=True)
+        run = partial(_added, subject, clipper, shape)
+        if shape in passed:
+            digests[shape] = passed[shape]
+            continue
+        long, short = _company(subject, shape)
+        together = run([*long, *short])
+        digests[shape] = _digest(together[0])
+        if not done and known.get(shape) == digests[shape]:
+            return dict(known), True
+        try:
+            if shape.rows > 1:
+                _check_company(subject, run, long, short, together)
+        except RoundsByCompany as refusal:
+            refusal.place, refusal.passed = done, {one: digests[one] for one in subject.running[:done]}
+            raise
+    return digests, False
 
-    Ranks whose digests are equal rounded these rows alike. That is a test on samples and no proof: a kernel that rounds other
-    values in another way stays unseen.
-    """
-    found, alone = {}, subject.physical_batch_size == 1
-    with _filled(subject.parameters.values()), contextlib.closing(subject.make_clipper()) as clipper:
-        for length in subject.lengths:
-            short, long, others = _company(subject, length)
-            batches = [[short], [long]] if alone else [[short, *others, long]]
-            digest = hashlib.blake2b(digest_size=8)
-            for name, part in sorted(_added(subject, clipper, length, 1.0, *batches).items()):
-                digest.update(name.encode() + part.cpu().numpy().tobytes())
-            found[length] = digest.hexdigest()
-    return found
+
+def _digest(sums: Mapping[str, Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, part in sorted(sums.items()):
+        digest.update(name.encode() + part.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _refuse_experts(model: nn.Module) -> None:
@@ -135,54 +162,67 @@ def _refuse_experts(model: nn.Module) -> None:
             )
 
 
-def _company(subject: Subject, length: int) -> tuple[Unit, Unit, list[Unit]]:
-    """A unit of one very short row, one of a full row, and others that fill a batch with them; one is one token repeated."""
-    rows = subject.physical_batch_size
-    lengths = [[max(2, length - 3), length]] * ((rows - 2) // 2)
-    lengths += [[max(2, length - 1)]] * (rows - 2 - 2 * len(lengths))
-    short, long, *others = _units_of([[2], [length], *lengths], subject)
-    if others:
-        token = others[0].sequences[0].input_ids[-1]
-        others[0] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in others[0].sequences))
-    return short, long, others
+def _company(subject: Subject, shape: Shape) -> tuple[list[Unit], list[Unit]]:
+    """Units that fill a batch: long rows, alone and in pairs, one pair of one token repeated; and as many very short rows."""
+    length, rows = shape
+    few = rows // 2
+    pairs, odd = divmod(rows - few - 1, 2)
+    lengths = [[length], *[[max(2, length - 3), length]] * pairs, *[[max(2, length - 1)]] * odd]
+    found = _units_of([*lengths, *([min(length, 2 + number % 3)] for number in range(few))], subject)
+    long, short = found[: len(lengths)], found[len(lengths) :]
+    if pairs:
+        token = long[1].sequences[0].input_ids[-1]
+        long[1] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in long[1].sequences))
+    return long, short
 
 
-def _check_company(subject: Subject, clipper: PerUnitClipper, length: int, bound: float) -> None:
-    """What a unit adds is the same to the last bit among rows of nobody, and first or last among other units."""
-    added = partial(_added, subject, clipper, length, bound)
-    short, long, others = _company(subject, length)
-    apart = added([short], [long], others)
-    for first, last in ((short, long), (long, short)):
-        beside = [first, *others, last]
-        together = added(beside)
-        error = {name: float((together[name] - apart[name]).norm()) for name in apart}
-        if not any(error.values()):
-            continue
-        worst = max(error, key=lambda name: error[name])
-        relative = error[worst] / max(float(apart[worst].norm()), 1e-30)
-        if not relative <= subject.tolerance:
-            raise _coupled(relative)
-        differ = []
-        for unit, row in ((first, 0), (last, -1)):
-            alone = _outputs(subject.model, partial(added, [unit]), 0)
-            pairs = zip(_outputs(subject.model, partial(added, beside), row), alone, strict=False)
-            differ += [name for (name, one), (_, other) in pairs if not torch.equal(one, other)][:1]
-        raise RoundsByCompany(
-            f"{differ[0] if differ else worst} rounds a row in another way when other rows stand beside it (the gradient of "
-            f"{worst} moves by {relative:.1e}, relative), so that one unit would change what all others add. Set "
-            "train.physical_batch_size: 1, which computes every row by itself, or try train.precision: fp32."
-        )
+def _check_company(
+    subject: Subject, run: Callable[..., _Added], long: Sequence[Unit], short: Sequence[Unit], together: _Added
+) -> None:
+    """Losses, norms and sum of a full batch are those of two batches in which every unit has another place and other company.
+
+    One holds the long rows, the other the short ones, and both as many padding rows. Kernels that are chosen by what a batch
+    holds, by its longest row or by whether anything is padded, differ there, and so do those that mix rows. Every unit has moved:
+    a kernel that treats rows by their place, as tails of a tile are, gives some unit other bits. Losses and norms are compared
+    too, since the rounding of a sum may hide a bit.
+    """
+    moved, first = [*long[1:], long[0]], len(long[0].sequences)
+    rows = sum(len(unit.sequences) for unit in long)
+    (whole, loss_R, norm_U), (apart, apart_R, apart_U) = together, run(moved, short)
+    same_R = torch.cat([apart_R[rows - first : rows], apart_R[: rows - first], apart_R[rows:]])
+    same_U = torch.cat([apart_U[len(long) - 1 : len(long)], apart_U[: len(long) - 1], apart_U[len(long) :]])
+    same = torch.equal(loss_R, same_R) and torch.equal(norm_U, same_U)
+    error = {name: float((whole[name] - apart[name]).norm()) for name in apart}
+    if same and not any(error.values()):
+        return
+    worst = max(error, key=lambda name: error[name])
+    relative = error[worst] / max(float(apart[worst].norm()), 1e-30)
+    if not relative <= subject.tolerance:
+        raise _coupled(relative)
+    differ = []
+    for row, batch, place in ((0, moved, rows - first), (rows, short, 0)):
+        pair = ([*long, *short], row), (batch, place)
+        one, other = (_outputs(subject.model, partial(run, some), at) for some, at in pair)
+        differ += [name for (name, x), (_, y) in zip(one, other, strict=False) if not torch.equal(x, y)][:1]
+    raise RoundsByCompany(
+        f"{differ[0] if differ else worst} rounds a row in another way when other rows stand beside it (the gradient of "
+        f"{worst} moves by {relative:.1e}, relative), so that one unit would change what all others add. Set "
+        "train.physical_batch_size: 1, which computes every row by itself, or try train.precision: fp32."
+    )
 
 
-def _added(
-    subject: Subject, clipper: PerUnitClipper, length: int, bound: float, *batches: Sequence[Unit]
-) -> dict[str, Tensor]:
-    """What physical batches of one length add to the sum, in whole numbers."""
-    found, size = subject.zeros(), subject.physical_batch_size
+_Added = tuple[dict[str, Tensor], Tensor, Tensor]
+
+
+def _added(subject: Subject, clipper: PerUnitClipper, shape: Shape, *batches: Sequence[Unit]) -> _Added:
+    """What physical batches of one shape add to the sum, in whole numbers; losses of their rows, norms of their units."""
+    sums, losses, norms = subject.zeros(), [], []
     for some in batches:
-        rows = collate(some, subject.pad_id, size, length).to(subject.device)
-        clipper.add(subject.losses, rows, found, bound, _spacing(bound, size))
-    return found
+        batch = collate(some, subject.pad_id, shape.rows, shape.length).to(subject.device)
+        loss_R, norm_U = clipper.add(subject.losses, batch, sums, 1.0, _spacing(1.0, shape.rows))
+        losses.append(loss_R[batch.unit_R >= 0])
+        norms.append(norm_U)
+    return sums, torch.cat(losses), torch.cat(norms)
 
 
 def _outputs(model: nn.Module, run: Callable[[], object], row: int) -> list[tuple[str, Tensor]]:
@@ -250,7 +290,8 @@ def _still(subject: Subject, batch: PhysicalBatch) -> Losses:
 def _brute_force(subject: Subject, batch: PhysicalBatch) -> tuple[Tensor, float, dict[str, Tensor]]:
     """norm_U, a C between the norms (some units are clipped, others not), and the clipped sum at that C.
 
-    One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes.
+    One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes. Then those
+    of all together, each loss times its factor: gradients are linear in the loss.
     """
     loss_R = subject.losses(batch)
 
@@ -268,10 +309,10 @@ def _brute_force(subject: Subject, batch: PhysicalBatch) -> tuple[Tensor, float,
             "compared. The base model's weights or its padding embedding make losses that are not finite: use another one."
         )
     bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
-    expected = subject.zeros()
-    for unit, norm in enumerate(norms):
-        for name, gradient in gradients(unit).items():
-            expected[name].add_(gradient, alpha=min(1.0, bound / norm))
+    factor_U = torch.tensor([min(1.0, bound / norm) for norm in norms], device=loss_R.device)
+    owned_R = batch.unit_R >= 0
+    clipped = gradients_of(loss_R[owned_R] * factor_U[batch.unit_R[owned_R]], subject.parameters, keep_graph=True)
+    expected = {name: clipped[name].double() if name in clipped else zero for name, zero in subject.zeros().items()}
     return torch.tensor(norms, dtype=torch.float64, device=loss_R.device), bound, expected
 
 

@@ -11,6 +11,7 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.schedule import Shape, shapes_for
+from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
-from dpllm.run import checkpoint
+from dpllm.run import checkpoint, verdict
 from dpllm.run.directory import RunDir
 from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer
 from dpllm.run.payment import Payment, pay
@@ -66,7 +69,8 @@ class Prepared:
     sampler: PoissonSampler
     payment: Payment
     first_step: int  # steps taken before a resume
-    physical_batch_size: int  # rows in one forward pass, at most
+    shapes: Sequence[Shape]  # of physical batches, by ascending length
+    checked: Checked  # what the self-check found
     notes: list[str]  # what the card must name
     dropout_off: dict[str, float] | None  # rates that were set to zero; None without privacy, where they hold
 
@@ -79,6 +83,11 @@ class Prepared:
     def plan(self) -> Plan | None:
         """The promise; None without differential privacy."""
         return self.decision.plan
+
+    @property
+    def physical_batch_size(self) -> int:
+        """Rows in one forward pass, at most."""
+        return max(shape.rows for shape in self.shapes)
 
     @property
     def schedule(self) -> Schedule:
@@ -171,11 +180,19 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     if plan and planted and main:
         _plant(planted, engine, plan.clipping, device)
     rows = memory.resolve(engine, config, vocabulary, device, world=state.num_processes)
+    assert decision.schedule is not None
+    fixed = memory.fixed_tokens(device, sum(parameter.numel() for parameter in net.parameters()))
+    of_rows, checked = shapes_for(config, decision.schedule, fixed), Checked(0.0)
+    shapes = of_rows(rows)
     if plan:
         low, pad_id = is_low(net, precision), tokenizer.pad_token_id or 0
-        rows = check_rows(engine, vocabulary, config.data.max_length, rows, pad_id=pad_id, low=low, console=console)
+        key = partial(verdict.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
+        fresh = start.fresh_check
+        shapes, checked = check_rows(
+            engine, vocabulary, of_rows, rows, pad_id=pad_id, low=low, key=key, fresh=fresh, console=console
+        )
         if low:
-            check_in_float32(config, net, plan, device, rows)
+            check_in_float32(config, net, plan, device, shapes)
     notes = [*decision.policy.deviations]
     if resumed:
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)
@@ -204,7 +221,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     state.wait_for_everyone()
     return Prepared(
         decision, run, units, held_out, samples, tokenizer, net, optimizer, engine, autocast, sampler,
-        payment if main else Payment(claims), resumed.charged if resumed else 0, rows, notes, dropout_off,
+        payment if main else Payment(claims), resumed.charged if resumed else 0, shapes, checked, notes, dropout_off,
     )  # fmt: skip
 
 

@@ -21,12 +21,14 @@ from dpllm.model.processes import ahead, stop_signal
 from dpllm.privacy import guards
 from dpllm.privacy.banded import learning_rate
 from dpllm.privacy.sampling import PhysicalBatch, physical_batches
+from dpllm.progress import heard_by
 from dpllm.recipe.config import RunConfig
 from dpllm.run.build import Prepared, check_processes, prepare
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import StepDeadline, fail_together
 from dpllm.run.promise import Start
 from dpllm.run.record import Recorder
+from dpllm.run.screen import Activity
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry import Telemetry
 from dpllm.text import tokens
@@ -63,9 +65,13 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
             check_directory(config, run, resume=start.resume, overwrite=start.overwrite)  # before anything is made
             stack.enter_context(run.locked())
         telemetry = stack.enter_context(Telemetry(config, run, main=main))
+        activity = stack.enter_context(Activity(console))
+        if main:
+            stack.enter_context(heard_by(activity))
         prepared = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
+        activity.end()
         stack.enter_context(contextlib.closing(prepared.payment))
-        recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, main=main))
+        recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, activity, main=main))
         recorder.evaluated(_evaluate(prepared, state), "before")
         step = _take_steps(prepared, recorder, deadline, state)
         total = prepared.schedule.num_steps
@@ -101,7 +107,7 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
                 group["lr"] = rate
             batches, canaries = next(logical_batches)
             prepared.payment.charge(step + 1)  # written before the update exists
-            with memory.explained(prepared.config, prepared.physical_batch_size):
+            with memory.explained(prepared.config, prepared.shapes[-1].rows):
                 mine = prepared.engine.step(batches, canaries)
             step += 1
             tokens = sum(batch.input_ids_RT.numel() for batch in batches)
@@ -124,10 +130,9 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
 
 def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[PhysicalBatch], list[int]]:
     """This rank's part of the next logical batch, in physical batches, and the gradient canaries in it, which are rank 0's."""
-    pad_id, longest = prepared.tokenizer.pad_token_id or 0, prepared.config.data.max_length
-    rank, world, rows = state.process_index, state.num_processes, prepared.physical_batch_size
+    pad_id, rank, world = prepared.tokenizer.pad_token_id or 0, state.process_index, state.num_processes
     drawn, first = prepared.sampler.draw(), len(prepared.units) - prepared.config.audit.gradient_canaries
-    found = physical_batches(drawn, prepared.units, rows, pad_id, longest, rank, world)
+    found = physical_batches(drawn, prepared.units, prepared.shapes, pad_id, rank, world)
     canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found, canaries
 

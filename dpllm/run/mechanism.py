@@ -7,7 +7,7 @@ data: a schedule that followed the loss would be outside the guarantee.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,11 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.schedule import Shape
+from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe.config import RunConfig, TrainConfig
+from dpllm.run import verdict
 from dpllm.run.promise import Decision
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -109,37 +112,72 @@ def make_engine(
 def check_rows(
     engine: Engine,
     vocabulary: int,
-    max_length: int,
+    shapes: Callable[[int], tuple[Shape, ...]],
     rows: int,
     *,
     pad_id: int,
     low: bool = False,
+    key: Callable[[Sequence[Shape]], str | None] | None = None,
+    fresh: bool = False,
     console: Console | None = None,
-) -> int:
-    """Checks the engine against brute-force autograd; the physical batch size, 1 where a kernel rounds rows by company.
+) -> tuple[tuple[Shape, ...], Checked]:
+    """Checks the engine against brute-force autograd, and that no row is rounded by its company.
+
+    Args:
+        engine: As it will train.
+        vocabulary: Tokens are drawn below this.
+        shapes: Of physical batches of at most so many rows.
+        rows: How many there shall be.
+        pad_id: As in training.
+        low: Something is computed or held in less than float32.
+        key: From shapes to that under which a pass is kept (``verdict.key_of``); None: none is, and every check is whole.
+        fresh: What is kept is not read.
+        console: Where the outcome is said.
+
+    Returns:
+        The shapes that run, with fewer rows where a kernel rounds rows by their company; and what the check found.
 
     Raises:
         Refused: The engine computes something else, in more than rounding; or ranks round differently.
     """
-    console = console or Console(quiet=True)
-    check = partial(engine.self_check, vocabulary, max_length, low_precision=low, pad_id=pad_id)
-    alone, error = "", 0.0
-    try:
-        error = check(physical_batch_size=rows)
-    except RoundsByCompany as refusal:
-        alone = str(refusal).partition(", so that")[0]
-    if processes.totals(len(alone))[0]:
-        console.print(f"train.physical_batch_size is 1 in this run, which is slower: {alone}.")
-        rows, error = 1, check(physical_batch_size=1)
-    if processes.several():
-        sizes = {"vocab_size": vocabulary, "max_length": max_length, "physical_batch_size": rows}
-        found = engine.digests(**sizes, pad_id=pad_id)
-        processes.check_rounding({f"what synthetic rows of {length} tokens add": one for length, one in found.items()})
-    console.print(f"Self-check against brute-force autograd: largest relative error {error:.1e}")
-    return rows
+    console, chosen = console or Console(quiet=True), shapes(rows)
+    under = key(chosen) if key else None
+    known = (verdict.read(under) or {}) if not fresh else {}
+    same = [shape.length for shape in known] == [shape.length for shape in chosen]
+    if processes.totals(not same)[0]:  # all ranks check alike
+        known = {}
+    chosen = tuple(known) or chosen  # the shapes that passed in place of these
+    checked, passed, reasons = Checked(0.0), dict[Shape, str](), list[str]()
+    while True:
+        place = len(chosen)
+        try:
+            checked = engine.self_check(
+                vocabulary, chosen, low_precision=low, pad_id=pad_id, known=known, passed=passed
+            )
+            passed = checked.digests
+        except RoundsByCompany as refusal:
+            place, passed = refusal.place, refusal.passed
+            reasons.append(str(refusal).partition(", so that")[0])
+        if (place := processes.least(place)) == len(chosen):
+            break
+        # Where one rank's kernels do, all ranks' batches get fewer rows.
+        chosen = tuple(
+            one._replace(rows=1) if place < 0 else one.lower if at == place else one for at, one in enumerate(chosen)
+        )
+    if reasons:
+        some = ", ".join(map(str, chosen))
+        console.print(f"Physical batches have fewer rows in this run ({some} tokens), which is slower: {reasons[0]}.")
+    processes.check_rounding(
+        {f"what a physical batch of {shape} synthetic tokens adds": one for shape, one in passed.items()}
+    )
+    if not checked.known:
+        verdict.keep(under, checked.digests)
+    told = " (that rows do not round by company, an earlier start showed)" if checked.known else ""
+    console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{told}")
+    return chosen, checked
 
 
-def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, rows: int) -> None:
+def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, shapes: Sequence[Shape]) -> None:
     """The self-check once more, on a small float32 model of the same architecture: low precision hides small errors."""
     small = loading.shrunken(config, net, device)
     engine = Engine(
@@ -151,4 +189,4 @@ def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.devi
         noise=GaussianNoise(0, device),  # it draws none
     )
     with contextlib.closing(engine):
-        engine.self_check(loading.SHRUNKEN_VOCABULARY, config.data.max_length, physical_batch_size=min(8, rows))
+        engine.self_check(loading.SHRUNKEN_VOCABULARY, [shape._replace(rows=min(8, shape.rows)) for shape in shapes])

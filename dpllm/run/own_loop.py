@@ -11,6 +11,7 @@ import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import index
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
-from dpllm.model import loading, processes
+from dpllm.model import loading, memory, processes
 from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.engine import Engine as StepEngine
@@ -31,6 +32,7 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.schedule import shapes_of
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe.config import RunConfig
 from dpllm.run.mechanism import check_rows
@@ -129,7 +131,7 @@ class Engine:
         """
         _check_plan(plan, ledger, optimizer)
         schedule, size = plan.schedule, plan.schedule.dataset_size
-        self.plan, self._model, self._max_length, self._steps, self._open = plan, model, max_length, 0, True
+        self.plan, self._model, self._steps, self._open = plan, model, 0, True
         self._broken = False
         self._units = _frozen(tuple(units))  # the caller's lists may change
         self._check_surroundings()
@@ -150,7 +152,9 @@ class Engine:
             noise=GaussianNoise(key, device),
         )
         try:
-            self._rows = check_rows(self._engine, vocabulary, max_length, physical_batch_size, pad_id=self._pad_id)
+            fixed = memory.fixed_tokens(device, sum(parameter.numel() for parameter in model.parameters()))
+            of_rows = partial(shapes_of, batch=schedule.expected_batch_size, max_length=max_length, fixed=fixed)
+            self._shapes, _ = check_rows(self._engine, vocabulary, of_rows, physical_batch_size, pad_id=self._pad_id)
             self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
             self._optimizer, self._digest, self._seen = optimizer, self._weights(), _seen(model, optimizer)
             self._ledger, self.entry = ledger, _reserve(plan, ledger, dataset)
@@ -205,7 +209,7 @@ class Engine:
         self._broken = True  # before the turn passes: an interrupt may come within the draw
         try:
             drawn = self._sampler.draw()
-            batches = physical_batches(drawn, self._units, self._rows, self._pad_id, self._max_length)
+            batches = physical_batches(drawn, self._units, self._shapes, self._pad_id)
             diagnostics = self._engine.step(batches)
         finally:
             self._seen = _seen(self._model, self._optimizer)

@@ -19,6 +19,7 @@ from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_pa
 from dpllm.model import environment
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
+from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, check_directory
@@ -41,6 +42,7 @@ class Start:
         False  # with ``resume``: reserve and repeat the steps that were charged and lost in a crash
     )
     overwrite: bool = False  # replace a run that lies in ``output_dir``
+    fresh_check: bool = False  # what an earlier start showed of rounding is shown again
     entry: str | None = None  # a reservation that was made for this run before, as one of a tuning group
 
 
@@ -247,6 +249,7 @@ def accounting_cache() -> Path:
 
 def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, cache: Path | None) -> Subject | None:
     with scratch() if cache is None else contextlib.nullcontext(cache) as where:
+        tell("Reading data.train")
         table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None

@@ -30,7 +30,7 @@ from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
 from dpllm.run.failures import StepDeadline
 from dpllm.run.projections import Projections, read_groups
-from dpllm.run.screen import ProgressLine, summary, summary_table
+from dpllm.run.screen import Activity, ProgressLine, summary, summary_table
 from dpllm.statement import lineage
 from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan, read_run
 from dpllm.telemetry import EpsilonSpent, Telemetry
@@ -53,6 +53,7 @@ class Recorder:
         telemetry: Telemetry,
         deadline: StepDeadline,
         console: Console,
+        activity: Activity,
         *,
         main: bool,
     ) -> None:
@@ -75,7 +76,8 @@ class Recorder:
         self._lost = prepared.decision.resumed.lost if prepared.decision.resumed else 0
         self._projections: Projections | None = None
         public = may_tell_cost(prepared.config)
-        self._progress = ProgressLine(console, prepared.schedule.num_steps, self._step, public=public)
+        self._activity = activity
+        self._progress = ProgressLine(console, activity.bar, prepared.schedule.num_steps, self._step, public=public)
 
     def __enter__(self) -> Self:
         if self._main:
@@ -117,10 +119,12 @@ class Recorder:
         self._log({**private, **layers, "released": released})
         self._telemetry.step(step, self._epsilon_after(step), rate, released, private)
         if self._main:
+            self._activity.end()
             self._progress.step(step, self._epsilon_after.words(step), int(tokens))
 
     def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
         """Notes a pass over the held-out rows; None where there are none."""
+        self._activity.end()
         loss, accuracy = None, None
         if seen is not None:  # JSON has no word for the loss of a run that diverged
             loss, accuracy = seen.loss if math.isfinite(seen.loss) else None, seen.accuracy
@@ -241,6 +245,8 @@ class Recorder:
             steps_taken=step,
             steps_lost=self._lost,
             physical_batch_size=prepared.physical_batch_size,
+            physical_batches=tuple(tuple(shape) for shape in prepared.shapes),
+            self_check=("cached" if prepared.checked.known else "whole") if prepared.plan else None,
             epsilon_spent=prepared.plan.epsilon if prepared.plan else None,
             delta=prepared.plan.delta if prepared.plan else None,
             ledger=prepared.payment.to_json(prepared.plan),

@@ -11,41 +11,85 @@ import importlib.util
 import shlex
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from dpllm.files import RunPaths
 from dpllm.model import memory
+from dpllm.privacy.engine import STEP
 from dpllm.statement.run_files import RunRecord
 
 LINES = 20  # of a log, about
+LONG = 5.0  # seconds after which a log says what takes them, and a terminal how far a step is
+
+
+class Activity:
+    """What takes long before, between and within steps, for ``progress.heard_by``; use it in a ``with`` statement.
+
+    On a terminal a line that is redrawn and goes away. In a log, of what takes longer than ``LONG`` and is public, one line.
+    """
+
+    def __init__(self, console: Console) -> None:
+        """Shows nothing yet."""
+        self._console = console
+        at_terminal = console.is_interactive and console.file.isatty()  # FORCE_COLOR makes a log a terminal of rich's
+        notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[cost]}")
+        self.bar = Progress(*columns, console=console) if at_terminal or notebook else None
+        self._task: TaskID | None = None
+        self._what, self._begun, self._said = "", 0.0, False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        if self.bar:
+            self.bar.stop()
+
+    def __call__(self, what: str, done: int, total: int, /, *, note: str, public: bool) -> None:
+        """See ``progress.tell``."""
+        now = time.monotonic()
+        if what != self._what or (total and not done):
+            self.end()
+            self._what, self._begun, self._said = what, now, False
+        seconds = now - self._begun
+        if self.bar and (what != STEP or seconds > LONG):
+            cost = [note, f"{done:,} of {total:,}"] if total else [note]
+            if done and seconds > 1:
+                rate = f"{done / seconds:,.0f} tokens/s" if what == STEP else ""
+                cost += [rate, f"{timedelta(seconds=round(seconds / done * (total - done)))} left"]
+            if self._task is None:
+                self._task = self.bar.add_task("", cost="")
+                self.bar.start()
+            self.bar.update(
+                self._task, description=what, total=total or None, completed=done, cost=", ".join(filter(None, cost))
+            )
+        elif not self.bar and public and seconds > LONG and not self._said:
+            self._said = True
+            self._console.print(f"{what}: {done} of {total} done after {seconds:.0f} s", markup=False, highlight=False)
+
+    def end(self) -> None:
+        """Whatever was shown is over."""
+        if self.bar and self._task is not None:
+            self.bar.remove_task(self._task)
+        self._task, self._what = None, ""
 
 
 class ProgressLine:
     """Where a run stands; redrawn where that can be done, else a line now and then."""
 
-    def __init__(self, console: Console, total: int, done: int, *, public: bool) -> None:
+    def __init__(self, console: Console, bar: Progress | None, total: int, done: int, *, public: bool) -> None:
         """For ``total`` steps, of which ``done`` were taken before; ``public`` rows may tell speed and memory anywhere."""
-        self._console, self._total = console, total
-        at_terminal = console.file.isatty()  # FORCE_COLOR makes a log a terminal of rich's
-        notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-        self._told = public or at_terminal
+        self._console, self._total, self._bar = console, total, bar
+        self._told = public or console.file.isatty()
         self._first, self._begun, self._tokens = done, 0.0, 0
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[cost]}"),
-        )
-        self._bar = (
-            Progress(*columns, console=console) if (console.is_interactive and at_terminal) or notebook else None
-        )
-        self._task = self._bar.add_task("", total=total, completed=done, cost="") if self._bar else None
+        self._task = bar.add_task("", total=total, completed=done, cost=f"{done}/{total}") if bar else None
 
     def start(self) -> None:
         """Shows the bar."""
@@ -65,7 +109,8 @@ class ProgressLine:
         self._tokens += tokens
         cost = self._cost(step, now)
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=step, description=words, cost=cost)
+            of = f"{step}/{self._total}"
+            self._bar.update(self._task, completed=step, description=words, cost=", ".join(filter(None, (of, cost))))
         elif step % max(1, self._total // LINES) == 0 or step == self._total:
             line = ", ".join(filter(None, (f"step {step} of {self._total}", words, cost)))
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -239,7 +239,11 @@ class RunRecord(Record):
     plan_digest: str | None = None
     """SHA-256 of plan.json; None without differential privacy, and in a record of an older version."""
     physical_batch_size: int | None = None
-    """Rows in a forward pass."""
+    """Rows in a forward pass, at most."""
+    physical_batches: tuple[tuple[int, int], ...] = ()
+    """(tokens, rows) of each shape of forward pass; empty in a record of an older version."""
+    self_check: Literal["whole", "cached"] | None = None
+    """cached: that rows do not round by company was shown by an earlier start; None without differential privacy."""
     epsilon_spent: Number | None
     """Of the whole Plan; None without differential privacy."""
     delta: Number | None

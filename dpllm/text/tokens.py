@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from dpllm.errors import DataError
 from dpllm.files import locked, whole_directory
+from dpllm.progress import tell
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, TokenSequence, Unit, iter_units
 from dpllm.text.rows import Groups, OpenFile, ReadWhenAsked
@@ -104,7 +105,8 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
                 for left in path.parent.glob(".*.*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 with whole_directory(path, mode=0o700) as part:
-                    _write(part, iter_units(groups, table.format, tokenizer, data, name=table.name))
+                    made = iter_units(groups, table.format, tokenizer, data, name=table.name)
+                    _write(part, _told(made, len(groups)))
                 found = _open(path)
     except OSError as error:
         raise DataError(
@@ -140,6 +142,13 @@ def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
         "long_examples": data.long_examples,
     }
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _told(units: Iterable[Unit], total: int) -> Iterator[Unit]:
+    for done, unit in enumerate(units):
+        if done % 256 == 0:
+            tell("Tokenising", done, total)
+        yield unit
 
 
 def _write(part: Path, units: Iterable[Unit]) -> None:

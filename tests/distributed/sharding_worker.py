@@ -80,7 +80,7 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if low else contextlib.nullcontext
     promise = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS))
     engine = tm.make_engine(net, promise, noise_entropy=1234, autocast=autocast)
-    results["error"] = engine.self_check(tm.VOCABULARY, 32, low_precision=low)
+    results["error"] = engine.self_check(tm.VOCABULARY, tm.shapes(32), low_precision=low).error
     results["before"] = held_out(net, rank, world)
     asked = Samples(("", ""), ((5, 9, 20), (7,)))
     results["samples"] = asked.write(net, tiny.tokenizer(), autocast, 12)
@@ -98,7 +98,7 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     results["again"] = after_a_failure(net, shares(world, rank)[0])
     if low:  # what the self-check of a run in low precision builds beside it
         small = loading.shrunken(config, net, tm.CPU)
-        results["small"] = tm.make_engine(small, promise).self_check(64, 32)
+        results["small"] = tm.make_engine(small, promise).self_check(64, tm.shapes(32)).error
     if rank == 0:  # alone, as a run does: a collective in here would wait for ever
         checkpoint.export(net, Unsaved(), RunDir(folder / f"{name}{world}"))
         state = checkpoint.State(STEPS, max_grad_norm=C)
@@ -210,7 +210,7 @@ def compare(family: str, adapter: dict[str, Any], checkpointing: str | None, ran
     sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
     engine = tm.make_engine(net, tm.plan(C))
     experts = "num_local_experts" in tiny.FAMILIES[family]  # computed row by row
-    error = engine.self_check(tm.VOCABULARY, 32, physical_batch_size=1 if experts else 8)
+    error = engine.self_check(tm.VOCABULARY, tm.shapes(32, 1 if experts else 8)).error
     found_P = engine.clipped_sum(batches)[0]
     return float((found_P - expected_P).norm() / expected_P.norm()), error
 

@@ -34,13 +34,13 @@ def steps(rank: int, world: int) -> Results:
     promise, slots = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)), ragged()
     # The other ranks are given another noise key: only rank 0's may reach the update.
     engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=1234 if rank == 0 else 999)
-    engine.self_check(tm.VOCABULARY, 32)
+    engine.self_check(tm.VOCABULARY, tm.shapes(32))
     if rank == 0:  # as in a run, where rank 0 holds the gradient canaries
         engine.canaries = GradientCanaries(5, (True, False, True), engine.size, "flat", torch.device("cpu"))
     sampler = PoissonSampler(promise.schedule, len(slots), entropy=77)
     found: Results = {}
     for step in range(STEPS):
-        mine = physical_batches(sampler.draw(), slots, 4, 0, 32, rank, world)
+        mine = physical_batches(sampler.draw(), slots, tm.shapes(32, 4), 0, rank, world)
         sum_P, diagnostics = engine.clipped_sum(mine, [0, 1, 2] if rank == 0 else [])
         found[f"sum{step}"], found[f"units{step}"] = sum_P, torch.tensor(diagnostics.units)
         found[f"batches{step}"] = torch.tensor(len(mine))
@@ -59,7 +59,7 @@ def few(rank: int, world: int) -> Results:
     engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=55)
     found: Results = {}
     for name, drawn in {"one": [6], "none": [], "empty_slot": [3]}.items():
-        mine = physical_batches(drawn, slots, 4, 0, 32, rank, world)
+        mine = physical_batches(drawn, slots, tm.shapes(32, 4), 0, rank, world)
         found[f"{name}_sum"] = engine.clipped_sum(mine)[0]
         found[f"{name}_batches"] = torch.tensor(len(mine))
         found[f"{name}_released"] = engine._release(found[f"{name}_sum"].clone())
@@ -98,7 +98,7 @@ def masks(rank: int, world: int) -> Results:
     sampler = PoissonSampler(schedule, SLOTS, entropy=2024)
     seen = torch.zeros((DRAWS, SLOTS), dtype=torch.int8)
     for draw in range(DRAWS):
-        for batch in physical_batches(sampler.draw(), slots, 4, 0, 32, rank, world):
+        for batch in physical_batches(sampler.draw(), slots, tm.shapes(32, 4), 0, rank, world):
             seen[draw].index_add_(
                 0, batch.input_ids_RT[batch.unit_R >= 0, 0] - 3, torch.ones(batch.num_units, dtype=torch.int8)
             )

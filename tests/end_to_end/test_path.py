@@ -393,15 +393,28 @@ def test_rows_are_computed_one_by_one_where_a_kernel_rounds_by_company(
         raise RoundsByCompany("experts.act_fn rounds a row in another way, so that one unit would change the others")
 
     monkeypatch.setattr(selfcheck, "_check_company", company)
-    shown = " ".join(done("train", place.recipe).out.split())
+    shown = " ".join(done("train", place.recipe, "--fresh-check").out.split())
     done("card", place.run)
-    assert "train.physical_batch_size is 1 in this run, which is slower: experts.act_fn rounds a row" in shown
+    assert "tokens), which is slower: experts.act_fn rounds a row in another way." in shown
     assert place.json("run.json")["physical_batch_size"] == 1
     assert place.json("run.json")["guarantee"]["holds"]
-    assert (
-        "1 sequence, for the sake of equal rounding, in one forward pass"
-        in (place.run / "export/README.md").read_text()
-    )
+    assert "at most 1 sequence in one forward pass" in (place.run / "export/README.md").read_text()
+
+
+def test_what_an_earlier_start_showed_of_rounding_is_not_shown_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Any] = []
+    monkeypatch.setenv("XDG_DATA_HOME", str(place.run.parent / "alone"))
+    compared = selfcheck._check_company
+    monkeypatch.setattr(selfcheck, "_check_company", lambda *some: (checked.append(some), compared(*some)))
+    for words, kind in (((), "whole"), ((), "cached"), (("--fresh-check",), "whole")):
+        checked.clear()
+        shown = " ".join(done("train", place.recipe, "--overwrite", *words).out.split())
+        assert place.json("run.json")["self_check"] == kind
+        assert bool(checked) == (kind == "whole")
+        assert ("an earlier start showed" in shown) == (kind == "cached")
+    assert {rows for _, rows in place.json("run.json")["physical_batches"]} != {1}
 
 
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])

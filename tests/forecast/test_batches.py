@@ -37,20 +37,32 @@ def test_the_largest_batch_is_exceeded_once_in_a_thousand_steps_at_most(size: in
     assert sizes.expected == batch
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(units=st.integers(1, 40), rows=st.integers(1, 9), physical=st.integers(1, 12))
-def test_physical_batches_are_those_that_the_sampler_makes(units: int, rows: int, physical: int) -> None:
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(units=st.integers(20, 200), rows=st.integers(1, 4), physical=st.integers(4, 12), seed=st.integers(0, 2**30))
+def test_physical_batches_are_those_that_the_sampler_makes(units: int, rows: int, physical: int, seed: int) -> None:
+    """On average over draws of units whose lengths are spread evenly."""
+    import numpy as np
+
     from dpllm.privacy.sampling import physical_batches
     from dpllm.text.data import TokenSequence, Unit
 
-    row = TokenSequence((1, 2), (False, True), 1)
-    made = physical_batches(range(units), [Unit((row,) * rows)] * units, physical, 0, 16)
+    def unit(tokens: int) -> Unit:
+        return Unit((TokenSequence((1,) * tokens, (False,) + (True,) * (tokens - 1), tokens - 1),) * rows)
+
     data = {"unit": "author", "max_examples_per_unit": rows}
-    sizes = batches_of(
-        recipe(data, batch_size=units, physical_batch_size=physical), Schedule(100 * units, 0, units, 0.01, 10)
-    )
-    assert sizes.physical_expected == len(made)
-    assert sizes.physical_largest >= sizes.physical_expected
+    config = recipe(data, batch_size=units, physical_batch_size=physical)
+    sizes = batches_of(config, Schedule(100 * units, 0, units, 0.01, 10))
+    generator, made, padding = np.random.default_rng(seed), [], []
+    for _ in range(60):
+        drawn = [unit(max(2, int(length))) for length in np.ceil(generator.uniform(0, 512, generator.poisson(units)))]
+        batches = physical_batches(range(len(drawn)), drawn, sizes.shapes, 0)
+        made.append(len(batches))
+        padding.append(sum(int((batch.unit_R < 0).sum()) for batch in batches))
+    # Units that do not fit beside each other leave rows empty, which the forecast does not count.
+    assert sizes.physical_expected <= np.mean(made) * 1.1 + 1
+    if rows == 1:
+        assert np.mean(made) == pytest.approx(sizes.physical_expected, rel=0.1)
+        assert np.mean(padding) == pytest.approx(sizes.padding_rows, rel=0.2, abs=1.5)
 
 
 def test_the_assumption_says_what_is_counted() -> None:
@@ -70,13 +82,12 @@ def test_auto_leaves_the_physical_batches_open() -> None:
     open_, fixed = (
         batches_of(recipe(physical_batch_size=size), Schedule(1000, 0, 20, 0.02, 10)) for size in ("auto", 4)
     )
-    assert (open_.physical_size, open_.physical_expected, open_.physical_largest) == (None, None, None)
+    assert (open_.physical_size, open_.physical_expected, open_.padding_rows) == (None, None, None)
     assert (open_.expected, open_.largest) == (fixed.expected, fixed.largest)
     assert "found when training starts (auto)" in _physical(open_)
-    assert "5 a step expected" in _physical(fixed)
+    assert f"about {fixed.physical_expected:.0f} a step, of at most 4 sequences" in _physical(fixed)
 
 
-@pytest.mark.parametrize(("batch", "expected", "largest"), [(128, 4, 6)])
-def test_the_smoke_recipe_by_hand(batch: int, expected: int, largest: int) -> None:
-    sizes = batches_of(recipe(batch_size=batch, physical_batch_size=32), Schedule(3790, 600, batch, batch / 3790, 60))
-    assert (sizes.largest, sizes.physical_expected, sizes.physical_largest) == (164, expected, largest)
+def test_the_smoke_recipe_by_hand() -> None:
+    sizes = batches_of(recipe(batch_size=128, physical_batch_size=32), Schedule(3790, 600, 128, 128 / 3790, 60))
+    assert sizes.largest == 164

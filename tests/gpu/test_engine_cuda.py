@@ -63,7 +63,7 @@ def test_clipped_sum_is_that_of_float64_autograd(
     bound = float(norm_U.median()) * 1.01
     expected_P = (bound / norm_U).clamp(max=1.0) @ exact_UP
     engine = tm.make_engine(net, tm.plan(bound), device=CUDA, grad_sample_mode=mode)
-    assert engine.self_check(tm.VOCABULARY, 32) <= 1e-3
+    assert engine.self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-3
     for size in (1, 64):
         assert float((tm.clipped_sum(engine, some, size) - expected_P).norm()) <= 1e-5 * float(expected_P.norm())
 
@@ -126,7 +126,7 @@ def test_a_step_with_tf32_is_refused() -> None:
 
 def test_bf16_passes_the_self_check_in_its_own_tolerance() -> None:
     engine = engine_on_cuda("llama", LORA, 1.0, autocast=BF16)
-    assert engine.self_check(tm.VOCABULARY, 32, low_precision=True) <= 5e-2
+    assert engine.self_check(tm.VOCABULARY, tm.shapes(32), low_precision=True).error <= 5e-2
 
 
 def test_noise_is_float32_normal_fresh_and_of_the_promised_size() -> None:
@@ -154,7 +154,7 @@ def test_torchs_seed_does_not_touch_the_noise_on_cuda() -> None:
 def test_a_long_batch_has_the_same_bits_each_time() -> None:
     """Attention adds up what keys give by atomic operations, in no order, unless it is told not to."""
     engine = engine_on_cuda("llama", LORA, 0.05, autocast=BF16, max_length=512)
-    batches = tm.physical_batches(range(4), tm.units([(512,), (400,), (300,), (512,)]), 4, 0, 512)
+    batches = tm.physical_batches(range(4), tm.units([(512,), (400,), (300,), (512,)]), tm.shapes(512, 4), 0)
     first = engine.clipped_sum(batches)[0]
     for _ in range(20):
         assert torch.equal(engine.clipped_sum(batches)[0], first)
@@ -168,9 +168,9 @@ def test_a_unit_adds_the_same_bits_in_any_company(family: str, method: str, auto
     engine, some = engine_on_cuda(family, ADAPTERS[method], 0.05, **arguments), tm.units(RAGGED)
     size = 4
     try:
-        engine.self_check(tm.VOCABULARY, 32, physical_batch_size=size, low_precision=autocast is not None)
+        engine.self_check(tm.VOCABULARY, tm.shapes(32, size), low_precision=autocast is not None)
     except RoundsByCompany:
         size = 1
-        engine.self_check(tm.VOCABULARY, 32, physical_batch_size=size, low_precision=autocast is not None)
+        engine.self_check(tm.VOCABULARY, tm.shapes(32, size), low_precision=autocast is not None)
     alone = [engine.clipped_sum(tm.batches([one], size))[0] for one in some]
     assert torch.equal(engine.clipped_sum(tm.batches(some, size))[0], torch.stack(alone).sum(dim=0))

@@ -429,8 +429,9 @@ def test_anything_else_is_one_line(value: Any, tmp_path: Path) -> None:
 def test_the_card_says_the_number_and_how_it_came_about() -> None:
     from dpllm.card.card import physical_batch
 
-    assert physical_batch(recipe(8), None) == "8 sequences"
-    assert physical_batch(recipe(), 24) == "24 sequences, found automatically,"
+    assert physical_batch(recipe(8), None) == "at most 8 sequences"
+    assert physical_batch(recipe(), 24) == "at most 24 sequences, found automatically,"
+    assert physical_batch(recipe(8), 1) == "at most 1 sequence"
     assert physical_batch(recipe(), None) == "an automatic number of sequences"
 
 
@@ -461,7 +462,7 @@ def test_a_rehearsal_does_not_hide_a_buffer_that_moves_from_the_self_check(size:
     config = tm.recipe(data={"max_length": 100}, train={"physical_batch_size": size})
     found = memory.resolve(engine, config, tm.VOCABULARY, tm.CPU)
     with pytest.raises(Refused, match="inv_freq"):
-        engine.self_check(tm.VOCABULARY, 100, physical_batch_size=found)
+        engine.self_check(tm.VOCABULARY, tm.shapes(100, found))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of the GPU is counted where there is one")

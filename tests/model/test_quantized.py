@@ -68,7 +68,9 @@ def test_a_private_step_on_four_bits(mode: str, checkpointing: bool, folder: Pat
     assert len(packed) == 2 * 7  # every linear layer of both blocks, and nothing else
     before = [p.data.clone() for p in packed]
     engine = engine_of(net, grad_sample_mode=mode)
-    assert engine.self_check(VOCABULARY, 32, low_precision=True) < 1e-5  # products are in float32 on a CPU
+    assert (
+        engine.self_check(VOCABULARY, tm.shapes(32), low_precision=True).error < 1e-5
+    )  # products are in float32 on a CPU
     weights = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
     engine.step([collate(units(), pad_id=0)])
     moved = torch.cat([p.detach().flatten() for p in engine.parameters.values()]) - weights
@@ -111,7 +113,7 @@ def test_the_small_copy_of_the_self_check_is_not_quantised(folder: Path) -> None
     net = loading.build(config, CPU)
     small = loading.shrunken(config, net, CPU)
     assert all(p.dtype == torch.float32 for p in small.parameters())
-    assert engine_of(small).self_check(small.config.vocab_size, 32) < 1e-4
+    assert engine_of(small).self_check(small.config.vocab_size, tm.shapes(32)).error < 1e-4
 
 
 @needs_bitsandbytes

@@ -60,7 +60,7 @@ def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
     for mode in ("auto", "ghost"):
         experts = family in tiny.MIXED or "num_local_experts" in tiny.FAMILIES[family]
         rows = 1 if experts else 8  # experts compute on as many tokens as chose them: their shapes follow other rows
-        error = tm.make_engine(small, grad_sample_mode=mode).self_check(vocabulary, 32, physical_batch_size=rows)
+        error = tm.make_engine(small, grad_sample_mode=mode).self_check(vocabulary, tm.shapes(32, rows)).error
         assert error <= 1e-5
 
 
@@ -68,7 +68,7 @@ def test_the_small_copy_recomputes_where_the_run_does() -> None:
     config = tm.recipe(model={"gradient_checkpointing": True})
     small = loading.shrunken(config, tiny.model("llama"), tm.CPU)
     assert small.is_gradient_checkpointing
-    assert tm.make_engine(small).self_check(small.config.vocab_size, 32) <= 1e-5
+    assert tm.make_engine(small).self_check(small.config.vocab_size, tm.shapes(32)).error <= 1e-5
 
 
 def test_an_architecture_that_cannot_be_built_small_is_refused() -> None:

@@ -118,15 +118,15 @@ class Kernel(nn.Module):
 
 def test_a_layer_that_rounds_by_its_company_is_refused_by_name() -> None:
     with pytest.raises(Refused, match=r"^kernel rounds a row in another way.*physical_batch_size: 1"):
-        tm.make_engine(RoundsByCompany()).self_check(tm.VOCABULARY, 32)
+        tm.make_engine(RoundsByCompany()).self_check(tm.VOCABULARY, tm.shapes(32))
 
 
 def test_rows_computed_one_by_one_have_no_company() -> None:
     """And an engine that was refused for its rounding can be asked again."""
     engine = tm.make_engine(RoundsByCompany())
     with pytest.raises(errors.RoundsByCompany):
-        engine.self_check(tm.VOCABULARY, 32)
-    engine.self_check(tm.VOCABULARY, 32, physical_batch_size=1)
+        engine.self_check(tm.VOCABULARY, tm.shapes(32))
+    engine.self_check(tm.VOCABULARY, tm.shapes(32, 1))
     some = tm.units(MIXED)
     assert torch.equal(added(engine, some, 1), sum(added(engine, [one], 1) for one in some))
 
@@ -135,7 +135,7 @@ def test_a_mixture_of_experts_adds_the_same_bits_one_by_one() -> None:
     """Experts compute on as many tokens as chose them, so their shapes follow the rows beside."""
     some = tm.units(MIXED)
     engine = tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj", "v_proj"]}))
-    engine.self_check(tm.VOCABULARY, 32, physical_batch_size=1)
+    engine.self_check(tm.VOCABULARY, tm.shapes(32, 1))
     assert torch.equal(added(engine, some, 1), sum(added(engine, [one], 1) for one in some))
 
 
@@ -157,7 +157,7 @@ class Place(Toy):
 @pytest.mark.parametrize("place", [0, 1, -1])
 def test_every_place_is_taken_by_a_row(rows: int, place: int) -> None:
     with pytest.raises(errors.RoundsByCompany):
-        tm.make_engine(Place(place)).self_check(tm.VOCABULARY, 32, physical_batch_size=rows)
+        tm.make_engine(Place(place)).self_check(tm.VOCABULARY, tm.shapes(32, rows))
 
 
 class Padded(Toy):
@@ -171,13 +171,15 @@ class Padded(Toy):
 
 def test_padding_is_that_of_training() -> None:
     with pytest.raises(errors.RoundsByCompany):
-        tm.make_engine(Padded()).self_check(tm.VOCABULARY, 32, pad_id=5)
+        tm.make_engine(Padded()).self_check(tm.VOCABULARY, tm.shapes(32), pad_id=5)
 
 
 def test_a_mixture_of_experts_is_computed_row_by_row_whatever_its_routing_shows() -> None:
     """DeepSeek passed with the tokens of the check, and 64 others moved a sum by 36 spacings."""
     with pytest.raises(errors.RoundsByCompany, match=r"^base_model.*experts computes on as many tokens as chose it"):
-        tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj"]})).self_check(tm.VOCABULARY, 32)
+        tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj"]})).self_check(
+            tm.VOCABULARY, tm.shapes(32)
+        )
 
 
 def test_a_count_off_its_lattice_is_refused() -> None:
@@ -195,7 +197,7 @@ def test_every_listed_length_is_tried(length: int) -> None:
             return self.layer(x_RTd) + company
 
     with pytest.raises(Refused, match="rounds a row in another way"):
-        tm.make_engine(Here()).self_check(tm.VOCABULARY, 32)
+        tm.make_engine(Here()).self_check(tm.VOCABULARY, tm.shapes(32))
 
 
 # --- noise on a lattice -------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_a_batch_of_nobody_adds_nothing_in_any_mode() -> None:
     some = tm.units([(9,), (4,), (12,)])
     for mode in ("auto", "per_sample", "ghost"):
         engine = tm.make_engine(built("llama", "lora"), grad_sample_mode=mode)
-        batches = physical_batches(range(3), some, 2, 0, 16)
+        batches = physical_batches(range(3), some, tm.shapes(16, 2), 0)
         alone, _ = engine.clipped_sum(batches)
         beside, seen = engine.clipped_sum([*batches, collate([], 0, rows=1)])
         assert torch.equal(alone, beside)
@@ -115,7 +115,7 @@ def test_a_batch_of_nobody_adds_nothing_in_any_mode() -> None:
 def test_a_unit_over_several_batches_is_counted_once_without_privacy() -> None:
     net = tm.build("llama")
     engine = tm.engine_of(net, torch.optim.SGD(list(tm.trainable(net).values()), lr=1.0), tm.schedule(), None)
-    batches = physical_batches(range(3), tm.units([(9, 4, 5, 6, 7), (4,), (12,)]), 2, 0, 16)
+    batches = physical_batches(range(3), tm.units([(9, 4, 5, 6, 7), (4,), (12,)]), tm.shapes(16, 2), 0)
     assert any(batch.goes_on for batch in batches)
     assert engine.clipped_sum(batches)[1].units == 3
 

@@ -52,7 +52,7 @@ def test_rows_that_meet_in_training_mode_only_are_refused(coupled: type[Toy]) ->
 
 def pieces() -> list[Any]:
     """One unit of three rows in two physical batches."""
-    return physical_batches([0], tm.units([(5, 9, 4)]), 2, 0, 16)
+    return physical_batches([0], tm.units([(5, 9, 4)]), tm.shapes(16, 2), 0)
 
 
 def test_the_start_of_a_unit_that_failed_reaches_nobody_else() -> None:
@@ -117,7 +117,7 @@ class InPlace(Toy):
 
 
 def test_a_layers_output_may_be_changed_in_place() -> None:
-    assert tm.make_engine(InPlace()).self_check(tm.VOCABULARY, 32) <= 1e-5
+    assert tm.make_engine(InPlace()).self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-5
 
 
 class Odd(nn.Module):
@@ -146,7 +146,7 @@ def test_a_refused_layer_is_named_and_the_model_is_left_as_it_was() -> None:
     with pytest.raises(Refused, match=r"odd \(Odd\) trains parameters of its own"):
         tm.make_engine(net)
     net.odd.scale.requires_grad_(False)
-    assert tm.make_engine(net).self_check(tm.VOCABULARY, 32) <= 1e-5
+    assert tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-5
 
 
 class Choosing(nn.Module):
@@ -216,7 +216,7 @@ class WithGate(Toy):
 
 
 def test_a_layer_without_a_rule_is_exact_through_functorch() -> None:
-    assert tm.make_engine(WithGate()).self_check(tm.VOCABULARY, 32) <= 1e-5
+    assert tm.make_engine(WithGate()).self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-5
 
 
 def test_a_batch_of_nobody_adds_nothing() -> None:
@@ -235,7 +235,7 @@ def test_two_adapters_on_one_embedding_are_scaled_each_by_its_own() -> None:
     net.base_model.set_adapter(["default", "other"])
     for name, parameter in net.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    assert tm.make_engine(net).self_check(tm.VOCABULARY, 32) <= 1e-5
+    assert tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-5
 
 
 @pytest.mark.parametrize(

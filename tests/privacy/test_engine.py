@@ -98,7 +98,7 @@ def test_what_trains_must_be_float32(dtype: torch.dtype) -> None:
 
 def refusal(net: nn.Module, **arguments: Any) -> str:
     with pytest.raises(Refused) as caught:
-        tm.make_engine(net, **arguments).self_check(tm.VOCABULARY, 32)
+        tm.make_engine(net, **arguments).self_check(tm.VOCABULARY, tm.shapes(32))
     return str(caught.value)
 
 
@@ -220,8 +220,8 @@ def test_rope_that_depends_on_the_longest_row_of_a_batch_is_refused(rope: str) -
     changes = {"max_position_embeddings": 64 if rope == "longrope" else 16, "rope_parameters": parameters}
     net = tm.build("llama", LORA, **changes)
     with pytest.raises(Refused, match="inv_freq"):
-        tm.make_engine(net).self_check(tm.VOCABULARY, 64)
-    tm.make_engine(tm.build("llama", LORA, **changes)).self_check(tm.VOCABULARY, 16)
+        tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(64))
+    tm.make_engine(tm.build("llama", LORA, **changes)).self_check(tm.VOCABULARY, tm.shapes(16))
 
 
 def test_a_trainable_parameter_without_a_gradient_stops_the_step() -> None:
@@ -257,7 +257,7 @@ def test_the_self_check_leaves_no_trace(family: str, adapter: dict[str, Any]) ->
     engine = tm.make_engine(net, tm.plan(0.2))
     some = tm.units([(9, 4), (7,)])
     sum_before, before = tm.clipped_sum(engine, some), state(net)
-    assert engine.self_check(tm.VOCABULARY, 32) <= 1e-4
+    assert engine.self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-4
     after = state(net)
     for key in ("weights", "buffers"):
         assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())
@@ -275,7 +275,7 @@ def test_a_refused_self_check_leaves_the_weights() -> None:
 
 @pytest.mark.parametrize("max_length", [2, 3, 512])
 def test_the_self_check_runs_at_any_length(max_length: int) -> None:
-    assert tm.make_engine(tm.build("gpt2", FROZEN)).self_check(tm.VOCABULARY, max_length) <= 1e-4
+    assert tm.make_engine(tm.build("gpt2", FROZEN)).self_check(tm.VOCABULARY, tm.shapes(max_length)).error <= 1e-4
 
 
 def test_guards_refuse_models_that_couple_rows() -> None:

@@ -140,7 +140,9 @@ def falsified(seed: int) -> bool:
     seen_TM = []
     for _ in range(STEPS):
         drawn = sampler.draw()
-        engine.step(physical_batches(drawn, slots, 8, 0, 32), [slot - ROWS for slot in drawn if slot >= ROWS])
+        engine.step(
+            physical_batches(drawn, slots, tm.shapes(32, 8), 0), [slot - ROWS for slot in drawn if slot >= ROWS]
+        )
         assert engine.projections is not None
         seen_TM.append(engine.projections.numpy())
     noise = engine.lattice()["noise_over_max_grad_norm"]

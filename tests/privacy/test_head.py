@@ -187,7 +187,7 @@ def test_a_graph_serves_several_backward_passes() -> None:
 def test_the_engine_checks_itself_through_it() -> None:
     engine = tm.make_engine(tm.build("llama", LORA))
     assert engine._token_losses.head is not None
-    assert engine.self_check(VOCABULARY, 32) <= checks.EXACT
+    assert engine.self_check(VOCABULARY, tm.shapes(32)).error <= checks.EXACT
 
 
 # --- a row is its own ------------------------------------------------------------------------------------------------

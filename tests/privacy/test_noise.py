@@ -72,7 +72,7 @@ def test_noise_is_the_same_on_a_model_that_accelerate_prepared(precision: str, f
     checks.standard_normal(steps(some, seed + 8, 4000 if full else 300, net=net))
     engine = tm.make_engine(net, tm.plan(C))
     checks.neighbours(engine, some)
-    assert engine.self_check(tm.VOCABULARY, 32, low_precision=precision == "bf16") <= (
+    assert engine.self_check(tm.VOCABULARY, tm.shapes(32), low_precision=precision == "bf16").error <= (
         5e-2 if precision == "bf16" else 1e-5
     )
 
@@ -151,7 +151,7 @@ def test_without_a_plan_there_is_no_noise() -> None:
     net = Toy()
     engine = tm.engine_of(net, torch.optim.SGD([net.layer.weight], lr=1.0), tm.schedule(), None, noise_entropy=1)
     assert torch.equal(engine._release(engine.clipped_sum([])[0]), torch.zeros(64))
-    assert engine.self_check(tm.VOCABULARY, 32) == 0.0
+    assert engine.self_check(tm.VOCABULARY, tm.shapes(32)).error == 0.0
 
 
 # --- the stream ------------------------------------------------------------------------------------------------------

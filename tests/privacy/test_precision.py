@@ -57,7 +57,7 @@ def test_adapters_on_a_base_of_low_precision_are_bounded(family: str, dtype: tor
     net = lowered(tm.build(family), dtype)
     engine = tm.make_engine(net, tm.plan(0.02), grad_sample_mode=mode)
     checks.bounded(engine, tm.units(((9, 4), (16,), (5,), (40,)), seed=1))
-    assert engine.self_check(tm.VOCABULARY, 32, low_precision=True) <= 5e-2
+    assert engine.self_check(tm.VOCABULARY, tm.shapes(32), low_precision=True).error <= 5e-2
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -266,7 +266,7 @@ def test_what_is_refused_would_have_coupled_units(kind: type[Inner]) -> None:
 
 
 def test_a_quiet_model_passes() -> None:
-    assert tm.make_engine(Random(nn.Identity())).self_check(tm.VOCABULARY, 32) <= checks.EXACT
+    assert tm.make_engine(Random(nn.Identity())).self_check(tm.VOCABULARY, tm.shapes(32)).error <= checks.EXACT
 
 
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])

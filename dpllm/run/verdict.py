@@ -1,0 +1,194 @@
+"""What an earlier start showed of rounding by company, kept so that it need not be shown again.
+
+Comes in: a model as it trains, and what else decides how it rounds. Goes out: a key, and the digests that are kept under it. Only
+passes are kept. What somebody else could have written, and what cannot be read, is as if it were not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+import dpllm
+from dpllm.files import digest, write_json
+from dpllm.ledger.store import default_path
+from dpllm.model import environment, sharding
+from dpllm.privacy.schedule import Shape
+from dpllm.recipe.config import RunConfig
+
+KNOWN = frozenset({"torch", "transformers", "peft", "opacus", "accelerate", "bitsandbytes", "dpllm"})
+"""Whose code is the same next time if version and files are."""
+ATTENTION = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3"})
+"""Whose kernels come with those packages; others are loaded from elsewhere."""
+LARGEST = 2**20  # bytes of a file that is read
+
+
+def folder() -> Path:
+    """Where verdicts are kept: in the user's data directory."""
+    return default_path().parent / "self-checks"
+
+
+def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more: Any) -> str | None:
+    """A digest of all that decides how a row is rounded; None where code takes part that may change unseen.
+
+    Args:
+        config: The recipe: its adapter, clipping, form of gradients, precision and longest row.
+        model: As it trains.
+        shapes: Of the physical batches.
+        **more: What else decides: as JSON.
+    """
+    kinds = sorted({kind for module in model.modules() for kind in type(module).__mro__}, key=repr)
+    settings: Any = getattr(model, "config", None)
+    attention = getattr(settings, "_attn_implementation", None)
+    if attention not in ATTENTION or sharding.requested() or not _ours(model, kinds):
+        return None
+    device = next(model.parameters()).device
+    parameters, matmul = dict(model.named_parameters()), torch.backends.cuda.matmul
+    tensors = {**parameters, **dict(model.named_buffers())}
+    facts = {
+        "sources": _sources(sorted({str(inspect.getfile(kind)) for kind in kinds if _package(kind) in KNOWN})),
+        "versions": environment.versions()
+        | {"torch's build": torch.__config__.show() + str(torch.version.git_version)},
+        "recipe": config.model_dump(mode="json", include={"adapter": True, "model": True, "privacy": {"clipping"}}),
+        "form": [config.privacy.grad_sample_mode, config.data.max_length, config.train.precision],
+        "configuration": [str(settings), attention, str(getattr(settings, "quantization_config", None))],
+        "model": [[name, type(module).__qualname__, module.training] for name, module in model.named_modules()],
+        "checkpointing": [name for name, m in model.named_modules() if getattr(m, "gradient_checkpointing", False)],
+        "trains": [name for name, parameter in parameters.items() if parameter.requires_grad],
+        "tensors": [[name, str(one.dtype), list(one.shape), one.stride()] for name, one in tensors.items()],
+        "weights": _digests(list(tensors.values())),
+        "shapes": shapes,
+        "kernels": {name: str(value) for name, value in environment.kernels(device).items()},
+        "processor": _processor(),
+        "variables": {key: value for key, value in os.environ.items() if key.startswith(("OMP_", "KMP_", "GOMP_"))},
+        "switches": [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            *(matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction, torch.backends.cudnn.allow_tf32),
+            *(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.mkldnn.enabled),
+            *(torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled()),
+            torch._C._get_math_sdp_enabled(),
+            *(torch.get_default_dtype(), torch.is_autocast_enabled(device.type)),
+        ],
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        **more,
+    }
+    return digest(json.loads(json.dumps(facts, default=str)))
+
+
+def read(key: str | None) -> dict[Shape, str] | None:
+    """The digests that a check found under this key; None where none is kept, or what is kept is not to be trusted."""
+    if key is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        if not _mine(os.lstat(folder()), stat.S_ISDIR):
+            return None
+        with open(os.open(folder() / f"{key}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not _mine(os.fstat(file.fileno()), stat.S_ISREG):
+                return None
+            kept = json.loads(file.read(LARGEST))
+        found = {Shape.read(name): digest for name, digest in kept["digests"].items()}
+        if kept["key"] == key and all(isinstance(digest, str) for digest in found.values()):
+            return dict(sorted(found.items())) or None
+    return None
+
+
+def keep(key: str | None, digests: Mapping[Shape, str]) -> None:
+    """Keeps a pass; where that cannot be done, the next start checks again."""
+    if key is None:
+        return
+    with contextlib.suppress(OSError):
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _mine(os.lstat(folder()), stat.S_ISDIR):
+            write_json(
+                folder() / f"{key}.json",
+                {"key": key, "digests": {str(shape): found for shape, found in digests.items()}},
+                mode=0o600,
+            )
+
+
+def _mine(found: os.stat_result, kind: Any) -> bool:
+    """Of this user, who alone may write it."""
+    return kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _ours(model: nn.Module, kinds: Sequence[type]) -> bool:
+    """Whether all code that a pass runs comes from the packages of the key, with no hook, layer or method put in its place."""
+    if any(_package(kind) not in KNOWN | {"builtins", "typing", "abc"} for kind in kinds):
+        return False
+    hooks = [some for name, some in vars(torch_modules).items() if name.startswith("_global_")]
+    for module in model.modules():
+        own = vars(module)
+        hooks += [some for name, some in own.items() if name.startswith(("_forward_", "_backward_"))]
+        if any(own.get(name) for name in ("forward", "_call_impl", "_compiled_call_impl")):
+            return False
+    added = [getattr(hook, "func", hook) for some in hooks if isinstance(some, dict) for hook in some.values()]
+    if any(_package(hook) not in KNOWN for hook in added if callable(hook)):
+        return False
+    methods = [some for kind in kinds for some in vars(kind).values() if inspect.isfunction(some)]
+    return all(_package(method) in KNOWN | {"abc", "typing"} for method in methods)
+
+
+def _digests(tensors: Sequence[Tensor]) -> list[str]:
+    """SHA-256 of each tensor's bytes."""
+
+    def of(one: Tensor) -> str:
+        flat = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(flat.numpy().data).hexdigest()
+
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
+        return list(threads.map(of, tensors))
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _package(owner: Any) -> str:
+    return str(getattr(owner, "__module__", None)).partition(".")[0]
+
+
+@cache
+def _dpllm() -> str:
+    """A digest of all of dpllm's own code."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(dpllm.__file__).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _sources(paths: Sequence[str]) -> dict[str, str]:
+    """Digests of the files of the model's classes, by name, and of dpllm."""
+    files = {path: hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() for path in paths}
+    return {
+        "dpllm": _dpllm(),
+        **{Path(path).name + str(number): one for number, (path, one) in enumerate(files.items())},
+    }
+
+
+@cache
+def _processor() -> str:
+    """What Linux says of the first core, but for its speed."""
+    with contextlib.suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+        return "\n".join(
+            line for line in first if not line.startswith(("cpu MHz", "bogomips", "processor", "core id", "apicid"))
+        )
+    return sys.platform

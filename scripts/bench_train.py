@@ -1,0 +1,187 @@
+"""Times whole steps on a recipe's rows: dpllm, dpllm without privacy, and transformers' Trainer with peft.
+
+    python scripts/bench_train.py RECIPE [KEY=VALUE ...] [--trainer-rows 16] [--repetitions 3] [--steps 2] [--output FILE.json]
+
+Every variant lives in a process of its own, holds the same model and adapter, and takes so many steps in turn, repetition by
+repetition; the first does not count. A step is all of it: the draw, batches, padding, clipping, noise, the ledger, the update.
+Trainer accumulates physical batches of --trainer-rows rows up to train.batch_size, padded to their longest row, shuffled or by
+length. Seconds are for each row that trains, as Poisson draws differ in size. Memory is the peak of the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from _machine import commit, machine, versions
+from rich.console import Console
+from rich.table import Table
+
+VARIANTS = ("dpllm", "without privacy", "Trainer", "Trainer, grouped by length")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--trainer-rows", type=int, default=16, help="per_device_train_batch_size (default: 16)")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="of each repetition")
+    parser.add_argument("--output", help="a JSON file")
+    known = parser.parse_args()
+    context, running = multiprocessing.get_context("spawn"), {}
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in VARIANTS:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=child, args=(variant, known, folder, theirs), daemon=True)
+            process.start()
+            ours.recv()  # ready; one loads at a time
+            running[variant] = ours
+        found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        for repetition in range(known.repetitions + 1):
+            for variant, pipe in running.items():
+                pipe.send("go")
+                if seconds := pipe.recv():
+                    found[variant] += [seconds] * (repetition > 0)
+        memory = {}
+        for variant, pipe in running.items():
+            pipe.send("end")
+            memory[variant] = pipe.recv()
+    report(known, found, memory)
+
+
+def report(known: argparse.Namespace, found: dict[str, list[float]], memory: dict[str, int]) -> None:
+    table = Table("", "seconds a row", "dpllm takes of it", "peak memory", "dpllm needs of it", title=known.recipe)
+    rows = {}
+    for variant in VARIANTS:
+        ratios = [ours / theirs for ours, theirs in zip(found["dpllm"], found[variant], strict=True)]
+        rows[variant] = {
+            "seconds_per_row": statistics.median(found[variant]),
+            "all": found[variant],
+            "ratio": statistics.median(ratios),
+            "peak_memory_bytes": memory[variant],
+            "memory_ratio": memory["dpllm"] / memory[variant],
+        }
+        one = rows[variant]
+        figures = [f"{one['seconds_per_row']:.4f}", f"{one['ratio']:.3f}", f"{memory[variant] / 1e9:.2f} GB"]
+        table.add_row(variant, *figures, f"{one['memory_ratio']:.2f}")
+    Console().print(table)
+    if known.output:
+        told = {"command": vars(known), "commit": commit(), "machine": machine(), "variants": rows}
+        told["versions"] = versions("torch", "transformers", "peft", "accelerate")
+        Path(known.output).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def child(variant: str, known: argparse.Namespace, folder: str, pipe: Connection) -> None:
+    """One variant: says that it is ready, and then how many seconds a row took, each time it is told to go on."""
+    from dpllm.model import memory
+    from dpllm.recipe.config import load_config
+
+    total = (known.repetitions + 1) * known.steps
+    given = dict(one.split("=", 1) for one in known.overrides)
+    fixed = {"train.steps": total, "train.epochs": None, "output_dir": f"{folder}/{variant.split(',')[-1]}"}
+    fixed |= {"audit.canaries": None, "audit.gradient_canaries": 0, "data.eval": None, "train.checkpoint_every": None}
+    fixed |= {"privacy.enabled": variant == "dpllm", "privacy.ledger": f"{folder}/ledger.sqlite", "data.public": True}
+    fixed |= {"train.seed": 0, "privacy.derived_from": None}
+    config = load_config(known.recipe, {**given, **fixed})
+    (trained_by_trainer if variant.startswith("Trainer") else trained_by_dpllm)(variant, known, config, pipe)
+    pipe.recv()
+    pipe.send(memory.peak_memory())
+
+
+def trained_by_dpllm(variant: str, known: argparse.Namespace, config: Any, pipe: Connection) -> None:
+    from dpllm.model import processes
+    from dpllm.run.build import prepare
+    from dpllm.run.loop import _next_batches
+    from dpllm.run.promise import Start
+
+    state = processes.join()
+    prepared = prepare(config, Start(), state, Console(quiet=True))
+    pipe.send("ready")
+    step = 0
+    with contextlib.closing(prepared.payment):
+        for _ in range(known.repetitions + 1):
+            pipe.recv()
+            begun, rows = time.perf_counter(), 0
+            for _ in range(known.steps):
+                batches, canaries = _next_batches(prepared, state)
+                prepared.payment.charge(step + 1)
+                prepared.engine.step(batches, canaries)
+                rows += sum(int((batch.unit_R >= 0).sum()) for batch in batches)
+                step += 1
+            pipe.send((time.perf_counter() - begun) / max(1, rows))
+
+
+def trained_by_trainer(variant: str, known: argparse.Namespace, config: Any, pipe: Connection) -> None:
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from dpllm.model import loading
+    from dpllm.text import data
+
+    tokenizer = loading.load_tokenizer(config.model)
+    table = data.load_table(config.data.train, config.data, "train", Path(config.output_dir))
+    units = data.encode_units([[row] for row in table.rows], table.format, tokenizer, config.data)
+    rows = [row for unit in units for row in unit.sequences]
+    examples = [
+        {
+            "input_ids": list(row.input_ids),
+            "labels": [token if learned else -100 for token, learned in zip(row.input_ids, row.loss_mask, strict=True)],
+            "length": len(row.input_ids),
+        }
+        for row in rows
+    ]
+    model = loading.build(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    micro, per_step = known.trainer_rows, config.train.batch_size
+    if per_step % micro:
+        raise SystemExit(f"train.batch_size {per_step} is no multiple of --trainer-rows {micro}")
+
+    def collate(some: list[dict[str, Any]]) -> dict[str, Any]:
+        longest, pad = max(len(one["input_ids"]) for one in some), tokenizer.pad_token_id or 0
+        fill = {"input_ids": pad, "labels": -100}
+        padded = {key: [one[key] + [value] * (longest - len(one[key])) for one in some] for key, value in fill.items()}
+        mask = [[1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"])) for one in some]
+        return {name: torch.tensor(value) for name, value in {**padded, "attention_mask": mask}.items()}
+
+    class Clock(TrainerCallback):
+        begun = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % known.steps == 0:
+                pipe.recv()
+                self.begun = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % known.steps == 0:
+                pipe.send((time.perf_counter() - self.begun) / (known.steps * per_step))
+
+    how = "group_by_length" if "grouped" in variant else "random"
+    arguments = TrainingArguments(
+        output_dir=config.output_dir,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=per_step // micro,
+        max_steps=config.train.steps,
+        learning_rate=config.train.learning_rate,
+        train_sampling_strategy=how,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=examples, data_collator=collate, callbacks=[Clock()])
+    pipe.send("ready")
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
