@@ -1,11 +1,14 @@
 """Times whole steps on a recipe's rows: dpllm, dpllm without privacy, and transformers' Trainer with peft.
 
-    python scripts/bench_train.py RECIPE [KEY=VALUE ...] [--trainer-rows 16] [--repetitions 3] [--steps 2] [--output FILE.json]
+    python scripts/bench_train.py RECIPE [KEY=VALUE ...] [--trainer-rows 16] [--repetitions 3] [--steps 4] [--output FILE.json]
 
 Every variant lives in a process of its own, holds the same model and adapter, and takes so many steps in turn, repetition by
 repetition; the first does not count. A step is all of it: the draw, batches, padding, clipping, noise, the ledger, the update.
 Trainer accumulates physical batches of --trainer-rows rows up to train.batch_size, padded to their longest row, shuffled or by
 length. Seconds are for each row that trains, as Poisson draws differ in size. Memory is the peak of the whole process.
+
+Trainer groups rows among some thousands and trains on the longest of them first, so that a few steps of it stand for nothing.
+With the first 1,024 rows a group is four steps of 64, or one of 512: choose --steps so that a repetition holds whole groups.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--trainer-rows", type=int, default=16, help="per_device_train_batch_size (default: 16)")
+    parser.add_argument("--rows", type=int, default=1024, help="that Trainer has (default: 1024)")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2, help="of each repetition")
+    parser.add_argument("--steps", type=int, default=4, help="of each repetition (default: 4)")
     parser.add_argument("--output", help="a JSON file")
     known = parser.parse_args()
     context, running = multiprocessing.get_context("spawn"), {}
@@ -130,7 +134,7 @@ def trained_by_trainer(variant: str, known: argparse.Namespace, config: Any, pip
     tokenizer = loading.load_tokenizer(config.model)
     table = data.load_table(config.data.train, config.data, "train", Path(config.output_dir))
     units = data.encode_units([[row] for row in table.rows], table.format, tokenizer, config.data)
-    rows = [row for unit in units for row in unit.sequences]
+    rows = [row for unit in units for row in unit.sequences][: known.rows]
     examples = [
         {
             "input_ids": list(row.input_ids),

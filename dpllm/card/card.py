@@ -136,7 +136,7 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
         description=section.escaped(config.card.description or ""),
         base_model=hub_base,
         base_name=base if is_builtin(base) else names.last_part(base),
-        physical=physical_batch(config, record.physical_batch_size),
+        physical=physical_batch(config, record),
     )
     text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
@@ -228,9 +228,10 @@ def yaml_of(data: CardData) -> str:
     return quoted.rstrip("\n")
 
 
-def physical_batch(config: RunConfig, found: int | None) -> str:
-    """The recipe's number of sequences, or the one that the run found where the recipe says auto."""
-    named = config.train.physical_batch_size
-    if named != "auto":
-        return f"at most {found or named} sequence{'s' * ((found or named) > 1)}"
-    return f"at most {found} sequences, found automatically," if found else "an automatic number of sequences"
+def physical_batch(config: RunConfig, record: RunRecord) -> str:
+    """The most sequences of one pass; in a record of an older version, the number that every pass had."""
+    named, found = config.train.physical_batch_size, record.physical_batch_size
+    number = f"{'at most ' * bool(record.physical_batches)}{found or named} sequence{'s' * (found != 1)}"
+    if named == "auto":
+        return f"{number}, found automatically," if found else "an automatic number of sequences"
+    return number if record.physical_batches or found in (None, named) else f"{number}, for the sake of equal rounding,"

@@ -113,16 +113,14 @@ def observe(config: RunConfig, plan: Plan, *, steps: int, canaries: int, generat
     turns = Turns(plan.bands, noise_key(generator))
     sampler = PoissonSampler(plan.schedule, len(slots), noise_key(generator), turns)
     draws = [sampler.draw() for _ in range(steps)]
-    size = _physical_batch_size(config, plan, slots)
+    shapes = shapes_of(_physical_batch_size(config, plan, slots), len(slots), MAX_LENGTH)
     norms, counts, released_TP = [], [], []
     for first, last in itertools.pairwise((*starts, steps)):
         watched = Watched(probe, plan, noise_key(generator), **engine_options(config))
         with contextlib.closing(watched.engine) as engine:
             for drawn in draws[first:last]:
                 norms.append(engine.max_grad_norm)
-                released_P, count = watched.step(
-                    physical_batches(drawn, slots, shapes_of(size, len(slots), MAX_LENGTH), 0)
-                )
+                released_P, count = watched.step(physical_batches(drawn, slots, shapes, 0))
                 released_TP.append(released_P.numpy() * divisor / norms[-1])
                 counts.append(count)
             contributions = _contributions(engine, units)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from dpllm.errors import ConfigError
 from dpllm.model import processes
@@ -125,13 +126,14 @@ def most_rows(config: RunConfig, device: torch.device, world: int = 1) -> int:
     return max(1, min(busy, share))
 
 
-def fixed_tokens(device: torch.device, parameters: int) -> int:
+def fixed_tokens(device: torch.device, model: nn.Module) -> int:
     """What a forward and backward pass costs before its first token, in tokens: see ``schedule.shapes_of``.
 
     Measured on two CPU cores: 62 for SmolLM2-135M with LoRA, 250 to 300 for models of less than a million weights, where the
     calls of small kernels take longest. Of GPUs it is a guess.
     """
-    return 2048 if device.type != "cpu" else 64 if parameters >= SMALL else 256
+    large = sum(parameter.numel() for parameter in model.parameters()) >= SMALL
+    return 2048 if device.type != "cpu" else 64 if large else 256
 
 
 def budget(free: int) -> int:

@@ -320,9 +320,9 @@ class Engine:
         self,
         vocab_size: int,
         shapes: Sequence[Shape],
-        *,
         low_precision: bool = False,
         pad_id: int = 0,
+        *,
         known: Mapping[Shape, str] = NOTHING,
         passed: Mapping[Shape, str] = NOTHING,
     ) -> Checked:

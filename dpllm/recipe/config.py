@@ -235,8 +235,9 @@ class TrainConfig(Section):
     """Expected logical batch size B, in privacy units (rows, with data.sampling: example); the sampling rate is B / N and
     the divisor of the sum is B."""
     physical_batch_size: Literal["auto"] | PositiveInt = 16
-    """Sequences in one forward pass: memory and speed, never the promise. auto: as many as free memory and speed ask for,
-    found before training with synthetic sequences of data.max_length; run.json has the number."""
+    """Sequences in one forward pass, at most: memory and speed, never the promise. How many a pass has at each length follows
+    from public numbers. auto: as many as free memory and speed ask for, found before training with synthetic sequences of
+    data.max_length; run.json has the numbers."""
     epochs: float | None = Field(default=None, gt=0)
     """Expected passes over the data; give epochs or steps."""
     steps: PositiveInt | None = None

@@ -143,6 +143,32 @@ def prepare(config: RunConfig, start: Start, state: PartialState, console: Conso
         raise
 
 
+def _check(
+    decision: Decision,
+    net: Any,
+    engine: Engine,
+    vocabulary: int,
+    pad_id: int,
+    precision: torch.dtype | None,
+    start: Start,
+    console: Console,
+) -> tuple[Sequence[Shape], Checked]:
+    """The shapes of physical batches, and what the self-check says of them; without a Plan there is none."""
+    config, plan, state = decision.config, decision.plan, PartialState()
+    assert decision.schedule is not None
+    rows = memory.resolve(engine, config, vocabulary, state.device, world=state.num_processes)
+    of_rows = shapes_for(config, decision.schedule, memory.fixed_tokens(state.device, net))
+    low = is_low(net, precision)
+    if plan is None:
+        return of_rows(rows), Checked(0.0)
+    key = partial(verdict.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
+    kept = verdict.Kept(key, start.fresh_check)
+    shapes, checked = check_rows(engine, vocabulary, of_rows, rows, pad_id=pad_id, low=low, kept=kept, console=console)
+    if low:
+        check_in_float32(config, net, plan, state.device, shapes)
+    return shapes, checked
+
+
 def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
     """Writes down that a run was refused: in run.json of a directory without one, and among the ledger's counts."""
     with contextlib.suppress(ConfigError):  # a ledger that cannot be opened must not hide the refusal
@@ -179,20 +205,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, groups)
     if plan and planted and main:
         _plant(planted, engine, plan.clipping, device)
-    rows = memory.resolve(engine, config, vocabulary, device, world=state.num_processes)
-    assert decision.schedule is not None
-    fixed = memory.fixed_tokens(device, sum(parameter.numel() for parameter in net.parameters()))
-    of_rows, checked = shapes_for(config, decision.schedule, fixed), Checked(0.0)
-    shapes = of_rows(rows)
-    if plan:
-        low, pad_id = is_low(net, precision), tokenizer.pad_token_id or 0
-        key = partial(verdict.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
-        fresh = start.fresh_check
-        shapes, checked = check_rows(
-            engine, vocabulary, of_rows, rows, pad_id=pad_id, low=low, key=key, fresh=fresh, console=console
-        )
-        if low:
-            check_in_float32(config, net, plan, device, shapes)
+    shapes, checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, start, console)
     notes = [*decision.policy.deviations]
     if resumed:
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)

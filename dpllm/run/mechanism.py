@@ -117,8 +117,7 @@ def check_rows(
     *,
     pad_id: int,
     low: bool = False,
-    key: Callable[[Sequence[Shape]], str | None] | None = None,
-    fresh: bool = False,
+    kept: verdict.Kept | None = None,
     console: Console | None = None,
 ) -> tuple[tuple[Shape, ...], Checked]:
     """Checks the engine against brute-force autograd, and that no row is rounded by its company.
@@ -126,12 +125,11 @@ def check_rows(
     Args:
         engine: As it will train.
         vocabulary: Tokens are drawn below this.
-        shapes: Of physical batches of at most so many rows.
-        rows: How many there shall be.
+        shapes: From the most rows of a physical batch to their shapes.
+        rows: How many there shall be, at most.
         pad_id: As in training.
         low: Something is computed or held in less than float32.
-        key: From shapes to that under which a pass is kept (``verdict.key_of``); None: none is, and every check is whole.
-        fresh: What is kept is not read.
+        kept: Where a pass is kept; None: nowhere, and every check is whole.
         console: Where the outcome is said.
 
     Returns:
@@ -141,8 +139,8 @@ def check_rows(
         Refused: The engine computes something else, in more than rounding; or ranks round differently.
     """
     console, chosen = console or Console(quiet=True), shapes(rows)
-    under = key(chosen) if key else None
-    known = (verdict.read(under) or {}) if not fresh else {}
+    under = kept.key(chosen) if kept else None
+    known = {} if kept is None or kept.fresh else verdict.read(under) or {}
     same = [shape.length for shape in known] == [shape.length for shape in chosen]
     if processes.totals(not same)[0]:  # all ranks check alike
         known = {}
@@ -151,28 +149,24 @@ def check_rows(
     while True:
         place = len(chosen)
         try:
-            checked = engine.self_check(
-                vocabulary, chosen, low_precision=low, pad_id=pad_id, known=known, passed=passed
-            )
+            checked = engine.self_check(vocabulary, chosen, low, pad_id, known=known, passed=passed)
             passed = checked.digests
         except RoundsByCompany as refusal:
             place, passed = refusal.place, refusal.passed
             reasons.append(str(refusal).partition(", so that")[0])
         if (place := processes.least(place)) == len(chosen):
             break
-        # Where one rank's kernels do, all ranks' batches get fewer rows.
         chosen = tuple(
             one._replace(rows=1) if place < 0 else one.lower if at == place else one for at, one in enumerate(chosen)
         )
     if reasons:
         some = ", ".join(map(str, chosen))
         console.print(f"Physical batches have fewer rows in this run ({some} tokens), which is slower: {reasons[0]}.")
-    processes.check_rounding(
-        {f"what a physical batch of {shape} synthetic tokens adds": one for shape, one in passed.items()}
-    )
+    facts = {f"what a physical batch of {shape} synthetic tokens adds": one for shape, one in passed.items()}
+    processes.check_rounding(facts)
     if not checked.known:
         verdict.keep(under, checked.digests)
-    told = " (that rows do not round by company, an earlier start showed)" if checked.known else ""
+    told = " (rows do not round by company: shown by an earlier start)" * checked.known
     console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{told}")
     return chosen, checked
 

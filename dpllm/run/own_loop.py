@@ -142,19 +142,13 @@ class Engine:
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
-        key, device = os_entropy(), next(model.parameters()).device
-        self._engine = StepEngine(
-            model,
-            optimizer,
-            schedule,
-            plan,
-            form=Form("auto", max_length),
-            noise=GaussianNoise(key, device),
-        )
+        device = next(model.parameters()).device
+        form, noise = Form("auto", max_length), GaussianNoise(os_entropy(), device)
+        self._engine = StepEngine(model, optimizer, schedule, plan, form=form, noise=noise)
         try:
-            fixed = memory.fixed_tokens(device, sum(parameter.numel() for parameter in model.parameters()))
-            of_rows = partial(shapes_of, batch=schedule.expected_batch_size, max_length=max_length, fixed=fixed)
-            self._shapes, _ = check_rows(self._engine, vocabulary, of_rows, physical_batch_size, pad_id=self._pad_id)
+            fixed, batch = memory.fixed_tokens(device, model), schedule.expected_batch_size
+            of_rows = partial(shapes_of, batch=batch, max_length=max_length, fixed=fixed)
+            self._shapes = check_rows(self._engine, vocabulary, of_rows, physical_batch_size, pad_id=self._pad_id)[0]
             self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
             self._optimizer, self._digest, self._seen = optimizer, self._weights(), _seen(model, optimizer)
             self._ledger, self.entry = ledger, _reserve(plan, ledger, dataset)

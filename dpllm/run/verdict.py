@@ -13,12 +13,12 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,13 @@ KNOWN = frozenset({"torch", "transformers", "peft", "opacus", "accelerate", "bit
 ATTENTION = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3"})
 """Whose kernels come with those packages; others are loaded from elsewhere."""
 LARGEST = 2**20  # bytes of a file that is read
+
+
+class Kept(NamedTuple):
+    """How a check finds what an earlier one showed."""
+
+    key: Callable[[Sequence[Shape]], str | None]  # see ``key_of``
+    fresh: bool  # it is not read, and written anew
 
 
 def folder() -> Path:
@@ -62,8 +69,7 @@ def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more:
     tensors = {**parameters, **dict(model.named_buffers())}
     facts = {
         "sources": _sources(sorted({str(inspect.getfile(kind)) for kind in kinds if _package(kind) in KNOWN})),
-        "versions": environment.versions()
-        | {"torch's build": torch.__config__.show() + str(torch.version.git_version)},
+        "versions": [environment.versions(), torch.__config__.show(), torch.version.git_version, _bitsandbytes()],
         "recipe": config.model_dump(mode="json", include={"adapter": True, "model": True, "privacy": {"clipping"}}),
         "form": [config.privacy.grad_sample_mode, config.data.max_length, config.train.precision],
         "configuration": [str(settings), attention, str(getattr(settings, "quantization_config", None))],
@@ -83,7 +89,7 @@ def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more:
             *(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.mkldnn.enabled),
             *(torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled()),
             torch._C._get_math_sdp_enabled(),
-            *(torch.get_default_dtype(), torch.is_autocast_enabled(device.type)),
+            torch.get_default_dtype(),
         ],
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         **more,
@@ -155,9 +161,10 @@ def _digests(tensors: Sequence[Tensor]) -> list[str]:
         return list(threads.map(of, tensors))
 
 
-def _version(package: str) -> str | None:
+def _bitsandbytes() -> str | None:
+    """Its version, which no run needs."""
     with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
+        return metadata.version("bitsandbytes")
     return None
 
 

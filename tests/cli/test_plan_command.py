@@ -147,7 +147,7 @@ def test_people_and_machines_are_told_the_same(recipe: Path, capsys: pytest.Capt
         "the data of one privacy unit are replaced by nothing",
         f"TPR at 1% FPR {plan['limits']['tpr_at_fpr_0.01']:.3g}",
         "B = 5 units expected, at most 13 in 99.9% of the steps",
-        "1 a step expected, 1 at 99.9%, of 16 sequences; rows of nobody that fill them up: 45 at most expected (900.0%); "
+        "a step, of at most 16 sequences, if lengths are spread evenly; padding rows that fill them up: about ",
         "one process, one sequence a unit",
         "sampling rate q 0.100000",
         "nothing is spent, and no budget is set",

@@ -413,7 +413,7 @@ def test_what_an_earlier_start_showed_of_rounding_is_not_shown_again(
         shown = " ".join(done("train", place.recipe, "--overwrite", *words).out.split())
         assert place.json("run.json")["self_check"] == kind
         assert bool(checked) == (kind == "whole")
-        assert ("an earlier start showed" in shown) == (kind == "cached")
+        assert ("shown by an earlier start" in shown) == (kind == "cached")
     assert {rows for _, rows in place.json("run.json")["physical_batches"]} != {1}
 
 

@@ -286,8 +286,7 @@ def start(net: Any, *, fresh: bool = False, rows: int = 6) -> tuple[tuple[Shape,
             shapes,
             rows,
             pad_id=0,
-            key=lambda some: key(net, some),
-            fresh=fresh,
+            kept=verdict.Kept(lambda some: key(net, some), fresh),
             console=Console(quiet=True),
         )
     return *found, len(counted) - 1  # one compares with brute-force autograd
