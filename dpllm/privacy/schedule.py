@@ -96,7 +96,7 @@ class Shape(NamedTuple):
     @property
     def lower(self) -> Shape:
         """With the next smaller power of two of rows."""
-        return self._replace(rows=2 ** ((self.rows - 1).bit_length() - 1))
+        return self._replace(rows=2 ** max(0, (self.rows - 1).bit_length() - 1))
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +121,11 @@ def shapes_of(rows: int, batch: int, max_length: int, *, each: int = 1, fixed: i
     @cache
     def cheapest(shorter: int, length: int) -> tuple[float, Shape]:
         tail = _tail(batch * each * (length - shorter) / max_length)
-        return min((float(tail[::n].sum()) * (n * length + fixed), Shape(length, n)) for n in range(least, rows + 1))
+        heights = {*range(1, min(rows, 64) + 1), *(int(64 * 1.1**power) for power in range(100)), least, rows}
+        useful = [
+            n for n in heights if least <= n <= max(least, min(rows, len(tail)))
+        ]  # more than there ever are cost more
+        return min((float(tail[::n].sum()) * (n * length + fixed), Shape(length, n)) for n in useful)
 
     # What rows of up to ``end`` tokens cost with the shapes of one list; one more length in each round.
     found: dict[int, tuple[float, tuple[Shape, ...]]] = {0: (0.0, ())}
@@ -153,7 +157,6 @@ def physical_batches_expected(shapes: Sequence[Shape], batch: int, *, each: int 
     return [float(_tail(mean)[:: shape.rows].sum()) for shape, mean in zip(shapes, means, strict=True)]
 
 
-@lru_cache(maxsize=1024)
 def _tail(mean: float) -> npt.NDArray[np.float64]:
     """P(n > k) of a Poisson variable n, for k = 0, 1, ...: every h-th of them add up to the expectation of ceil(n / h)."""
     most = math.ceil(mean + 10 * math.sqrt(mean) + 10)

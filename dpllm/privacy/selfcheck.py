@@ -46,12 +46,8 @@ class Subject:
 
     @property
     def longest(self) -> int:
-        """Longest row that runs: a table of positions ends, and rows beyond it fail by themselves."""
-        config: Any = getattr(self.model, "config", None)
-        positions = getattr(config, "max_position_embeddings", None) or 0
-        if config is None or getattr(config, "rope_parameters", None) or positions < 1:  # XLNet says -1
-            return self.shapes[-1].length
-        return min(self.shapes[-1].length, positions)
+        """Longest row that runs."""
+        return longest_row(self.model, self.shapes[-1].length)
 
     @property
     def running(self) -> list[Shape]:
@@ -62,6 +58,15 @@ class Subject:
         """Where a sum of gradients grows."""
         shapes = {name: p.shape for name, p in self.parameters.items()}
         return {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name, shape in shapes.items()}
+
+
+def longest_row(model: nn.Module, max_length: int) -> int:
+    """Tokens of the longest row that the model can run: a table of positions ends, and rows beyond it fail by themselves."""
+    config: Any = getattr(model, "config", None)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    if config is None or getattr(config, "rope_parameters", None) or positions < 1:  # XLNet says -1
+        return max_length
+    return min(max_length, positions)
 
 
 @dataclass(frozen=True)
@@ -181,17 +186,15 @@ def _check_company(
 ) -> None:
     """Losses, norms and sum of a full batch are those of two batches in which every unit has another place and other company.
 
-    One holds the long rows, the other the short ones, and both as many padding rows. Kernels that are chosen by what a batch
-    holds, by its longest row or by whether anything is padded, differ there, and so do those that mix rows. Every unit has moved:
-    a kernel that treats rows by their place, as tails of a tile are, gives some unit other bits. Losses and norms are compared
-    too, since the rounding of a sum may hide a bit.
+    One holds the short rows at the beginning, the other the long ones at the end, and both rows that learn nothing. Kernels that
+    are chosen by what a batch holds, by its longest row or by whether anything is padded, differ there, and so do those that mix
+    rows. A full row stands in every place once: a kernel that treats rows by their place, as tails of a tile are, gives some unit
+    other bits. Losses and norms are compared too, since the rounding of a sum may hide a bit.
     """
-    moved, first = [*long[1:], long[0]], len(long[0].sequences)
     rows = sum(len(unit.sequences) for unit in long)
+    moved = [Unit((TokenSequence((subject.pad_id,) * 2, (False, False), 1),))] * len(short) + [*long]
     (whole, loss_R, norm_U), (apart, apart_R, apart_U) = together, run(moved, short)
-    same_R = torch.cat([apart_R[rows - first : rows], apart_R[: rows - first], apart_R[rows:]])
-    same_U = torch.cat([apart_U[len(long) - 1 : len(long)], apart_U[: len(long) - 1], apart_U[len(long) :]])
-    same = torch.equal(loss_R, same_R) and torch.equal(norm_U, same_U)
+    same = torch.equal(loss_R, apart_R[len(short) :]) and torch.equal(norm_U, apart_U[len(short) :])
     error = {name: float((whole[name] - apart[name]).norm()) for name in apart}
     if same and not any(error.values()):
         return
@@ -200,7 +203,7 @@ def _check_company(
     if not relative <= subject.tolerance:
         raise _coupled(relative)
     differ = []
-    for row, batch, place in ((0, moved, rows - first), (rows, short, 0)):
+    for row, batch, place in ((0, moved, len(short)), (rows - 1, moved, -1), (rows, short, 0)):
         pair = ([*long, *short], row), (batch, place)
         one, other = (_outputs(subject.model, partial(run, some), at) for some, at in pair)
         differ += [name for (name, x), (_, y) in zip(one, other, strict=False) if not torch.equal(x, y)][:1]

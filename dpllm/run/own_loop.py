@@ -33,6 +33,7 @@ from dpllm.privacy.plan import Plan, make_plan
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
 from dpllm.privacy.schedule import shapes_of
+from dpllm.privacy.selfcheck import longest_row
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe.config import RunConfig
 from dpllm.run.mechanism import check_rows
@@ -136,6 +137,7 @@ class Engine:
         self._units = _frozen(tuple(units))  # the caller's lists may change
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        max_length = longest_row(model, max_length)
         _check_units(self._units, size, max_length, vocabulary)
         if physical_batch_size < 1:
             raise ConfigError(f"physical_batch_size is {physical_batch_size}, and a batch needs rows. Give 1 or more.")

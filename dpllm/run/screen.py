@@ -31,12 +31,13 @@ LONG = 5.0  # seconds after which a log says what takes them, and a terminal how
 class Activity:
     """What takes long before, between and within steps, for ``progress.heard_by``; use it in a ``with`` statement.
 
-    On a terminal a line that is redrawn and goes away. In a log, of what takes longer than ``LONG`` and is public, one line.
+    On a terminal a line that is redrawn and goes away; in a notebook too, of what is public. In a log one line, of what is public
+    and takes longer than ``LONG``.
     """
 
-    def __init__(self, console: Console) -> None:
-        """Shows nothing yet."""
-        self._console = console
+    def __init__(self, console: Console, *, public: bool = False) -> None:
+        """Shows nothing yet; ``public`` rows may tell anywhere how long they take."""
+        self._console, self._told = console, public or console.file.isatty()
         at_terminal = console.is_interactive and console.file.isatty()  # FORCE_COLOR makes a log a terminal of rich's
         notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[cost]}")
@@ -59,7 +60,7 @@ class Activity:
             self.end()
             self._what, self._begun, self._said = what, now, False
         seconds = now - self._begun
-        if self.bar and (what != STEP or seconds > LONG):
+        if self.bar and (public or self._told) and (what != STEP or seconds > LONG):
             cost = [note, f"{done:,} of {total:,}"] if total else [note]
             if done and seconds > 1:
                 rate = f"{done / seconds:,.0f} tokens/s" if what == STEP else ""
@@ -72,7 +73,8 @@ class Activity:
             )
         elif not self.bar and public and seconds > LONG and not self._said:
             self._said = True
-            self._console.print(f"{what}: {done} of {total} done after {seconds:.0f} s", markup=False, highlight=False)
+            words = f"{done} of {total} done after {seconds:.0f} s" if total else f"{note}, after {seconds:.0f} s"
+            self._console.print(f"{what}: {words}", markup=False, highlight=False)
 
     def end(self) -> None:
         """Whatever was shown is over."""

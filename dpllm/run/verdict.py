@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
+import re
 import stat
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dpllm
 from dpllm.files import digest, write_json
@@ -32,6 +36,7 @@ from dpllm.privacy.schedule import Shape
 from dpllm.recipe.config import RunConfig
 
 KNOWN = frozenset({"torch", "transformers", "peft", "opacus", "accelerate", "bitsandbytes", "dpllm"})
+BESIDE = frozenset({"huggingface_hub", "safetensors", "tokenizers", "numpy"})  # which their modules import functions of
 """Whose code is the same next time if version and files are."""
 ATTENTION = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3"})
 """Whose kernels come with those packages; others are loaded from elsewhere."""
@@ -69,7 +74,7 @@ def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more:
     tensors = {**parameters, **dict(model.named_buffers())}
     facts = {
         "sources": _sources(sorted({str(inspect.getfile(kind)) for kind in kinds if _package(kind) in KNOWN})),
-        "versions": [environment.versions(), torch.__config__.show(), torch.version.git_version, _bitsandbytes()],
+        "versions": [environment.versions(), torch.__config__.show(), torch.version.git_version, _kernel_packages()],
         "recipe": config.model_dump(mode="json", include={"adapter": True, "model": True, "privacy": {"clipping"}}),
         "form": [config.privacy.grad_sample_mode, config.data.max_length, config.train.precision],
         "configuration": [str(settings), attention, str(getattr(settings, "quantization_config", None))],
@@ -81,11 +86,16 @@ def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more:
         "shapes": shapes,
         "kernels": {name: str(value) for name, value in environment.kernels(device).items()},
         "processor": _processor(),
-        "variables": {key: value for key, value in os.environ.items() if key.startswith(("OMP_", "KMP_", "GOMP_"))},
+        "variables": {
+            key: value for key, value in os.environ.items() if key.startswith(("OMP_", "KMP_", "GOMP_", "LD_"))
+        },
         "switches": [
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(),
             *(matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction, torch.backends.cudnn.allow_tf32),
+            *(matmul.allow_fp16_reduced_precision_reduction, str(torch._C._get_blas_preferred_backend())),
+            torch._C._get_cudnn_sdp_enabled(),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             *(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.mkldnn.enabled),
             *(torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled()),
             torch._C._get_math_sdp_enabled(),
@@ -146,8 +156,10 @@ def _ours(model: nn.Module, kinds: Sequence[type]) -> bool:
     added = [getattr(hook, "func", hook) for some in hooks if isinstance(some, dict) for hook in some.values()]
     if any(_package(hook) not in KNOWN for hook in added if callable(hook)):
         return False
-    methods = [some for kind in kinds for some in vars(kind).values() if inspect.isfunction(some)]
-    return all(_package(method) in KNOWN | {"abc", "typing"} for method in methods)
+    attention = ALL_ATTENTION_FUNCTIONS.get(str(getattr(getattr(model, "config", None), "_attn_implementation", None)))
+    places = [vars(kind) for kind in kinds] + [vars(sys.modules[kind.__module__]) for kind in kinds]
+    functions = [some for place in places for some in list(place.values()) if inspect.isfunction(some)] + [attention]
+    return all(_from_known(one) for one in functions if inspect.isfunction(one))
 
 
 def _digests(tensors: Sequence[Tensor]) -> list[str]:
@@ -161,11 +173,26 @@ def _digests(tensors: Sequence[Tensor]) -> list[str]:
         return list(threads.map(of, tensors))
 
 
-def _bitsandbytes() -> str | None:
-    """Its version, which no run needs."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version("bitsandbytes")
-    return None
+def _kernel_packages() -> list[str]:
+    """Versions of packages that bring kernels of their own, which no run needs to name."""
+    names = ("bitsandbytes", "nvidia-", "triton", "flash", "mkl", "intel-openmp")
+    found = ((one.metadata["Name"] or "", one.version) for one in metadata.distributions())
+    return sorted(f"{name} {version}" for name, version in found if name.lower().startswith(names))
+
+
+def _from_known(function: Any) -> bool:
+    """By the file of its code, as a wrapper carries the module's name of what it wraps."""
+    file = function.__code__.co_filename
+    *packages, python = _known_folders()
+    plain = file.startswith(python) and not re.search(r"[/\\](site|dist)-packages[/\\]", file)
+    return plain or file.startswith(("<", *packages))
+
+
+@cache
+def _known_folders() -> tuple[str, ...]:
+    specs = [importlib.util.find_spec(name) for name in sorted(KNOWN | BESIDE)]
+    packages = [str(Path(spec.origin).parent) + os.sep for spec in specs if spec and spec.origin]
+    return *packages, sysconfig.get_path("stdlib") + os.sep
 
 
 def _package(owner: Any) -> str:

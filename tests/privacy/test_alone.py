@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +158,56 @@ class Place(Toy):
 def test_every_place_is_taken_by_a_row(rows: int, place: int) -> None:
     with pytest.raises(errors.RoundsByCompany):
         tm.make_engine(Place(place)).self_check(tm.VOCABULARY, tm.shapes(32, rows))
+
+
+class Nudged(torch.autograd.Function):
+    """The identity, or a backward pass that is one, beside what ``change`` makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RTd: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return x_RTd.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.change(grads[0].clone()), None
+
+
+def late(y_RTd: Tensor, place: int) -> Tensor:
+    """Other bits in one row, behind its first tokens: short rows never see it."""
+    if len(y_RTd) > 1:
+        y_RTd = y_RTd.clone()
+        y_RTd[place % len(y_RTd), 5:] *= 1 + 2.0**-20
+    return y_RTd
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("rows", "place"), [(rows, place) for rows in (2, 3, 5, 8) for place in range(rows)])
+def test_every_place_is_taken_by_a_full_row(rows: int, place: int, backward: bool) -> None:
+    """A product's tail is the last tokens of the last row: short rows alone in the last places left it unseen."""
+
+    class Late(Toy):
+        def hidden(self, x_RTd: Tensor) -> Tensor:
+            change = partial(late, place=place)
+            y_RTd = self.layer(x_RTd)
+            return Nudged.apply(y_RTd, change) if backward else change(y_RTd)  # type: ignore[no-untyped-call]
+
+    with pytest.raises(errors.RoundsByCompany):
+        tm.make_engine(Late()).self_check(tm.VOCABULARY, tm.shapes(100, rows)[-1:])
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_a_last_row_that_reads_the_row_before_is_refused(rows: int) -> None:
+    class Reads(Toy):
+        def hidden(self, x_RTd: Tensor) -> Tensor:
+            y_RTd = self.layer(x_RTd)
+            if len(y_RTd) == 1:
+                return y_RTd
+            mixed_Td = torch.cat([y_RTd[-1, :5], y_RTd[-1, 5:] + 0.1 * y_RTd[-2, 5:]])
+            return torch.cat([y_RTd[:-1], mixed_Td[None]])
+
+    with pytest.raises(Refused):
+        tm.make_engine(Reads()).self_check(tm.VOCABULARY, tm.shapes(100, rows)[-1:])
 
 
 class Padded(Toy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -170,6 +171,15 @@ def test_shapes_are_few_and_reach_the_longest(rows: int, batch: int, max_length:
         assert shape_for(tokens, shapes).length == min(length for length in lengths if length >= tokens)
     with pytest.raises(ValueError, match="longer than"):
         shape_for(max_length + 1, shapes)
+
+
+def test_shapes_of_large_public_numbers_are_found_at_once() -> None:
+    assert Shape(1, 1).lower == Shape(1, 1)
+    for rows, batch, each in ((10**6, 10**4, 1), (10**4, 10**5, 1), (16, 10**6, 1), (16, 10**4, 100)):
+        begun = time.process_time()
+        shapes = shapes_of(rows, batch, 4096, each=each)
+        assert time.process_time() - begun < 10
+        assert max(shape.rows for shape in shapes) <= rows
 
 
 def cost(shapes: tuple[Shape, ...], batch: int, fixed: int) -> float:

@@ -83,6 +83,13 @@ def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(
     line = screen.ProgressLine(console, activity.bar, 3, 0, public=False)
     assert (activity.bar is not None) is widgets
     assert not line._told
+    monkeypatch.setattr(screen, "LONG", -1.0)
+    for what, public in (("Self-check", True), (STEP, False), ("Tokenising", False)):
+        activity(what, 1, 2, note="37 units", public=public)
+        shown = [task.description for task in activity.bar.tasks] if activity.bar else []
+        assert (what in shown) is (public and widgets)
+    if activity.bar:
+        activity.bar.stop()
 
 
 # --- what takes long ---------------------------------------------------------------------------------------------------

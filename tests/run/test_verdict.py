@@ -16,7 +16,7 @@ from tiny_models import LORA, Toy
 
 from dpllm.errors import RoundsByCompany
 from dpllm.files import write_json
-from dpllm.model import environment, sharding
+from dpllm.model import environment, processes, sharding
 from dpllm.privacy import selfcheck
 from dpllm.privacy.clipping import PerUnitClipper
 from dpllm.privacy.schedule import Shape
@@ -117,6 +117,8 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], str | None]] = {
     "processor": with_switch(verdict, "_processor", lambda: "another"),
     "variable of a kernel": with_variable("MKL_CBWR"),
     "variable of threads": with_variable("OMP_SCHEDULE"),
+    "variable of the loader": with_variable("LD_PRELOAD_64"),
+    "packages of kernels": with_switch(verdict, "_kernel_packages", lambda: ["nvidia-cublas 13"]),
     "threads": with_threads,
     "number of processes": with_variable("WORLD_SIZE"),
     "oneDNN": with_switch(torch.backends.mkldnn, "enabled", False),
@@ -178,6 +180,28 @@ def test_a_method_put_on_a_class_has_no_key(monkeypatch: pytest.MonkeyPatch) -> 
     before = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: before(self, x))
     assert key() is None
+
+
+def test_a_wrapper_that_carries_the_name_of_what_it_wraps_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from functools import wraps
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama import modeling_llama
+
+    def wrapped(inner: Any) -> Any:
+        return wraps(inner)(lambda *some, **named: inner(*some, **named))
+
+    kind = type(tm.build("llama", LORA).base_model.model.model.norm)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", wrapped(kind.forward))
+        assert key() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", wrapped(modeling_llama.apply_rotary_pos_emb))
+        assert key() is None
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", wrapped(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+        assert key() is None
+    assert key() is not None
 
 
 def test_toys_and_sharded_models_have_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +361,16 @@ def test_a_kernel_that_rounds_by_company_gets_fewer_rows_at_that_length(
         assert found.known is known
         assert passes == 1 or not known
     assert [*verdict.read(key(tm.build("llama", LORA)))] == [*shapes]
+
+
+def test_ranks_whose_verdicts_differ_check_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another machine may come from a run with other partners, which had fewer rows."""
+    net = tm.build("llama", LORA)
+    _, whole, _ = start(net)
+    others = {Shape(8, 6): whole.digests[Shape(8, 6)], Shape(32, 1): "0" * 32}
+    monkeypatch.setattr(processes, "shared", lambda mine: others)  # rank 0's, seen from rank 1
+    shapes, found, passes = start(net)
+    assert (shapes, found.known, passes) == (SHAPES, False, 6)
 
 
 def test_experts_are_computed_one_by_one() -> None:
