@@ -26,7 +26,7 @@ def test_a_real_model_goes_from_its_wheel_to_a_verified_card(tmp_path: Path) -> 
         "train.batch_size": 24,
         "train.steps": 2,
         "audit.canaries.groups": "{1: 20}",
-        "audit.canaries.references": 20,
+        "audit.canaries.references": 100,
         "audit.gradient_canaries": 20,
         "output_dir": run,
     }

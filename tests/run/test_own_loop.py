@@ -117,6 +117,21 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
         engine(model.bfloat16(), ledger)
 
 
+def test_rows_are_padded_to_no_more_positions_than_the_model_has(tmp_path: Path, ledger: dpllm.Ledger) -> None:
+    """A step would fail once it was charged: shapes followed max_length, and the self-check the model."""
+    short = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny.save_model(tmp_path / "short", "gpt2", max_position_embeddings=24)
+    )
+    for name, parameter in short.named_parameters():
+        parameter.requires_grad = ".h.1." in name
+    with engine(short, ledger, max_length=128) as one:
+        for _ in range(STEPS):
+            one.step()
+    long = [*units()[1:], row(tuple(range(3, 40)), (False, *[True] * 36), 36)]
+    with pytest.raises(ConfigError, match="longer than max_length"):
+        engine(short, ledger, max_length=128, units=long)
+
+
 @pytest.mark.parametrize(
     "changed",
     [
