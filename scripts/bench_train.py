@@ -39,17 +39,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024, help="that Trainer has (default: 1024)")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of each repetition (default: 4)")
+    parser.add_argument(
+        "--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="dpllm among them (default: all)"
+    )
     parser.add_argument("--output", help="a JSON file")
     known = parser.parse_args()
     context, running = multiprocessing.get_context("spawn"), {}
     with tempfile.TemporaryDirectory() as folder:
-        for variant in VARIANTS:
+        for variant in known.variants:
             ours, theirs = context.Pipe()
             process = context.Process(target=child, args=(variant, known, folder, theirs), daemon=True)
             process.start()
             ours.recv()  # ready; one loads at a time
             running[variant] = ours
-        found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        found: dict[str, list[float]] = {variant: [] for variant in known.variants}
         for repetition in range(known.repetitions + 1):
             for variant, pipe in running.items():
                 pipe.send("go")
@@ -65,7 +68,7 @@ def main() -> None:
 def report(known: argparse.Namespace, found: dict[str, list[float]], memory: dict[str, int]) -> None:
     table = Table("", "seconds a row", "dpllm takes of it", "peak memory", "dpllm needs of it", title=known.recipe)
     rows = {}
-    for variant in VARIANTS:
+    for variant in known.variants:
         ratios = [ours / theirs for ours, theirs in zip(found["dpllm"], found[variant], strict=True)]
         rows[variant] = {
             "seconds_per_row": statistics.median(found[variant]),

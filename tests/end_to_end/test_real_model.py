@@ -35,7 +35,7 @@ def test_a_real_model_goes_from_its_wheel_to_a_verified_card(tmp_path: Path) -> 
         *(part for key, value in words.items() for part in (f"--{key}", value)),
     ]
     planned = json.loads(done("plan", *recipe, "--json").out)
-    assert planned["plan"]["epsilon"] <= 8
+    assert planned["epsilon"] <= 8
     shown = done("train", *recipe).out
     assert "Self-check against brute-force autograd" in shown
     record = json.loads((run / "run.json").read_text())
