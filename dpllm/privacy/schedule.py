@@ -122,10 +122,10 @@ def shapes_of(rows: int, batch: int, max_length: int, *, each: int = 1, fixed: i
     def cheapest(shorter: int, length: int) -> tuple[float, Shape]:
         tail = _tail(batch * each * (length - shorter) / max_length)
         heights = {*range(1, min(rows, 64) + 1), *(int(64 * 1.1**power) for power in range(100)), least, rows}
-        useful = [
-            n for n in heights if least <= n <= max(least, min(rows, len(tail)))
-        ]  # more than there ever are cost more
-        return min((float(tail[::n].sum()) * (n * length + fixed), Shape(length, n)) for n in useful)
+        most = max(least, min(rows, len(tail)))  # more than there ever are cost more
+        return min(
+            (float(tail[::n].sum()) * (n * length + fixed), Shape(length, n)) for n in heights if least <= n <= most
+        )
 
     # What rows of up to ``end`` tokens cost with the shapes of one list; one more length in each round.
     found: dict[int, tuple[float, tuple[Shape, ...]]] = {0: (0.0, ())}

@@ -141,7 +141,8 @@ def check_rows(
     console, chosen = console or Console(quiet=True), shapes(rows)
     under = kept.key(chosen) if kept else None
     known = {} if kept is None or kept.fresh else verdict.read(under) or {}
-    same = [shape.length for shape in known] == [shape.length for shape in chosen] and known == processes.shared(known)
+    same = processes.shared(known) == known  # asked on every rank, whatever it holds
+    same = same and [shape.length for shape in known] == [shape.length for shape in chosen]
     if processes.totals(not same)[0]:  # all ranks check alike
         known = {}
     chosen = tuple(known) or chosen  # the shapes that passed in place of these
@@ -156,11 +157,9 @@ def check_rows(
             reasons.append(str(refusal).partition(", so that")[0])
         if (place := processes.least(place)) == len(chosen):
             break
-        chosen = tuple(
-            one._replace(rows=1) if place < 0 else one.lower if at == place else one for at, one in enumerate(chosen)
-        )
-    if reasons:
-        some = ", ".join(map(str, chosen))
+        known = {}  # of other shapes than those that run now
+        chosen = _with_fewer(chosen, place)
+    if some := ", ".join(map(str, chosen)) if reasons else "":
         console.print(f"Physical batches have fewer rows in this run ({some} tokens), which is slower: {reasons[0]}.")
     facts = {f"what a physical batch of {shape} synthetic tokens adds": one for shape, one in passed.items()}
     processes.check_rounding(facts)
@@ -169,6 +168,13 @@ def check_rows(
     told = " (rows do not round by company: shown by an earlier start)" * checked.known
     console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{told}")
     return chosen, checked
+
+
+def _with_fewer(shapes: tuple[Shape, ...], place: int) -> tuple[Shape, ...]:
+    """Fewer rows in the shape at a place, on all ranks where one rank's kernels ask for it; one row in every shape for -1."""
+    if place < 0:
+        return tuple(shape._replace(rows=1) for shape in shapes)
+    return *shapes[:place], shapes[place].lower, *shapes[place + 1 :]
 
 
 def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, shapes: Sequence[Shape]) -> None:

@@ -373,6 +373,26 @@ def test_ranks_whose_verdicts_differ_check_all_of_it(monkeypatch: pytest.MonkeyP
     assert (shapes, found.known, passes) == (SHAPES, False, 6)
 
 
+def test_a_rank_without_a_verdict_takes_part_in_what_the_others_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast that one rank leaves out is a run that hangs."""
+    asked: list[Any] = []
+    monkeypatch.setattr(processes, "shared", lambda mine: asked.append(mine) or mine)
+    start(tm.build("llama", LORA))
+    start(tm.build("llama", LORA))
+    assert [bool(mine) for mine in asked] == [False, True]
+
+
+def test_another_ranks_refusal_ends_what_this_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = tm.build("llama", LORA)
+    start(net)
+    places = iter([1, 2])
+    monkeypatch.setattr(processes, "least", lambda mine: min(mine, next(places)))  # the other rank's second shape
+    shapes, found, _ = start(net)
+    assert shapes == (Shape(8, 6), Shape(32, 2))
+    assert [*found.digests] == [*shapes]
+    assert not found.known
+
+
 def test_experts_are_computed_one_by_one() -> None:
     shapes, _, _ = start(tm.build("mixtral", {**LORA, "target_modules": ["q_proj"]}))
     assert [shape.rows for shape in shapes] == [1, 1]
