@@ -11,6 +11,7 @@ from dpllm.card.card import rerender
 from dpllm.card.dataset_card import write_dataset_card
 from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, epsilon
+from dpllm.privacy.events import read
 from dpllm.run.directory import RunDir
 from dpllm.text.control import shares_of
 
@@ -39,7 +40,7 @@ def released() -> Json:
         "unit": "example",
         "max_examples_per_unit": 1,
         "neighbouring_relation": "zero_out",
-        "epsilon": epsilon(compose([COST]), 1e-9, "zero_out"),
+        "epsilon": epsilon(compose([read(COST)]), 1e-9, "zero_out"),
         "delta": 1e-9,
         "date": "2026-11-23",
         "software": {"dpllm": "0.1.0", "opendp": "0.16.0"},

@@ -15,8 +15,9 @@ from scipy import optimize
 from scipy.special import betaincinv, log_ndtr, ndtr
 
 from dpllm.auditing.bounds import checked
-from dpllm.privacy.events import Event, Terms, normal_form
+from dpllm.privacy.events import Event
 from dpllm.privacy.limits import profile
+from dpllm.privacy.parts import Parts, parts_of
 from dpllm.privacy.privacy_loss import Relation
 
 # A legend of shapes: P positives, N negatives, E pairs of epsilon and delta.
@@ -166,8 +167,7 @@ def event_trade_off(event: Event, relation: Relation) -> TradeOff:
     Raises:
         Refused: No accountant knows every part of the event.
     """
-    terms = normal_form(event)
-    return profile_trade_off(*(([0.0], [0.0]) if terms == Terms() else profile(terms, relation)))
+    return profile_trade_off(*(([0.0], [0.0]) if parts_of(event) == Parts() else profile(event, relation)))
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:

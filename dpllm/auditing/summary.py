@@ -23,6 +23,7 @@ from dpllm.auditing.statistics import Floats
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
+from dpllm.privacy.events import read
 from dpllm.privacy.limits import attacker_limits
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
@@ -201,7 +202,7 @@ def _repeated(group: int, claim: Claim | None, attacked: Json, test: Test | None
 def _roc_limit(promise: Mapping[str, Any]) -> list[list[float]] | None:
     if not promise.get("event"):
         return None
-    trade_off = event_trade_off(promise["event"], promise["neighbouring_relation"])
+    trade_off = event_trade_off(read(promise["event"]), promise["neighbouring_relation"])
     return [[trade_off(tpr), tpr] for tpr in ROC_GRID]
 
 

@@ -18,6 +18,7 @@ from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
 from dpllm.privacy import guards
 from dpllm.privacy.accounting import compose, finite, stated
+from dpllm.privacy.events import step_of
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
@@ -204,7 +205,7 @@ def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
     banded = {
         "bands": len(plan.coefficients),
         "coefficients": plan.coefficients,
-        "group_rate": plan.event.get("probability"),
+        "group_rate": step_of(plan.event).probability,
     }
     curve = None if spent_more else tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation)
     generator = record.generator or ("chacha20" if config.privacy.secure_noise else "philox")  # of versions of before

@@ -85,15 +85,14 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         cache = ledger.default_path().parent / "calibration"
         rounds = -(-steps // bands)
         sigma = accounting.calibrate_noise_multiplier(known.epsilon, delta, in_group, rounds, relation, cache, group)
-    event = events.dp_sgd_event(rate, sigma, steps, group)
+    event: events.RunEvent = events.dp_sgd_event(rate, sigma, steps, group)
     if bands > 1:
-        event = events.cyclic_steps({"type": "gaussian", "noise_multiplier": sigma}, bands, in_group, steps)
+        event = events.CyclicPoisson(bands, steps, in_group, events.Gaussian(sigma))
     value, accountant = accounting.stated(event, delta, relation)
     if known.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
         accounting.epsilon(event, delta, relation, known.accountant)
     epochs = math.ceil(Fraction(steps * batch, size) if known.epochs is None else Fraction(known.epochs))
-    one = {"type": "gaussian", "noise_multiplier": sigma / group}
-    shuffled = {"type": "self_composed", "count": epochs, "event": one}
+    shuffled = events.SelfComposed(epochs, events.Gaussian(sigma / group))
     answer = {
         "epsilon": value,
         "delta": delta,

@@ -18,7 +18,7 @@ from dpllm.errors import ConfigError, LedgerContradiction, Refused
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
     from dpllm.ledger.values import Budget, Sealed
-    from dpllm.privacy.accounting import Event
+    from dpllm.privacy.events import Event
 
 ACTIONS = {
     "init": "set a dataset's budget, once",
@@ -296,6 +296,7 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import read_json
     from dpllm.ledger import budgets
     from dpllm.ledger.chain import event_of, read_export
+    from dpllm.privacy.events import Imported, read
 
     given = [name for name in ("epsilon", "event", "source") if getattr(known, name) is not None]
     if len(given) != 1:
@@ -311,9 +312,9 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
             )
         known.unit, known.relation = unit, relation
     elif known.event:
-        event = {key: part for key, part in read_json(Path(known.event)).items() if key != "schema_version"}
+        event = read({key: part for key, part in read_json(Path(known.event)).items() if key != "schema_version"})
     else:
-        event = {"type": "imported", "epsilon": known.epsilon, "delta": known.delta}
+        event = Imported(known.epsilon, known.delta)
     budget = ledger.budget(known.dataset)
     unit = known.unit or (budget.unit if budget else "example")
     relation = known.relation or (budget.relation if budget else "zero_out")

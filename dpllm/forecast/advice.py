@@ -10,11 +10,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpllm.errors import ConfigError
 from dpllm.privacy import accounting, banded
-from dpllm.privacy.accounting import Event
+from dpllm.privacy.events import CyclicPoisson, Gaussian, RunEvent, step_of
 from dpllm.privacy.plan import Plan, auto_delta, noise_multiplier_for
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -327,10 +327,9 @@ def _epsilon_of(plan: Plan, batch_size: int, noise_multiplier: float, num_steps:
     return accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=interval)
 
 
-def with_numbers(event: Event, sampling_rate: float, noise_multiplier: float, num_steps: int) -> Event:
+def with_numbers(event: RunEvent, sampling_rate: float, noise_multiplier: float, num_steps: int) -> RunEvent:
     """The mechanism of a Plan's event with other numbers: the same kind of sampling, another q, sigma and T."""
-    gaussian = {"type": "gaussian", "noise_multiplier": noise_multiplier}
-    if event["type"] == "cyclic_poisson":
-        return {**event, "count": num_steps, "probability": sampling_rate, "event": gaussian}
-    step = {**event["event"], "probability": sampling_rate, "event": gaussian}
-    return {**event, "count": num_steps, "event": step}
+    gaussian = Gaussian(noise_multiplier)
+    if isinstance(event, CyclicPoisson):
+        return replace(event, count=num_steps, probability=sampling_rate, event=gaussian)
+    return replace(event, count=num_steps, event=replace(step_of(event), probability=sampling_rate, event=gaussian))

@@ -32,7 +32,8 @@ from dpllm.auditing.mechanism_report import (
 from dpllm.errors import ConfigError
 from dpllm.lab.probe import Floats, Observation, lengths, observe
 from dpllm.lab.replay import replay
-from dpllm.privacy import accounting, banded, events
+from dpllm.privacy import accounting, banded
+from dpllm.privacy.events import PoissonSampled, RunEvent, SelfComposed, step_of
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.schedule import group_rate
 from dpllm.recipe.audit import default_ways
@@ -112,9 +113,9 @@ def _report(config: RunConfig, plan: Plan, seen: Observation, pairs: tuple[Pair,
         **default_ways(canaries),
     )
     # Of one thing that is sampled: a canary is one, also where the promise is for a unit of several.
-    event = plan.event_after(promised)
+    event: RunEvent = plan.event_after(promised)
     if plan.sampling == "example":
-        event = events.sampled_steps(plan.event["event"]["event"], rate, promised)
+        event = SelfComposed(promised, PoissonSampled(rate, step_of(plan.event).event))
     report = MechanismReport(
         verdict="",
         reason="",

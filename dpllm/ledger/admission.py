@@ -17,17 +17,29 @@ References:
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
-from dpllm.ledger.chain import canonical
-from dpllm.ledger.values import Account, Budget, Sealed, divisible
-from dpllm.privacy import accounting, events, renyi
-from dpllm.privacy.accounting import Event, compose
+from dpllm.ledger.values import Account, Budget, Sealed
+from dpllm.privacy import accounting, renyi
+from dpllm.privacy.accounting import accountants, compose
+from dpllm.privacy.events import (
+    CyclicPoisson,
+    Event,
+    PoissonSampled,
+    PureDP,
+    RunEvent,
+    SelfComposed,
+    divisible,
+    mechanism_of,
+    scaled,
+    without_delta,
+)
+from dpllm.privacy.parts import imported_delta
 
 # Earlier versions chose an order among eight once results were known. Each has an equal part of delta, so that whichever
 # was chosen, the guarantee holds (the runs of the world split by the order that is chosen in them).
@@ -49,31 +61,21 @@ def filter_allowance(budget: Budget) -> float:
 
 def filter_spent(account: Account, order: float) -> float:
     """The Renyi divergence at ``order`` of everything that counts; infinite where an event has none."""
-    counted = [*map(canonical, account.imports), *(run.kept for run in account.runs)]
-    return math.fsum(_divergence(text, order) for text in counted)
-
-
-def divergence(event: Event, order: float) -> float:
-    """The Renyi divergence of one run as the filter counts it; infinite where none is known."""
-    return _divergence(canonical(event), order)
+    counted = [*account.imports, *(run.kept for run in account.runs)]
+    return math.fsum(divergence(event, order) for event in counted)
 
 
 @lru_cache(maxsize=65_536)
-def _divergence(text: str, order: float) -> float:
+def divergence(event: Event, order: float) -> float:
+    """The Renyi divergence of one run as the filter counts it; infinite where none is known."""
     # The delta of imported runs does not enter it: it is set aside from the budget's.
-    pure = json.loads(text, object_hook=lambda part: part | {"delta": 0.0} if part.get("type") == "imported" else part)
-    return renyi.rdp(pure, order) if "rdp" in events.accountants(pure) else math.inf
+    pure = without_delta(event)
+    return renyi.rdp(pure, order) if "rdp" in accountants(pure) else math.inf
 
 
 def delta_imported(account: Account, *wanted: Event) -> float:
     """The deltas of imported runs, wherever they stand."""
-    texts = [*map(canonical, (*account.imports, *wanted)), *(run.text for run in account.runs)]
-    return math.fsum(_delta_imported(text) for text in texts if '"imported"' in text)
-
-
-@lru_cache(maxsize=65_536)
-def _delta_imported(text: str) -> float:
-    return events.imported_delta(json.loads(text))
+    return math.fsum(map(imported_delta, (*account.imports, *wanted, *(run.event for run in account.runs))))
 
 
 def filter_left(account: Account) -> renyi.Fit | None:
@@ -150,11 +152,11 @@ def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> st
 
 def pending(account: Account) -> list[Sealed]:
     """The sealed runs that were not reserved yet."""
-    used = Counter((run.text, run.reservation.num_steps) for run in account.runs)
+    used = Counter(Sealed(run.event, run.reservation.num_steps) for run in account.runs)
     waiting = []
     for run in account.sealed or ():
-        if used[run.key] > 0:
-            used[run.key] -= 1
+        if used[run] > 0:
+            used[run] -= 1
         else:
             waiting.append(run)
     return waiting
@@ -179,7 +181,7 @@ def over_plan(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str |
 
     def fits(last: Event, interval: float) -> bool:
         whole = compose([*past, *asked[:-1], last])
-        kind = "pld" if "pld" in events.accountants(whole) else "rdp"
+        kind = "pld" if "pld" in accountants(whole) else "rdp"
         return accounting.epsilon(whole, budget.delta, budget.relation, kind, interval=interval) <= budget.epsilon
 
     many = len(runs) > 1
@@ -194,11 +196,11 @@ def over_plan(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str |
 def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
     """Why not all of these runs are on the list that was sealed, or are it by now."""
     waiting = pending(account)
-    missing = Counter(run.key for run in runs) - Counter(run.key for run in waiting)
+    missing = Counter(runs) - Counter(waiting)
     if not missing:
         return None
     used, sealed = len(account.runs), len(account.sealed or account.runs)  # the first version kept no lists
-    strangers = {run.key: _described(run) for run in runs if run.key in missing}.values()
+    strangers = {run: _described(run) for run in runs if run in missing}.values()
     what = "does not hold this run"
     if used >= sealed:
         what = "is spent"
@@ -221,16 +223,18 @@ def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
 
 def _described(run: Sealed) -> str:
     """A run of a list in a few words."""
-    if run.event["type"] == "pure_dp":
-        return f"a statistic of epsilon {run.event['epsilon']:g}"
-    step = run.event if "bands" in run.event else run.event.get("event", {})
-    rate = f"q {step['probability']:.4g}, " if "probability" in step else ""
-    if "bands" in step:
-        rate = f"q' {step['probability']:.4g} in {step['bands']} bands, "
-    try:
-        return f"{rate}sigma {noise_multiplier(run.event):.4g}, {run.num_steps} steps"
-    except (KeyError, TypeError):
-        return f"{run.num_steps} steps"
+    match run.event:
+        case PureDP(epsilon):
+            return f"a statistic of epsilon {epsilon:g}"
+        case CyclicPoisson(bands, _, probability):
+            rate = f"q' {probability:.4g} in {bands} bands, "
+        case SelfComposed(_, PoissonSampled(probability)):
+            rate = f"q {probability:.4g}, "
+        case _:
+            rate = ""
+    mechanism = mechanism_of(run.event)
+    sigma = f"{rate}sigma {mechanism.noise_multiplier:.4g}, " if mechanism else ""
+    return f"{sigma}{run.num_steps} steps"
 
 
 def refusal(account: Account, runs: Sequence[Sealed], *, extends: bool = False) -> str | None:
@@ -256,16 +260,18 @@ def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "
 
     ``fits`` tells by accounting at an interval, of which a wide one is quick and never gives too little.
     """
-    if not divisible(event) or event["count"] < 1:
-        return "Ask for a smaller epsilon, or use other data." if event["type"] == "pure_dp" else "Use other data."
-    count = int(event["count"])
+    if not divisible(event) or event.count < 1:
+        return "Ask for a smaller epsilon, or use other data." if isinstance(event, PureDP) else "Use other data."
+    count = event.count
     steps = _most_steps(event, count, fits)
     advice = [f"at most {steps} steps{whose} at this noise" if steps else f"not even one step{whose} at this noise"]
     factor = _least_factor(event, fits)
     if factor is None:
         advice.append("no noise multiplier up to a thousand times this one")
     else:
-        sigma = math.ceil(noise_multiplier(event) * factor * 1e4) / 1e4
+        mechanism = mechanism_of(event)
+        assert mechanism is not None  # of what is divisible
+        sigma = math.ceil(mechanism.noise_multiplier * factor * 1e4) / 1e4
         advice.append(f"a noise multiplier of at least {sigma:.4f} for {count} steps")
     return (
         f"What would fit: {', or '.join(advice)}. Ask for less (a lower privacy.epsilon, or more noise where the recipe sets "
@@ -273,28 +279,21 @@ def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "
     )
 
 
-def _most_steps(event: Event, count: int, fits: Callable[[Event, float], bool]) -> int:
-    steps = bisect_left(range(1, count), True, key=lambda n: not fits({**event, "count": n}, COARSE_INTERVAL))
-    while steps + 1 < count and fits({**event, "count": steps + 1}, accounting.FINE_INTERVAL):
+def _most_steps(event: RunEvent, count: int, fits: Callable[[Event, float], bool]) -> int:
+    steps = bisect_left(range(1, count), True, key=lambda n: not fits(replace(event, count=n), COARSE_INTERVAL))
+    while steps + 1 < count and fits(replace(event, count=steps + 1), accounting.FINE_INTERVAL):
         steps += 1
     return steps
 
 
 def _least_factor(event: Event, fits: Callable[[Event, float], bool]) -> float | None:
     high = 2.0
-    while not fits(events.scaled(event, high), COARSE_INTERVAL):
+    while not fits(scaled(event, high), COARSE_INTERVAL):
         high *= 2
         if high > MOST_NOISE:
             return None
     low = high / 2
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if fits(events.scaled(event, middle), COARSE_INTERVAL) else (middle, high)
+        low, high = (low, middle) if fits(scaled(event, middle), COARSE_INTERVAL) else (middle, high)
     return high
-
-
-def noise_multiplier(event: Event) -> float:
-    """Of the Gaussian inside; for the joint event of adaptive clipping, of the Gaussian of equal cost."""
-    if "count_noise_multiplier" in event:
-        return events.joint_noise_multiplier(event["gradient_noise_multiplier"], event["count_noise_multiplier"])
-    return float(event["noise_multiplier"]) if "noise_multiplier" in event else noise_multiplier(event["event"])

@@ -138,7 +138,7 @@ def import_run(
 ) -> None:
     """Enters what was spent on ``dataset`` elsewhere. A fact is not refused, also where it exceeds the budget.
 
-    ``event`` is ``{"type": "imported", "epsilon": e, "delta": d}`` where no more is known.
+    ``event`` is an ``Imported`` where no more is known.
 
     Raises:
         Refused: Its unit or relation is another than this dataset's.
@@ -153,7 +153,7 @@ def import_run(
     with ledger.chain.writing():
         name = ledger.records.account_name(dataset)
         ledger.same_unit(name, unit, relation)
-        content = {"run": run, "event": event, "unit": unit, "relation": relation, "by": by, "reason": reason}
+        content = {"run": run, "event": event.to_json(), "unit": unit, "relation": relation, "by": by, "reason": reason}
         ledger.chain.append("import", name, content)
 
 

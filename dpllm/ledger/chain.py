@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from dpllm.errors import ConfigError, LedgerContradiction, Refused
 from dpllm.ledger import place
 from dpllm.ledger.store import Store
-from dpllm.privacy.accounting import Event, compose
+from dpllm.privacy.events import Event, compose, read
 
 GENESIS = "0" * 64
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -307,7 +307,7 @@ def event_of(value: dict[str, Any], dataset: str) -> tuple[Event, str, str]:
             f"the exported ledger accounts dataset {dataset!r} by several units or relations, which do not add."
         )
     [(unit, relation)] = meant
-    return compose([facts["event"] for facts in spent]), unit, relation
+    return compose([read(facts["event"]) for facts in spent]), unit, relation
 
 
 def _links(value: dict[str, Any]) -> list[Entry]:

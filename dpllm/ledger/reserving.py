@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import admission
-from dpllm.ledger.chain import canonical
 from dpllm.ledger.records import Fingerprint
 from dpllm.ledger.values import Account, Reservation, RunRequest, Sealed, check_name, seal_content
 from dpllm.privacy.accounting import Event, compose, count_releases, stated
@@ -97,7 +96,7 @@ def reserve_all(
 
 def _enter(ledger: Ledger, dataset: str, claim: Reservation, one: RunRequest) -> None:
     facts = {key: value for key, value in asdict(claim).items() if key not in ("group", "flaw") or value is not None}
-    seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event, "data": dataset})
+    seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event.to_json(), "data": dataset})
     ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
 
 
@@ -135,7 +134,7 @@ def use_reservation(
             f"reservation {entry} of run {claim.run!r} is {one.state} after {one.steps} of {claim.num_steps} steps, so no run "
             "can begin with it. Resume the run that did, or start another sweep, which reserves its own."
         )
-    if (claim.dataset, one.text, claim.num_steps) != (dataset, canonical(event), num_steps):
+    if (claim.dataset, one.event, claim.num_steps) != (dataset, event, num_steps):
         raise Refused(
             f"reservation {entry} was made for other data, noise, sampling rate or steps than this run has, and what runs must "
             "be what is accounted. Put recipe and data back as they were, or start another sweep."

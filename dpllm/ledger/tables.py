@@ -19,7 +19,8 @@ from dpllm.ledger import admission
 from dpllm.ledger.chain import Entry
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.reserving import group_total
-from dpllm.ledger.values import Run
+from dpllm.ledger.values import Run, event_of
+from dpllm.privacy.events import Imported
 
 Json = dict[str, Any]
 
@@ -37,8 +38,8 @@ def overview(ledger: Ledger, datasets: Sequence[str]) -> Group:
             cost = f"{claim.epsilon:.3f}", f"{claim.delta:g}"
             table.add_row(claim.entry, _plain(claim.run), steps, _state(one), *cost)
         for entry in ledger.chain.of(name, "import"):
-            event = entry.facts["event"]
-            cost = (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event["type"] == "imported" else ("", "")
+            event = event_of(entry)
+            cost = (f"{event.epsilon:.3f}", f"{event.delta:g}") if isinstance(event, Imported) else ("", "")
             table.add_row("", _plain(f"{entry.facts['run']} (imported)"), "", "imported", *cost)
         parts += [table, *map(_plain, totals(ledger, name)), ""]
     refusals = [f"{dataset}: {reason} {number}" for (dataset, reason), number in ledger.refusals().items()]

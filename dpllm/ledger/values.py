@@ -6,28 +6,21 @@ Frozen values without behaviour beyond their own arithmetic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
-from dpllm.ledger.chain import Entry, canonical
-from dpllm.privacy.accounting import Event, Relation
+from dpllm.ledger.chain import Entry
+from dpllm.privacy import events
+from dpllm.privacy.accounting import Relation
+from dpllm.privacy.events import Event
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import Plan
 
 Gate = Literal["planned", "adaptive"]
 State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
-# Of these, a step is one release. What was imported or selected ran elsewhere, and no count of steps says how much of it.
-ONE_RELEASE = ("gaussian", "adaptive_clipping", "poisson_sampled", "poisson_sampled_group")
-
-
-def divisible(event: Event) -> bool:
-    """Whether ``count`` says how many steps an event has, so that a smaller one is the event of fewer of them."""
-    return event["type"] == "cyclic_poisson" or (
-        event["type"] == "self_composed" and event["event"]["type"] in ONE_RELEASE
-    )
 
 
 @dataclass(frozen=True)
@@ -106,17 +99,12 @@ class Run:
     state: State
     heartbeat: float  # time of the last charge (or of the reservation), in seconds since the epoch
 
-    @cached_property
-    def text(self) -> str:
-        """The event as JSON."""
-        return canonical(self.event)
-
-    @cached_property
-    def kept(self) -> str:
-        """The event that an adaptive gate still counts, as JSON: the executed part of a reconciled run, all of any other."""
-        if self.state != "reconciled" or not divisible(self.event):
-            return self.text
-        return canonical({**self.event, "count": min(self.steps, int(self.event["count"]))})
+    @property
+    def kept(self) -> Event:
+        """What an adaptive gate still counts: the executed part of a reconciled run, all of any other."""
+        if self.state != "reconciled" or not events.divisible(self.event):
+            return self.event
+        return replace(self.event, count=min(self.steps, self.event.count))
 
 
 @dataclass(frozen=True)
@@ -126,15 +114,11 @@ class Sealed:
     event: Event
     num_steps: int
 
-    @cached_property
-    def key(self) -> tuple[str, int]:
-        """Equal for two runs that are the same."""
-        return canonical(self.event), self.num_steps
-
 
 def seal_content(runs: Sequence[Sealed], by: str, reason: str) -> dict[str, Any]:
     """The payload of a seal."""
-    return {"runs": [asdict(run) for run in runs], "by": by, "reason": reason}
+    listed = [{"event": run.event.to_json(), "num_steps": run.num_steps} for run in runs]
+    return {"runs": listed, "by": by, "reason": reason}
 
 
 @dataclass(frozen=True)
@@ -195,7 +179,7 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
         elif entry.kind == "seal":
             sealed = _sealed(entry)
         elif entry.kind == "import":
-            imports.append(facts["event"])
+            imports.append(event_of(entry))
         elif entry.kind == "exception":
             exceptions.append(facts)
         elif entry.kind == "reserve":
@@ -208,7 +192,7 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
         state, final = ended.get(entry.facts["entry"], ("running" if steps else "reserved", steps))
         # Of a closed run the chain says how many steps it had; a row beside it could be changed.
         steps = final if state in ("completed", "reconciled") else steps
-        runs.append(_run(entry, steps, state, heartbeat))
+        runs.append(Run(reservation_of(entry), event_of(entry), steps, state, heartbeat))
     return Account(dataset, budget, sealed, tuple(runs), tuple(imports), tuple(exceptions))
 
 
@@ -218,14 +202,15 @@ def reservation_of(entry: Entry) -> Reservation:
     return Reservation(**_fields(entry, Reservation))
 
 
-@lru_cache(maxsize=65_536)  # so that the text of an event is made once
-def _run(entry: Entry, steps: int, state: State, heartbeat: float) -> Run:
-    return Run(reservation_of(entry), entry.facts["event"], steps, state, heartbeat)
+@lru_cache(maxsize=65_536)
+def event_of(entry: Entry) -> Event:
+    """What a link of the kind "reserve" or "import" costs."""
+    return events.read(entry.facts["event"])
 
 
 @lru_cache(maxsize=64)
 def _sealed(entry: Entry) -> tuple[Sealed, ...]:
-    return tuple(Sealed(run["event"], run["num_steps"]) for run in entry.facts["runs"])
+    return tuple(Sealed(events.read(run["event"]), run["num_steps"]) for run in entry.facts["runs"])
 
 
 def _fields(entry: Entry, kind: Any) -> dict[str, Any]:

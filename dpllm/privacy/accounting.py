@@ -22,18 +22,8 @@ from typing import Any, NoReturn, get_args
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import digest, write_whole
-from dpllm.privacy.events import (
-    Event,
-    Terms,
-    accountants,
-    accountants_of,
-    compose,
-    count_releases,
-    dp_sgd_event,
-    normal_form,
-    number,
-    require,
-)
+from dpllm.privacy.events import Event, compose, count_releases, dp_sgd_event, number
+from dpllm.privacy.parts import Parts, accountants, parts_of, require
 from dpllm.privacy.privacy_loss import Relation, privacy_loss
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 
@@ -100,36 +90,36 @@ def epsilon(
         )
     if accountant not in ("pld", "rdp", "prv"):
         raise ConfigError(f"accountant {accountant!r} is unknown. Use pld, rdp or prv.")
-    terms = normal_form(event)
-    if terms == Terms():
+    parts = parts_of(event)
+    if parts == Parts():
         return 0.0
-    require(terms, accountant)
+    require(event, accountant)
     if accountant == "rdp":
-        return rdp_epsilon(terms, delta)
-    return _pld(terms, delta, relation, interval) if accountant == "pld" else _prv(terms, delta)
+        return rdp_epsilon(parts, delta)
+    return _pld(parts, delta, relation, interval) if accountant == "pld" else _prv(parts, delta)
 
 
 @lru_cache(maxsize=1024)
-def _pld(terms: Terms, delta: float, relation: Relation, interval: float) -> float:
+def _pld(parts: Parts, delta: float, relation: Relation, interval: float) -> float:
     try:
-        return float(privacy_loss(terms, relation, interval).get_epsilon_for_delta(delta))
+        return float(privacy_loss(parts, relation, interval).get_epsilon_for_delta(delta))
     except OverflowError:  # the loss of hardly any noise does not fit a float
         return math.inf
 
 
-def _prv(terms: Terms, delta: float) -> float:
+def _prv(parts: Parts, delta: float) -> float:
     # Opacus' own mesh (prv.py, _get_domain): its arrays grow with epsilon and sqrt(T).
-    steps = sum(part.times for part in terms.sampled)
+    steps = sum(part.times for part in parts.sampled)
     mesh = 0.01 / math.sqrt(steps * math.log(12_000 / delta) / 2)
     try:
-        points = 2 * (rdp_epsilon(terms, delta / 4000) + 3) / mesh
+        points = 2 * (rdp_epsilon(parts, delta / 4000) + 3) / mesh
         if points > PRV_MAX_POINTS:
             raise MemoryError(f"it needs {points:.0f} points")
         import numpy as np
         from opacus.accountants import PRVAccountant
 
         accountant = PRVAccountant()
-        accountant.history = [(part.noise_multiplier, part.probability, part.times) for part in terms.sampled]
+        accountant.history = [(part.noise_multiplier, part.probability, part.times) for part in parts.sampled]
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             value = float(accountant.get_epsilon(delta, eps_error=0.01))
@@ -154,9 +144,8 @@ def stated(event: Event, delta: float, relation: Relation) -> tuple[float, str]:
         ConfigError: see ``epsilon``.
         Refused: no accountant knows every part of the event.
     """
-    terms = normal_form(event)
-    require(terms)
-    name = "pld" if "pld" in accountants_of(terms) else "rdp"
+    require(event)
+    name = "pld" if "pld" in accountants(event) else "rdp"
     return epsilon(event, delta, relation, name), name
 
 
@@ -179,9 +168,8 @@ def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False)
         Refused: no accountant knows every part of the event, or two contradict each other.
         ConfigError: see ``epsilon``.
     """
-    terms = normal_form(event)
-    require(terms)
-    known = accountants_of(terms)
+    require(event)
+    known = accountants(event)
     values: dict[str, float] = {}
     for name in ("pld", "rdp", "prv") if prv else ("pld", "rdp"):
         if name in known:
@@ -214,7 +202,7 @@ def cross_check(event: Event, delta: float, relation: Relation, stated: float) -
             "Raise privacy.delta or privacy.noise_multiplier."
         )
     known = accountants(event)
-    require(normal_form(event))
+    require(event)
     if not {"pld", "rdp"} <= known:
         return None
     try:
@@ -321,9 +309,9 @@ def _calibrate(
             )
             due = time.monotonic() + PROGRESS_SECONDS
         tried += 1
-        terms = normal_form(dp_sgd_event(q, sigma, num_steps, group_size))
+        parts = parts_of(dp_sgd_event(q, sigma, num_steps, group_size))
         try:
-            return float(privacy_loss(terms, relation, interval).get_epsilon_for_delta(delta))
+            return float(privacy_loss(parts, relation, interval).get_epsilon_for_delta(delta))
         except OverflowError:
             return math.inf
 

@@ -1,7 +1,7 @@
-"""What was released, as values: the family of accounting events, and the one form to which all of them come down.
+"""What was released, as frozen values: the family of accounting events.
 
-Comes in: events, plain JSON-able dicts. Goes out: a checked normal form, the dp-accounting event of equal cost, the
-accountants that know an event. Knows no epsilon, no model and no data, and imports no accountant before one is needed.
+Comes in: numbers; JSON of plan.json, the ledger and published statements, read once by ``read``. Goes out: events and their
+JSON. Knows no epsilon, no model and no data; ``parts`` adds events up.
 
 An event is stored in plan.json and in the ledger, to be accounted again years later. Fields are exact and meanings
 never change. A mechanism is one noisy sum to which a unit adds a vector of norm at most the sensitivity:
@@ -48,73 +48,222 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from decimal import ROUND_DOWN, Context, Decimal
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, TypeGuard
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError
 
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-
-Event = dict[str, Any]
-
-ACCOUNTANTS = frozenset({"pld", "rdp", "prv"})
-FIELDS = {
-    "gaussian": {"type", "noise_multiplier"},
-    "adaptive_clipping": {"type", "gradient_noise_multiplier", "count_noise_multiplier"},
-    "poisson_sampled": {"type", "probability", "event"},
-    "poisson_sampled_group": {"type", "probability", "group_size", "event"},
-    "cyclic_poisson": {"type", "bands", "count", "probability", "event"},
-    "self_composed": {"type", "count", "event"},
-    "composed": {"type", "events"},
-    "repeat_and_select": {"type", "event", "mean", "distribution"},
-    "imported": {"type", "epsilon", "delta"},
-    "pure_dp": {"type", "epsilon"},
-}
-MECHANISMS = ("gaussian", "adaptive_clipping")
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # multipliers; an accountant's squares of others do not fit a float
 MAX_GROUP_SIZE = 1024
 _SPLIT = Context(prec=60)
 
 
-class Sampled(NamedTuple):
-    """``times`` Gaussian sums over Poisson samples, for ``group_size`` rows together."""
+class _Value:
+    """An event, whose fields are those of its JSON."""
+
+    type: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is stored; ``read`` is the inverse."""
+        stored: dict[str, Any] = {"type": self.type}
+        for name in self._stored():
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                value = [part.to_json() for part in value]
+            stored[name] = value.to_json() if isinstance(value, _Value) else value
+        return stored
+
+    def _stored(self) -> list[str]:
+        return [field.name for field in fields(self)]  # type: ignore[arg-type]  # each subclass is a dataclass
+
+
+@dataclass(frozen=True)
+class Gaussian(_Value):
+    """One noisy sum. Raises ConfigError, as all events do, for a value from which no epsilon follows."""
+
+    type = "gaussian"
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        _noise("noise_multiplier", self.noise_multiplier)
+
+
+@dataclass(frozen=True)
+class GaussianPair(_Value):
+    """The two sums of adaptive clipping."""
+
+    type = "adaptive_clipping"
+    gradient_noise_multiplier: float
+    count_noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        for name in self._stored():
+            _noise(name, getattr(self, name))
+
+    @cached_property
+    def noise_multiplier(self) -> float:
+        """Of the Gaussian of equal cost."""
+        return joint_noise_multiplier(self.gradient_noise_multiplier, self.count_noise_multiplier)
+
+
+Mechanism = Gaussian | GaussianPair
+
+
+@dataclass(frozen=True)
+class PoissonSampled(_Value):
+    """A mechanism over a fresh Poisson sample, for ``group_size`` of what is sampled together."""
 
     probability: float
-    noise_multiplier: float
-    group_size: int
-    times: int
+    event: Mechanism
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        _within(self, Gaussian, GaussianPair)
+        number("sampling_rate", self.probability, 0.0, 1.0)
+        _integer("group_size", self.group_size, 1, MAX_GROUP_SIZE)
+
+    @property
+    def type(self) -> str:  # type: ignore[override]  # which depends on the group
+        """Of its JSON."""
+        return "poisson_sampled" if self.group_size == 1 else "poisson_sampled_group"
+
+    def _stored(self) -> list[str]:
+        return [name for name in super()._stored() if name != "group_size" or self.group_size != 1]
 
 
-class Selected(NamedTuple):
-    """``times`` times the best of a random number of runs."""
+@dataclass(frozen=True)
+class CyclicPoisson(_Value):
+    """``count`` steps of banded noise, each over a Poisson sample of the group whose turn it is."""
 
-    terms: Terms
+    type = "cyclic_poisson"
+    bands: int
+    count: int
+    probability: float
+    event: Gaussian
+
+    def __post_init__(self) -> None:
+        _integer("cyclic_poisson count", self.count, 0)
+        _integer("bands", self.bands, 1)
+        _within(self, Gaussian)  # adaptive clipping's noise would be taken back at another C
+        number("sampling_rate", self.probability, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class SelfComposed(_Value):
+    """An event ``count`` times."""
+
+    type = "self_composed"
+    count: int
+    event: Event
+
+    def __post_init__(self) -> None:
+        _integer("self_composed count", self.count, 0)
+
+
+@dataclass(frozen=True)
+class Composed(_Value):
+    """All of these on the same data."""
+
+    type = "composed"
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class RepeatAndSelect(_Value):
+    """An event a random number of times, of which only the best result left."""
+
+    type = "repeat_and_select"
+    event: Event
     mean: float
     distribution: str
-    times: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.distribution, str) or self.distribution not in SHAPES:
+            raise ConfigError(
+                f"repeat_and_select distribution is {self.distribution!r}. Use one of {', '.join(SHAPES)}."
+            )
+        if number("repeat_and_select mean", self.mean, 0.0) < 1:
+            raise ConfigError(f"repeat_and_select mean is {self.mean:g}, fewer than one run. Set 1 or more.")
 
 
-class Imported(NamedTuple):
-    """``times`` releases, made elsewhere or ``pure_dp``, of which epsilon and delta are known."""
+@dataclass(frozen=True)
+class Imported(_Value):
+    """Made elsewhere, and no more than epsilon and delta is known."""
 
+    type = "imported"
     epsilon: float
     delta: float
-    times: int
+
+    def __post_init__(self) -> None:
+        number("imported epsilon", self.epsilon, 0.0, including=True)
+        if number("imported delta", self.delta, 0.0, including=True) >= 1:
+            raise ConfigError(f"imported delta is {self.delta:g}, which promises nothing. Set a number below 1.")
 
 
-class Terms(NamedTuple):
-    """An event in normal form: composition commutes, so that equal parts are counted together and sorted."""
+@dataclass(frozen=True)
+class PureDP(_Value):
+    """One release without a delta."""
 
-    sampled: tuple[Sampled, ...] = ()
-    selected: tuple[Selected, ...] = ()
-    imported: tuple[Imported, ...] = ()
+    type = "pure_dp"
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        number("pure_dp epsilon", self.epsilon, 0.0, including=True)
 
 
-def dp_sgd_event(sampling_rate: float, noise_multiplier: float, num_steps: int, group_size: int = 1) -> Event:
+Event = (
+    Gaussian
+    | GaussianPair
+    | PoissonSampled
+    | CyclicPoisson
+    | SelfComposed
+    | Composed
+    | RepeatAndSelect
+    | Imported
+    | PureDP
+)
+RunEvent = SelfComposed | CyclicPoisson
+"""What a run of dpllm executes: ``count`` steps."""
+
+_KINDS: dict[str, Any] = {
+    kind.type: kind
+    for kind in (Gaussian, GaussianPair, CyclicPoisson, SelfComposed, Composed, RepeatAndSelect, Imported, PureDP)
+}
+_FIELDS = {name: {field.name for field in fields(kind)} for name, kind in _KINDS.items()}
+_FIELDS |= {
+    "poisson_sampled": {"probability", "event"},
+    "poisson_sampled_group": {"probability", "event", "group_size"},
+}
+
+
+def read(value: Any) -> Event:
+    """An event from its JSON, by an allow-list.
+
+    Raises:
+        ConfigError: an unknown type, a missing or unknown field, or a value out of range.
+    """
+    kind = value.get("type") if isinstance(value, dict) else value
+    if not isinstance(kind, str) or kind not in _FIELDS or set(value) != _FIELDS[kind] | {"type"}:
+        raise ConfigError(
+            f"accounting event of type {kind!r} is unknown or malformed, so its cost is not known. Use one of "
+            f"{', '.join(_FIELDS)}, with exactly its fields."
+        )
+    found = {name: part for name, part in value.items() if name != "type"}
+    if "event" in found:
+        found["event"] = read(found["event"])
+    if "events" in found:
+        if not isinstance(found["events"], list | tuple):
+            raise ConfigError(f"composed events are {type(found['events']).__name__}. Set a list of events.")
+        found["events"] = tuple(map(read, found["events"]))
+    event: Event = _KINDS.get(kind, PoissonSampled)(**found)
+    return event
+
+
+def dp_sgd_event(sampling_rate: float, noise_multiplier: float, num_steps: int, group_size: int = 1) -> SelfComposed:
     """The event of DP-SGD: `num_steps` Gaussian sums, each over a fresh Poisson sample.
 
     Args:
@@ -129,189 +278,77 @@ def dp_sgd_event(sampling_rate: float, noise_multiplier: float, num_steps: int, 
     References:
         Abadi et al. 2016, "Deep Learning with Differential Privacy", algorithm 1.
     """
-    return sampled_steps(
-        {"type": "gaussian", "noise_multiplier": noise_multiplier}, sampling_rate, num_steps, group_size
-    )
+    return SelfComposed(num_steps, PoissonSampled(sampling_rate, Gaussian(noise_multiplier), group_size))
 
 
-def sampled_steps(mechanism: Event, sampling_rate: float, num_steps: int, group_size: int = 1) -> Event:
-    """The event of `num_steps` times `mechanism`, each over a fresh Poisson sample; see ``dp_sgd_event``."""
-    sampled: Event = {"type": "poisson_sampled", "probability": sampling_rate, "event": mechanism}
-    if group_size != 1:
-        sampled |= {"type": "poisson_sampled_group", "group_size": group_size}
-    event: Event = {"type": "self_composed", "count": num_steps, "event": sampled}
-    normal_form(event)  # which checks it
-    return event
-
-
-def cyclic_steps(mechanism: Event, bands: int, probability: float, num_steps: int) -> Event:
-    """The event of `num_steps` steps of `mechanism` with banded noise, each over a Poisson sample of the group whose turn it is.
-
-    Args:
-        mechanism: a gaussian.
-        bands: and groups, b >= 1.
-        probability: that a member of the group joins, b B / N.
-        num_steps: logical batches, >= 0.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    event = {
-        "type": "cyclic_poisson",
-        "bands": bands,
-        "count": num_steps,
-        "probability": probability,
-        "event": mechanism,
-    }
-    normal_form(event)  # which checks it
-    return event
-
-
-def compose(events: Sequence[Event]) -> Event:
+def compose(events: Sequence[Event]) -> Composed:
     """The event of doing all of `events` on the same data."""
-    return {"type": "composed", "events": list(events)}
+    return Composed(tuple(events))
 
 
 def count_releases(event: Event) -> int:
     """How many noisy sums, or pure_dp releases, a run may execute on the strength of `event`; others pay for none."""
-    sampled = normal_form(event).sampled  # which checks it
-    if event["type"] == "composed":
-        return sum(map(count_releases, event["events"]))
-    if event["type"] == "self_composed":
-        return int(event["count"]) * count_releases(event["event"])
-    if event["type"] == "pure_dp":
-        return 1
-    # The groups of cyclic_poisson share each of the rounds that it costs.
-    return int(event["count"]) if event["type"] == "cyclic_poisson" else sum(part.times for part in sampled)
+    match event:
+        case Gaussian() | GaussianPair() | PoissonSampled() | PureDP():
+            return 1
+        case CyclicPoisson():
+            return event.count
+        case SelfComposed():
+            return event.count * count_releases(event.event)
+        case Composed():
+            return sum(map(count_releases, event.events))
+    return 0
+
+
+def divisible(event: Event) -> TypeGuard[RunEvent]:
+    """Whether ``count`` says how many steps an event has, so that a smaller one is the event of fewer of them.
+
+    What was imported or selected ran elsewhere, and no count of steps says how much of it.
+    """
+    return isinstance(event, CyclicPoisson) or (
+        isinstance(event, SelfComposed) and isinstance(event.event, Gaussian | GaussianPair | PoissonSampled)
+    )
+
+
+def step_of(event: RunEvent) -> PoissonSampled | CyclicPoisson:
+    """One of the steps, with its probability and mechanism; of cyclic_poisson, all of them."""
+    if isinstance(event, CyclicPoisson):
+        return event
+    if not isinstance(event.event, PoissonSampled):
+        raise ConfigError(f"{event.event.type!r} is no step of a run, over a Poisson sample. Use poisson_sampled.")
+    return event.event
+
+
+def mechanism_of(event: Event) -> Mechanism | None:
+    """The noisy sum inside; None where there is none, or are several."""
+    while isinstance(event, PoissonSampled | CyclicPoisson | SelfComposed | RepeatAndSelect):
+        event = event.event
+    return event if isinstance(event, Gaussian | GaussianPair) else None
+
+
+def changed(event: Event, leaf: Callable[[Any], Any]) -> Event:
+    """The same event with each mechanism, import and pure_dp release in it as `leaf` gives it back."""
+    match event:
+        case PoissonSampled() | CyclicPoisson() | SelfComposed() | RepeatAndSelect():
+            return replace(event, event=changed(event.event, leaf))  # type: ignore[arg-type]  # a mechanism stays one
+        case Composed():
+            return compose([changed(part, leaf) for part in event.events])
+    return leaf(event)  # type: ignore[no-any-return]
 
 
 def scaled(event: Event, factor: float) -> Event:
     """The same event with every noise multiplier times `factor`."""
-    changed: Event = {}
-    for key, value in event.items():
-        if key.endswith("noise_multiplier"):
-            changed[key] = value * factor
-        elif isinstance(value, dict):
-            changed[key] = scaled(value, factor)
-        else:
-            changed[key] = [scaled(part, factor) for part in value] if isinstance(value, list) else value
-    return changed
+
+    def louder(part: Any) -> Any:
+        noise = [field.name for field in fields(part) if field.name.endswith("noise_multiplier")]
+        return replace(part, **{name: getattr(part, name) * factor for name in noise})
+
+    return changed(event, louder)
 
 
-def imported_delta(event: Event) -> float:
-    """The sum of the deltas that `event` imports, which come off the delta at which anything else is stated."""
-    return sum(part.delta * part.times for part in normal_form(event).imported)
-
-
-def accountants(event: Event) -> frozenset[str]:
-    """Which of "pld", "rdp" and "prv" know every part of `event`; none, where its parts do not go together."""
-    return accountants_of(normal_form(event))
-
-
-def accountants_of(terms: Terms) -> frozenset[str]:
-    """See ``accountants``."""
-    return ACCOUNTANTS.intersection(*(supported for _, supported in _kinds(terms)))
-
-
-def require(terms: Terms, accountant: str | None = None) -> None:
-    """Refuses an event that no accountant knows in every part; a ConfigError where another one does, but not this one."""
-    known = accountants_of(terms)
-    if not known:
-        parts = "; ".join(f"{name} (only {' or '.join(sorted(who)) or 'none'})" for name, who in _kinds(terms))
-        raise Refused(
-            f"no accountant knows every part of this event, so no epsilon can be stated for it: {parts}. Keep such parts "
-            "in budgets of their own, or sample and account whole units."
-        )
-    if accountant is not None and accountant not in known:
-        raise ConfigError(
-            f"accountant {accountant!r} does not know {', '.join(name for name, who in _kinds(terms) if accountant not in who)}. "
-            f"Use {' or '.join(sorted(known))}."
-        )
-
-
-def normal_form(event: Any) -> Terms:
-    """Checks an event by an allow-list and reduces it.
-
-    Raises:
-        ConfigError: an unknown type, a missing or unknown field, or a value out of range.
-    """
-    sampled: Counter[tuple[float, float, int]] = Counter()
-    selected: Counter[tuple[Terms, float, str]] = Counter()
-    imported: Counter[tuple[float, float]] = Counter()
-
-    def walk(part: Any, times: int) -> None:
-        kind = _kind(part)
-        if kind in MECHANISMS:
-            sampled[(1.0, _noise(part), 1)] += times
-        elif kind in ("poisson_sampled", "poisson_sampled_group"):
-            if _kind(part["event"]) not in MECHANISMS:
-                raise ConfigError(f"{part['event']['type']!r} within {kind} has no known cost. Use gaussian.")
-            rate, sigma = number("sampling_rate", part["probability"], 0.0, 1.0), _noise(part["event"])
-            size = _integer("group_size", part["group_size"], 1, MAX_GROUP_SIZE) if "group_size" in part else 1
-            # Without sampling, all of the group are in every sum: one Gaussian of that sensitivity.
-            sampled[(rate, sigma, size) if rate < 1 else (1.0, sigma / size, 1)] += times
-        elif kind == "cyclic_poisson":
-            steps, bands = _integer("cyclic_poisson count", part["count"], 0), _integer("bands", part["bands"], 1)
-            if _kind(part["event"]) != "gaussian":  # adaptive clipping's noise would be taken back at another C
-                raise ConfigError(f"{part['event']['type']!r} within cyclic_poisson has no known cost. Use gaussian.")
-            one = {"type": "poisson_sampled", "probability": part["probability"], "event": part["event"]}
-            walk(one, times * -(-steps // bands))
-        elif kind == "self_composed":
-            walk(part["event"], times * _integer("self_composed count", part["count"], 0))
-        elif kind == "composed":
-            if not isinstance(part["events"], list | tuple):
-                raise ConfigError(f"composed events are {type(part['events']).__name__}. Set a list of events.")
-            for inner in part["events"]:
-                walk(inner, times)
-        elif kind == "repeat_and_select":
-            shape = part["distribution"]
-            if not isinstance(shape, str) or shape not in SHAPES:
-                raise ConfigError(f"repeat_and_select distribution is {shape!r}. Use one of {', '.join(SHAPES)}.")
-            mean = number("repeat_and_select mean", part["mean"], 0.0)
-            if mean < 1:
-                raise ConfigError(f"repeat_and_select mean is {mean:g}, fewer than one run. Set 1 or more.")
-            inner = normal_form(part["event"])
-            if inner != Terms():
-                selected[(inner, mean, shape)] += times
-        else:
-            epsilon = number(f"{kind} epsilon", part["epsilon"], 0.0, including=True)
-            delta = number("imported delta", part.get("delta", 0.0), 0.0, including=True)  # pure_dp has none
-            if delta >= 1:
-                raise ConfigError(f"imported delta is {delta:g}, which promises nothing. Set a number below 1.")
-            if epsilon or delta:
-                imported[(epsilon, delta)] += times
-
-    walk(event, 1)
-    return Terms(
-        tuple(sorted(Sampled(*key, n) for key, n in sampled.items() if n)),
-        tuple(sorted(Selected(*key, n) for key, n in selected.items() if n)),
-        tuple(sorted(Imported(*key, n) for key, n in imported.items() if n)),
-    )
-
-
-def dp_event_of(terms: Terms) -> DpEvent:
-    """The dp-accounting event of equal cost; it has none for what is imported (ConfigError)."""
-    import dp_accounting as dp
-    from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
-
-    if terms.imported:
-        raise ConfigError("dp-accounting has no event for an imported epsilon and delta. Use epsilon() instead.")
-    runs: list[DpEvent] = []
-    for part in terms.sampled:
-        one = dp.GaussianDpEvent(part.noise_multiplier)
-        if part.group_size > 1:
-            from scipy.stats import binom
-
-            many = range(part.group_size + 1)
-            weights = binom.pmf(many, part.group_size, part.probability)
-            one = MixtureOfGaussiansDpEvent(part.noise_multiplier, list(map(float, many)), list(map(float, weights)))
-        elif part.probability < 1.0:
-            one = dp.PoissonSampledDpEvent(part.probability, one)
-        runs.append(dp.SelfComposedDpEvent(one, part.times))
-    for best in terms.selected:
-        one = RepeatAndSelectDpEvent(dp_event_of(best.terms), best.mean, SHAPES[best.distribution])
-        runs.append(dp.SelfComposedDpEvent(one, best.times))
-    return runs[0] if len(runs) == 1 else dp.ComposedDpEvent(runs)
+def without_delta(event: Event) -> Event:
+    """The same event with a delta of 0 for what was imported."""
+    return changed(event, lambda part: replace(part, delta=0.0) if isinstance(part, Imported) else part)
 
 
 def joint_noise_multiplier(gradient: float, count: float) -> float:
@@ -360,41 +397,14 @@ def _integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     return value
 
 
-def _kind(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else part
-    if kind not in tuple(FIELDS) or set(part) != FIELDS[kind]:
-        raise ConfigError(
-            f"accounting event of type {kind!r} is unknown or malformed, so its cost is not known. Use one of "
-            f"{', '.join(FIELDS)}, with exactly its fields."
-        )
-    return str(kind)
+def _noise(name: str, value: Any) -> None:
+    number(name, value, LEAST_NOISE, MOST_NOISE, including=True)
 
 
-def _noise(part: Event) -> float:
-    def sigma(name: str) -> float:
-        return number(name, part[name], LEAST_NOISE, MOST_NOISE, including=True)
-
-    if part["type"] == "gaussian":
-        return sigma("noise_multiplier")
-    return joint_noise_multiplier(sigma("gradient_noise_multiplier"), sigma("count_noise_multiplier"))
+def _within(outer: PoissonSampled | CyclicPoisson, *allowed: type) -> None:
+    if not isinstance(outer.event, allowed):
+        raise ConfigError(f"{outer.event.type!r} within {outer.type} has no known cost. Use gaussian.")
 
 
 def _inverse_square(value: float) -> Decimal:
     return _SPLIT.power(Decimal(value), Decimal(-2))
-
-
-def _kinds(terms: Terms) -> list[tuple[str, frozenset[str]]]:
-    """The kinds of parts that an event has, each with its accountants."""
-    kinds: dict[str, frozenset[str]] = {}
-    for part in terms.sampled:
-        if part.group_size > 1:
-            kinds["poisson_sampled_group"] = frozenset({"pld"})
-        else:
-            kinds["gaussian sums"] = ACCOUNTANTS
-    for best in terms.selected:
-        # dp-accounting computes the selection from the Renyi curve of one run, which an imported delta has not.
-        known = accountants_of(best.terms) & {"rdp"} if not best.terms.imported else frozenset[str]()
-        kinds[f"repeat_and_select of {' and '.join(kind for kind, _ in _kinds(best.terms))}"] = known
-    if terms.imported:
-        kinds["imported"] = frozenset({"pld", "rdp"})
-    return list(kinds.items())

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dpllm.privacy.events import Event, Terms, normal_form, require
+from dpllm.privacy.events import Event
+from dpllm.privacy.parts import Parts, parts_of, require
 from dpllm.privacy.privacy_loss import Relation, privacy_loss
 
 if TYPE_CHECKING:
@@ -64,10 +65,9 @@ def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | No
         "(epsilon, delta) Considered Harmful: Best Practices for Reporting Differential Privacy Guarantees" (arXiv
         2503.10945), on reporting mu. Kairouz, Oh and Viswanath 2015 (the lines).
     """
-    terms = normal_form(event)
-    if terms == Terms():
+    if parts_of(event) == Parts():
         return {**{f"tpr_at_fpr_{fpr}": fpr for fpr in FPRS}, "auc": 0.5, "gdp_mu": 0.0}
-    epsilons, deltas = profile(terms, relation)
+    epsilons, deltas = profile(event, relation)
     return {**roc_limits(epsilons, deltas), "gdp_mu": _gaussian_mu(epsilons, deltas)}
 
 
@@ -106,14 +106,14 @@ def _area(lines: list[tuple[float, float]]) -> float:
     return area
 
 
-def profile(terms: Terms, relation: Relation) -> tuple[list[float], list[float]]:
+def profile(event: Event, relation: Relation) -> tuple[list[float], list[float]]:
     """512 epsilons up to where delta is 1e-10 (or cannot get there), and an upper bound on delta at each.
 
     Raises as ``attacker_limits_of`` does.
     """
-    require(terms, "pld")
+    require(event, "pld")
     try:
-        loss = privacy_loss(terms, relation, INTERVAL)
+        loss = privacy_loss(parts_of(event), relation, INTERVAL)
         far = _far(lambda delta: float(loss.get_epsilon_for_delta(delta)))
         epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
         return epsilons, [min(1.0, max(0.0, float(delta))) for delta in loss.get_delta_for_epsilon(epsilons)]

@@ -16,7 +16,16 @@ from typing import Any, Literal
 
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.privacy import accounting, banded, events, limits, renyi
-from dpllm.privacy.accounting import Event, Relation
+from dpllm.privacy.accounting import Relation
+from dpllm.privacy.events import (
+    CyclicPoisson,
+    Gaussian,
+    GaussianPair,
+    Mechanism,
+    PoissonSampled,
+    RunEvent,
+    SelfComposed,
+)
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, group_rate, group_size_of, make_schedule
 from dpllm.recipe.config import RunConfig
@@ -119,7 +128,7 @@ class Plan:
     epsilon: float
     target_epsilon: float
     accountant: dict[str, Any]
-    event: Event
+    event: RunEvent
     adaptive: AdaptiveClipping | None = None
     sampling: Literal["unit", "example"] = "unit"
     coefficients: tuple[float, ...] = ()
@@ -145,14 +154,14 @@ class Plan:
         """b, how many groups take turns and over how many steps noise reaches back; 1 for independent noise."""
         return max(1, len(self.coefficients))
 
-    def event_after(self, num_steps: int) -> Event:
+    def event_after(self, num_steps: int) -> RunEvent:
         """The event of the first `num_steps` steps."""
-        return {**self.event, "count": num_steps}
+        return replace(self.event, count=num_steps)
 
     def to_json(self) -> dict[str, Any]:
         """The Plan as plan.json holds it, with the schedule's fields beside the others."""
         fields = {name: value for name, value in asdict(self).items() if name != "coefficients" or value}
-        return {**fields.pop("schedule"), **fields}
+        return {**fields.pop("schedule"), **fields, "event": self.event.to_json()}
 
 
 def make_plan(
@@ -174,7 +183,7 @@ def make_plan(
         fit: What is left of a Renyi filter that the run must fit: calibrated noise is then the larger of what meets the
             target epsilon and what fits. Noise that the recipe sets is left as it is, for the ledger to judge.
         largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
-        extra_steps: Steps beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
+        extra_steps: RunEvent beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
             stated epsilon, which is that of all steps, may exceed the target.
         coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
 
@@ -236,7 +245,7 @@ def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", me
         )
 
 
-def _fitting(sigma: float, event_of: Callable[[float, int], Event], steps: int, fit: Fit) -> float:
+def _fitting(sigma: float, event_of: Callable[[float, int], RunEvent], steps: int, fit: Fit) -> float:
     """The noise multiplier that meets the target and fits the filter."""
     if fit.allowance <= 0:
         raise BudgetExceeded(
@@ -296,10 +305,11 @@ def noise_multiplier_for(
     )
 
 
-def _steps(mechanism: Event, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> Event:
+def _steps(mechanism: Mechanism, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> RunEvent:
     if bands > 1:
-        return events.cyclic_steps(mechanism, bands, group_rate(schedule, bands), num_steps)
-    return events.sampled_steps(mechanism, schedule.sampling_rate, num_steps, group_size)
+        assert isinstance(mechanism, Gaussian)  # banded.check refuses adaptive clipping
+        return CyclicPoisson(bands, num_steps, group_rate(schedule, bands), mechanism)
+    return SelfComposed(num_steps, PoissonSampled(schedule.sampling_rate, mechanism, group_size))
 
 
 def _mechanism(
@@ -310,7 +320,7 @@ def _mechanism(
     cache_dir: Path | None,
     fit: Fit | None,
     bands: int,
-) -> tuple[float, Event, AdaptiveClipping | None]:
+) -> tuple[float, Mechanism, AdaptiveClipping | None]:
     """The noise that keeps the recipe's promise, one noisy sum of it as an event, and how it is split if C adapts."""
     privacy, group, steps = config.privacy, group_size_of(config.data), schedule.num_steps
     sigma = privacy.noise_multiplier or noise_multiplier_for(
@@ -319,19 +329,18 @@ def _mechanism(
     if fit is not None and privacy.noise_multiplier is None:
         sigma = _fitting(
             sigma,
-            lambda s, n: _steps({"type": "gaussian", "noise_multiplier": s}, schedule, n, group, bands),
+            lambda s, n: _steps(Gaussian(s), schedule, n, group, bands),
             steps,
             fit,
         )
-    mechanism: Event = {"type": "gaussian", "noise_multiplier": sigma}
+    mechanism: Mechanism = Gaussian(sigma)
     split = None
     if privacy.clipping == "adaptive":
         wanted = privacy.adaptive
         split = adaptive_clipping(
             sigma, schedule.expected_batch_size, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
         )
-        parts = {name: getattr(split, name) for name in ("gradient_noise_multiplier", "count_noise_multiplier")}
-        mechanism = {"type": "adaptive_clipping", **parts}
+        mechanism = GaussianPair(split.gradient_noise_multiplier, split.count_noise_multiplier)
     epsilon = accounting.epsilon(_steps(mechanism, schedule, steps, group, bands), delta, relation)
     if epsilon > privacy.epsilon and privacy.noise_multiplier is None and cache_dir is not None:
         return _mechanism(config, schedule, delta, relation, None, fit, bands)  # somebody changed the remembered noise

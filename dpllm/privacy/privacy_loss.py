@@ -1,6 +1,6 @@
 """The privacy-loss distribution of an event: every epsilon and delta of it at once.
 
-Comes in: an event in normal form, a neighbouring relation, a discretisation. Goes out: dp-accounting's distribution, which
+Comes in: the parts of an event, a neighbouring relation, a discretisation. Goes out: dp-accounting's distribution, which
 answers "which epsilon at this delta" and "which delta at this epsilon". Knows nothing of recipes and ledgers.
 """
 
@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.events import Sampled, Terms
+from dpllm.privacy.parts import Parts, SampledSums
 
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
@@ -24,7 +24,7 @@ MIXTURE_ELEMENTS = 1_000_000
 
 
 @lru_cache(maxsize=8)
-def privacy_loss(terms: Terms, relation: Relation, interval: float) -> PrivacyLossDistribution:
+def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLossDistribution:
     """The privacy loss of an event that "pld" knows: not empty, without selections; the worse of both directions.
 
     Discretised at ``interval``, or wider where the losses are so large that they would fill the memory: a wider one is
@@ -34,23 +34,23 @@ def privacy_loss(terms: Terms, relation: Relation, interval: float) -> PrivacyLo
         ConfigError: the steps are too many.
         OverflowError: the loss of hardly any noise does not fit a float.
     """
-    if any(part.times > MAX_STEPS for part in terms.sampled):
+    if any(part.times > MAX_STEPS for part in parts.sampled):
         raise ConfigError(f"more than {MAX_STEPS} steps take too long to compose. Lower train.steps or train.epochs.")
-    return _distribution(terms, relation, _interval(terms, interval))
+    return _distribution(parts, relation, _interval(parts, interval))
 
 
-def _interval(terms: Terms, interval: float) -> float:
+def _interval(parts: Parts, interval: float) -> float:
     """The interval asked for, or a wider one where losses of thousands would need gigabytes."""
     from dpllm.privacy.renyi import rdp_epsilon
 
-    if any(part.noise_multiplier / part.group_size < 0.3 for part in terms.sampled):
+    if any(part.noise_multiplier / part.group_size < 0.3 for part in parts.sampled):
         # A millionth of the whole is fine enough. k rows together have about k times the loss.
-        size = max(part.group_size for part in terms.sampled)
-        alone = Terms(tuple(part._replace(group_size=1) for part in terms.sampled))
+        size = max(part.group_size for part in parts.sampled)
+        alone = Parts(tuple(part._replace(group_size=1) for part in parts.sampled))
         interval = max(interval, 1e-6 * size * rdp_epsilon(alone, 1e-5))
-    if terms.imported:
-        interval = max(interval, 1e-6 * sum(part.epsilon * part.times for part in terms.imported))
-    for part in terms.sampled:
+    if parts.bounds:
+        interval = max(interval, 1e-6 * sum(part.epsilon * part.times for part in parts.bounds))
+    for part in parts.sampled:
         if part.group_size > 1:
             bounds = [_mixture(part, removes=removes).connect_dots_bounds() for removes in (True, False)]
             widest = max(bound.epsilon_upper - bound.epsilon_lower for bound in bounds)
@@ -58,7 +58,7 @@ def _interval(terms: Terms, interval: float) -> float:
     return interval
 
 
-def _distribution(terms: Terms, relation: Relation, interval: float) -> PrivacyLossDistribution:
+def _distribution(parts: Parts, relation: Relation, interval: float) -> PrivacyLossDistribution:
     """The whole distribution from dp-accounting's public functions, composed as its PLDAccountant does.
 
     The accountant has no event for an imported (epsilon, delta), inverts the loss of a mixture point by point, which takes
@@ -68,20 +68,20 @@ def _distribution(terms: Terms, relation: Relation, interval: float) -> PrivacyL
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     whole = pld.identity(interval)
-    for part in terms.sampled:
+    for part in parts.sampled:
         if part.probability == 1.0:
             sigma = part.noise_multiplier / math.sqrt(part.times)
             whole = whole.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
         else:
             whole = whole.compose(_step(part._replace(times=1), relation, interval).self_compose(part.times))
-    for release in terms.imported:
+    for release in parts.bounds:
         known = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
         whole = whole.compose(pld.from_privacy_parameters(known, interval).self_compose(release.times))
     return whole
 
 
 @lru_cache(maxsize=16)
-def _step(part: Sampled, relation: Relation, interval: float) -> PrivacyLossDistribution:
+def _step(part: SampledSums, relation: Relation, interval: float) -> PrivacyLossDistribution:
     """One step, the same for every number of them."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
@@ -100,7 +100,7 @@ def _step(part: Sampled, relation: Relation, interval: float) -> PrivacyLossDist
     )
 
 
-def _mixture_loss(part: Sampled, interval: float) -> PrivacyLossDistribution:
+def _mixture_loss(part: SampledSums, interval: float) -> PrivacyLossDistribution:
     """One step for a group, discretised by connecting the dots as dp-accounting does."""
     import numpy as np
     from dp_accounting.pld import pld_pmf
@@ -116,12 +116,12 @@ def _mixture_loss(part: Sampled, interval: float) -> PrivacyLossDistribution:
     return PrivacyLossDistribution(*directions)
 
 
-def _mixture(part: Sampled, *, removes: bool) -> Any:
+def _mixture(part: SampledSums, *, removes: bool) -> Any:
     """dp-accounting's loss of a mixture of Gaussians, with all points inverted at once by Newton's method.
 
     With k rows of weight w_j at distance j and y = -x (remove) or x (add), the loss is log(w_0 + e^G(y)) with
     G(y) = log sum_{j>0} w_j exp(j y / s^2 - j^2 / (2 s^2)), or its negative. G is convex and rises with a slope of 1/s^2
-    to k/s^2, so that Newton's method converges from above from the smallest root of its terms. A delta computed at
+    to k/s^2, so that Newton's method converges from above from the smallest root of its parts. A delta computed at
     an inexact point is too small by the square of the error only, 1e-20 here.
     """
     import numpy as np

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.events import Event
+from dpllm.privacy.events import PureDP
 from dpllm.text.asked import OTHER, Statistic, tidy
 
 STEPS = 2**20
@@ -40,7 +40,7 @@ class Measurement:
 
     Attributes:
         mechanism: Its name in the literature.
-        event: What it costs: ``pure_dp`` with OpenDP's epsilon.
+        event: What it costs: with OpenDP's epsilon.
         error: With 95% probability it errs by at most this; it follows from what is declared.
         error_of: What ``error`` counts, in words.
         measure: OpenDP's measurement.
@@ -49,7 +49,7 @@ class Measurement:
     """
 
     mechanism: str
-    event: Event
+    event: PureDP
     error: float
     error_of: str
     measure: Any
@@ -90,7 +90,7 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
             f"{asked.name}: OpenDP has no mechanism of epsilon {epsilon:g} for it ({type(problem).__name__}). Give it another "
             "part of epsilon, or declare other values."
         ) from None
-    return Measurement(mechanism, {"type": "pure_dp", "epsilon": cost}, error, what, measure, read, prepare)
+    return Measurement(mechanism, PureDP(cost), error, what, measure, read, prepare)
 
 
 def told(asked: Statistic, rows: int, epsilon: float) -> tuple[str, float, str]:

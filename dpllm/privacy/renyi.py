@@ -25,7 +25,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.events import Event, Sampled, Terms, dp_event_of, normal_form, number, require, scaled
+from dpllm.privacy.events import Event, number, scaled
+from dpllm.privacy.parts import Parts, SampledSums, dp_event_of, parts_of, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,14 +62,14 @@ def rdp(event: Event, order: float) -> float:
         Refused: no accountant knows the event.
     """
     number("order", order, 1.0)
-    terms = normal_form(event)
-    require(terms, "rdp")
-    if any(part.delta for part in terms.imported):
+    require(event, "rdp")
+    parts = parts_of(event)
+    if any(part.delta for part in parts.bounds):
         return math.inf
-    total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in terms.sampled)
-    if terms.selected:
-        total += float(_curve(Terms(selected=terms.selected), (*_default_orders(), order))[-1])
-    return total + sum(part.times * _pure(part.epsilon, order) for part in terms.imported)
+    total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in parts.sampled)
+    if parts.selected:
+        total += float(_curve(Parts(selected=parts.selected), (*_default_orders(), order))[-1])
+    return total + sum(part.times * _pure(part.epsilon, order) for part in parts.bounds)
 
 
 def allowance(epsilon: float, delta: float, order: float) -> float:
@@ -152,7 +153,7 @@ def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> f
     return grid[place] / 1e4 if place < len(grid) else math.inf
 
 
-def rdp_epsilon(terms: Terms, delta: float) -> float:
+def rdp_epsilon(parts: Parts, delta: float) -> float:
     """The epsilon at `delta` by Renyi divergences of all of dp-accounting's default orders; see ``accounting.epsilon``.
 
     An imported run is, at worst, randomised response that tells all with probability delta (Kairouz et al. 2015). What
@@ -160,12 +161,12 @@ def rdp_epsilon(terms: Terms, delta: float) -> float:
     """
     from dp_accounting.rdp import compute_epsilon
 
-    left = delta - sum(part.delta * part.times for part in terms.imported)
+    left = delta - sum(part.delta * part.times for part in parts.bounds)
     if left <= 0:
         return math.inf
     orders = _default_orders()
     with _quiet():
-        return float(compute_epsilon(orders, _curve(terms, orders), left)[0])
+        return float(compute_epsilon(orders, _curve(parts, orders), left)[0])
 
 
 def _conversion(delta: float, order: float) -> float:
@@ -182,7 +183,7 @@ def _default_orders() -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=65_536)
-def _sampled(part: Sampled, order: float) -> float:
+def _sampled(part: SampledSums, order: float) -> float:
     """One sum; at a fractional order the smaller of dp-accounting's bound and one from the whole orders beside it.
 
     dp-accounting adds up a series whose terms change their signs as if all were positive: at orders below 2 that can be
@@ -193,7 +194,7 @@ def _sampled(part: Sampled, order: float) -> float:
     from dp_accounting.rdp import RdpAccountant
 
     with _quiet():
-        found = float(RdpAccountant([order]).compose(dp_event_of(Terms((part,)))).rdp[0])
+        found = float(RdpAccountant([order]).compose(dp_event_of(Parts((part,)))).rdp[0])
     if float(order).is_integer():
         return max(0.0, found)
     below = math.floor(order)
@@ -203,14 +204,14 @@ def _sampled(part: Sampled, order: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _curve(terms: Terms, orders: tuple[float, ...]) -> NDArray[np.float64]:
+def _curve(parts: Parts, orders: tuple[float, ...]) -> NDArray[np.float64]:
     """The divergence at each order, without what is imported as delta."""
     import numpy as np
     from dp_accounting.rdp import RdpAccountant
 
     with _quiet():
-        curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(terms._replace(imported=()))).rdp
-    for part in terms.imported:
+        curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(parts._replace(bounds=()))).rdp
+    for part in parts.bounds:
         curve = curve + part.times * np.array([_pure(part.epsilon, order) for order in orders])
     return curve
 

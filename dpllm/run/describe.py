@@ -30,7 +30,7 @@ from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_led
 from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import Sealed
 from dpllm.privacy.accounting import Relation, compose, stated
-from dpllm.privacy.events import number
+from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import Measurement, measurement
 from dpllm.recipe.config import RunConfig
@@ -181,7 +181,12 @@ def _priced(
     }
     releases = [
         {
-            **{"statistic": asked.name, "declared": asked.declared(), "mechanism": one.mechanism, "event": one.event},
+            **{
+                "statistic": asked.name,
+                "declared": asked.declared(),
+                "mechanism": one.mechanism,
+                "event": one.event.to_json(),
+            },
             **{"error_95": one.error, "error_of": one.error_of, "value": None, "entry": None},
         }
         for asked, one in made
@@ -210,7 +215,7 @@ def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Rela
         return [int(epsilon * percent / 100 * share / FINEST + 1e-6) * FINEST for share in shares]
 
     def exceeds(percent: int) -> bool:
-        event = compose([{"type": "pure_dp", "epsilon": one} for one in costs(percent)])
+        event = compose([PureDP(one) for one in costs(percent)])
         return stated(event, min(delta, MOST_DELTA), relation)[0] > epsilon
 
     found = costs(bisect_left(range(1, MOST_PERCENT + 1), True, key=exceeds))
@@ -224,7 +229,7 @@ def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Rela
 
 def _requests(asked: Statistics) -> list[RunRequest]:
     whose = asked.delta, 1, asked.unit, asked.neighbouring_relation
-    return [RunRequest(one.event.to_json(), *whose, f"describe: {one.statistic}") for one in asked.releases]
+    return [RunRequest(one.accounted, *whose, f"describe: {one.statistic}") for one in asked.releases]
 
 
 def _refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest]) -> Refused | None:

@@ -164,7 +164,7 @@ class Recorder:
                 entry=prepared.payment.entry,
                 max_grad_norm=prepared.engine.max_grad_norm,
                 head=prepared.payment.ledger.head() if prepared.payment.ledger else None,
-                event=prepared.plan.event_after(self._step) if prepared.plan else None,
+                event=prepared.plan.event_after(self._step).to_json() if prepared.plan else None,
                 reserved=sum(size for _, size in prepared.payment.claims),
                 units=getattr(prepared.units, "digest", None),
                 groups=read_groups(prepared.run.groups).digest

@@ -7,7 +7,7 @@ whose update no checkpoint has are lost: they are repeated only if as many more 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpllm.errors import ConfigError, Refused
@@ -81,12 +81,12 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
     if charged < saved.step:
         raise _cut(run, f"it has charged {charged} steps to this run, whose checkpoint has {saved.step}.")
     for claim in claims:
-        if ledger.run(claim.entry).event != {**plan.event, "count": claim.num_steps}:
+        if ledger.run(claim.entry).event != replace(plan.event, count=claim.num_steps):
             raise Refused(
                 f"{run.plan} holds another event than the run reserved, so its steps would be accounted wrongly. "
                 "Start anew with --overwrite."
             )
-    if saved.event != {**plan.event, "count": saved.step}:
+    if saved.event != replace(plan.event, count=saved.step).to_json():
         raise Refused(
             f"{run.resume}: the checkpoint was trained under another event than plan.json has, so its steps would be accounted "
             "wrongly. Start anew with --overwrite."

@@ -9,9 +9,19 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from dpllm.errors import ConfigError
+from dpllm.privacy import events
 
 Json = dict[str, Any]
 
@@ -38,6 +48,32 @@ AtLeast1 = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Value = TypeVar("_Value")
+
+
+def _event(value: Any) -> Any:
+    try:
+        return events.read(value) if isinstance(value, dict) else value
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _steps(value: Any) -> Any:
+    event = _event(value)
+    if not isinstance(event, events.CyclicPoisson):
+        inside = event.event if isinstance(event, events.SelfComposed) else event
+        if inside is event or not isinstance(inside, events.PoissonSampled):
+            raise ValueError("not the event of steps over Poisson samples")
+    return event
+
+
+_STORED = (
+    PlainSerializer(lambda event: event.to_json()),
+    WithJsonSchema({"type": "object", "additionalProperties": True}),
+)
+Event = Annotated[events.Event, PlainValidator(_event), *_STORED]
+"""An accounting event, see ``dpllm.privacy.events``."""
+RunEvent = Annotated[events.RunEvent, PlainValidator(_steps), *_STORED]
+"""That of a run's steps."""
 ByCopies = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], _Value]
 """By how often each canary was planted."""
 
@@ -96,7 +132,7 @@ class Record(BaseModel):
         try:
             # Half a character, of a name that is no UTF-8, is written as a question mark.
             return cls.model_validate_json(
-                json.dumps(mine, default=Record.to_json, ensure_ascii=False).encode(errors="replace")
+                json.dumps(mine, default=lambda part: part.to_json(), ensure_ascii=False).encode(errors="replace")
             )
         except ValidationError as error:
             raise NotAStatement.of(error) from None
@@ -249,7 +285,7 @@ class Terms(Record):
     """Pairs of delta and the epsilon certified at it, null where none is; absent likewise."""
     trade_off: tuple[tuple[Share, Share], ...] | None = None
     """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits; absent likewise."""
-    event: Json
+    event: RunEvent
     """The mechanism as a value, from which epsilon can be computed again."""
 
     @property
@@ -346,7 +382,7 @@ class Ancestor(Record):
     """Its unit."""
     neighbouring_relation: str | None
     """Its relation."""
-    event: Json | None
+    event: Event | None
     """Its accounting event; null where it has none."""
     dataset: str | None
     """Name of the dataset in its ledger."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, guards
+from dpllm.privacy.events import Imported
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
 from dpllm.statement.parents import Base
@@ -164,8 +165,8 @@ def _entered(outside: list[Ancestor], book: Ledger, account: str) -> bool:
     imports = list(book.account(account).imports)
     for parent in outside:
         for event in imports:
-            told = event["type"] == "imported" and all(
-                event[key] >= getattr(parent, key) for key in ("epsilon", "delta")
+            told = isinstance(event, Imported) and all(
+                getattr(event, key) >= getattr(parent, key) for key in ("epsilon", "delta")
             )
             if told or event == parent.event:
                 imports.remove(event)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dpllm.privacy.events import Event, compose
+from dpllm.privacy.events import Composed, PureDP, compose
 from dpllm.statement.fields import AtLeast1, Between0And1, NotNegative, Number, Positive, Record, Share, Text
 
 
@@ -51,6 +51,11 @@ class Release(Record):
     entry: Text | None
     """Its entry in the ledger; null before it was drawn."""
 
+    @property
+    def accounted(self) -> PureDP:
+        """What it costs, for an accountant."""
+        return PureDP(self.event.epsilon)
+
     def words(self) -> str:
         """The value and its 95% error, for people; shares are computed of the noisy counts."""
         value, error = self.value, f"± {self.error_95:,.3g} {self.error_of}"
@@ -88,9 +93,9 @@ class Statistics(Record):
     releases: Annotated[tuple[Release, ...], Field(min_length=1, max_length=1000)]
     """Each statistic, declared, mechanism, event (of type pure_dp), error_95, error_of, value and entry in the ledger."""
 
-    def event(self) -> Event:
+    def event(self) -> Composed:
         """All releases as one accounting event."""
-        return compose([release.event.to_json() for release in self.releases])
+        return compose([release.accounted for release in self.releases])
 
     @property
     def drawn(self) -> bool:

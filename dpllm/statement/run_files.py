@@ -30,6 +30,7 @@ from dpllm.statement.fields import (
     Number,
     Positive,
     Record,
+    RunEvent,
     Sha256,
 )
 
@@ -113,7 +114,7 @@ class PlanRecord(Record):
     """What the recipe asked for."""
     accountant: AccountantRecord
     """What computed epsilon."""
-    event: Json
+    event: RunEvent
     """The mechanism as a value."""
     adaptive: Adaptive | None = None
     """How adaptive clipping splits the noise."""
@@ -143,7 +144,8 @@ class PlanRecord(Record):
         schedule = Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
         own = {field.name: values[field.name] for field in fields(Plan) if field.name in values}
         adaptive = AdaptiveClipping(**values["adaptive"]) if values.get("adaptive") else None
-        return Plan(**{**own, "schedule": schedule, "adaptive": adaptive, "coefficients": self.coefficients})
+        own |= {"schedule": schedule, "adaptive": adaptive, "coefficients": self.coefficients, "event": self.event}
+        return Plan(**own)
 
 
 class Guarantee(Record):

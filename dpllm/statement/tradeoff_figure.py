@@ -10,7 +10,7 @@ import math
 from xml.sax.saxutils import escape
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy import events
+from dpllm.privacy.events import Event
 from dpllm.privacy.limits import attacker_limits, profile
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.statement import formatting
@@ -24,7 +24,7 @@ RATES = tuple(float(f"{10 ** (DECADES * (place / (POINTS - 1) - 1)):.6g}") for p
 """False-positive rates at which the curve is known; 0.1 %, 1 % and 10 % are among them."""
 
 
-def trade_off(event: events.Event, relation: Relation) -> list[list[float]] | None:
+def trade_off(event: Event, relation: Relation) -> list[list[float]] | None:
     """The largest true-positive rate that any membership test can have, at each of ``RATES``.
 
     Args:
@@ -42,7 +42,7 @@ def trade_off(event: events.Event, relation: Relation) -> list[list[float]] | No
         Kairouz, Oh and Viswanath 2015, "The Composition Theorem for Differential Privacy" (the lines).
     """
     try:
-        pairs = list(zip(*profile(events.normal_form(event), relation), strict=True))
+        pairs = list(zip(*profile(event, relation), strict=True))
     except (ConfigError, Refused):
         return None
     return [[rate, _up(min(_line(epsilon, delta, rate) for epsilon, delta in pairs))] for rate in RATES]

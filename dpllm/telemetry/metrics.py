@@ -209,7 +209,7 @@ def _consumed(plan: PlanRecord, record: RunRecord) -> float:
     """The epsilon of the steps that were executed; of a run whose process was killed, all of it."""
     if record.steps_taken is None or record.status == "completed":
         return plan.epsilon
-    event = {**plan.event, "count": record.steps_taken}
+    event = replace(plan.event, count=record.steps_taken)
     return min(plan.epsilon, accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=INTERVAL))
 
 

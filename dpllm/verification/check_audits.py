@@ -25,7 +25,7 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
 from dpllm.auditing.verdict import CONTROL_LEVEL, Claim
 from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.privacy import events
+from dpllm.privacy.events import PoissonSampled, RunEvent, SelfComposed, step_of
 from dpllm.statement.fields import Steps, Terms
 from dpllm.statement.privacy_record import Audit, CanaryGroup, PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
@@ -359,9 +359,9 @@ def _mechanism(found: Json, terms: Terms, planned: int) -> MechanismReport:
     sampling, bound, canaries = terms.sampling, report.bound, report.canaries
     steps = min(report.steps, planned)
     # Of one thing that is sampled, as the audit has it.
-    event = {**terms.event, "count": steps}
+    event: RunEvent = replace(terms.event, count=steps)
     if sampling.of == "example":
-        event = events.sampled_steps(terms.event["event"]["event"], sampling.sampling_rate, steps)
+        event = SelfComposed(steps, PoissonSampled(sampling.sampling_rate, step_of(terms.event).event))
     epsilon, _ = costs.pld(event, bound.delta, terms.neighbouring_relation)
     weight = bound.correct if bound.weight is None else bound.weight
     side, guesses = bound.best_side or "both", bound.best_guesses or 0

@@ -11,7 +11,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from dpllm.errors import DpllmError
 from dpllm.ledger import admission
 from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
-from dpllm.ledger.values import Account, account_of
-from dpllm.privacy import events
+from dpllm.ledger.values import Account, account_of, event_of
+from dpllm.privacy.events import Event, RunEvent, compose
+from dpllm.privacy.parts import parts_of
 from dpllm.statement.fields import Composed, Group, Terms
 from dpllm.statement.released import Statistics
 from dpllm.verification import costs
@@ -156,11 +157,12 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
             "is not in it. Name the ledger that it was charged to."
         )
     own = [found[name].facts for name in names]
-    reserved, counts = [facts["event"] for facts in own], [facts["event"].get("count", 0) for facts in own]
-    paid: Json = {"type": "composed", "events": reserved}
-    if all(event == {**terms.event, "count": count} for event, count in zip(reserved, counts, strict=True)):
-        paid = {**terms.event, "count": sum(counts)}  # of banded noise, whose rounds the parts share
-    if events.normal_form(paid) != events.normal_form(terms.event):
+    reserved = [event_of(found[name]) for name in names]
+    paid: Event = compose(reserved)
+    counts = [event.count for event in reserved if isinstance(event, RunEvent)]
+    if reserved == [replace(terms.event, count=count) for count in counts]:
+        paid = replace(terms.event, count=sum(counts))  # of banded noise, whose rounds the parts share
+    if parts_of(paid) != parts_of(terms.event):
         raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for another event than the card states.")
     for facts in own:
         if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
@@ -179,12 +181,12 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
 def _released(chain: _Chain, shown: Statistics) -> Check:
     """Each statistic has an entry of its own, before the stated head or after it."""
     reserved = {
-        entry.facts["entry"]: (entry.dataset, entry.facts["unit"], entry.facts["relation"], entry.facts["event"])
+        entry.facts["entry"]: (entry.dataset, entry.facts["unit"], entry.facts["relation"], event_of(entry))
         for entry in chain.entries
         if entry.kind == "reserve"
     }
     mine = shown.dataset, shown.unit, shown.neighbouring_relation
-    wrong = [one.statistic for one in shown.releases if reserved.get(one.entry) != (*mine, one.event.to_json())]
+    wrong = [one.statistic for one in shown.releases if reserved.get(one.entry) != (*mine, one.accounted)]
     if wrong or len({one.entry for one in shown.releases}) < len(shown.releases):
         raise Wrong(
             f"{chain.where} has no entry of its own for {listed(wrong or ['each release'])}. Name their ledger."

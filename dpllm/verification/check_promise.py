@@ -12,7 +12,8 @@ from itertools import pairwise
 from typing import Any, cast, get_args
 
 from dpllm.card import claim
-from dpllm.privacy import accounting, banded, events
+from dpllm.privacy import accounting, banded
+from dpllm.privacy.events import CyclicPoisson, Gaussian, GaussianPair, Mechanism, PoissonSampled, step_of
 from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import told
@@ -24,7 +25,6 @@ from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
 from dpllm.verification.values import (
     Check,
-    Json,
     Published,
     Wrong,
     asserted,
@@ -86,24 +86,22 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
     """The event against N, q, T, sigma and delta."""
     sampling, event = terms.sampling, terms.event
     size, batch, delta, group = sampling.dataset_size, sampling.expected_batch_size, terms.delta, terms.group_size
-    turns = terms.banded
-    step = event if turns else event["event"]
-    kind = "cyclic_poisson" if turns else "poisson_sampled_group" if group > 1 else "poisson_sampled"
+    turns, step = terms.banded, step_of(event)
     rate = turns.group_rate if turns else sampling.sampling_rate
     taken, planned = record.steps.taken, record.steps.planned
     rules = {
-        "the event is not that of Poisson sampled steps": event["type"] == (kind if turns else "self_composed")
-        and step["type"] == kind,
+        "the event is not that of the scheme": isinstance(step, CyclicPoisson) == bool(turns),
         "banded is not what the event, mechanism and scheme are about": _turns(terms),
         "banded.coefficients are not the best of any schedule": not turns
         or banded.near_best(turns.coefficients, min(planned, costs.MOST_STEPS)),
-        "max_examples_per_unit is not the event's group": step.get("group_size", 1) == group,
+        "max_examples_per_unit is not the event's group": (step.group_size if isinstance(step, PoissonSampled) else 1)
+        == group,
         "max_examples_per_unit belongs to another unit": terms.unit != "example" or terms.max_examples_per_unit is None,
-        "sampling_rate is not the event's": rate == step.get("probability"),
+        "sampling_rate is not the event's": rate == step.probability,
         "sampling_rate is not expected_batch_size / dataset_size": close(sampling.sampling_rate, batch / size, 1e-12),
-        "steps.planned is not the event's count": planned == event["count"],
+        "steps.planned is not the event's count": planned == event.count,
         "clipping is not what the event is about": (terms.clipping == "adaptive") == (terms.adaptive is not None),
-        "noise_multiplier is not the event's": _noise(terms, step["event"]),
+        "noise_multiplier is not the event's": _noise(terms, step.event),
         "randomness.lattice.noise_over_max_grad_norm is not sigma's": _lattice(terms),
         "canary_slots do not fit into dataset_size": sampling.canary_slots < size and batch <= size,
         "delta is not below 1/N, so that publishing one record outright would satisfy it": delta * size < 1,
@@ -128,18 +126,17 @@ def _turns(terms: Terms) -> bool:
         return False
     if found is None:
         return True
-    good = banded.admissible(found.coefficients) and found.bands == len(found.coefficients) == terms.event["bands"]
+    good = banded.admissible(found.coefficients) and found.bands == len(found.coefficients)
+    good &= isinstance(terms.event, CyclicPoisson) and terms.event.bands == found.bands
     fits = close(found.group_rate, found.bands * sampling.expected_batch_size / sampling.dataset_size, 1e-12)
     return good and fits and sampling.of == "unit" and terms.adaptive is None
 
 
-def _noise(terms: Terms, mechanism: Json) -> bool:
+def _noise(terms: Terms, mechanism: Mechanism) -> bool:
     if terms.adaptive is None:
-        return mechanism == {"type": "gaussian", "noise_multiplier": terms.noise_multiplier}
-    gradient, count = terms.adaptive.gradient_noise_multiplier, terms.adaptive.count_noise_multiplier
-    parts = {"gradient_noise_multiplier": gradient, "count_noise_multiplier": count}
-    joint = events.joint_noise_multiplier(gradient, count)
-    return mechanism == {"type": "adaptive_clipping", **parts} and close(terms.noise_multiplier, joint)
+        return mechanism == Gaussian(terms.noise_multiplier)
+    pair = GaussianPair(terms.adaptive.gradient_noise_multiplier, terms.adaptive.count_noise_multiplier)
+    return mechanism == pair and close(terms.noise_multiplier, pair.noise_multiplier)
 
 
 def _lattice(terms: Terms) -> bool:

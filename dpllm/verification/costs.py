@@ -5,13 +5,13 @@ Comes in: events and terms of a stranger. Goes out: numbers as JSON has them. Op
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any
 
-from dpllm.privacy import accounting, events, limits, plan
+from dpllm.privacy import accounting, limits, plan
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
+from dpllm.privacy.parts import parts_of
 from dpllm.statement import tradeoff_figure
 from dpllm.statement.fields import Terms
 from dpllm.verification.values import TOLERANCE, Wrong
@@ -35,7 +35,7 @@ def bounded(event: Event) -> frozenset[str]:
         Wrong: It has more different parts than a run can have, more steps, or less noise.
         ConfigError: It is malformed.
     """
-    parts: list[Any] = [part for kind in events.normal_form(event) for part in kind]
+    parts: list[Any] = [part for kind in parts_of(event) for part in kind]
     many = len(parts) > MOST_PARTS
     for part in parts:
         group = getattr(part, "group_size", 1)  # whose steps are mixtures of many Gaussians
@@ -46,7 +46,7 @@ def bounded(event: Event) -> frozenset[str]:
             f"the event has more than {MOST_PARTS} different parts or {MOST_STEPS:,} steps, or noise below {LEAST_NOISE}, which "
             "none of dpllm has. Restore privacy.json from where the model was published."
         )
-    return events.accountants(event)
+    return accounting.accountants(event)
 
 
 def pld(event: Event, delta: float, relation: Relation) -> tuple[float, bool]:
@@ -79,15 +79,10 @@ def beside(terms: Terms) -> dict[str, float | None]:
     return {name: accounting.finite(epsilon) for name, epsilon in found.items()}
 
 
+@lru_cache(maxsize=256)
 def attackers(event: Event, relation: Relation) -> dict[str, Any]:
     """``limits``, ``curve`` and ``trade_off`` of a block."""
     bounded(event)
-    return _attackers(json.dumps(event, sort_keys=True), relation)
-
-
-@lru_cache(maxsize=256)
-def _attackers(text: str, relation: Relation) -> dict[str, Any]:
-    event = json.loads(text)
     return {
         "limits": dict(limits.attacker_limits_of(event, relation)),
         "curve": [

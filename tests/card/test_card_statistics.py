@@ -26,6 +26,7 @@ from dpllm.card.card import rerender, write_card
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, epsilon
+from dpllm.privacy.events import PureDP
 from dpllm.statement import section
 from dpllm.verification import check_promise
 from dpllm.verification.values import Published, Wrong
@@ -42,7 +43,7 @@ OTHERWISE: tuple[Json, ...] = (
     {"declared": {}},
     {"declared": {"values": ["yes", "no"], "numbers": [0, 1]}},
 )
-RUN_AND_TWO = compose([plan()["event"], {"type": "pure_dp", "epsilon": 0.25}, {"type": "pure_dp", "epsilon": 0.25}])
+RUN_AND_TWO = compose([plan()["event"], PureDP(0.25), PureDP(0.25)])
 
 
 def test_the_card_shows_each_release_and_the_epsilon_of_all_with_the_run() -> None:
@@ -125,7 +126,7 @@ def test_verify_computes_both_epsilons_again() -> None:
         {"unit": "example"},
         {"neighbouring_relation": "add_or_remove_one"},
         {"releases": cheaper},
-        {"releases": [{**cheaper[0], "event": {"type": "pure_dp", "epsilon": 1e6}}]},
+        {"releases": [{**cheaper[0], "event": PureDP(1e6)}]},
         {"releases": [{**cheaper[0], "value": None}]},
         *({"releases": [{**one, **change}, other]} for change in OTHERWISE),
         {"releases": [one, {**other, "error_95": 72.39236660867908}]},

@@ -12,6 +12,7 @@ from written_rows import COST, ROWS, SHARES, make_data_set, make_run, record, re
 from dpllm.card.dataset_card import write_dataset_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, epsilon
+from dpllm.privacy.events import PureDP
 from dpllm.statement import formatting, privacy_record, section, synthetic
 from dpllm.statement.fields import ComposedLineage, Lineage, NotAStatement
 
@@ -39,7 +40,7 @@ def test_datasets_loads_exactly_the_rows_as_text(folder: Path, tmp_path: Path) -
 
 def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
     terms = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8"))).terms
-    together = epsilon(compose([terms.event, COST]), terms.delta, terms.neighbouring_relation)
+    together = epsilon(compose([terms.event, PureDP(COST["epsilon"])]), terms.delta, terms.neighbouring_relation)
     assert together > terms.epsilon
     front = section.front_matter(page(folder))
     assert front["privacy"]["epsilon"] == pytest.approx(together, rel=1e-9)

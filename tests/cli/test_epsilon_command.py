@@ -13,6 +13,7 @@ import pytest
 
 from dpllm.cli import main
 from dpllm.privacy.accounting import dp_sgd_event, epsilon
+from dpllm.privacy.events import Gaussian, SelfComposed
 
 RUN = ["--dataset-size", "5000", "--batch-size", "100", "--steps", "150", "--delta", "1e-5"]
 NOISE = ["--noise-multiplier", "0.8"]
@@ -42,7 +43,7 @@ def test_the_number_is_the_accountants(capsys: Any) -> None:
     assert 2.9633 - 1e-3 <= answer["epsilon"] <= 2.9633 + 2e-3
     assert answer["accountant"] == "pld"
     assert answer["accountants"]["rdp"] == pytest.approx(3.6226, abs=1e-3)
-    assert answer["event"] == dp_sgd_event(0.02, 0.8, 150)
+    assert answer["event"] == dp_sgd_event(0.02, 0.8, 150).to_json()
     assert dict(map(tuple, answer["curve"]))[1e-5] == answer["epsilon"]
     assert [delta for delta, _ in answer["curve"]] == [1e-4, 1e-5, 1e-6, 1e-7, 1e-8]
     assert set(answer["limits"]) == {"tpr_at_fpr_0.001", "tpr_at_fpr_0.01", "auc", "gdp_mu"}
@@ -52,10 +53,10 @@ def test_the_number_is_the_accountants(capsys: Any) -> None:
 def test_epsilon_without_amplification_is_one_gaussian_an_epoch(capsys: Any) -> None:
     answer = ask(capsys, *RUN, *NOISE)
     assert answer["shuffled"]["epochs"] == 3
-    three = {"type": "self_composed", "count": 3, "event": {"type": "gaussian", "noise_multiplier": 0.8}}
+    three = SelfComposed(3, Gaussian(0.8))
     assert answer["shuffled"]["epsilon"] == epsilon(three, 1e-5, "zero_out")
     # A group may lie in one batch as a whole.
-    four = {**three, "event": {"type": "gaussian", "noise_multiplier": 0.2}}
+    four = SelfComposed(3, Gaussian(0.2))
     assert ask(capsys, *RUN, *NOISE, "--group-size", "4")["shuffled"]["epsilon"] == epsilon(four, 1e-5, "zero_out")
 
 

@@ -13,6 +13,7 @@ import tiny
 from running import SENTINEL, Answer, Place, contents, done, dpllm_, make_place, python, rows
 
 from dpllm.ledger import Budget, Ledger, budgets
+from dpllm.privacy.events import Imported
 
 Change = dict[str, Any]
 WRONG, REFUSED = 2, 3
@@ -247,7 +248,7 @@ def test_a_run_over_a_budget_is_refused_with_all_three_figures(place: Place) -> 
     with Ledger(place.ledger) as book:
         budget = Budget(9.0, 1e-3, "example", "zero_out", by="Ada", reason="a test")
         budgets.set_budget(book, "notes", budget)
-        event = {"type": "imported", "epsilon": 4.0, "delta": 0.0}
+        event = Imported(4.0, 0.0)
         terms = {"unit": "example", "relation": "zero_out", "by": "Ada", "reason": "its card"}
         budgets.import_run(book, "notes", event=event, run="elsewhere", **terms)
         spent, head = book.spent("notes"), book.head()

@@ -18,7 +18,7 @@ from running import Json, Place, done, dpllm_
 
 import dpllm
 from dpllm.ledger import Ledger
-from dpllm.privacy import accounting
+from dpllm.privacy import accounting, events
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.run import checkpoint
@@ -37,7 +37,9 @@ def reservations(place: Place) -> dict[str, int]:
 
 def epsilon_of(place: Place, count: int) -> float:
     plan = place.json("plan.json")
-    return accounting.epsilon({**plan["event"], "count": count}, plan["delta"], plan["neighbouring_relation"])
+    return accounting.epsilon(
+        events.read({**plan["event"], "count": count}), plan["delta"], plan["neighbouring_relation"]
+    )
 
 
 # --- random moments --------------------------------------------------------------------------------------------------

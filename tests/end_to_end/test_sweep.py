@@ -17,6 +17,7 @@ from dpllm.auditing import run as audit_run
 from dpllm.errors import DpllmError, Refused
 from dpllm.ledger import Ledger
 from dpllm.ledger.reserving import group_total
+from dpllm.privacy.events import mechanism_of
 
 CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
 SWEEP = "[/]sweep"  # a name that rich would read as markup
@@ -209,7 +210,7 @@ def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
         assert [entry for _, entry in seen] == [run.reservation.entry for run in runs]
     for (point, _), run in zip(seen, runs, strict=True):
         assert point.config.privacy.noise_multiplier == state["pinned"][point.name]["noise_multiplier"]
-        assert point.config.privacy.noise_multiplier == run.event["event"]["event"]["noise_multiplier"]
+        assert point.config.privacy.noise_multiplier == mechanism_of(run.event).noise_multiplier
 
 
 @pytest.mark.full

@@ -411,16 +411,16 @@ def test_epsilon_cannot_be_stated_smaller_than_the_event_costs(export: Path, fac
 def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
     """A consistent card of fewer steps: what is left to say is that the audit tested another claim."""
     from dpllm.card import claim
-    from dpllm.privacy import accounting, limits
+    from dpllm.privacy import accounting, events, limits
     from dpllm.privacy.plan import CURVE_DELTAS
     from dpllm.statement import tradeoff_figure
     from dpllm.statement.fields import Terms
 
     block = read(export)
-    event, relation = {**block["event"], "count": 2}, block["neighbouring_relation"]
+    event, relation = events.read({**block["event"], "count": 2}), block["neighbouring_relation"]
     epsilon = accounting.epsilon(event, block["delta"], relation)
     block |= {
-        "event": event,
+        "event": event.to_json(),
         "epsilon": epsilon,
         "steps": {"planned": 2, "taken": 2},
         "accountants": accounting.beside(event, block["delta"], relation),

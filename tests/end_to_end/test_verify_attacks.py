@@ -135,11 +135,11 @@ def _parent(block: published.Json, **other: object) -> published.Json:
 
 
 def test_a_lineage_cannot_deny_the_common_dataset_or_add_other_units(run: Path) -> None:
-    from dpllm.privacy import accounting
+    from dpllm.privacy import accounting, events
 
     export = run / "export"
     block = read(export)
-    total = accounting.stated(accounting.compose([block["event"]] * 2), block["delta"], "zero_out")[0]
+    total = accounting.stated(accounting.compose([events.read(block["event"])] * 2), block["delta"], "zero_out")[0]
     composed = {"epsilon": total, "delta": block["delta"], "accountant": "dp-accounting PLD"}
     honest = {
         "base": _parent(block), "ancestors": [], "same_dataset": True, "dataset": "notes", "composed": composed,

@@ -1,6 +1,5 @@
 """What the two gates admit, and what their refusals say."""
 
-import json
 import math
 import re
 
@@ -12,8 +11,10 @@ from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of,
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, admission, budgets
 from dpllm.ledger.values import Account, Budget, Reservation, Run, Sealed
-from dpllm.privacy import events, renyi
+from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
+from dpllm.privacy.events import Imported, RepeatAndSelect, SelfComposed
+from dpllm.privacy.parts import imported_delta
 
 RUN = dp_sgd_event(0.02, 0.8, 150)  # the reference run: epsilon 2.96 alone
 LIST = [Sealed(dp_sgd_event(1.0, sigma, 2), 2) for sigma in (40.0, 50.0, 60.0)]
@@ -258,13 +259,13 @@ def _closed(event, steps: int, num_steps: int = 0) -> Run:
 
 
 def test_what_ran_elsewhere_is_never_given_back():
-    selected = {"type": "repeat_and_select", "event": RUN, "mean": 3, "distribution": "geometric"}
-    imported = {"type": "imported", "epsilon": 3.0, "delta": 0.0}
-    for inside in (selected, imported, {"type": "composed", "events": [EVENT, imported]}):
-        event = {"type": "self_composed", "count": 2, "event": inside}
-        assert _closed(event, 0).kept == _closed(event, 0).text
-    assert json.loads(_closed(RUN, 30, 150).kept) == dp_sgd_event(0.02, 0.8, 30)
-    assert json.loads(_closed(RUN, 10**6, 150).kept) == RUN
+    selected = RepeatAndSelect(RUN, 3, "geometric")
+    imported = Imported(3.0, 0.0)
+    for inside in (selected, imported, compose([EVENT, imported])):
+        event = SelfComposed(2, inside)
+        assert _closed(event, 0).kept == event
+    assert _closed(RUN, 30, 150).kept == dp_sgd_event(0.02, 0.8, 30)
+    assert _closed(RUN, 10**6, 150).kept == RUN
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -298,10 +299,10 @@ def test_a_planned_run_that_is_reconciled_under_a_filter_gives_back(ledger: Ledg
 
 def test_delta_hidden_in_a_runs_event_is_not_free(ledger: Ledger):
     budgets.set_budget(ledger, "notes", adaptive(8.0))
-    hidden = compose([EVENT, {"type": "imported", "epsilon": 0.0, "delta": 0.5}])
+    hidden = compose([EVENT, Imported(0.0, 0.5)])
     with pytest.raises(Refused):
         reserve(ledger, event=hidden, delta=0.9)
-    assert events.imported_delta(hidden) == 0.5
+    assert imported_delta(hidden) == 0.5
     assert admission.filter_epsilon(ledger.account("notes"), hidden) == math.inf
 
 

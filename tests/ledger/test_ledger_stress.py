@@ -18,6 +18,7 @@ from dpllm.errors import BudgetExceeded, Refused
 from dpllm.ledger import Ledger, admission, budgets
 from dpllm.ledger.values import Sealed
 from dpllm.privacy import renyi
+from dpllm.privacy.events import Imported
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, so that 8 processes start at once")
 PROCESSES = 8
@@ -114,7 +115,7 @@ def test_processes_that_do_everything_at_once_neither_deadlock_nor_overspend(led
                     elif action == "reconcile" and entries:
                         mine.reconcile(draw.choice(entries), "bob", "test")
                     elif action == "import" and draw.random() < 0.3:
-                        event = {"type": "imported", "epsilon": 0.01, "delta": 0.0}
+                        event = Imported(0.01, 0.0)
                         budgets.import_run(mine, "notes", event=event, run="x", by="b", reason="c", **TERMS)
                     elif action == "set":
                         budgets.set_budget(mine, f"set {draw.randrange(3)}", budget(1.0))

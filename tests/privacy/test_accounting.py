@@ -20,7 +20,8 @@ from scipy.stats import binom, norm
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, privacy_loss
 from dpllm.privacy.accounting import beside, compose, cross_check, curve, dp_sgd_event, epsilon, stated
-from dpllm.privacy.events import Sampled, dp_event_of, normal_form, sampled_steps
+from dpllm.privacy.events import Gaussian, GaussianPair, Imported, PoissonSampled, RepeatAndSelect, SelfComposed
+from dpllm.privacy.parts import SampledSums, dp_event_of, parts_of
 from dpllm.privacy.privacy_loss import Relation
 
 RUN = dp_sgd_event(0.02, 0.8, 150)  # epsilon 2.9633 at delta 1e-5
@@ -54,17 +55,17 @@ DP_SGD = [
 
 
 def imported(eps: float, delta: float = 0.0) -> accounting.Event:
-    return {"type": "imported", "epsilon": eps, "delta": delta}
+    return Imported(eps, delta)
 
 
 def best_of(event: accounting.Event, mean: float, distribution: str) -> accounting.Event:
-    return {"type": "repeat_and_select", "event": event, "mean": mean, "distribution": distribution}
+    return RepeatAndSelect(event, mean, distribution)
 
 
 @pytest.mark.parametrize(("mu", "delta", "exact"), EXACT_GAUSSIAN)
 def test_gaussian_matches_the_closed_form(mu: float, delta: float, exact: float) -> None:
-    once = {"type": "gaussian", "noise_multiplier": 1 / mu}
-    hundred = {"type": "self_composed", "count": 100, "event": {"type": "gaussian", "noise_multiplier": 10 / mu}}
+    once = Gaussian(1 / mu)
+    hundred = SelfComposed(100, Gaussian(10 / mu))
     for event in (once, hundred, dp_sgd_event(1.0, 1 / mu, 1)):
         assert exact - 1e-9 <= epsilon(event, delta, "add_or_remove_one") <= exact + 2e-3
 
@@ -116,9 +117,9 @@ def test_zero_out_costs_what_adding_costs_and_no_other_relation_is_known() -> No
 
 
 def test_adaptive_clipping_costs_its_joint_gaussian() -> None:
-    both = {"type": "adaptive_clipping", "gradient_noise_multiplier": 1.0, "count_noise_multiplier": 0.5}
+    both = GaussianPair(1.0, 0.5)
     for accountant in ("pld", "rdp", "prv"):
-        joint = epsilon(sampled_steps(both, 0.02, 50), 1e-5, "zero_out", accountant)
+        joint = epsilon(SelfComposed(50, PoissonSampled(0.02, both)), 1e-5, "zero_out", accountant)
         assert joint == pytest.approx(epsilon(dp_sgd_event(0.02, 2**-0.5, 50), 1e-5, "zero_out", accountant), rel=1e-6)
 
 
@@ -153,7 +154,7 @@ def test_mixtures_are_those_of_dp_accounting() -> None:
         theirs = pld.from_mixture_gaussian_mechanism(
             sigma, list(range(rows + 1)), weights, value_discretization_interval=0.02
         )
-        ours = privacy_loss._mixture_loss(Sampled(q, sigma, rows, 1), 0.02)
+        ours = privacy_loss._mixture_loss(SampledSums(q, sigma, rows, 1), 0.02)
         at = np.linspace(0.0, 5.0, 60)
         assert ours.get_delta_for_epsilon(list(at)) == pytest.approx(theirs.get_delta_for_epsilon(list(at)), abs=1e-10)
         assert (ours.get_delta_for_epsilon(list(at)) >= theirs.get_delta_for_epsilon(list(at)) - 1e-12).all()
@@ -162,7 +163,7 @@ def test_mixtures_are_those_of_dp_accounting() -> None:
 def test_a_mixture_of_one_is_the_sampled_gaussian() -> None:
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    ours = privacy_loss._mixture_loss(Sampled(0.05, 1.1, 1, 1), 1e-3)
+    ours = privacy_loss._mixture_loss(SampledSums(0.05, 1.1, 1, 1), 1e-3)
     theirs = pld.from_gaussian_mechanism(1.1, value_discretization_interval=1e-3, sampling_prob=0.05)
     at = list(np.linspace(0.0, 3.0, 40))
     assert ours.get_delta_for_epsilon(at) == pytest.approx(theirs.get_delta_for_epsilon(at), abs=1e-11)
@@ -195,7 +196,7 @@ def test_an_imported_run_costs_what_it_says() -> None:
 @pytest.mark.parametrize(("eps", "times"), [(0.1, 40), (1.0, 4), (0.5, 1)])
 def test_imported_runs_compose_as_randomised_response(eps: float, times: int) -> None:
     """The worst (eps, 0)-DP mechanism: the delta of its k-fold composition is a binomial sum (Kairouz et al. 2015)."""
-    event = {"type": "self_composed", "count": times, "event": imported(eps)}
+    event = SelfComposed(times, imported(eps))
     found = epsilon(event, 1e-3, "zero_out")
     yes = np.arange(times + 1)
     losses = (2 * yes - times) * eps
@@ -211,7 +212,7 @@ def test_imported_runs_compose_as_randomised_response(eps: float, times: int) ->
 
 def test_an_imported_delta_composes_too() -> None:
     """Of two runs that tell all with probability d each, one tells with 1 - (1 - d)^2."""
-    twice = {"type": "self_composed", "count": 2, "event": imported(0.0, 0.01)}
+    twice = SelfComposed(2, imported(0.0, 0.01))
     assert epsilon(twice, 0.0199 + 1e-9, "zero_out") == pytest.approx(0.0, abs=1e-6)
     assert epsilon(twice, 0.0199 - 1e-9, "zero_out") == math.inf
 
@@ -282,8 +283,8 @@ def test_hardly_any_noise_is_answered_with_a_bound_and_not_with_a_crash() -> Non
     assert epsilon(dp_sgd_event(0.02, 1e-6, 1000), 1e-5, "zero_out") == math.inf
     assert epsilon(dp_sgd_event(0.02, 0.5, 10, 1024), 1e-5, "zero_out") > 1000
     assert epsilon(dp_sgd_event(0.02, 1e-6, 10, 4), 1e-5, "zero_out") == math.inf
-    assert epsilon({"type": "gaussian", "noise_multiplier": 1e-5}, 1e-5, "zero_out") == math.inf
-    assert epsilon({"type": "self_composed", "count": 100, "event": imported(1000.0)}, 1e-5, "zero_out") == math.inf
+    assert epsilon(Gaussian(1e-5), 1e-5, "zero_out") == math.inf
+    assert epsilon(SelfComposed(100, imported(1000.0)), 1e-5, "zero_out") == math.inf
 
 
 quick = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -407,6 +408,7 @@ def test_accounting_and_calibration_never_import_torch() -> None:
     code = """
 import sys
 from dpllm.privacy import accounting, limits, renyi
+from dpllm.privacy.events import Gaussian, GaussianPair, Imported, RepeatAndSelect, SelfComposed
 assert not {"torch", "dp_accounting", "scipy", "numpy"} & sys.modules.keys()
 sigma = accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
 event = accounting.dp_sgd_event(0.2, sigma, 100)
@@ -449,5 +451,5 @@ def test_pld_is_that_of_dp_accountings_own_accountant(part: tuple[float, float, 
         "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
     }
     event = compose([dp_sgd_event(*part), dp_sgd_event(0.05, 3.0, 7)])
-    theirs = PLDAccountant(relations[relation], 1e-3).compose(dp_event_of(normal_form(event))).get_epsilon(1e-5)
+    theirs = PLDAccountant(relations[relation], 1e-3).compose(dp_event_of(parts_of(event))).get_epsilon(1e-5)
     assert epsilon(event, 1e-5, relation, "pld", interval=1e-3) == pytest.approx(theirs, rel=1e-12)

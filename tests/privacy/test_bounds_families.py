@@ -21,6 +21,7 @@ from dpllm.auditing.rates import (
     profile_trade_off,
     rate_limits,
 )
+from dpllm.privacy.events import Gaussian
 
 COUNTS = Rates(400, 100, 50, 450)
 
@@ -144,7 +145,7 @@ def test_the_curve_of_pairs_is_the_highest_of_their_lines(pairs, tpr):
 
 @pytest.mark.parametrize("mu", [0.3, 1.0, 2.5])
 def test_the_curve_of_a_gaussian_event_is_the_gaussian_and_allows_no_less(mu):
-    accounted = event_trade_off({"type": "gaussian", "noise_multiplier": 1 / mu}, "zero_out")
+    accounted = event_trade_off(Gaussian(1 / mu), "zero_out")
     for tpr in (0.0, 1e-6, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.9, 0.99, 0.9999, 1.0):
         # Discretised losses are too large rather than too small, so a test of the curve errs to the careful side.
         exact = stats.norm.cdf(stats.norm.ppf(tpr) - mu)

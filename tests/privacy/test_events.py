@@ -12,33 +12,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.privacy import events
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import (
-    Terms,
-    accountants,
+    Gaussian,
+    GaussianPair,
+    Imported,
+    PoissonSampled,
+    PureDP,
+    RepeatAndSelect,
+    SelfComposed,
+    changed,
     compose,
     count_releases,
-    dp_event_of,
     dp_sgd_event,
     gradient_noise_multiplier,
-    imported_delta,
     joint_noise_multiplier,
-    normal_form,
-    require,
-    sampled_steps,
+    read,
+    without_delta,
 )
+from dpllm.privacy.parts import Parts, accountants, dp_event_of, imported_delta, parts_of, require
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
-GAUSSIAN = {"type": "gaussian", "noise_multiplier": 1.0}
-ADAPTIVE = {"type": "adaptive_clipping", "gradient_noise_multiplier": 1.2, "count_noise_multiplier": 5.0}
 GROUP = dp_sgd_event(0.02, 0.8, 150, 4)
-IMPORTED = {"type": "imported", "epsilon": 1.0, "delta": 1e-6}
-PURE = {"type": "pure_dp", "epsilon": 0.25}
-BEST = {"type": "repeat_and_select", "event": RUN, "mean": 10, "distribution": "geometric"}
+PAIR = SelfComposed(10, PoissonSampled(0.02, GaussianPair(1.2, 5.0)))
+BEST = RepeatAndSelect(RUN, 10, "geometric")
+ONCE, PURE = Imported(1.0, 1e-6), PureDP(0.25)
+BANDED = events.CyclicPoisson(4, 30, 0.2, Gaussian(1.0))
+ALL = compose([RUN, GROUP, PAIR, BEST, ONCE, PURE, BANDED, Gaussian(2.0)])
+GAUSSIAN, ADAPTIVE, IMPORTED = Gaussian(1.0).to_json(), GaussianPair(1.2, 5.0).to_json(), ONCE.to_json()
 
 
-def test_event_is_plain_json_and_says_what_ran() -> None:
-    assert RUN == {
+def test_an_event_is_stored_as_plain_json_and_read_back() -> None:
+    assert RUN.to_json() == {
         "type": "self_composed",
         "count": 150,
         "event": {
@@ -47,22 +53,38 @@ def test_event_is_plain_json_and_says_what_ran() -> None:
             "event": {"type": "gaussian", "noise_multiplier": 0.8},
         },
     }
-    assert GROUP["event"]["type"] == "poisson_sampled_group"
-    assert GROUP["event"]["group_size"] == 4
-    assert json.loads(json.dumps(compose([RUN, GROUP, BEST, IMPORTED]))) == compose([RUN, GROUP, BEST, IMPORTED])
+    inside = GROUP.to_json()["event"]
+    assert (inside["type"], inside["group_size"]) == ("poisson_sampled_group", 4)
+    assert read(json.loads(json.dumps(ALL.to_json()))) == ALL
+    whole = {"type": "imported", "epsilon": 1, "delta": 0}  # numbers stay as they were given
+    assert json.dumps(read(whole).to_json()) == json.dumps(whole)
     import dp_accounting as dp
 
     sampled = dp.PoissonSampledDpEvent(0.02, dp.GaussianDpEvent(0.8))
-    assert dp_event_of(normal_form(RUN)) == dp.SelfComposedDpEvent(sampled, 150)
+    assert dp_event_of(parts_of(RUN)) == dp.SelfComposedDpEvent(sampled, 150)
+
+
+def test_an_event_is_changed_everywhere_inside() -> None:
+    seen: list[Any] = []
+    assert changed(ALL, lambda leaf: (seen.append(leaf), leaf)[1]) == ALL
+    assert [type(leaf).__name__ for leaf in seen] == [
+        *("Gaussian", "Gaussian", "GaussianPair", "Gaussian", "Imported", "PureDP", "Gaussian", "Gaussian")
+    ]
+    louder = parts_of(events.scaled(ALL, 2.0))
+    assert [part.noise_multiplier for part in louder.sampled] != [
+        part.noise_multiplier for part in parts_of(ALL).sampled
+    ]
+    assert parts_of(events.scaled(BEST, 2.0)).selected[0].parts == parts_of(dp_sgd_event(0.02, 1.6, 150))
+    assert imported_delta(without_delta(SelfComposed(3, ONCE))) == 0.0
 
 
 def test_releases_are_counted_where_this_run_pays_for_them() -> None:
     assert count_releases(compose([RUN, RUN, dp_sgd_event(0.5, 3.0, 7)])) == 307
     assert count_releases(GROUP) == 150
-    assert count_releases(compose([PURE, RUN, {"type": "self_composed", "count": 3, "event": PURE}])) == 154
-    assert count_releases(sampled_steps(ADAPTIVE, 0.1, 9)) == 9
-    assert count_releases(BEST) == count_releases(IMPORTED) == 0
-    assert count_releases(compose([RUN, BEST, IMPORTED])) == 150
+    assert count_releases(compose([PURE, RUN, SelfComposed(3, PURE)])) == 154
+    assert count_releases(PAIR) == 10
+    assert count_releases(BEST) == count_releases(ONCE) == 0
+    assert count_releases(compose([RUN, BEST, ONCE])) == 150
 
 
 @pytest.mark.parametrize(
@@ -80,7 +102,7 @@ def test_releases_are_counted_where_this_run_pays_for_them() -> None:
         {"type": "gaussian", "noise_multiplier": 1.0, "sensitivity": 0.1},
         {"type": "poisson_sampled", "probability": 0.0, "event": GAUSSIAN},
         {"type": "poisson_sampled", "probability": 1.1, "event": GAUSSIAN},
-        {"type": "poisson_sampled", "probability": 0.5, "event": dp_sgd_event(0.5, 1.0, 2)},
+        {"type": "poisson_sampled", "probability": 0.5, "event": dp_sgd_event(0.5, 1.0, 2).to_json()},
         {"type": "poisson_sampled", "probability": 0.5, "event": IMPORTED},
         {"type": "poisson_sampled", "probability": 0.5, "group_size": 2, "event": GAUSSIAN},
         {"type": "poisson_sampled_group", "probability": 0.5, "event": GAUSSIAN},
@@ -88,16 +110,16 @@ def test_releases_are_counted_where_this_run_pays_for_them() -> None:
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2.0, "event": GAUSSIAN},
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": True, "event": GAUSSIAN},
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 10**6, "event": GAUSSIAN},
-        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2, "event": BEST},
+        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2, "event": BEST.to_json()},
         {"type": "adaptive_clipping", "gradient_noise_multiplier": 1.0},
         {**ADAPTIVE, "gradient_noise_multiplier": 0.0},
         {**ADAPTIVE, "count_noise_multiplier": -1.0},
         {**ADAPTIVE, "count_noise_multiplier": math.nan},
-        {**BEST, "distribution": "fixed"},
-        {**BEST, "distribution": ["geometric"]},
-        {**BEST, "mean": 0.5},
-        {**BEST, "mean": math.inf},
-        {**BEST, "event": {"type": "unknown"}},
+        {**BEST.to_json(), "distribution": "fixed"},
+        {**BEST.to_json(), "distribution": ["geometric"]},
+        {**BEST.to_json(), "mean": 0.5},
+        {**BEST.to_json(), "mean": math.inf},
+        {**BEST.to_json(), "event": {"type": "unknown"}},
         {**IMPORTED, "epsilon": -1.0},
         {**IMPORTED, "epsilon": math.inf},
         {**IMPORTED, "delta": 1.0},
@@ -110,40 +132,43 @@ def test_releases_are_counted_where_this_run_pays_for_them() -> None:
         {"type": "composed", "events": [GAUSSIAN, None]},
         {"type": "composed", "events": "gaussian"},
         {"type": ["gaussian"]},
+        {"type": {}},
+        {**BANDED.to_json(), "bands": 0},
+        {**BANDED.to_json(), "bands": 2.0},
+        {**BANDED.to_json(), "count": -1},
+        {**BANDED.to_json(), "probability": 1.5},
+        {**BANDED.to_json(), "event": ADAPTIVE},
+        {**BANDED.to_json(), "event": IMPORTED},
+        {**BANDED.to_json(), "more": 1},
         "gaussian",
         None,
     ],
 )
 def test_malformed_or_foreign_events_are_refused(event: Any) -> None:
     with pytest.raises(ConfigError):
-        dp_event_of(normal_form(event))
-    with pytest.raises(ConfigError):
-        epsilon(event, 1e-5, "zero_out")
-    with pytest.raises(ConfigError):
-        count_releases(event)
+        read(event)
 
 
-def test_the_normal_form_counts_equal_parts_together_in_any_order() -> None:
-    two = compose([compose([GROUP, RUN]), {"type": "self_composed", "count": 2, "event": compose([RUN, IMPORTED])}])
-    assert normal_form(two) == normal_form(compose([IMPORTED, RUN, IMPORTED, RUN, RUN, GROUP]))
-    assert normal_form(dp_sgd_event(0.3, 1.0, 0)) == normal_form(compose([])) == Terms()
-    assert normal_form({"type": "imported", "epsilon": 0.0, "delta": 0.0}) == Terms()
+def test_the_parts_count_equal_parts_together_in_any_order() -> None:
+    two = compose([compose([GROUP, RUN]), SelfComposed(2, compose([RUN, ONCE]))])
+    assert parts_of(two) == parts_of(compose([ONCE, RUN, ONCE, RUN, RUN, GROUP]))
+    assert parts_of(dp_sgd_event(0.3, 1.0, 0)) == parts_of(compose([])) == Parts()
+    assert parts_of(Imported(0.0, 0.0)) == parts_of(SelfComposed(5, PureDP(0))) == Parts()
 
 
 def test_a_group_of_one_is_one_and_a_group_in_every_batch_is_a_larger_gaussian() -> None:
     one = {"type": "poisson_sampled_group", "probability": 0.02, "group_size": 1, "event": GAUSSIAN}
-    assert normal_form(one) == normal_form({"type": "poisson_sampled", "probability": 0.02, "event": GAUSSIAN})
-    always = {"type": "poisson_sampled_group", "probability": 1.0, "group_size": 4, "event": GAUSSIAN}
-    assert normal_form(always) == normal_form({"type": "gaussian", "noise_multiplier": 0.25})
+    assert read(one) == PoissonSampled(0.02, Gaussian(1.0))
+    assert parts_of(PoissonSampled(1.0, Gaussian(1.0), 4)) == parts_of(Gaussian(0.25))
 
 
 def test_adaptive_clipping_is_the_gaussian_of_both_sums() -> None:
     """Sensitivities 1 and 1/2 over their noises add in squares."""
-    [part] = normal_form(ADAPTIVE).sampled
+    [part] = parts_of(GaussianPair(1.2, 5.0)).sampled
     assert part.noise_multiplier == pytest.approx((1.2**-2 + (2 * 5.0) ** -2) ** -0.5, rel=1e-11)
     exact = (Decimal("1.2") ** -2 + (2 * Decimal(5)) ** -2) ** Decimal("-0.5")
     assert exact * (1 - Decimal("1e-11")) < Decimal(part.noise_multiplier) < exact  # rounded down, never up
-    assert normal_form(sampled_steps(ADAPTIVE, 0.02, 10, 3)).sampled[0].group_size == 3
+    assert parts_of(PoissonSampled(0.02, GaussianPair(1.2, 5.0), 3)).sampled[0].group_size == 3
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -166,20 +191,20 @@ def test_a_count_that_costs_more_than_both_may_is_refused() -> None:
     ("event", "known"),
     [
         (RUN, {"pld", "rdp", "prv"}),
-        (sampled_steps(ADAPTIVE, 0.02, 10), {"pld", "rdp", "prv"}),
+        (PAIR, {"pld", "rdp", "prv"}),
         (dp_sgd_event(0.02, 1.0, 10, 1), {"pld", "rdp", "prv"}),
         (compose([]), {"pld", "rdp", "prv"}),
         (GROUP, {"pld"}),
         (BEST, {"rdp"}),
-        (IMPORTED, {"pld", "rdp"}),
-        (compose([RUN, IMPORTED]), {"pld", "rdp"}),
-        (compose([GROUP, IMPORTED, RUN]), {"pld"}),
-        (compose([BEST, IMPORTED, RUN]), {"rdp"}),
-        ({**BEST, "event": BEST}, {"rdp"}),
+        (ONCE, {"pld", "rdp"}),
+        (compose([RUN, ONCE]), {"pld", "rdp"}),
+        (compose([GROUP, ONCE, RUN]), {"pld"}),
+        (compose([BEST, ONCE, RUN]), {"rdp"}),
+        (RepeatAndSelect(BEST, 10, "geometric"), {"rdp"}),
         (compose([GROUP, BEST]), set()),
-        ({**BEST, "event": GROUP}, set()),
-        ({**BEST, "event": compose([RUN, IMPORTED])}, set()),
-        ({"type": "self_composed", "count": 0, "event": compose([GROUP, BEST])}, {"pld", "rdp", "prv"}),
+        (RepeatAndSelect(GROUP, 10, "geometric"), set()),
+        (RepeatAndSelect(compose([RUN, ONCE]), 10, "geometric"), set()),
+        (SelfComposed(0, compose([GROUP, BEST])), {"pld", "rdp", "prv"}),
     ],
 )
 def test_each_event_lists_its_accountants(event: Any, known: set[str]) -> None:
@@ -196,21 +221,20 @@ def test_what_no_accountant_knows_is_refused_by_the_names_of_its_parts(name: str
     with pytest.raises(Refused, match=r"poisson_sampled_group \(only pld\).*repeat_and_select.*\(only rdp\)"):
         epsilon(compose([GROUP, BEST]), 1e-5, "zero_out", name)
     with pytest.raises(Refused, match="only none"):
-        require(normal_form({**BEST, "event": GROUP}))
+        require(RepeatAndSelect(GROUP, 10, "geometric"))
 
 
 def test_imported_deltas_add_up() -> None:
-    three = {"type": "self_composed", "count": 3, "event": IMPORTED}
-    assert imported_delta(compose([RUN, three])) == pytest.approx(3e-6)
+    assert imported_delta(compose([RUN, SelfComposed(3, ONCE)])) == pytest.approx(3e-6)
     assert imported_delta(RUN) == 0.0
     with pytest.raises(ConfigError, match="imported"):
-        dp_event_of(normal_form(IMPORTED))
+        dp_event_of(parts_of(ONCE))
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-160, 1e-7, 1e10, 1e300])
 def test_noise_whose_squares_fit_no_float_is_refused(noise: float) -> None:
     with pytest.raises(ConfigError, match="noise_multiplier"):
-        epsilon({"type": "gaussian", "noise_multiplier": noise}, 1e-5, "zero_out")
+        Gaussian(noise)
 
 
 def test_more_steps_than_can_be_composed_are_refused() -> None:
@@ -239,4 +263,4 @@ def test_pure_dp_costs_what_dp_accounting_says_and_takes_no_delta() -> None:
 @pytest.mark.parametrize("broken", [{"epsilon": -0.1}, {"epsilon": math.inf}, {"epsilon": "1"}, {"delta": 1e-6}])
 def test_a_malformed_pure_dp_has_no_cost(broken: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        normal_form({**PURE, **broken})
+        read({**PURE.to_json(), **broken})

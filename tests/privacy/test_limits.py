@@ -12,6 +12,7 @@ from scipy.stats import norm
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
+from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect
 from dpllm.privacy.limits import _area, attacker_limits, attacker_limits_of, roc_limits
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
@@ -57,7 +58,7 @@ def test_the_area_under_a_polygon_is_exact(points: list[tuple[float, float]]) ->
 
 @pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.0, 5.0])
 def test_the_limits_of_a_gaussian_are_its_roc_curve(mu: float) -> None:
-    limits = attacker_limits_of({"type": "gaussian", "noise_multiplier": 1 / mu}, "zero_out")
+    limits = attacker_limits_of(Gaussian(1 / mu), "zero_out")
     assert limits["gdp_mu"] == pytest.approx(mu, abs=1e-3)
     for fpr in (0.001, 0.01):
         best = norm.sf(norm.isf(fpr) - mu)
@@ -109,18 +110,18 @@ def test_a_larger_mu_bounds_the_profile_of_a_sampled_run() -> None:
 def test_limits_where_there_is_no_distribution() -> None:
     nothing = attacker_limits_of(compose([]), "zero_out")
     assert nothing == {"tpr_at_fpr_0.001": 0.001, "tpr_at_fpr_0.01": 0.01, "auc": 0.5, "gdp_mu": 0.0}
-    leaky = attacker_limits_of({"type": "imported", "epsilon": 0.1, "delta": 0.05}, "zero_out")
+    leaky = attacker_limits_of(Imported(0.1, 0.05), "zero_out")
     assert leaky["gdp_mu"] is None
     assert leaky == {
         **{name: pytest.approx(value, abs=1e-4) for name, value in attacker_limits(0.1, 0.05).items()},
         "gdp_mu": None,
     }
-    hardly = attacker_limits_of({"type": "gaussian", "noise_multiplier": 1e-5}, "zero_out")
+    hardly = attacker_limits_of(Gaussian(1e-5), "zero_out")
     assert hardly["auc"] == 1.0
     drowned = attacker_limits_of(dp_sgd_event(1 / 5000, 1e9, 1), "zero_out")
     assert drowned["gdp_mu"] == 0.0
     assert 0.5 <= drowned["auc"] <= 0.5001  # type: ignore[operator]
-    best = {"type": "repeat_and_select", "event": RUN, "mean": 10, "distribution": "geometric"}
+    best = RepeatAndSelect(RUN, 10, "geometric")
     with pytest.raises(ConfigError, match="'pld' does not know repeat_and_select"):
         attacker_limits_of(best, "zero_out")
     with pytest.raises(Refused, match="no accountant"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_models import recipe
 
 from dpllm.errors import BudgetExceeded, Refused
-from dpllm.privacy import accounting, limits, renyi
+from dpllm.privacy import accounting, events, limits, renyi
 from dpllm.privacy.plan import CURVE_DELTAS, Plan, auto_delta, make_plan, make_schedule
 from dpllm.privacy.renyi import Fit
 from dpllm.text.data import count_units
@@ -175,7 +175,7 @@ def test_with_example_sampling_the_guarantee_is_for_all_rows_of_a_unit() -> None
     schedule = made.schedule
     assert made.sampling == "example"
     assert made.event == accounting.dp_sgd_event(schedule.sampling_rate, made.noise_multiplier, schedule.num_steps, 4)
-    assert made.event["event"]["group_size"] == 4
+    assert events.step_of(made.event).group_size == 4
     assert 3.9 <= made.epsilon <= 4.0
     assert made.noise_multiplier > plan(data={**ROWS, "sampling": "unit"}, privacy=CALIBRATED).noise_multiplier
     assert made.accountants.keys() == {"pld"}
@@ -199,15 +199,12 @@ def test_what_is_counted_is_what_is_sampled(tmp_path: Path) -> None:
 def test_adaptive_clipping_is_recorded_as_its_joint_event() -> None:
     made = plan(privacy={**CALIBRATED, "clipping": "adaptive"})
     assert made.adaptive is not None
-    assert made.event["event"]["event"] == {
-        "type": "adaptive_clipping",
-        "gradient_noise_multiplier": made.adaptive.gradient_noise_multiplier,
-        "count_noise_multiplier": made.adaptive.count_noise_multiplier,
-    }
+    pair = events.GaussianPair(made.adaptive.gradient_noise_multiplier, made.adaptive.count_noise_multiplier)
+    assert events.mechanism_of(made.event) == pair
     plain = plan(privacy=CALIBRATED)
     assert made.noise_multiplier == plain.noise_multiplier < made.adaptive.gradient_noise_multiplier
     assert made.epsilon == plain.epsilon <= made.target_epsilon
-    assert made.event_after(3)["event"] == made.event["event"]
+    assert events.step_of(made.event_after(3)) == events.step_of(made.event)
 
 
 @settings(max_examples=3, deadline=None, derandomize=True)

@@ -19,6 +19,7 @@ from scipy import stats
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.events import PureDP
 from dpllm.privacy.releases import STEPS, measurement
 from dpllm.text.asked import OTHER, Statistic
 
@@ -78,8 +79,8 @@ def rank_errors(asked: Statistic, values: list[float]) -> list[float]:
 def test_the_event_is_the_epsilon_of_opendp_s_map(asked: Statistic, rows: int) -> None:
     """At most what was asked, hardly less, and the very number that the map gives for a unit's rows."""
     made = measurement(asked, rows, 0.25)
-    assert made.event == {"type": "pure_dp", "epsilon": made.measure.map(1 if asked.kind == "units" else rows)}
-    assert 0.2499 < made.event["epsilon"] <= 0.25
+    assert made.event == PureDP(made.measure.map(1 if asked.kind == "units" else rows))
+    assert 0.2499 < made.event.epsilon <= 0.25
     assert epsilon(made.event, 1e-9, "zero_out") == pytest.approx(0.25, abs=2e-4)
     if asked.kind != "units":
         assert made.measure.map(2 * rows) == pytest.approx(0.5, rel=1e-3)
@@ -103,7 +104,7 @@ def test_the_error_that_is_told_is_that_of_opendp_s_own_scale(rows: int, cost: f
         scale = made.error / math.log(len(asked.numbers) / 0.05)
         spaces = made.measure.input_domain, made.measure.input_metric
         again = make_private_quantile(*spaces, max_divergence(), list(asked.numbers), quantile, scale * (1 + 1e-9))
-        assert made.event["epsilon"] == pytest.approx(again.map(rows), rel=1e-8)
+        assert made.event.epsilon == pytest.approx(again.map(rows), rel=1e-8)
 
 
 @pytest.mark.parametrize("values", [["yes"] * 5 + ["no"] * 2, ["yes"] * 3 + ["no"] * 2, ["yes"] * 5 + ["what"] * 2])
@@ -141,7 +142,7 @@ def test_quantiles_keep_their_epsilon_by_the_theorem(values: list[float], added:
     for asked, made in MADE:
         scale = made.error / math.log(len(asked.numbers) / 0.05)
         one, other = (flips(rank_errors(asked, data), scale) for data in (values, [*values, added]))
-        assert max(abs(math.log(p / q)) for p, q in zip(one, other, strict=True)) <= made.event["epsilon"] + 1e-9
+        assert max(abs(math.log(p / q)) for p, q in zip(one, other, strict=True)) <= made.event.epsilon + 1e-9
 
 
 def test_a_mean_is_a_noisy_sum_over_a_noisy_count() -> None:

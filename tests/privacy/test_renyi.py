@@ -12,7 +12,8 @@ from scipy.stats import norm
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.accounting import Event, compose, dp_sgd_event, epsilon
-from dpllm.privacy.events import dp_event_of, normal_form
+from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect, SelfComposed
+from dpllm.privacy.parts import dp_event_of, parts_of
 from dpllm.privacy.renyi import (
     ORDERS,
     Fit,
@@ -28,13 +29,13 @@ RUN = dp_sgd_event(0.02, 0.8, 150)
 
 
 def imported(eps: float, delta: float = 0.0) -> Event:
-    return {"type": "imported", "epsilon": eps, "delta": delta}
+    return Imported(eps, delta)
 
 
 @pytest.mark.parametrize("order", [1.1, 2.0, 3.2, 64.0])
 @pytest.mark.parametrize("sigma", [0.5, 3.0])
 def test_the_divergence_of_a_gaussian_is_its_closed_form(order: float, sigma: float) -> None:
-    event = {"type": "self_composed", "count": 7, "event": {"type": "gaussian", "noise_multiplier": sigma}}
+    event = SelfComposed(7, Gaussian(sigma))
     assert rdp(event, order) == pytest.approx(7 * order / (2 * sigma**2), rel=1e-12)
 
 
@@ -62,7 +63,7 @@ def test_an_order_that_does_not_converge_is_bounded_by_those_beside_it(order: fl
     event = dp_sgd_event(q, sigma, 1)
     if order == 1.1:
         assert math.isinf(
-            RdpAccountant([order]).compose(dp_event_of(normal_form(event))).rdp[0]
+            RdpAccountant([order]).compose(dp_event_of(parts_of(event))).rdp[0]
         )  # why there is such a bound
     exact = log_moment(order, q, sigma) / (order - 1)
     assert exact <= rdp(event, order) <= rdp(event, math.ceil(order))
@@ -85,7 +86,7 @@ def test_an_imported_delta_has_no_finite_divergence() -> None:
 
 
 def test_selection_has_a_divergence_above_that_of_one_run() -> None:
-    best = {"type": "repeat_and_select", "event": RUN, "mean": 10, "distribution": "geometric"}
+    best = RepeatAndSelect(RUN, 10, "geometric")
     assert rdp(best, 3.2) > rdp(RUN, 3.2) + math.log(10) / 2.2
     assert rdp(compose([best, RUN]), 3.2) == pytest.approx(rdp(best, 3.2) + rdp(RUN, 3.2))
     # On the accountant's own grid, the same as the accountant finds.

@@ -18,6 +18,7 @@ from dpllm.files import alone
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
 from dpllm.privacy import releases, renyi
 from dpllm.privacy.accounting import dp_sgd_event
+from dpllm.privacy.events import PureDP
 from dpllm.run import describe
 from dpllm.statement.released import Statistics
 
@@ -164,13 +165,13 @@ def test_a_crash_between_reservation_and_release_stays_charged(
 
 @pytest.mark.parametrize("gate", ["planned", "adaptive"])
 def test_an_exhausted_budget_refuses_and_nothing_is_spent(say: Callable[..., Any], gate: Any) -> None:
-    order = renyi.choose_order(1.5, 1e-6, {"type": "pure_dp", "epsilon": 1.0}) if gate == "adaptive" else None
+    order = renyi.choose_order(1.5, 1e-6, PureDP(1.0)) if gate == "adaptive" else None
     with ledger() as book:
         budgets.set_budget(book, "notes", Budget(1.5, 1e-6, "who", "zero_out", gate, order, **WHO))
         if gate == "planned":
             from dpllm.ledger.values import Sealed
 
-            budgets.seal(book, "notes", [Sealed({"type": "pure_dp", "epsilon": 0.9}, 1)], "alice", "all of it")
+            budgets.seal(book, "notes", [Sealed(PureDP(0.9), 1)], "alice", "all of it")
     assert say("--units", epsilon=0.9)[0] == 0
     assert released().delta == 1e-6, "that of the budget"
     before = entries()

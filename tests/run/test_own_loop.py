@@ -347,7 +347,7 @@ def test_banded_noise_takes_turns_and_takes_nothing_back_from_before_a_step_that
 ) -> None:
     """The failed step had its turn but no row of noise: two turns of a unit would be nearer in noise than b rows."""
     plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=7, max_grad_norm=0.1, bands=3)
-    assert (plan.bands, plan.event["type"], plan.event["probability"]) == (3, "cyclic_poisson", 1.0)
+    assert (plan.bands, plan.event.type, plan.event.probability) == (3, "cyclic_poisson", 1.0)
     drawn: list[set[int]] = []
     held: list[int] = []
     draw, add = PoissonSampler.draw, BandedNoise.add_to

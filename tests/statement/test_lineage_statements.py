@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets
 from dpllm.privacy import accounting
+from dpllm.privacy.events import Gaussian, Imported, PoissonSampled, RepeatAndSelect
 from dpllm.privacy.plan import Plan, make_plan
 from dpllm.recipe.config import RunConfig
 from dpllm.statement import lineage, parents
@@ -163,14 +164,13 @@ def test_what_cannot_be_composed_says_why(changes: Json, reason: str) -> None:
 
 
 def test_what_pld_does_not_know_is_composed_by_another_accountant() -> None:
-    selected = {"type": "repeat_and_select", "event": plan().event, "mean": 2.0, "distribution": "geometric"}
+    selected = RepeatAndSelect(plan().event, 2.0, "geometric")
     assert "RDP" in settle(base(event=selected)).composed.accountant
 
 
 def test_no_accountant_for_all_parts_is_said() -> None:
-    grouped = {"type": "poisson_sampled_group", "probability": 0.1, "group_size": 3}
-    grouped["event"] = {"type": "gaussian", "noise_multiplier": 1.0}  # type: ignore[assignment]
-    selected = {"type": "repeat_and_select", "event": plan().event, "mean": 2.0, "distribution": "geometric"}
+    grouped = PoissonSampled(0.1, Gaussian(1.0), 3)
+    selected = RepeatAndSelect(plan().event, 2.0, "geometric")
     found = settle(base(statement(event=grouped), event=selected))
     assert found.composed is None
     assert "no accountant" in found.reason
@@ -262,7 +262,7 @@ def test_what_was_imported_into_the_ledger_is_in_it(book: Ledger, less: float | 
     budget(book)
     event = plan().event
     if less is not None:
-        event = {"type": "imported", "epsilon": plan().epsilon - less, "delta": DELTA}
+        event = Imported(plan().epsilon - less, DELTA)
     budgets.import_run(book, "notes", event=event, run="parent", by="alice", reason="its card", **TERMS)
     if enough:
         assert settle(base(), book=book).excepted is None

@@ -11,19 +11,12 @@ from cards import config, plan, record, render_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpllm.privacy.events import dp_sgd_event
 from dpllm.privacy.limits import attacker_limits_of
 from dpllm.statement import tradeoff_figure
 from dpllm.statement.fields import MechanismLimits, Terms
 
-EVENT = {
-    "type": "self_composed",
-    "count": 100,
-    "event": {
-        "type": "poisson_sampled",
-        "probability": 0.05,
-        "event": {"type": "gaussian", "noise_multiplier": 1.1},
-    },
-}
+EVENT = dp_sgd_event(0.05, 1.1, 100)
 
 
 def terms(**changes: Any) -> Terms:

@@ -1,0 +1,176 @@
+"""The parts to which every accounting event comes down, and which accountants know them.
+
+Comes in: events. Goes out: parts, the dp-accounting event of equal cost, a refusal of what nobody knows. Imports no
+accountant before one is needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy.events import (
+    SHAPES,
+    Composed,
+    CyclicPoisson,
+    Event,
+    Gaussian,
+    GaussianPair,
+    Imported,
+    PoissonSampled,
+    PureDP,
+    RepeatAndSelect,
+    SelfComposed,
+)
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+ACCOUNTANTS = frozenset({"pld", "rdp", "prv"})
+
+
+class SampledSums(NamedTuple):
+    """``times`` Gaussian sums over Poisson samples, for ``group_size`` rows together."""
+
+    probability: float
+    noise_multiplier: float
+    group_size: int
+    times: int
+
+
+class Selections(NamedTuple):
+    """``times`` times the best of a random number of runs."""
+
+    parts: Parts
+    mean: float
+    distribution: str
+    times: int
+
+
+class Bounds(NamedTuple):
+    """``times`` releases, imported or ``pure_dp``, of which epsilon and delta are known."""
+
+    epsilon: float
+    delta: float
+    times: int
+
+
+class Parts(NamedTuple):
+    """What an event consists of: composition commutes, so that equal parts are counted together and sorted."""
+
+    sampled: tuple[SampledSums, ...] = ()
+    selected: tuple[Selections, ...] = ()
+    bounds: tuple[Bounds, ...] = ()
+
+
+@lru_cache(maxsize=65_536)
+def parts_of(event: Event) -> Parts:
+    """The parts that an accountant adds up."""
+    sampled: Counter[tuple[float, float, int]] = Counter()
+    selected: Counter[tuple[Parts, float, str]] = Counter()
+    bounds: Counter[tuple[float, float]] = Counter()
+
+    def walk(part: Event, times: int) -> None:
+        match part:
+            case Gaussian() | GaussianPair():
+                sampled[(1.0, float(part.noise_multiplier), 1)] += times
+            case PoissonSampled():
+                rate, sigma, size = float(part.probability), float(part.event.noise_multiplier), part.group_size
+                # Without sampling, all of the group are in every sum: one Gaussian of that sensitivity.
+                sampled[(rate, sigma, size) if rate < 1 else (1.0, sigma / size, 1)] += times
+            case CyclicPoisson():
+                walk(PoissonSampled(part.probability, part.event), times * -(-part.count // part.bands))
+            case SelfComposed():
+                walk(part.event, times * part.count)
+            case Composed():
+                for inner in part.events:
+                    walk(inner, times)
+            case RepeatAndSelect():
+                inside = parts_of(part.event)
+                if inside != Parts():
+                    selected[(inside, float(part.mean), part.distribution)] += times
+            case Imported() | PureDP():
+                known = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
+                if any(known):
+                    bounds[known] += times
+
+    walk(event, 1)
+    return Parts(
+        tuple(sorted(SampledSums(*key, n) for key, n in sampled.items() if n)),
+        tuple(sorted(Selections(*key, n) for key, n in selected.items() if n)),
+        tuple(sorted(Bounds(*key, n) for key, n in bounds.items() if n)),
+    )
+
+
+def imported_delta(event: Event) -> float:
+    """The sum of the deltas that `event` imports, which come off the delta at which anything else is stated."""
+    return sum(part.delta * part.times for part in parts_of(event).bounds)
+
+
+def accountants(event: Event) -> frozenset[str]:
+    """Which of "pld", "rdp" and "prv" know every part of `event`; none, where its parts do not go together."""
+    return _accountants(parts_of(event))
+
+
+def _accountants(parts: Parts) -> frozenset[str]:
+    return ACCOUNTANTS.intersection(*(supported for _, supported in _kinds(parts)))
+
+
+def require(event: Event, accountant: str | None = None) -> None:
+    """Refuses an event that no accountant knows in every part; a ConfigError where another one does, but not this one."""
+    kinds, known = _kinds(parts_of(event)), accountants(event)
+    if not known:
+        named = "; ".join(f"{name} (only {' or '.join(sorted(who)) or 'none'})" for name, who in kinds)
+        raise Refused(
+            f"no accountant knows every part of this event, so no epsilon can be stated for it: {named}. Keep such parts "
+            "in budgets of their own, or sample and account whole units."
+        )
+    if accountant is not None and accountant not in known:
+        raise ConfigError(
+            f"accountant {accountant!r} does not know {', '.join(name for name, who in kinds if accountant not in who)}. "
+            f"Use {' or '.join(sorted(known))}."
+        )
+
+
+def _kinds(parts: Parts) -> list[tuple[str, frozenset[str]]]:
+    """The kinds of parts that an event has, each with its accountants."""
+    kinds: dict[str, frozenset[str]] = {}
+    for part in parts.sampled:
+        if part.group_size > 1:
+            kinds["poisson_sampled_group"] = frozenset({"pld"})
+        else:
+            kinds["gaussian sums"] = ACCOUNTANTS
+    for best in parts.selected:
+        # dp-accounting computes the selection from the Renyi curve of one run, which an imported delta has not.
+        known = _accountants(best.parts) & {"rdp"} if not best.parts.bounds else frozenset[str]()
+        kinds[f"repeat_and_select of {' and '.join(kind for kind, _ in _kinds(best.parts))}"] = known
+    if parts.bounds:
+        kinds["imported"] = frozenset({"pld", "rdp"})
+    return list(kinds.items())
+
+
+def dp_event_of(parts: Parts) -> DpEvent:
+    """The dp-accounting event of equal cost; it has none for what is imported (ConfigError)."""
+    import dp_accounting as dp
+    from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
+
+    if parts.bounds:
+        raise ConfigError("dp-accounting has no event for an imported epsilon and delta. Use epsilon() instead.")
+    runs: list[DpEvent] = []
+    for part in parts.sampled:
+        one = dp.GaussianDpEvent(part.noise_multiplier)
+        if part.group_size > 1:
+            from scipy.stats import binom
+
+            many = range(part.group_size + 1)
+            weights = binom.pmf(many, part.group_size, part.probability)
+            one = MixtureOfGaussiansDpEvent(part.noise_multiplier, list(map(float, many)), list(map(float, weights)))
+        elif part.probability < 1.0:
+            one = dp.PoissonSampledDpEvent(part.probability, one)
+        runs.append(dp.SelfComposedDpEvent(one, part.times))
+    for best in parts.selected:
+        one = RepeatAndSelectDpEvent(dp_event_of(best.parts), best.mean, SHAPES[best.distribution])
+        runs.append(dp.SelfComposedDpEvent(one, best.times))
+    return runs[0] if len(runs) == 1 else dp.ComposedDpEvent(runs)
