@@ -16,10 +16,9 @@ from dpllm.auditing.rates import gaussian_epsilon
 from dpllm.auditing.record import AuditRecord, Canaries
 from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
-from dpllm.privacy import guards
 from dpllm.privacy.accounting import compose, finite, stated
 from dpllm.privacy.events import step_of
-from dpllm.recipe import names
+from dpllm.recipe import derived, names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import formatting, privacy_record, tradeoff_figure
@@ -109,7 +108,7 @@ def why_not(
         return f"this model was trained without differential privacy (privacy.enabled: false){where}"
     if not record.guarantee.holds:
         return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
-    if (broken := guards.deviations(config)[0]) is not None:  # whatever the record says
+    if (broken := derived.deviations(config)[0]) is not None:  # whatever the record says
         return broken
     if mechanism is not None and mechanism["verdict"] == "falsified":
         return f"the audit of the engine that trained contradicts it: {str(mechanism['reason']).rstrip('. ')}"

@@ -60,7 +60,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
 
 def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
     """What may be said of a plan before training: numbers and the commitment, no text and no coin."""
-    from dpllm.privacy.schedule import num_slots
+    from dpllm.recipe.derived import num_slots
 
     settings = config.audit.canaries
     assert settings is not None
@@ -78,7 +78,7 @@ def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
 
 def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
     """Refuses to lose anything: a run, canaries that were planned, or something else that lies there."""
-    from dpllm.privacy.schedule import num_slots
+    from dpllm.recipe.derived import num_slots
     from dpllm.run.directory import check_directory
 
     if config.audit.canaries is None:

@@ -24,6 +24,7 @@ from dpllm.ledger import RunRequest, admission, dataset_policy, reserving
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.renyi import Fit
+from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.promise import Start, Subject, decide, read_subject
@@ -233,7 +234,7 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
         terms = {name: {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta} for name, plan in plans.items()}
         state["pinned"] = terms
     write_json(root / STATE, {**state, "by": by})
-    book, flaw = ledger.open_ledger(config.privacy.ledger), guards.deviations(config)[0]
+    book, flaw = ledger.open_ledger(config.privacy.ledger), derived.deviations(config)[0]
     assert book is not None
     try:
         with book, book.counting():

@@ -16,6 +16,7 @@ from dpllm.errors import ConfigError
 from dpllm.privacy import accounting, banded
 from dpllm.privacy.events import CyclicPoisson, Gaussian, RunEvent, step_of
 from dpllm.privacy.plan import Plan, auto_delta, noise_multiplier_for
+from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import accounting_cache
@@ -159,9 +160,8 @@ def effect_of(config: RunConfig, plan: Plan) -> banded.Effect | None:
         )
     except ConfigError:  # no independent noise that is considered keeps it
         return None
-    return banded.effect(
-        plan.coefficients, banded.rates(config.train, plan.schedule.num_steps), plan.noise_multiplier, sigma
-    )
+    rate_T = banded.rates(derived.learning_rate_of(config.train), plan.schedule.num_steps)
+    return banded.effect(plan.coefficients, rate_T, plan.noise_multiplier, sigma)
 
 
 def _clipping(config: RunConfig, released: Mapping[str, float]) -> str | None:

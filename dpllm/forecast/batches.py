@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpllm.privacy.schedule import Schedule, Shape, physical_batches_expected, rows_of_one, shapes_for
+from dpllm.privacy.schedule import Schedule, Shape, physical_batches_expected
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import rows_of_one, shapes_for
 
 QUANTILE = 0.999
 FIXED = 64  # as of ``shapes_of``, where the size of the model is not known

@@ -34,13 +34,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.recipe.config import RunConfig, TrainConfig
+from dpllm.privacy.schedule import Schedule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
+Shape = Literal["linear", "cosine", "constant"]  # of the learning rate
 CANDIDATES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # bands that auto compares with 1
 LEAST_GAIN = 0.05  # of the noise in the last weights, below which it takes 1
 MOST_STEPS = 2000  # for which coefficients are optimised; a longer schedule is taken for one of the same shape
@@ -70,43 +71,47 @@ class Effect:
     one_step: float
 
 
-def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
-    """Learning rate of step 0..num_steps-1; never zero, because every step spends privacy.
+@dataclass(frozen=True)
+class LearningRate:
+    """How the learning rate goes with the steps: rises linearly over the warm-up, then falls to 0 as the shape says."""
 
-    Rises linearly over the warm-up, then falls to 0 as the schedule says; depends on the step alone.
-    """
-    warm = math.ceil(train.warmup * num_steps)
-    if step < warm:
-        return train.learning_rate * (step + 1) / (warm + 1)
-    left = (num_steps - step) / max(1, num_steps - warm)
-    shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
-    return train.learning_rate * shape[train.lr_scheduler]
+    peak: float = 1.0
+    shape: Shape = "linear"
+    warmup: float = 0.0  # share of the steps, in [0, 1)
+
+    def at(self, step: int, num_steps: int) -> float:
+        """Of step 0..num_steps-1; never zero, because every step spends privacy. Depends on the step alone."""
+        warm = math.ceil(self.warmup * num_steps)
+        if step < warm:
+            return self.peak * (step + 1) / (warm + 1)
+        left = (num_steps - step) / max(1, num_steps - warm)
+        shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
+        return self.peak * shape[self.shape]
 
 
-def rates(train: TrainConfig, num_steps: int) -> Floats:
+def rates(rate: LearningRate, num_steps: int) -> Floats:
     """rate_T: the schedule of learning rates over its maximum; cosine's last rate may be as small as 1e-7, and none is 0."""
     import numpy as np
 
-    rate_T = np.array([learning_rate(train, step, num_steps) for step in range(num_steps)])
+    rate_T = np.array([rate.at(step, num_steps) for step in range(num_steps)])
     return np.asarray(rate_T / rate_T.max())
 
 
-def strategy(train: TrainConfig, num_steps: int, bands: int) -> tuple[float, ...]:
+def strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ...]:
     """Coefficients of the least noise in the weights over a run, of squares that add up to at most 1, exactly.
 
     Least is the sum over all steps of the squared noise in the weights under plain SGD, ||A C^-1||_F^2 with A[t, s] = lr_s for s
     <= t. Momentum is left out: it multiplies all weights of a step by nearly the same, but those of the last steps. The search
     has the same result for the same numpy and scipy; who goes on with a run reads its coefficients from plan.json.
     """
-    return _strategy(train.lr_scheduler, train.warmup, min(num_steps, MOST_STEPS), bands)
+    return _strategy(replace(rate, peak=1.0), min(num_steps, MOST_STEPS), bands)
 
 
 @lru_cache(maxsize=64)
-def _strategy(shape: str, warmup: float, num_steps: int, bands: int) -> tuple[float, ...]:
+def _strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ...]:
     import numpy as np
 
-    train = TrainConfig.model_validate({"steps": num_steps, "lr_scheduler": shape, "warmup": warmup})
-    found_B = optimise(workload(rates(train, num_steps)), bands)
+    found_B = optimise(workload(rates(rate, num_steps)), bands)
     found_B = found_B / np.linalg.norm(found_B)
     while not admissible(
         coefficients := tuple(map(float, found_B))
@@ -126,7 +131,7 @@ def near_best(coefficients: Sequence[float], num_steps: int) -> bool:
     steps, bands, length = min(num_steps, MOST_STEPS), len(coefficients), math.hypot(*coefficients)
     if not 0 < bands <= min(steps, MOST_BANDS) or length < 1 - 1e-12 or max(coefficients) > coefficients[0]:
         return False
-    best = (_strategy(shape, 0.0, steps, bands) for shape in ("constant", "linear", "cosine"))
+    best = (_strategy(LearningRate(shape=shape), steps, bands) for shape in get_args(Shape))
     return min(math.dist(coefficients, one) for one in best) < NEAR
 
 
@@ -237,23 +242,18 @@ def step_noise(coefficients: Sequence[float], num_steps: int) -> float:
     return math.sqrt(sum(one**2 for one in inverse(coefficients, num_steps).tolist()))
 
 
-def most_bands(config: RunConfig, size: int, num_steps: int) -> int:
-    """How many bands the sizes allow: q' = b B / N is at most 1, and no turn is longer than the run."""
-    return min(size // config.train.batch_size, num_steps)
-
-
-def check(config: RunConfig, size: int, num_steps: int) -> None:
+def check(bands: int | Literal["auto"], schedule: Schedule, sampling: str) -> None:
     """Refuses what banded noise is not accounted for, or has no room for.
 
     Raises:
         Refused: Rows are sampled, or there are fewer units or steps than so many bands take.
     """
-    if config.data.sampling == "example":
+    size, batch, num_steps = schedule.dataset_size, schedule.expected_batch_size, schedule.num_steps
+    if sampling == "example":
         raise Refused(
             "privacy.noise: banded needs each unit to join at most every b-th step, and with data.sampling: example the rows of "
             "one unit join in any, which no accountant counts. Set data.sampling: unit, or privacy.noise: independent."
         )
-    batch, bands = config.train.batch_size, config.privacy.bands
     if bands == "auto" or bands == 1:
         return
     if bands * batch > size:
@@ -269,26 +269,26 @@ def check(config: RunConfig, size: int, num_steps: int) -> None:
         raise Refused(f"privacy.bands {bands} is more than {why}. Set privacy.bands to {most} or less.")
 
 
-def choose(config: RunConfig, size: int, num_steps: int, sigma_of: Callable[[int], float]) -> int:
+def choose(rate: LearningRate, schedule: Schedule, sigma_of: Callable[[int], float]) -> int:
     """How many bands leave the least noise in the last weights; 1 where that is less than 5% below independent noise.
 
     Args:
-        config: A recipe with banded noise and ``bands: auto``.
-        size: N.
-        num_steps: T.
+        rate: Of the run.
+        schedule: Of the run; q' = b B / N is at most 1, and no turn is longer than T.
         sigma_of: Bands -> the noise multiplier that keeps the promise, to about a hundredth; ConfigError where none does.
     """
-    rate_T, best, least = rates(config.train, num_steps), 1, 1 - LEAST_GAIN
+    num_steps, best, least = schedule.num_steps, 1, 1 - LEAST_GAIN
+    rate_T, most = rates(rate, num_steps), min(schedule.dataset_size // schedule.expected_batch_size, num_steps)
     try:
         independent = sigma_of(1)
     except ConfigError:  # a target that the recipe's own noise meets, and calibration does not reach
         return 1
     for bands in CANDIDATES:
-        if bands <= most_bands(config, size, num_steps):
+        if bands <= most:
             try:
                 sigma = sigma_of(bands)
             except ConfigError:
                 continue
-            left = effect(strategy(config.train, num_steps, bands), rate_T, sigma, independent).last_iterate
+            left = effect(strategy(rate, num_steps, bands), rate_T, sigma, independent).last_iterate
             best, least = (bands, left) if left < least else (best, least)
     return best

@@ -39,9 +39,9 @@ Guarantee:
 References:
     Choquette-Choo et al. 2023, "Privacy Amplification for Matrix Mechanisms", corollary 4.7 (mixtures). Charles et al.
     2024, "Fine-Tuning Large Language Models with User-Level Differential Privacy" (example-level sampling). Choquette-Choo et
-    al. 2023, "(Amplified) Banded Matrix Factorization", theorem 4 (cyclic_poisson). Papernot and
-    Steinke 2022, "Hyperparameter Tuning with Renyi Differential Privacy", theorems 2 and 6. Kairouz, Oh and Viswanath
-    2015, "The Composition Theorem for Differential Privacy" (imported, pure_dp).
+    al. 2023, "(Amplified) Banded Matrix Factorization", theorem 4 (cyclic_poisson). Papernot and Steinke 2022, "Hyperparameter
+    Tuning with Renyi Differential Privacy", theorems 2 and 6. Kairouz, Oh and Viswanath 2015, "The Composition Theorem for
+    Differential Privacy" (imported, pure_dp).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from typing import Any, ClassVar, TypeGuard
 from dpllm.errors import ConfigError
 
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
-LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # multipliers; an accountant's squares of others do not fit a float
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
 MAX_GROUP_SIZE = 1024
 _SPLIT = Context(prec=60)
 
@@ -78,7 +78,7 @@ class _Value:
         return stored
 
     def _stored(self) -> list[str]:
-        return [field.name for field in fields(self)]  # type: ignore[arg-type]  # each subclass is a dataclass
+        return list(self.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Gaussian(_Value):
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        _noise("noise_multiplier", self.noise_multiplier)
+        number("noise_multiplier", self.noise_multiplier, LEAST_NOISE, MOST_NOISE, including=True)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class GaussianPair(_Value):
 
     def __post_init__(self) -> None:
         for name in self._stored():
-            _noise(name, getattr(self, name))
+            number(name, getattr(self, name), LEAST_NOISE, MOST_NOISE, including=True)
 
     @cached_property
     def noise_multiplier(self) -> float:
@@ -124,7 +124,7 @@ class PoissonSampled(_Value):
     def __post_init__(self) -> None:
         _within(self, Gaussian, GaussianPair)
         number("sampling_rate", self.probability, 0.0, 1.0)
-        _integer("group_size", self.group_size, 1, MAX_GROUP_SIZE)
+        integer("group_size", self.group_size, 1, MAX_GROUP_SIZE)
 
     @property
     def type(self) -> str:  # type: ignore[override]  # which depends on the group
@@ -146,8 +146,8 @@ class CyclicPoisson(_Value):
     event: Gaussian
 
     def __post_init__(self) -> None:
-        _integer("cyclic_poisson count", self.count, 0)
-        _integer("bands", self.bands, 1)
+        integer("cyclic_poisson count", self.count, 0)
+        integer("bands", self.bands, 1)
         _within(self, Gaussian)  # adaptive clipping's noise would be taken back at another C
         number("sampling_rate", self.probability, 0.0, 1.0)
 
@@ -161,7 +161,7 @@ class SelfComposed(_Value):
     event: Event
 
     def __post_init__(self) -> None:
-        _integer("self_composed count", self.count, 0)
+        integer("self_composed count", self.count, 0)
 
 
 @dataclass(frozen=True)
@@ -215,17 +215,7 @@ class PureDP(_Value):
         number("pure_dp epsilon", self.epsilon, 0.0, including=True)
 
 
-Event = (
-    Gaussian
-    | GaussianPair
-    | PoissonSampled
-    | CyclicPoisson
-    | SelfComposed
-    | Composed
-    | RepeatAndSelect
-    | Imported
-    | PureDP
-)
+Event = Mechanism | PoissonSampled | CyclicPoisson | SelfComposed | Composed | RepeatAndSelect | Imported | PureDP
 RunEvent = SelfComposed | CyclicPoisson
 """What a run of dpllm executes: ``count`` steps."""
 
@@ -340,8 +330,8 @@ def scaled(event: Event, factor: float) -> Event:
     """The same event with every noise multiplier times `factor`."""
 
     def louder(part: Any) -> Any:
-        noise = [field.name for field in fields(part) if field.name.endswith("noise_multiplier")]
-        return replace(part, **{name: getattr(part, name) * factor for name in noise})
+        noise = {name: getattr(part, name) * factor for name in part._stored() if name.endswith("noise_multiplier")}
+        return replace(part, **noise)
 
     return changed(event, louder)
 
@@ -390,15 +380,12 @@ def number(name: str, value: Any, above: float, most: float = sys.float_info.max
     return float(value)
 
 
-def _integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """An integer from `least` to `most`; ConfigError for any other value."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         limit = "" if most is None else f" and <= {most}"
         raise ConfigError(f"{name} is {value!r}. Set an integer >= {least}{limit}.")
     return value
-
-
-def _noise(name: str, value: Any) -> None:
-    number(name, value, LEAST_NOISE, MOST_NOISE, including=True)
 
 
 def _within(outer: PoissonSampled | CyclicPoisson, *allowed: type) -> None:

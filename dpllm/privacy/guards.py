@@ -1,6 +1,6 @@
 """Refusals: what would break the promise, found before anything runs.
 
-Comes in: the recipe, the model, the run directory. Goes out: nothing, or ``Refused``. A guard costs a user one clear
+Comes in: the model, the machine. Goes out: nothing, or ``Refused``. A guard costs a user one clear
 line; a guard that is missing costs somebody their privacy.
 """
 
@@ -12,41 +12,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dpllm.errors import Refused
-from dpllm.recipe.config import LoraConfig, RunConfig
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn  # `dpllm plan` guards recipes without importing torch
+    from torch import nn
 
 ROUTED = frozenset({"experts", "router", "gate"})  # parts of a name
-
-
-def check_modes(config: RunConfig) -> None:
-    """Refuses what the recipe alone shows: dropout that couples units."""
-    if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
-        raise Refused(
-            f"adapter.dropout is {config.adapter.dropout:g}, and its masks depend on a row's place in the batch, so one unit "
-            "would change all other contributions, which clipping does not bound. Set adapter.dropout: 0."
-        )
-
-
-def deviations(config: RunConfig) -> tuple[str | None, list[str]]:
-    """Why a run has no guarantee (None: it has one), and the deviations that leave it standing, which the card names."""
-    if not config.privacy.enabled:
-        return "it was trained without differential privacy", []
-    if config.privacy.insecure_seed is not None:
-        return "its noise and sampling were seeded by the user (privacy.insecure_seed), so they can be regenerated", []
-    notes = []
-    if config.data.eval is not None and not config.data.eval_public:
-        notes.append(
-            "held-out loss was computed on private evaluation data; it is kept private and nothing was chosen by it"
-        )
-    if config.telemetry.private_metrics and not config.data.public:
-        notes.append(
-            "un-noised figures of the training data (loss, share of clipped gradients) and of the evaluation data went to "
-            "metrics and trackers (telemetry.private_metrics); they are outside the guarantee"
-        )
-    return None, notes
 
 
 def check_model(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """The promise: one frozen value from which sampler, noise, accountant, ledger and card are all built.
 
-Comes in: the recipe and the public number of privacy units. Goes out: a ``Plan``, what a run with differential privacy promises
+Comes in: settings and a schedule, both public. Goes out: a ``Plan``, what a run with differential privacy promises
 beside the ``Schedule`` that every run has. This module must not see data and must not import torch: whoever verifies a card
 computes it again.
 """
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.privacy import accounting, banded, events, limits, renyi
 from dpllm.privacy.accounting import Relation
+from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.events import (
     CyclicPoisson,
     Gaussian,
@@ -27,8 +28,7 @@ from dpllm.privacy.events import (
     SelfComposed,
 )
 from dpllm.privacy.renyi import Fit
-from dpllm.privacy.schedule import Schedule, group_rate, group_size_of, make_schedule
-from dpllm.recipe.config import RunConfig
+from dpllm.privacy.schedule import Schedule, group_rate
 
 __all__ = [
     "CURVE_DELTAS",
@@ -36,12 +36,14 @@ __all__ = [
     "AdaptiveClipping",
     "Plan",
     "Schedule",
+    "Settings",
     "adaptive_clipping",
     "auto_delta",
 ]
-__all__ += ["check_delta", "make_plan", "make_schedule", "noise_multiplier_for", "resolved_delta"]
+__all__ += ["check_delta", "make_plan", "noise_multiplier_for", "resolved_delta"]
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+CONSTANT = LearningRate(shape="constant")
 RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e
 
 RELATION_IN_WORDS: dict[Relation, str] = {
@@ -80,6 +82,32 @@ class AdaptiveClipping:
         exponent = -self.learning_rate * (noisy_fraction - self.quantile)
         moved = max_grad_norm * math.exp(min(max(exponent, -RANGE), RANGE))
         return min(max(moved, first_norm * math.exp(-RANGE)), first_norm * math.exp(RANGE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is asked of a Plan: public values, which beside the schedule decide it."""
+
+    epsilon: float  # target, > 0
+    delta: float | Literal["auto"] = "auto"
+    noise_multiplier: float | None = None  # None: calibrated to epsilon
+    max_grad_norm: float = 1.0  # C
+    clipping: str = "flat"  # flat, automatic, per_layer or adaptive
+    quantile: float = 0.5  # of adaptive clipping, as the next two
+    norm_learning_rate: float = 0.2
+    count_noise_multiplier: float | None = None
+    banded: bool = False
+    bands: int | Literal["auto"] = 1
+    learning_rate: LearningRate = CONSTANT  # which banded noise suits
+    unit: str = "example"
+    sampling: Literal["unit", "example"] = "unit"
+    max_examples_per_unit: int | None = None
+    relation: Relation = "zero_out"
+
+    @property
+    def group_size(self) -> int:
+        """How many of what is sampled are protected together."""
+        return self.max_examples_per_unit or 1 if self.sampling == "example" else 1
 
 
 @dataclass(frozen=True)
@@ -165,8 +193,8 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig,
-    num_units: int,
+    settings: Settings,
+    schedule: Schedule,
     cache_dir: Path | None = None,
     *,
     fit: Fit | None = None,
@@ -177,13 +205,13 @@ def make_plan(
     """Builds the promise, calibrating the noise where the recipe does not set it.
 
     Args:
-        config: A recipe with ``privacy.enabled``.
-        num_units: See ``make_schedule``.
+        settings: What is asked.
+        schedule: Of the run.
         cache_dir: Where calibrations are remembered.
         fit: What is left of a Renyi filter that the run must fit: calibrated noise is then the larger of what meets the
-            target epsilon and what fits. Noise that the recipe sets is left as it is, for the ledger to judge.
+            target epsilon and what fits. Noise that the settings name is left as it is, for the ledger to judge.
         largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
-        extra_steps: RunEvent beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
+        extra_steps: Steps beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
             stated epsilon, which is that of all steps, may exceed the target.
         coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
 
@@ -193,27 +221,25 @@ def make_plan(
         BudgetExceeded: Nothing is left of the filter, or fitting it takes more than twice the noise of the target.
         ConfigError: The target epsilon cannot be reached.
     """
-    privacy, data = config.privacy, config.data
-    schedule = make_schedule(config, num_units)
-    relation: Relation = "add_or_remove_one" if data.public_size is not None else "zero_out"
-    delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
-    coefficients = _coefficients(config, schedule, delta, relation, cache_dir) if coefficients is None else coefficients
+    relation = settings.relation
+    delta = resolved_delta(settings.delta, largest_delta, schedule.dataset_size)
+    coefficients = _coefficients(settings, schedule, delta, cache_dir) if coefficients is None else coefficients
     bands = max(1, len(coefficients))
-    sigma, mechanism, adaptive = _mechanism(config, schedule, delta, relation, cache_dir, fit, bands)
+    sigma, mechanism, adaptive = _mechanism(settings, schedule, delta, cache_dir, fit, bands)
     schedule = replace(schedule, num_steps=schedule.num_steps + extra_steps)
-    event = _steps(mechanism, schedule, schedule.num_steps, group_size_of(data), bands)
+    event = _steps(mechanism, schedule, schedule.num_steps, settings.group_size, bands)
     return Plan(
         schedule=schedule,
-        unit=data.unit,
-        max_examples_per_unit=data.max_examples_per_unit,
-        sampling=data.sampling,
+        unit=settings.unit,
+        max_examples_per_unit=settings.max_examples_per_unit,
+        sampling=settings.sampling,
         neighbouring_relation=relation,
         noise_multiplier=sigma,
-        clipping=privacy.clipping,
-        max_grad_norm=privacy.max_grad_norm,
+        clipping=settings.clipping,
+        max_grad_norm=settings.max_grad_norm,
         delta=delta,
         epsilon=accounting.epsilon(event, delta, relation),
-        target_epsilon=privacy.epsilon,
+        target_epsilon=settings.epsilon,
         accountant={**accounting.versions(), "name": "dp-accounting PLD", "interval": accounting.FINE_INTERVAL},
         event=event,
         adaptive=adaptive,
@@ -270,21 +296,19 @@ def _fitting(sigma: float, event_of: Callable[[float, int], RunEvent], steps: in
     )
 
 
-def _coefficients(
-    config: RunConfig, schedule: Schedule, delta: float, relation: Relation, cache_dir: Path | None
-) -> tuple[float, ...]:
+def _coefficients(settings: Settings, schedule: Schedule, delta: float, cache_dir: Path | None) -> tuple[float, ...]:
     """Of the noise; none where it is independent."""
-    if config.privacy.noise == "independent":
+    if not settings.banded:
         return ()
-    size, steps, bands = schedule.dataset_size, schedule.num_steps, config.privacy.bands
-    banded.check(config, size, steps)
+    bands, rate = settings.bands, settings.learning_rate
+    banded.check(bands, schedule, settings.sampling)
 
     def sigma_of(bands: int) -> float:
-        return noise_multiplier_for(config.privacy.epsilon, delta, schedule, relation, bands, cache_dir, rough=True)
+        return noise_multiplier_for(settings.epsilon, delta, schedule, settings.relation, bands, cache_dir, rough=True)
 
     if bands == "auto":
-        bands = banded.choose(config, size, steps, sigma_of)
-    return banded.strategy(config.train, steps, bands) if bands > 1 else ()
+        bands = banded.choose(rate, schedule, sigma_of)
+    return banded.strategy(rate, schedule.num_steps, bands) if bands > 1 else ()
 
 
 def noise_multiplier_for(
@@ -313,20 +337,14 @@ def _steps(mechanism: Mechanism, schedule: Schedule, num_steps: int, group_size:
 
 
 def _mechanism(
-    config: RunConfig,
-    schedule: Schedule,
-    delta: float,
-    relation: Relation,
-    cache_dir: Path | None,
-    fit: Fit | None,
-    bands: int,
+    settings: Settings, schedule: Schedule, delta: float, cache_dir: Path | None, fit: Fit | None, bands: int
 ) -> tuple[float, Mechanism, AdaptiveClipping | None]:
     """The noise that keeps the recipe's promise, one noisy sum of it as an event, and how it is split if C adapts."""
-    privacy, group, steps = config.privacy, group_size_of(config.data), schedule.num_steps
-    sigma = privacy.noise_multiplier or noise_multiplier_for(
-        privacy.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group
+    group, steps, relation = settings.group_size, schedule.num_steps, settings.relation
+    sigma = settings.noise_multiplier or noise_multiplier_for(
+        settings.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group
     )
-    if fit is not None and privacy.noise_multiplier is None:
+    if fit is not None and settings.noise_multiplier is None:
         sigma = _fitting(
             sigma,
             lambda s, n: _steps(Gaussian(s), schedule, n, group, bands),
@@ -335,19 +353,17 @@ def _mechanism(
         )
     mechanism: Mechanism = Gaussian(sigma)
     split = None
-    if privacy.clipping == "adaptive":
-        wanted = privacy.adaptive
-        split = adaptive_clipping(
-            sigma, schedule.expected_batch_size, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
-        )
+    if settings.clipping == "adaptive":
+        more = settings.quantile, settings.norm_learning_rate, settings.count_noise_multiplier
+        split = adaptive_clipping(sigma, schedule.expected_batch_size, *more)
         mechanism = GaussianPair(split.gradient_noise_multiplier, split.count_noise_multiplier)
     epsilon = accounting.epsilon(_steps(mechanism, schedule, steps, group, bands), delta, relation)
-    if epsilon > privacy.epsilon and privacy.noise_multiplier is None and cache_dir is not None:
-        return _mechanism(config, schedule, delta, relation, None, fit, bands)  # somebody changed the remembered noise
-    if epsilon > privacy.epsilon:
+    if epsilon > settings.epsilon and settings.noise_multiplier is None and cache_dir is not None:
+        return _mechanism(settings, schedule, delta, None, fit, bands)  # somebody changed the remembered noise
+    if epsilon > settings.epsilon:
         raise Refused(
             f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
-            f"{privacy.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
+            f"{settings.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
         )
     return sigma, mechanism, split
 

@@ -21,17 +21,51 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import PureDP
-from dpllm.text.asked import OTHER, Statistic, tidy
 
 STEPS = 2**20
 """Steps from the middle of a mean's declared range to its end: OpenDP sums whole numbers."""
 MISSED = 0.05
 """Probability that a release errs by more than its ``error``."""
 _Made = tuple[Any, Callable[[Any], dict[str, float]], Callable[[Any], Any]]
+
+
+Kind = Literal["units", "lengths", "quantiles", "shares", "scripts", "mean"]
+OTHER = "other"
+"""Where a row counts whose value is none of the declared ones."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One release, with what was declared for it."""
+
+    kind: Kind
+    column: str = ""  # of quantiles, shares and means; several of shares, with ";" between them
+    values: tuple[str, ...] = ()  # of shares and scripts
+    numbers: tuple[float, ...] = ()  # candidates of a quantile, or the two bounds of a mean; they rise
+    quantile: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """In words; public."""
+        of = {"lengths": "token lengths", "scripts": "scripts"}.get(self.kind, self.column)
+        if self.kind == "units":
+            return "number of units"
+        what = f"quantile {self.quantile:g}" if self.quantile else "mean" if self.kind == "mean" else "shares"
+        return f"{what} of {of}"
+
+    def declared(self) -> dict[str, Any]:
+        """What was declared, as JSON."""
+        given = {"values": list(self.values), "numbers": list(map(tidy, self.numbers)), "quantile": self.quantile}
+        return {name: value for name, value in given.items() if value}
+
+
+def tidy(number: float) -> float:
+    """A whole number as an int."""
+    return int(number) if number.is_integer() else number
 
 
 @dataclass(frozen=True)

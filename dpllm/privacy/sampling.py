@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dpllm.privacy.schedule import Schedule, Shape, group_rate, shape_for
 from dpllm.privacy.stream import SecretStream, Turns, groups
-from dpllm.text.data import TokenSequence, Unit
+from dpllm.privacy.units import TokenSequence, Unit
 
 
 @dataclass(frozen=True)

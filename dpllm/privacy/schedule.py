@@ -1,25 +1,23 @@
 """How often whom: N, B, q and T, and what else follows from public numbers alone, whether or not a run is private.
 
-Comes in: the recipe and the public number of privacy units. Goes out: a ``Schedule``, shapes of physical batches, slots. Must not
+Comes in: public numbers, the number of privacy units among them. Goes out: a ``Schedule``, shapes of physical batches. Must not
 see data and must not import torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from dpllm.errors import ConfigError, Refused
-from dpllm.recipe.audit import AuditConfig
-from dpllm.recipe.config import DataConfig, RunConfig
+from dpllm.errors import Refused
 
 MOST_LENGTHS = 6  # of physical batches: the self-check runs each
 PARTS = 16  # of max_length, among whose ends lengths are chosen, in multiples of eight
@@ -32,7 +30,7 @@ class Schedule:
     Attributes:
         dataset_size: N, the public number of what is sampled, canary slots included: privacy units, or, with
             ``data.sampling: example``, their rows after the cap of ``max_examples_per_unit``.
-        canary_slots: How many of the N are held by candidate canaries: see ``canaries.num_slots``.
+        canary_slots: How many of the N are held by candidate canaries: see ``recipe.derived.num_slots``.
         expected_batch_size: B, the public divisor of the summed gradient, in the same things as N.
         sampling_rate: q = B / N; each of the N joins every logical batch independently with this probability.
         num_steps: T, the number of logical steps.
@@ -45,34 +43,35 @@ class Schedule:
     num_steps: int
 
 
-def make_schedule(config: RunConfig, num_units: int) -> Schedule:
-    """Derives N, q and T, in integers and exact fractions, from the public number of privacy units without canaries.
+def make_schedule(
+    num_units: int, batch: int, steps: int | None, epochs: float | None = None, *, slots: int = 0
+) -> Schedule:
+    """Derives N, q and T, in integers and exact fractions, from public numbers.
+
+    Args:
+        num_units: Privacy units without canaries, >= 1.
+        batch: B, >= 1.
+        steps: T; None: as many as ``epochs`` take.
+        epochs: Expected passes over the data, > 0.
+        slots: Slots of canaries.
 
     Raises:
         Refused: The logical batch is larger than the dataset.
-        ConfigError: A canary of more rows than one unit may bring.
     """
-    slots = num_slots(config.audit, config.data)
     size = num_units + slots
-    batch = config.train.batch_size
     if batch > size:
         raise Refused(
             f"train.batch_size {batch} is larger than the dataset ({size} privacy units), so that the sampling rate would "
             f"exceed 1. Set train.batch_size to {max(1, size // 10)} or less, or bring more data."
         )
     # Exact: int(epochs / q) in floating point is often off by one.
-    steps = config.train.steps or math.ceil(Fraction(str(config.train.epochs)) * size / batch)
+    steps = steps or math.ceil(Fraction(str(epochs)) * size / batch)
     return Schedule(size, slots, batch, sampling_rate=batch / size, num_steps=steps)
 
 
 def group_rate(schedule: Schedule, bands: int) -> float:
     """The rate q' = b B / N, with which a member of the group whose turn it is joins; B / N, where there is one group."""
     return bands * schedule.expected_batch_size / schedule.dataset_size
-
-
-def group_size_of(data: DataConfig) -> int:
-    """How many of what is sampled are protected together."""
-    return data.max_examples_per_unit or 1 if data.sampling == "example" else 1
 
 
 class Shape(NamedTuple):
@@ -139,17 +138,6 @@ def shapes_of(rows: int, batch: int, max_length: int, *, each: int = 1, fixed: i
     return found[max_length][1]
 
 
-def shapes_for(config: RunConfig, schedule: Schedule, fixed: int) -> Callable[[int], tuple[Shape, ...]]:
-    """From the most rows of a physical batch to the shapes of a recipe, the same for any number of processes."""
-    data, batch = config.data, schedule.expected_batch_size
-    return partial(shapes_of, batch=batch, max_length=data.max_length, each=rows_of_one(data), fixed=fixed)
-
-
-def rows_of_one(data: DataConfig) -> int:
-    """Rows that one of what is sampled brings, at most, unless they are cut into chunks."""
-    return 1 if data.sampling == "example" else data.max_examples_per_unit or 1
-
-
 def physical_batches_expected(shapes: Sequence[Shape], batch: int, *, each: int = 1) -> list[float]:
     """How many physical batches of each shape a step has in expectation, by what ``shapes_of`` takes lengths to be."""
     longest, shorter = shapes[-1].length, [0, *(shape.length for shape in shapes)]
@@ -171,24 +159,3 @@ def shape_for(tokens: int, shapes: Sequence[Shape]) -> Shape:
         if tokens <= shape.length:
             return shape
     raise ValueError(f"a row of {tokens} tokens is longer than the {shapes[-1].length} allowed")
-
-
-def num_slots(audit: AuditConfig, data: DataConfig) -> int:
-    """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
-
-    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
-    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
-    """
-    groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
-    if most is not None and max(groups, default=0) > most:
-        raise ConfigError(
-            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(groups)} repetitions only "
-            f"data.max_examples_per_unit ({most}) could train. Lower the repetitions in audit.canaries.groups, or raise "
-            "data.max_examples_per_unit."
-        )
-    return sum(slots_each(group, data) * number for group, number in groups.items()) + audit.gradient_canaries
-
-
-def slots_each(group: int, data: DataConfig) -> int:
-    """Slots that one candidate of so many repetitions holds."""
-    return group if data.unit == "example" or data.sampling == "example" else 1

@@ -26,8 +26,8 @@ from dpllm.privacy.draws import calls_of, gradients_of, refuse_random_numbers
 from dpllm.privacy.loss import evaluating
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.privacy.schedule import Shape
+from dpllm.privacy.units import TokenSequence, Unit
 from dpllm.progress import tell
-from dpllm.text.data import TokenSequence, Unit
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dpllm.canaries import canaries
 from dpllm.errors import DataError, DpllmError
 from dpllm.files import read_json, write_json
 from dpllm.model import loading
+from dpllm.privacy.releases import Statistic
 from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
 from dpllm.publish.quality_figure import draw
 from dpllm.recipe.config import ModelConfig, RunConfig
@@ -34,7 +35,7 @@ from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
 from dpllm.statement.synthetic import Quality, public_sides, reads
 from dpllm.text import control
-from dpllm.text.asked import Statistic, exact_values
+from dpllm.text.asked import exact_values
 from dpllm.text.data import Table, load_table, value_name
 from dpllm.text.layouts import FIELDS, Format
 from dpllm.text.rows import each_row

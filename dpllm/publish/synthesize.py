@@ -25,6 +25,7 @@ from typing import Any
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import environment
+from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
@@ -33,7 +34,6 @@ from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic
 from dpllm.text import control
-from dpllm.text.asked import OTHER
 from dpllm.text.data import load_table, value_name
 from dpllm.text.prompts import private_among, read_prompts
 

@@ -32,10 +32,11 @@ from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import Shape, shapes_for
+from dpllm.privacy.schedule import Shape
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.recipe.derived import shapes_for
 from dpllm.run import checkpoint, verdict
 from dpllm.run.directory import RunDir
 from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer

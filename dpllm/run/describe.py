@@ -32,11 +32,11 @@ from dpllm.ledger.values import Sealed
 from dpllm.privacy.accounting import Relation, compose, stated
 from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
-from dpllm.privacy.releases import Measurement, measurement
+from dpllm.privacy.releases import OTHER, Measurement, Statistic, measurement
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.released import Statistics
 from dpllm.text import data
-from dpllm.text.asked import OTHER, Statistic, exact_values
+from dpllm.text.asked import columns_of, exact_values
 
 DELTA = 1e-9
 """At which a total is stated where neither a budget nor the user names another: no release needs one."""
@@ -136,7 +136,9 @@ def offered(
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(scratch())
         table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
-        data.check_columns((name for group in asked for one in group for name in one.columns), table.rows, table.name)
+        data.check_columns(
+            (name for group in asked for one in group for name in columns_of(one)), table.rows, table.name
+        )
         units = data.group_rows(table, config.data)
         exact = partial(exact_values, units=units, table=table, data=config.data, tokenizer=tokenizer)
         if (ledger := open_ledger(config.privacy.ledger, create=create)) is not None:

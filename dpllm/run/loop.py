@@ -18,10 +18,9 @@ from rich.console import Console
 
 from dpllm.model import evaluate, memory, processes
 from dpllm.model.processes import ahead, stop_signal
-from dpllm.privacy import guards
-from dpllm.privacy.banded import learning_rate
 from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.progress import heard_by
+from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.run.build import Prepared, check_processes, prepare
 from dpllm.run.directory import RunDir, check_directory
@@ -51,7 +50,7 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
         ConfigError: The recipe or the data cannot be used (exit code 2).
         Refused: A guard or the ledger's budget refuses (exit code 3).
     """
-    guards.check_modes(config)  # before anything is made
+    derived.check_modes(config)  # before anything is made
     started, start = time.time(), start or Start()
     state, run = processes.join(), RunDir(Path(config.output_dir))
     main = state.is_main_process
@@ -95,6 +94,7 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
 def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, state: PartialState) -> int:
     """Charge, step, log, until all steps are taken or somebody stops the run; the steps taken."""
     settings, total, step = prepared.config.train, prepared.schedule.num_steps, prepared.first_step
+    learning_rate = derived.learning_rate_of(settings)
     with (
         stop_signal() as stopping,
         contextlib.closing(ahead(partial(_next_batches, prepared, state), total - step)) as logical_batches,
@@ -102,7 +102,7 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
         (stop,) = processes.totals(len(stopping))
         while step < total and not stop:
             deadline.step(step + 1)
-            rate = learning_rate(settings, step, total)
+            rate = learning_rate.at(step, total)
             for group in prepared.optimizer.param_groups:
                 group["lr"] = rate
             batches, canaries = next(logical_batches)

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -25,17 +24,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, memory, processes
-from dpllm.privacy import guards
+from dpllm.privacy import events, guards
 from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.engine import Engine as StepEngine
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan, Settings, make_plan
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
-from dpllm.privacy.schedule import shapes_of
+from dpllm.privacy.schedule import make_schedule, shapes_of
 from dpllm.privacy.selfcheck import longest_row
 from dpllm.privacy.stream import Turns, os_entropy
-from dpllm.recipe.config import RunConfig
 from dpllm.run.mechanism import check_rows
 from dpllm.text.data import TokenSequence, Unit
 
@@ -67,22 +65,15 @@ def promise(
         ConfigError: A number is impossible, or the target cannot be reached.
         Refused: The batch is larger than N, or than one of b groups; or there are fewer than b steps.
     """
-    noise = {} if bands == 1 else {"noise": "banded", "bands": bands}
-    values = {
-        "model": {"name_or_path": "a model in memory"},
-        "data": {"train": "units in memory"},
-        "privacy": {"epsilon": epsilon, "max_grad_norm": max_grad_norm, **noise},
-        "train": {"batch_size": batch_size, "steps": steps, "lr_scheduler": "constant", "warmup": 0.0},
-        "output_dir": "nowhere",
-    }
-    try:
-        config = RunConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{first['loc'][-1]}: {first['msg']}, so no Plan can be made. Give another number.") from None
-    if not isinstance(num_units, int) or num_units < 1:
-        raise ConfigError(f"num_units is {num_units!r}, and must be an integer of 1 or more. Give len(units).")
-    return make_plan(config, num_units)
+    units, batch = events.integer("num_units", num_units, 1), events.integer("batch_size", batch_size, 1)
+    schedule = make_schedule(units, batch, events.integer("steps", steps, 1))
+    wanted = Settings(
+        epsilon=events.number("epsilon", epsilon, 0.0),
+        max_grad_norm=events.number("max_grad_norm", max_grad_norm, 1e-20, 1e20, including=True),
+        banded=bands != 1,
+        bands=bands if bands == "auto" else events.integer("bands", bands, 1),
+    )
+    return make_plan(wanted, schedule)
 
 
 class Engine:

@@ -17,10 +17,9 @@ from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
 from dpllm.model import environment
-from dpllm.privacy import guards
-from dpllm.privacy.plan import Plan, Schedule, make_plan, make_schedule
+from dpllm.privacy.plan import Plan, Schedule
 from dpllm.progress import tell
-from dpllm.recipe import names
+from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
@@ -99,7 +98,7 @@ class Decision:
     @property
     def flaw(self) -> str | None:
         """Why the run gives no guarantee; None where it gives one."""
-        return guards.deviations(self.config)[0] or lineage.why_not(self.lineage)
+        return derived.deviations(self.config)[0] or lineage.why_not(self.lineage)
 
     @property
     def policy(self) -> dataset_policy.DatasetPolicy:
@@ -174,7 +173,7 @@ def decide(
         cache: Where the rows that are read may be kept; None: nowhere.
     """
     found, run = _Refusals(), RunDir(Path(config.output_dir))
-    found.attempt(guards.check_modes, config)
+    found.attempt(derived.check_modes, config)
     if start is not None:
         found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
         if start.resume:
@@ -192,7 +191,7 @@ def decide(
                 resumed = found.attempt(read_resume_state, config, run, ledger, subject.policy)
             if found.errors:
                 return Decision(config, subject, resumed=resumed, refusals=tuple(found.errors))
-        schedule, plan, seen = found.attempt(make_schedule, config, subject.num_units), None, None
+        schedule, plan, seen = found.attempt(derived.schedule_of, config, subject.num_units), None, None
         if start and resumed and schedule and config.privacy.enabled:
             plan = found.attempt(_resumed_plan, config, subject.num_units, resumed, start)
             schedule = plan.schedule if plan else schedule
@@ -235,11 +234,11 @@ def plan_before_any_run(config: RunConfig) -> Plan:
     """The promise of a recipe with ``privacy.enabled`` alone: what a ledger leaves for it is not asked.
 
     Raises:
-        Refused: See ``make_plan``.
+        Refused: See ``derived.plan_of``.
     """
     with scratch() as folder:
         num_units = config.data.public_size or data.count_units(config.data, folder)
-    return make_plan(config, num_units, accounting_cache())
+    return derived.plan_of(config, num_units, accounting_cache())
 
 
 def accounting_cache() -> Path:
@@ -304,10 +303,10 @@ def _plan(
     """The Plan, and what is to be said where an adaptive budget leaves too little for its noise to be calibrated."""
     cache, over = accounting_cache(), None
     if schedule is None:  # delta can be judged all the same
-        found.attempt(make_plan, _with_nothing_but_delta(config), num_units, cache)
+        found.attempt(derived.plan_of, _with_nothing_but_delta(config), num_units, cache)
         return None, None
     try:
-        return make_plan(config, num_units, cache, **terms), None
+        return derived.plan_of(config, num_units, cache, **terms), None
     except BudgetExceeded as error:
         over = error
     except DpllmError as error:
@@ -315,7 +314,7 @@ def _plan(
     # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
     relaxed = _update(config, "privacy", epsilon=UNBOUNDED) if config.privacy.noise_multiplier else config
     try:
-        plan = make_plan(relaxed, num_units, cache, largest_delta=terms["largest_delta"])
+        plan = derived.plan_of(relaxed, num_units, cache, largest_delta=terms["largest_delta"])
     except DpllmError:  # what refuses even that was said already
         return None, over
     return replace(plan, target_epsilon=config.privacy.epsilon), over
@@ -327,12 +326,12 @@ def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start
     assert before is not None
     again = _update(config, "privacy", noise_multiplier=before.noise_multiplier, delta=before.delta)
     coefficients = before.coefficients  # no other machine's last bits
-    plan = make_plan(again, num_units, cache, extra_steps=resumed.extra_steps, coefficients=coefficients)
+    plan = derived.plan_of(again, num_units, cache, extra_steps=resumed.extra_steps, coefficients=coefficients)
     check_promise(plan, resumed)
     if not (start.make_up_lost_steps and resumed.to_make_up):
         return plan
     steps = resumed.extra_steps + resumed.to_make_up
-    return make_plan(again, num_units, cache, extra_steps=steps, coefficients=coefficients)
+    return derived.plan_of(again, num_units, cache, extra_steps=steps, coefficients=coefficients)
 
 
 def _with_nothing_but_delta(config: RunConfig) -> RunConfig:

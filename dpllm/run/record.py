@@ -22,9 +22,8 @@ from dpllm.errors import DpllmError
 from dpllm.files import write_json
 from dpllm.model import environment, loading, memory
 from dpllm.model.evaluate import HeldOut
-from dpllm.privacy import guards
 from dpllm.privacy.clipping import layers_of
-from dpllm.recipe import names
+from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
@@ -229,7 +228,7 @@ class Recorder:
         prepared, summary = self._prepared, self._summary
         ended = datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None
         cost = dict(zip(COST, (ended, round(time.time() - self._started, 1), memory.peak_memory()), strict=True))
-        reason, (_, notes) = prepared.decision.flaw, guards.deviations(prepared.config)
+        reason, (_, notes) = prepared.decision.flaw, derived.deviations(prepared.config)
         if status == "interrupted" and prepared.plan and unfinished is None:
             notes.append(INTERRUPTED)
         permitted = prepared.decision.policy.deviations

@@ -10,8 +10,9 @@ import math
 from typing import TYPE_CHECKING
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy import accounting, guards
+from dpllm.privacy import accounting
 from dpllm.privacy.events import Imported
+from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
 from dpllm.statement.parents import Base
@@ -63,7 +64,7 @@ def compose_with_base(
     mine = [parent for parent in (base.statement, *base.ancestors) if parent.dataset == account]
     _refuse_contradictions(base, book)
     excepted = _permission(base, config, mine, account, book)
-    composed, reason = _compose(mine, plan, guards.deviations(config)[0])
+    composed, reason = _compose(mine, plan, derived.deviations(config)[0])
     if base.statement.dataset is None:
         reason = f"nothing says on which data {base.statement.name} was trained"
     return Lineage(

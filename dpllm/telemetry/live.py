@@ -20,8 +20,9 @@ from prometheus_client import start_http_server
 
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import RunPaths, resolved
-from dpllm.privacy import accounting, guards
+from dpllm.privacy import accounting
 from dpllm.privacy.plan import Plan
+from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.run_files import read_plan
 from dpllm.telemetry import metrics
@@ -84,7 +85,7 @@ class Telemetry:
         """
         if not self._on:
             return
-        self._promised = base_holds and guards.deviations(self._config)[0] is None
+        self._promised = base_holds and derived.deviations(self._config)[0] is None
         try:
             values = metrics.of_record(self._run, self._config, promised=self._promised)
             self._values = replace(

@@ -12,17 +12,16 @@ import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.releases import OTHER, Kind, Statistic
 from dpllm.recipe.config import DataConfig
 from dpllm.text import control
 from dpllm.text.data import Table, iter_units, value_name
 from dpllm.text.layouts import FIELDS
 from dpllm.text.rows import Groups
 
-Kind = Literal["units", "lengths", "quantiles", "shares", "scripts", "mean"]
 EXAMPLES: dict[Kind, str] = {
     "units": "--units",
     "lengths": "--lengths 64,128,256,512",
@@ -31,45 +30,13 @@ EXAMPLES: dict[Kind, str] = {
     "scripts": "--scripts latin,cyrillic",
     "mean": "--mean age=0:120",
 }
-OTHER = "other"
-"""Where a row counts whose value is none of the declared ones."""
 MOST_CANDIDATES = 100_000
 
 
-@dataclass(frozen=True)
-class Statistic:
-    """One release, with what was declared for it."""
-
-    kind: Kind
-    column: str = ""  # of quantiles, shares and means; several of shares, with ``control.SEPARATOR`` between them
-    values: tuple[str, ...] = ()  # of shares and scripts
-    numbers: tuple[float, ...] = ()  # candidates of a quantile, or the two bounds of a mean; they rise
-    quantile: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """In words; public."""
-        of = {"lengths": "token lengths", "scripts": "scripts"}.get(self.kind, self.column)
-        if self.kind == "units":
-            return "number of units"
-        what = f"quantile {self.quantile:g}" if self.quantile else "mean" if self.kind == "mean" else "shares"
-        return f"{what} of {of}"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """All that it reads."""
-        several = self.kind == "shares"
-        return tuple(self.column.split(control.SEPARATOR)) if several else (self.column,) * bool(self.column)
-
-    def declared(self) -> dict[str, Any]:
-        """What was declared, as JSON."""
-        given = {"values": list(self.values), "numbers": list(map(tidy, self.numbers)), "quantile": self.quantile}
-        return {name: value for name, value in given.items() if value}
-
-
-def tidy(number: float) -> float:
-    """A whole number as an int."""
-    return int(number) if number.is_integer() else number
+def columns_of(asked: Statistic) -> tuple[str, ...]:
+    """All that it reads."""
+    several = asked.kind == "shares"
+    return tuple(asked.column.split(control.SEPARATOR)) if several else (asked.column,) * bool(asked.column)
 
 
 def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
@@ -142,7 +109,7 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
         for unit in iter_units(units.each_alone(), table.format, tokenizer, whole):
             yield float(sum(len(one.input_ids) for one in unit.sequences))
     else:
-        columns = asked.columns
+        columns = columns_of(asked)
         for row in (row for unit in units for row in unit):
             if asked.kind == "scripts":
                 yield _script([row[field] for field in FIELDS[table.format]])

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import DataError
+from dpllm.privacy.units import TokenSequence as TokenSequence
+from dpllm.privacy.units import Unit as Unit
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
@@ -28,25 +30,6 @@ from dpllm.text.sources import files, read_rows, unpacked
 
 AT_ONCE = 2**18
 """Characters that a tokenizer gets in one call."""
-
-
-@dataclass(frozen=True)
-class TokenSequence:
-    """One sequence as the model reads it."""
-
-    input_ids: tuple[int, ...]
-    """Token ids, at most ``max_length``."""
-    loss_mask: tuple[bool, ...]
-    """True where the token is a target (it is predicted from the tokens before it). Never at position 0."""
-    denominator: int
-    """Number of target tokens of the whole example, of which this may be one chunk."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Everything that one privacy unit brings; it is sampled, clipped and bounded as a whole."""
-
-    sequences: tuple[TokenSequence, ...]
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dpllm.files import CARD, sha256
+from dpllm.privacy.releases import OTHER
 from dpllm.run.directory import RunDir
 from dpllm.statement import synthetic
 from dpllm.statement.fields import NotAStatement
 from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic
 from dpllm.text import control
-from dpllm.text.asked import OTHER
 from dpllm.verification import check_export, check_ledger, check_promise
 from dpllm.verification.values import (
     Check,

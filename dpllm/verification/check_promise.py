@@ -16,11 +16,10 @@ from dpllm.privacy import accounting, banded
 from dpllm.privacy.events import CyclicPoisson, Gaussian, GaussianPair, Mechanism, PoissonSampled, step_of
 from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.privacy_loss import Relation
-from dpllm.privacy.releases import told
+from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
 from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Release
-from dpllm.text.asked import OTHER, Kind, Statistic, tidy
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
 from dpllm.verification.values import (

@@ -10,11 +10,10 @@ import tiny_models as tm
 import torch
 from torch import distributed
 
-from dpllm.privacy.banded import strategy
+from dpllm.privacy.banded import LearningRate, strategy
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
 from dpllm.privacy.stream import Turns
-from dpllm.recipe.config import TrainConfig
 from dpllm.text.data import Unit
 
 STEPS, C, SIGMA = 3, 0.05, 0.7
@@ -79,7 +78,7 @@ def noise(rank: int, world: int) -> Results:
 def banded_noise(rank: int, world: int) -> Results:
     """Banded noise released over a whole run, and who joins which step; the groups' key is shared, the noise key is not."""
     plain = tm.plan(C, SIGMA, tm.schedule(24, 6, STEPS * 3))
-    coefficients = strategy(TrainConfig(steps=STEPS * 3), STEPS * 3, 3)
+    coefficients = strategy(LearningRate(warmup=0.05), STEPS * 3, 3)
     engine = tm.make_engine(tm.build("llama"), replace(plain, coefficients=coefficients), noise_entropy=71 + rank)
     sampler = PoissonSampler(plain.schedule, 24, 77, Turns(3, 2**250 + 1))
     empty = torch.zeros(len(engine.clipped_sum([])[0]), dtype=torch.float64)

@@ -16,7 +16,6 @@ from torch import Tensor
 from dpllm.privacy import banded
 from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.recipe.config import TrainConfig
 
 STEPS, C, SIGMA, B = 3, 0.05, 0.7, 12
 SLOTS, DRAWS, RATE = 40, 1500, 10 / 40
@@ -143,7 +142,7 @@ def test_banded_noise_is_rank_0_s_alone_and_all_ranks_know_whose_turn_it_is(
     assert int(first["held"]) == 2
     assert torch.equal(first["rows"], runs[1][0]["banded_noise"]["rows"])
     scale = noise_scale(SIGMA, C, first["rows"].shape[1])
-    coefficients = banded.strategy(TrainConfig(steps=3 * STEPS), 3 * STEPS, 3)
+    coefficients = banded.strategy(banded.LearningRate(warmup=0.05), 3 * STEPS, 3)
     z_TP = banded.whiten(coefficients, first["rows"].numpy() / scale)
     assert min(stats.kstest(row_P, "norm").pvalue for row_P in z_TP) > ALARM
     assert np.abs(np.corrcoef(z_TP)[np.triu_indices(3 * STEPS, 1)]).max() < 6 / z_TP.shape[1] ** 0.5

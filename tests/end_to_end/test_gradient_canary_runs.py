@@ -19,8 +19,8 @@ from running import Place, done, dpllm_, make_place
 from dpllm.canaries import canaries
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import make_plan
 from dpllm.recipe.config import load_config
+from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
 
 CANARIES = 60
@@ -45,7 +45,7 @@ def test_they_are_units_of_the_plan_and_nothing_else_of_it_changes(planted: Plac
     promised, config = planted.json("plan.json"), load_config(planted.recipe)
     assert promised["canary_slots"] == 20 + 4 * 4 + CANARIES
     without = config.model_copy(update={"audit": config.audit.model_copy(update={"gradient_canaries": 0})})
-    more_data = make_plan(without, promised["dataset_size"] - 20 - 4 * 4)
+    more_data = plan_of(without, promised["dataset_size"] - 20 - 4 * 4)
     for name in ("epsilon", "noise_multiplier", "sampling_rate", "delta", "event"):
         assert json.loads(json.dumps(getattr(more_data, name, None) or promised[name])) == promised[name]
 

@@ -23,8 +23,8 @@ from running import SENTINEL, STEPS, Place, done, dpllm_, make_place, python, ro
 from dpllm.auditing.record import read_audit
 from dpllm.auditing.run import figures
 from dpllm.model import evaluate
-from dpllm.privacy import guards
 from dpllm.privacy.engine import Diagnostics, Engine
+from dpllm.recipe import derived
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
 from dpllm.telemetry import metrics, publish_audit
@@ -184,7 +184,7 @@ def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, ope
             "privacy": config.privacy.model_copy(update={"insecure_seed": 3}),
         }
     )
-    promised = guards.deviations(unprotected)[0] is None
+    promised = derived.deviations(unprotected)[0] is None
     assert metrics.of_record(RunDir(opened.place.run), unprotected, promised=promised).accuracy_delta is None
     assert watched.place.json("run.json")["metrics"]["public"] == {}
     private = json.loads((watched.place.run / "private" / "summary.json").read_text())
@@ -322,7 +322,6 @@ def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(place: Plac
 KILLED = """
 import os, signal, sys
 from dpllm.cli import main
-from dpllm.privacy import guards
 from dpllm.privacy.engine import Engine
 from dpllm.telemetry import live
 live.INTERVAL_SECONDS = 0.0

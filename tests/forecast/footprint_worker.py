@@ -26,10 +26,10 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     from dpllm.model import adapters
     from dpllm.privacy.engine import Engine
     from dpllm.privacy.noise import GaussianNoise
-    from dpllm.privacy.plan import make_plan
     from dpllm.privacy.rules import Form
     from dpllm.privacy.sampling import collate
     from dpllm.recipe.config import RunConfig
+    from dpllm.recipe.derived import plan_of
     from dpllm.text.data import TokenSequence, Unit
 
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     net: Any = transformers.AutoModelForCausalLM.from_config(base, dtype=torch.float32)
     net.requires_grad_(False)
     net = adapters.attach(net, config).train()
-    plan = make_plan(config, 100 * rows * count)
+    plan = plan_of(config, 100 * rows * count)
     trains = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trains, lr=1e-6)
     noise = GaussianNoise(7, torch.device("cpu"))

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from dpllm.forecast import advice as forecast
 from dpllm.forecast.advice import advise
 from dpllm.privacy import accounting
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig, load_config
+from dpllm.recipe.derived import plan_of
 from dpllm.text import data as dpllm_data
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -39,7 +40,7 @@ def recipe(privacy: dict[str, Any] | None = None, **train: Any) -> RunConfig:
 
 
 def advice(config: RunConfig, num_units: int = 3790, released: dict[str, float] | None = None) -> list[str]:
-    return advise(config, make_plan(config, num_units), released)
+    return advise(config, plan_of(config, num_units), released)
 
 
 def only(found: list[str]) -> str:
@@ -57,10 +58,10 @@ def test_the_recipes_that_are_shipped_get_none(name: str, tmp_path: Path) -> Non
 
 def test_a_weak_epsilon() -> None:
     config = recipe({"epsilon": 10.0, "noise_multiplier": 0.505}, batch_size=64)
-    assert make_plan(config, 3790).epsilon < 10
+    assert plan_of(config, 3790).epsilon < 10
     assert not any("is weak" in text for text in advice(config))
     config = recipe({"epsilon": 30.0, "noise_multiplier": 0.505}, steps=400)
-    assert make_plan(config, 3790).epsilon > 10
+    assert plan_of(config, 3790).epsilon > 10
     assert any("is weak" in text and "--privacy.epsilon 8" in text for text in advice(config))
 
 
@@ -80,12 +81,12 @@ def test_a_delta_near_to_one_over_n() -> None:
 
 def test_a_batch_too_small_for_its_noise_and_the_advice_mends_it() -> None:
     config = recipe({"epsilon": 3.0}, batch_size=16, steps=1600)
-    plan = make_plan(config, 4000)
+    plan = plan_of(config, 4000)
     text = next(text for text in advise(config, plan) if "too small" in text)
     size, steps = map(int, re.search(r"batch_size (\d+) --train.steps (\d+)", text).groups())  # type: ignore[union-attr]
     assert abs(size * steps - 16 * 1600) <= size
     mended = recipe({"epsilon": 3.0}, batch_size=size, steps=steps)
-    better = make_plan(mended, 4000)
+    better = plan_of(mended, 4000)
     assert forecast.own_choice(better).noise_per_signal < forecast.own_choice(plan).noise_per_signal / 1.4
     assert not any("too small" in text for text in advise(mended, better))
 
@@ -94,8 +95,8 @@ def test_steps_that_the_budget_does_not_reward() -> None:
     config = recipe({"epsilon": 1.0}, batch_size=400, steps=3000)
     text = next(text for text in advice(config, 4000) if "hardly rewarded" in text)
     assert "--train.steps 1500" in text
-    full = forecast.own_choice(make_plan(config, 4000))
-    half = forecast.own_choice(make_plan(recipe({"epsilon": 1.0}, batch_size=400, steps=1500), 4000))
+    full = forecast.own_choice(plan_of(config, 4000))
+    half = forecast.own_choice(plan_of(recipe({"epsilon": 1.0}, batch_size=400, steps=1500), 4000))
     assert half.noise_per_signal < 1.1 * full.noise_per_signal  # as it says
     rewarded = recipe({"epsilon": 8.0}, batch_size=128, steps=200)
     assert not any("hardly rewarded" in text for text in advice(rewarded, 4000))
@@ -141,7 +142,7 @@ def plan(num_units: int = 5000, epsilon: float = 4.0, data: dict[str, Any] | Non
         "train": {"steps": 100, "batch_size": 100, **train},
         "output_dir": "run",
     }
-    return make_plan(RunConfig.model_validate(value), num_units)
+    return plan_of(RunConfig.model_validate(value), num_units)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.forecast.batches import batches_of
-from dpllm.privacy.plan import Schedule, make_schedule
+from dpllm.privacy.plan import Schedule
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import schedule_of
 
 
 def recipe(data: dict[str, Any] | None = None, **train: Any) -> RunConfig:
@@ -30,7 +31,7 @@ def test_the_largest_batch_is_exceeded_once_in_a_thousand_steps_at_most(size: in
     from scipy import stats
 
     batch = data.draw(st.integers(1, size))
-    sizes = batches_of(recipe(batch_size=batch), make_schedule(recipe(batch_size=batch), size))
+    sizes = batches_of(recipe(batch_size=batch), schedule_of(recipe(batch_size=batch), size))
     tail = stats.binom(size, batch / size)
     assert tail.sf(sizes.largest) <= 1e-3 + 1e-12
     assert sizes.largest == 0 or tail.sf(sizes.largest - 1) > 1e-3 - 1e-12

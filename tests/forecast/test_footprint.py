@@ -19,8 +19,9 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.forecast.footprint import footprint, measure, skeleton
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.model import adapters, loading
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import plan_of
 
 WORKER = Path(__file__).with_name("footprint_worker.py")
 LORA: dict[str, Any] = {"method": "lora", "r": 4}
@@ -43,7 +44,7 @@ def recipe(folder: Path | str, adapter: dict[str, Any] = LORA, **changes: Any) -
 
 
 def plan(config: RunConfig) -> Plan:
-    return make_plan(config, 1000)
+    return plan_of(config, 1000)
 
 
 def needs(config: RunConfig) -> Any:

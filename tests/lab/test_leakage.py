@@ -23,8 +23,9 @@ from dpllm.lab.replay import plain_gradient
 from dpllm.model import adapters
 from dpllm.privacy.clipping import FUNCTIONS
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import collate
+from dpllm.recipe.derived import plan_of
 from dpllm.text.data import TokenSequence, Unit
 
 WIDTH, VOCABULARY = 64, 500
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     recipe = tm.recipe(privacy={"noise_multiplier": 0.5, "epsilon": 1e4}, train={"batch_size": 10, "steps": 20})
-    return make_plan(recipe, 1000)
+    return plan_of(recipe, 1000)
 
 
 def net(family: str = "llama", r: int = 16, **adapter: Any) -> Any:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import memory, processes
-from dpllm.privacy.plan import AdaptiveClipping, make_plan
+from dpllm.privacy.plan import AdaptiveClipping
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import plan_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GB = 10**9
@@ -407,7 +408,7 @@ def test_free_memory_is_the_containers_and_shared(tmp_path: Path, monkeypatch: p
 
 def test_auto_is_no_part_of_the_promise() -> None:
     privacy = {"noise_multiplier": 2.0, "epsilon": 1e6}
-    plans = [make_plan(recipe(size, privacy=privacy, train={"batch_size": 10}), 100) for size in ("auto", 3)]
+    plans = [plan_of(recipe(size, privacy=privacy, train={"batch_size": 10}), 100) for size in ("auto", 3)]
     assert plans[0] == plans[1]
     assert names.of_training(recipe("auto")) == names.of_training(recipe(3))
 

@@ -17,8 +17,9 @@ from scipy.optimize import minimize
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, banded, events, renyi
-from dpllm.privacy.plan import Plan, make_plan
-from dpllm.recipe.config import RunConfig, TrainConfig
+from dpllm.privacy.plan import Plan
+from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import plan_of
 
 UNITS = 1200
 
@@ -35,18 +36,18 @@ def recipe(**sections: dict[str, Any]) -> RunConfig:
 
 
 def plan(**sections: dict[str, Any]) -> Plan:
-    return make_plan(recipe(**sections), UNITS)
+    return plan_of(recipe(**sections), UNITS)
 
 
 def rates(num_steps: int, **train: Any) -> banded.Floats:
-    return banded.rates(TrainConfig.model_validate({"steps": num_steps, **train}), num_steps)
+    return banded.rates(banded.LearningRate(**{"warmup": 0.05, **train}), num_steps)
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("steps", "bands"), [(2, 2), (7, 3), (20, 16), (150, 6), (600, 2)])
 def test_a_list_for_any_schedule_is_told_from_others(shape: str, steps: int, bands: int) -> None:
     for warmup in (0.0, 0.05, 0.3, 0.6, 0.99):
-        c = banded._strategy(shape, warmup, steps, bands)
+        c = banded._strategy(banded.LearningRate(shape=shape, warmup=warmup), steps, bands)
         assert banded.near_best(c, steps)
         assert banded.near_best(c, steps + steps // 10)  # steps that make up lost ones
         shorter, signs = [one * 0.999 for one in c], [one * (-1) ** lag for lag, one in enumerate(c)]
@@ -71,8 +72,8 @@ def dense_error(coefficients: Any, rate_T: banded.Floats) -> float:
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
 @pytest.mark.parametrize(("num_steps", "bands"), [(6, 2), (9, 3), (16, 5), (12, 12)])
 def test_the_strategy_is_the_best_one(num_steps: int, bands: int, shape: str) -> None:
-    rate_T = rates(num_steps, lr_scheduler=shape, warmup=0.2)
-    train = TrainConfig.model_validate({"steps": num_steps, "lr_scheduler": shape, "warmup": 0.2})
+    rate_T = rates(num_steps, shape=shape, warmup=0.2)
+    train = banded.LearningRate(shape=shape, warmup=0.2)
     found = dense_error(banded.strategy(train, num_steps, bands), rate_T)
     starts = np.random.default_rng(7).uniform(0, 0.6, (4, bands - 1))
     others = [
@@ -117,7 +118,7 @@ def patterns(num_steps: int, apart: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("num_steps", "bands"), [(8, 2), (9, 3), (10, 4), (7, 7)])
 def test_no_pattern_of_steps_moves_a_sum_by_more_than_one(num_steps: int, bands: int) -> None:
     """Columns of steps that are b apart share no row, so that each round is one Gaussian of sensitivity 1."""
-    train = TrainConfig.model_validate({"steps": num_steps})
+    train = banded.LearningRate(warmup=0.05)
     c_TT = toeplitz(banded.strategy(train, num_steps, bands), num_steps)
     for steps in patterns(num_steps, bands):
         overlap_KK = np.abs(c_TT[:, list(steps)]).T @ np.abs(c_TT[:, list(steps)])
@@ -133,7 +134,7 @@ def test_a_resume_costs_no_further_round(first: int, lost: int) -> None:
     """Two attempts, the second with empty buffers after steps that were charged and lost: C is block diagonal."""
     bands, num_steps = 3, 9
     charged = [*range(first), *range(first + lost, num_steps + lost)]
-    coefficients = banded.strategy(TrainConfig.model_validate({"steps": num_steps}), num_steps, bands)
+    coefficients = banded.strategy(banded.LearningRate(warmup=0.05), num_steps, bands)
     c_TT = toeplitz(coefficients, num_steps)
     c_TT[first:, :first] = 0
     for group in range(bands):
@@ -145,7 +146,7 @@ def test_a_resume_costs_no_further_round(first: int, lost: int) -> None:
 
 
 def test_mutants_of_the_strategy_and_of_the_groups_are_seen() -> None:
-    train = TrainConfig.model_validate({"steps": 9})
+    train = banded.LearningRate(warmup=0.05)
     good = banded.strategy(train, 9, 3)
     assert banded.admissible(good)
     assert not banded.admissible([*good[:2], good[2] * (1 + 1e-9)])  # a column longer than 1
@@ -169,7 +170,7 @@ def test_mutants_of_the_strategy_and_of_the_groups_are_seen() -> None:
 def test_columns_are_at_most_one_in_exact_arithmetic() -> None:
     for bands in (1, 2, 3, 7, 16, 48):
         for steps in (48, 300):
-            found = banded.strategy(TrainConfig.model_validate({"steps": steps}), steps, bands)
+            found = banded.strategy(banded.LearningRate(warmup=0.05), steps, bands)
             assert len(found) == bands
             assert 1 - 1e-12 < sum(Fraction(one) ** 2 for one in found) <= 1
     assert not banded.admissible((0.0, 0.5))
@@ -177,7 +178,7 @@ def test_columns_are_at_most_one_in_exact_arithmetic() -> None:
 
 
 def test_whitening_undoes_the_strategy() -> None:
-    coefficients = banded.strategy(TrainConfig.model_validate({"steps": 20}), 20, 5)
+    coefficients = banded.strategy(banded.LearningRate(warmup=0.05), 20, 5)
     z_TP = np.random.default_rng(0).standard_normal((20, 3))
     x_TP = np.linalg.solve(toeplitz(coefficients, 20), z_TP)
     assert np.allclose(banded.whiten(coefficients, x_TP), z_TP, atol=1e-12)
@@ -195,7 +196,7 @@ def test_the_gain_is_the_one_that_was_computed_elsewhere(epsilon: float, bands: 
         rounds = -(-steps // b)
         return accounting.calibrate_noise_multiplier(epsilon, 1e-5, b * batch / size, rounds, "zero_out", rough=True)
 
-    train = TrainConfig.model_validate({"steps": steps, "lr_scheduler": "constant", "warmup": 0.0})
+    train = banded.LearningRate(shape="constant", warmup=0.0)
     found = banded.effect(banded.strategy(train, steps, bands), np.ones(steps), sigma(bands), sigma(1))
     assert found.last_iterate == pytest.approx(ratio, abs=0.02 if bands == 3 else 0.01)
     assert found.one_step > 2
@@ -253,14 +254,14 @@ def test_auto_takes_the_least_noise_and_one_band_where_it_gains_nothing() -> Non
 def test_noise_rises_to_fit_what_a_filter_has_left() -> None:
     made = plan()
     fit = renyi.Fit(order=4.0, allowance=0.9 * renyi.rdp(made.event, 4.0))
-    fitted = make_plan(recipe(), UNITS, fit=fit)
+    fitted = plan_of(recipe(), UNITS, fit=fit)
     assert fitted.noise_multiplier > made.noise_multiplier
     assert renyi.rdp(fitted.event, 4.0) <= fit.allowance
     assert fitted.coefficients == made.coefficients
 
 
 def test_a_schedule_of_any_length_has_coefficients() -> None:
-    train = TrainConfig.model_validate({"steps": 5000})
+    train = banded.LearningRate(warmup=0.05)
     assert banded.admissible(banded.strategy(train, 5000, 4))
     assert banded.effect(banded.strategy(train, 5000, 4), banded.rates(train, 5000), 1.0, 1.0).last_iterate < 1
 
@@ -324,6 +325,6 @@ def test_more_bands_than_are_planned_are_refused_in_three_parts() -> None:
 
 def test_a_plan_of_a_run_that_goes_on_keeps_its_coefficients(tmp_path: Path) -> None:
     first = plan()
-    again = make_plan(recipe(), UNITS, extra_steps=6, coefficients=first.coefficients)
+    again = plan_of(recipe(), UNITS, extra_steps=6, coefficients=first.coefficients)
     assert again.coefficients == first.coefficients
     assert again.event == first.event_after(36)

@@ -18,12 +18,11 @@ from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.stream import Turns, groups
-from dpllm.recipe.config import TrainConfig
 
 CPU = torch.device("cpu")
 BANDS, STEPS, SEQUENCES = 4, 9, 100_000
 ALARM = 1e-4  # p-value below which a statistic of fixed seeds is called wrong
-COEFFICIENTS = banded.strategy(TrainConfig.model_validate({"steps": STEPS}), STEPS, BANDS)
+COEFFICIENTS = banded.strategy(banded.LearningRate(warmup=0.05), STEPS, BANDS)
 
 
 def promise(sigma: float = 0.7, bound: float = 0.05) -> Plan:

@@ -16,7 +16,8 @@ from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor
 
 from dpllm.privacy.clipping import FUNCTIONS
-from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping, make_plan
+from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping
+from dpllm.recipe.derived import plan_of
 
 MODES = ("auto", "per_sample", "ghost")
 NETS: dict[str, tuple[str, Any]] = {"lora": ("llama", LORA), "frozen": ("gpt2", FROZEN), "everything": ("gpt2", "")}
@@ -143,13 +144,13 @@ def test_c_stays_where_it_can_be_noised(rate: float, shares: list[float]) -> Non
 
 def test_the_recipe_makes_it_part_of_the_plan() -> None:
     privacy = {"clipping": "adaptive", "noise_multiplier": 1.5, "epsilon": 100.0, "adaptive": {"quantile": 0.3}}
-    made = make_plan(tm.recipe(privacy=privacy), 100)
+    made = plan_of(tm.recipe(privacy=privacy), 100)
     assert made.adaptive is not None
     assert made.adaptive.quantile == 0.3
     assert made.noise_multiplier == 1.5
     both = made.adaptive.gradient_noise_multiplier**-2 + (2 * made.adaptive.count_noise_multiplier) ** -2
     assert both == pytest.approx(1.5**-2)
-    assert make_plan(tm.recipe(privacy={**privacy, "clipping": "flat"}), 100).adaptive is None
+    assert plan_of(tm.recipe(privacy={**privacy, "clipping": "flat"}), 100).adaptive is None
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from dpllm.errors import Refused
-from dpllm.privacy.guards import check_model, check_modes, deviations
+from dpllm.privacy.guards import check_model
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import check_modes, deviations
 
 
 def recipe(**sections: Any) -> RunConfig:

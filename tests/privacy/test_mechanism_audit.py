@@ -24,9 +24,10 @@ from dpllm.lab.mechanism import audit_mechanism
 from dpllm.lab.replay import replay
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import plan_of
 from dpllm.statement.run_files import PlanRecord
 
 MODES = ("flat", "automatic", "per_layer", "adaptive")
@@ -45,7 +46,7 @@ def config(batch: int = 200, **privacy: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
-    return {mode: make_plan(config(clipping=mode), UNITS) for mode in MODES}
+    return {mode: plan_of(config(clipping=mode), UNITS) for mode in MODES}
 
 
 def audited(plans: dict[str, Plan], entropy: int, mode: str = "flat", **privacy: Any) -> MechanismReport:
@@ -89,7 +90,7 @@ def test_noise_missing_on_the_count_is_falsified(plans, monkeypatch, seed):
 def test_the_bound_alone_refutes_what_is_badly_broken(name, monkeypatch, seed):
     """No test of the releases but the coins of the canaries; the noise is large enough for little to be stated."""
     recipe = config(noise_multiplier=12.0)
-    plan = make_plan(recipe, UNITS)
+    plan = plan_of(recipe, UNITS)
     sound = probe.observe(recipe, plan, steps=40, canaries=400, generator=np.random.default_rng([seed, 4]))
     mutants.PLANNED[name](monkeypatch)
     broken = probe.observe(recipe, plan, steps=40, canaries=400, generator=np.random.default_rng([seed, 4]))
@@ -130,7 +131,7 @@ def test_single_rows_are_audited_where_rows_are_sampled(seed):
         privacy={"noise_multiplier": 1.0, "epsilon": 1e4},
         train={"batch_size": 200, "steps": STEPS},
     )
-    plan = make_plan(recipe, UNITS)
+    plan = plan_of(recipe, UNITS)
     report = audit_mechanism(recipe, plan=plan, steps=STEPS, canaries=CANARIES, pairs=2, entropy=[seed, 7])
     assert report.verdict == "consistent"
     assert report.epsilon < report.claimed["epsilon"] * 2  # of one row, at a smaller delta
@@ -139,7 +140,7 @@ def test_single_rows_are_audited_where_rows_are_sampled(seed):
 
 def test_too_few_draws_are_inconclusive(seed):
     recipe = config(batch=1)
-    plan = make_plan(recipe, 10_000)
+    plan = plan_of(recipe, 10_000)
     report = audit_mechanism(recipe, plan=plan, steps=20, canaries=50, pairs=1, entropy=[seed, 8])
     assert report.verdict == "inconclusive"
     assert report.resolution > mechanism_report.COARSEST

@@ -13,9 +13,10 @@ from dpllm.auditing.mechanism_report import MechanismReport
 from dpllm.lab.mechanism import audit_mechanism
 from dpllm.privacy import sampling
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import plan_of
 
 STEPS, CANARIES, UNITS, BANDS = 60, 200, 2000, 4
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -31,7 +32,7 @@ def recipe() -> RunConfig:
 
 @pytest.fixture(scope="module")
 def promise() -> Plan:
-    return make_plan(recipe(), UNITS)
+    return plan_of(recipe(), UNITS)
 
 
 def audited(promise: Plan, seed: int) -> MechanismReport:

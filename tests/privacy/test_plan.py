@@ -16,8 +16,9 @@ from tiny_models import recipe
 
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.privacy import accounting, events, limits, renyi
-from dpllm.privacy.plan import CURVE_DELTAS, Plan, auto_delta, make_plan, make_schedule
+from dpllm.privacy.plan import CURVE_DELTAS, Plan, auto_delta
 from dpllm.privacy.renyi import Fit
+from dpllm.recipe.derived import plan_of, schedule_of
 from dpllm.text.data import count_units
 
 N = 500
@@ -25,7 +26,7 @@ N = 500
 
 def plan(num_units: int = N, **sections: Any) -> Plan:
     privacy = {"noise_multiplier": 1.0, "epsilon": 20.0, **sections.pop("privacy", {})}
-    return make_plan(recipe(privacy=privacy, **sections), num_units)
+    return plan_of(recipe(privacy=privacy, **sections), num_units)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_a_plan_is_frozen(base: Plan) -> None:
 def test_steps_are_exact(size: int, batch: int, hundredths: int) -> None:
     """T = ceil(epochs N / B) in whole numbers; int(epochs / q) in floating point loses or gains a step."""
     batch = min(batch, size)
-    schedule = make_schedule(recipe(train={"batch_size": batch, "steps": None, "epochs": hundredths / 100}), size)
+    schedule = schedule_of(recipe(train={"batch_size": batch, "steps": None, "epochs": hundredths / 100}), size)
     assert schedule.num_steps == -(-hundredths * size // (100 * batch))
     assert schedule.sampling_rate == batch / size
     assert schedule.expected_batch_size == batch
@@ -126,7 +127,7 @@ def test_calibrated_noise_meets_the_target_and_is_not_wasteful() -> None:
 
 
 def test_every_canary_holds_its_slots_before_any_coin_is_tossed() -> None:
-    """N comes from the recipe alone: make_plan is given no canary plan, hence no coin."""
+    """N comes from the recipe alone: a Plan is given no canary plan, hence no coin."""
     made = plan(audit={"canaries": {"groups": {1: 20, 4: 5}}})
     assert made.schedule.canary_slots == 40
     assert made.schedule.dataset_size == N + 40
@@ -151,7 +152,7 @@ def test_the_event_is_the_mechanism_that_runs(base: Plan) -> None:
 
 def test_plan_json_is_enough_to_recompute_epsilon(base: Plan) -> None:
     stored = json.loads(json.dumps(base.to_json()))
-    again = accounting.epsilon(stored["event"], stored["delta"], stored["neighbouring_relation"])
+    again = accounting.epsilon(events.read(stored["event"]), stored["delta"], stored["neighbouring_relation"])
     assert again == stored["epsilon"] == base.epsilon
     for key in (
         "dataset_size",
@@ -228,7 +229,7 @@ def test_the_plan_says_what_an_attacker_can_do_and_what_other_accountants_and_de
 
 
 def test_more_steps_than_the_recipe_has_cost_more_at_the_same_noise() -> None:
-    usual, longer = plan(privacy=CALIBRATED), make_plan(recipe(privacy=CALIBRATED), N, extra_steps=3)
+    usual, longer = plan(privacy=CALIBRATED), plan_of(recipe(privacy=CALIBRATED), N, extra_steps=3)
     assert longer.noise_multiplier == usual.noise_multiplier
     assert longer.schedule.num_steps == usual.schedule.num_steps + 3 == accounting.count_releases(longer.event)
     assert longer.target_epsilon == 4.0 >= usual.epsilon
@@ -247,10 +248,10 @@ def filter_with(share: float) -> Fit:
 @pytest.mark.parametrize("clipping", ["flat", "adaptive"])
 def test_noise_is_the_larger_of_what_meets_the_target_and_what_fits_the_filter(clipping: str) -> None:
     config = recipe(privacy={**CALIBRATED, "clipping": clipping})
-    usual = make_plan(config, N)
+    usual = plan_of(config, N)
     roomy, tight = filter_with(1.5), filter_with(0.6)
-    assert make_plan(config, N, fit=roomy) == usual
-    fitted = make_plan(config, N, fit=tight)
+    assert plan_of(config, N, fit=roomy) == usual
+    fitted = plan_of(config, N, fit=tight)
     assert usual.noise_multiplier < fitted.noise_multiplier < 2 * usual.noise_multiplier
     assert fitted.epsilon < usual.epsilon
     assert renyi.rdp(fitted.event, ORDER) <= tight.allowance
@@ -261,10 +262,10 @@ def test_noise_is_the_larger_of_what_meets_the_target_and_what_fits_the_filter(c
 
 def test_a_run_that_needs_more_than_twice_the_noise_is_refused_with_what_would_fit() -> None:
     config = recipe(privacy=CALIBRATED, train={"batch_size": N // 2, "steps": 50})
-    usual = make_plan(config, N)
+    usual = plan_of(config, N)
     left = Fit(ORDER, 0.1 * renyi.rdp(usual.event, ORDER))
     with pytest.raises(BudgetExceeded, match="more than twice") as refused:
-        make_plan(config, N, fit=left)
+        plan_of(config, N, fit=left)
     rate, steps = usual.schedule.sampling_rate, usual.schedule.num_steps
     smallest = renyi.smallest_noise_multiplier(lambda s: accounting.dp_sgd_event(rate, s, steps), left)
     assert f"a noise multiplier of {smallest:g}" in str(refused.value)
@@ -272,20 +273,20 @@ def test_a_run_that_needs_more_than_twice_the_noise_is_refused_with_what_would_f
     assert most == 5
     assert "5 steps would fit" in str(refused.value)
     with pytest.raises(BudgetExceeded, match="nothing is left"):
-        make_plan(config, N, fit=Fit(ORDER, 0.0))
+        plan_of(config, N, fit=Fit(ORDER, 0.0))
 
 
 def test_noise_that_the_recipe_sets_is_left_for_the_ledger_to_judge() -> None:
     config = recipe(privacy={"noise_multiplier": 1.0, "epsilon": 20.0})
-    assert make_plan(config, N, fit=Fit(ORDER, -1.0)) == make_plan(config, N)
+    assert plan_of(config, N, fit=Fit(ORDER, -1.0)) == plan_of(config, N)
 
 
 def test_a_filter_cannot_count_a_mixture() -> None:
     with pytest.raises(Refused, match="sampling: unit"):
-        make_plan(recipe(privacy=CALIBRATED, data=ROWS), N, fit=Fit(ORDER, 1.0))
+        plan_of(recipe(privacy=CALIBRATED, data=ROWS), N, fit=Fit(ORDER, 1.0))
 
 
 def test_a_budgets_delta_must_be_below_one_over_n_too() -> None:
     with pytest.raises(Refused, match=r"the delta of the dataset's budget, 0\.02 is not below 1/N.* dpllm ledger init"):
-        make_plan(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.02)
-    assert make_plan(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.01).delta <= 0.01
+        plan_of(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.02)
+    assert plan_of(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.01).delta <= 0.01

@@ -16,8 +16,8 @@ from dpllm.files import write_json
 from dpllm.forecast.advice import released_by
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
-from dpllm.privacy.plan import make_plan
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import Start, decide, read_subject
 
@@ -57,7 +57,7 @@ def test_a_good_recipe_meets_no_guard(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     seen = decide(config, Start())
     assert (seen.refusals, seen.exit_code) == ((), 0)
-    assert seen.plan == make_plan(config, ROWS)
+    assert seen.plan == plan_of(config, ROWS)
     assert seen.ledger is None  # there is none yet
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 

@@ -24,7 +24,7 @@ from cards import (
 
 from dpllm.card.card import compose
 from dpllm.errors import ConfigError
-from dpllm.privacy import guards
+from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.statement import privacy_record, section
 from dpllm.statement.run_files import RunRecord
@@ -148,7 +148,7 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
         "private metrics": (
             config(telemetry={"private_metrics": True}),
             plan(),
-            record(deviations=guards.deviations(config(telemetry={"private_metrics": True}))[1]),
+            record(deviations=derived.deviations(config(telemetry={"private_metrics": True}))[1]),
             None,
             None,
             CLAIM,

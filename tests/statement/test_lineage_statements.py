@@ -16,8 +16,9 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets
 from dpllm.privacy import accounting
 from dpllm.privacy.events import Gaussian, Imported, PoissonSampled, RepeatAndSelect
-from dpllm.privacy.plan import Plan, make_plan
+from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import plan_of
 from dpllm.statement import lineage, parents
 from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
 from dpllm.statement.parents import Base
@@ -42,7 +43,7 @@ def recipe(**sections: Json) -> RunConfig:
 
 @cache
 def plan(sigma: float = 1.0, steps: int = 20) -> Plan:
-    return make_plan(recipe(privacy={"noise_multiplier": sigma}, train={"steps": steps}), 100)
+    return plan_of(recipe(privacy={"noise_multiplier": sigma}, train={"steps": steps}), 100)
 
 
 def statement(**changes: Any) -> Ancestor:

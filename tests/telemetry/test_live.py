@@ -19,7 +19,7 @@ from tiny_models import recipe
 from dpllm.errors import Refused
 from dpllm.files import write_json
 from dpllm.ledger import Ledger, budgets
-from dpllm.privacy.plan import make_plan
+from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
 from dpllm.telemetry import Telemetry, live, metrics, publish_audit
 from dpllm.telemetry.live import Trackers
@@ -125,7 +125,7 @@ def prepared(tmp_path: Path) -> SimpleNamespace:
     """A run that is about to begin, with the record that it would leave if its process were killed."""
     (tmp_path / "collector").mkdir()
     config = settings_of(tmp_path, textfile=str(tmp_path / "collector"), trackers=["wandb"])
-    plan = make_plan(config, 500)
+    plan = plan_of(config, 500)
     run = RunDir(tmp_path / "run")
     run.make()
     write_json(run.plan, {**plan.to_json(), "canary_commitment": None})

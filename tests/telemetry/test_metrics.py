@@ -26,8 +26,9 @@ from dpllm.cli import main
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.ledger import Ledger, budgets
-from dpllm.privacy import accounting, guards
-from dpllm.privacy.plan import make_plan
+from dpllm.privacy import accounting
+from dpllm.recipe import derived
+from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
 from dpllm.telemetry import EpsilonSpent, Telemetry, metrics, publish_audit
 from dpllm.telemetry.metrics import RunValues, dataset_families, exposition, ledger_families, run_families
@@ -141,7 +142,7 @@ def test_any_name_is_one_label(name: str) -> None:
 
 
 def test_epsilon_on_the_way_is_an_upper_bound_and_costs_five_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(recipe(privacy={"noise_multiplier": 1.0, "epsilon": 50.0}, train={"steps": 23}), 500)
+    plan = plan_of(recipe(privacy={"noise_multiplier": 1.0, "epsilon": 50.0}, train={"steps": 23}), 500)
     calls = []
     compute = accounting.epsilon
     monkeypatch.setattr(accounting, "epsilon", lambda *a, **k: calls.append(a) or compute(*a, **k))
@@ -361,8 +362,8 @@ def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> 
 
 
 def test_private_metrics_are_named_on_every_card(tmp_path: Path) -> None:
-    assert guards.deviations(settings_of(tmp_path))[1] == []
-    (note,) = guards.deviations(settings_of(tmp_path, private_metrics=True))[1]
+    assert derived.deviations(settings_of(tmp_path))[1] == []
+    (note,) = derived.deviations(settings_of(tmp_path, private_metrics=True))[1]
     assert "telemetry.private_metrics" in note
     public = recipe(telemetry={"private_metrics": True}, data={"public": True})
-    assert guards.deviations(public)[1] == []
+    assert derived.deviations(public)[1] == []

@@ -1,0 +1,114 @@
+"""What follows from a recipe alone: the settings of its Plan, slots of canaries, shapes, and why it may give no guarantee.
+
+Comes in: a recipe and public numbers. Goes out: the small values of ``dpllm.privacy``. Sees no data, no model and no ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy.banded import LearningRate
+from dpllm.privacy.plan import Plan, Settings, make_plan
+from dpllm.privacy.schedule import Schedule, Shape, make_schedule, shapes_of
+from dpllm.recipe.audit import AuditConfig
+from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig, TrainConfig
+
+
+def schedule_of(config: RunConfig, num_units: int) -> Schedule:
+    """The schedule of a recipe; ConfigError for a canary of more rows than one unit may bring, else as ``make_schedule``."""
+    train, slots = config.train, num_slots(config.audit, config.data)
+    return make_schedule(num_units, train.batch_size, train.steps, train.epochs, slots=slots)
+
+
+def settings_of(config: RunConfig) -> Settings:
+    """All that a Plan follows from beside its schedule."""
+    privacy, data = config.privacy, config.data
+    return Settings(
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        noise_multiplier=privacy.noise_multiplier,
+        max_grad_norm=privacy.max_grad_norm,
+        clipping=privacy.clipping,
+        **{key: getattr(privacy.adaptive, key) for key in ("quantile", "count_noise_multiplier")},
+        norm_learning_rate=privacy.adaptive.learning_rate,
+        bands=privacy.bands if privacy.noise == "banded" else 1,
+        banded=privacy.noise == "banded",
+        learning_rate=learning_rate_of(config.train),
+        unit=data.unit,
+        sampling=data.sampling,
+        max_examples_per_unit=data.max_examples_per_unit,
+        relation="add_or_remove_one" if data.public_size is not None else "zero_out",
+    )
+
+
+def plan_of(config: RunConfig, num_units: int, *given: Any, **terms: Any) -> Plan:
+    """The Plan of a recipe with ``privacy.enabled``: see ``make_plan``, which takes the other arguments."""
+    return make_plan(settings_of(config), schedule_of(config, num_units), *given, **terms)
+
+
+def learning_rate_of(train: TrainConfig) -> LearningRate:
+    """How it goes with the steps."""
+    return LearningRate(train.learning_rate, train.lr_scheduler, train.warmup)
+
+
+def shapes_for(config: RunConfig, schedule: Schedule, fixed: int) -> Callable[[int], tuple[Shape, ...]]:
+    """From the most rows of a physical batch to the shapes of a recipe, the same for any number of processes."""
+    data, batch = config.data, schedule.expected_batch_size
+    return partial(shapes_of, batch=batch, max_length=data.max_length, each=rows_of_one(data), fixed=fixed)
+
+
+def rows_of_one(data: DataConfig) -> int:
+    """Rows that one of what is sampled brings, at most, unless they are cut into chunks."""
+    return 1 if data.sampling == "example" else data.max_examples_per_unit or 1
+
+
+def num_slots(audit: AuditConfig, data: DataConfig) -> int:
+    """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
+
+    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
+    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
+    """
+    groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
+    if most is not None and max(groups, default=0) > most:
+        raise ConfigError(
+            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(groups)} repetitions only "
+            f"data.max_examples_per_unit ({most}) could train. Lower the repetitions in audit.canaries.groups, or raise "
+            "data.max_examples_per_unit."
+        )
+    return sum(slots_each(group, data) * number for group, number in groups.items()) + audit.gradient_canaries
+
+
+def slots_each(group: int, data: DataConfig) -> int:
+    """Slots that one candidate of so many repetitions holds."""
+    return group if data.unit == "example" or data.sampling == "example" else 1
+
+
+def check_modes(config: RunConfig) -> None:
+    """Refuses what the recipe alone shows: dropout that couples units."""
+    if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
+        raise Refused(
+            f"adapter.dropout is {config.adapter.dropout:g}, and its masks depend on a row's place in the batch, so one unit "
+            "would change all other contributions, which clipping does not bound. Set adapter.dropout: 0."
+        )
+
+
+def deviations(config: RunConfig) -> tuple[str | None, list[str]]:
+    """Why a run has no guarantee (None: it has one), and the deviations that leave it standing, which the card names."""
+    if not config.privacy.enabled:
+        return "it was trained without differential privacy", []
+    if config.privacy.insecure_seed is not None:
+        return "its noise and sampling were seeded by the user (privacy.insecure_seed), so they can be regenerated", []
+    notes = []
+    if config.data.eval is not None and not config.data.eval_public:
+        notes.append(
+            "held-out loss was computed on private evaluation data; it is kept private and nothing was chosen by it"
+        )
+    if config.telemetry.private_metrics and not config.data.public:
+        notes.append(
+            "un-noised figures of the training data (loss, share of clipped gradients) and of the evaluation data went to "
+            "metrics and trackers (telemetry.private_metrics); they are outside the guarantee"
+        )
+    return None, notes
