@@ -130,6 +130,10 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
         (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
         (["plan", "absent.yaml"], "no such recipe"),
+        (
+            ["synthesize", "run", "--rows", "1", "--engine", "vllm"],
+            "--engine is retired: vLLM was never run with it; leave",
+        ),
         (["ledger", "show", "--ledger", "absent.sqlite"], "no ledger there"),
         (
             ["ledger", "init", "n", "--epsilon", "-1", "--delta", "1e-5", "--reason", "r", "--ledger", "LEDGER"],
