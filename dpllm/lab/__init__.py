@@ -1,5 +1,4 @@
 """Experiments that stand outside a normal run.
 
-Shadow models, models that were trained elsewhere, the audit of the mechanism, gradient leakage. Nothing but the command line
-may import this room.
+Shadow models, models that were trained elsewhere, gradient leakage. Nothing but the command line may import this room.
 """
