@@ -48,7 +48,6 @@ STEP = 1e-2
 NUM_TEXTS = 8  # artificial sentences in the batch of a recipe's audit
 RANK_TOLERANCE = 1e-5  # of the largest singular value: what float32 leaves of a zero
 SAME = 1e-4  # relative difference of two inputs that are the same
-MAX_LENGTH = 512  # by which layers choose the form of their gradients; both forms are exact
 CHUNK = 2**24  # numbers of candidate inputs held at once
 STATEMENT = (
     "This adversary sees the gradient of a step: a server in federated training, or anyone with whom gradients are shared. "
@@ -82,9 +81,8 @@ class LeakageReport:
     """What one gradient gives away: as it is, clipped without noise (which is no defence), and as the engine releases it."""
 
     layers: tuple[str, ...]  # adapters whose gradients were read: those that see the first block's normed embeddings
-    tokens: (
-        int  # b, distinct ones that have part in the loss (with their position, where the model adds positions there)
-    )
+    # b, distinct ones that have part in the loss (with their position, where the model adds positions there).
+    tokens: int
     # The largest rank of these gradients together: their rows, or the layer's width. With b above it, their span is smaller
     # than that of the inputs, or all tokens lie in it, and the span check must err.
     rank_limit: int
@@ -156,7 +154,7 @@ def gradient_leakage(
     _leave_zero(net, batch)
     gradient = plain_gradient(net, batch)
     noise = GaussianNoise(int.from_bytes(generator.bytes(KEY_BITS // 8), "little"), CPU)
-    clipped_P, released_P = _step(net, plan, batch, Form(grad_sample_mode, MAX_LENGTH), noise)
+    clipped_P, released_P = _step(net, plan, batch, Form(grad_sample_mode, 512), noise)
     raw_GD = _rows(gradient, layers)
     clipped_GD, noised_GD = (_rows(_split(vector_P, gradient), layers) for vector_P in (clipped_P, released_P))
     tokens, candidates, found = _find_tokens(net, layers[0], sequences, (raw_GD, clipped_GD, noised_GD), generator)
@@ -186,16 +184,15 @@ def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
 
 def _step(net: nn.Module, plan: Plan, batch: PhysicalBatch, form: Form, noise: GaussianNoise) -> tuple[Tensor, Tensor]:
     """The engine's clipped sum, and what a step hands to the optimizer: the noised sum over the divisor. The weights stay."""
-    optimizer, released = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0), []
+    optimizer, released = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0), list[Tensor]()
     with contextlib.closing(Engine(net, optimizer, plan.schedule, plan, form=form, noise=noise)) as engine:
-
-        def read(*_: Any) -> None:
-            released.append(torch.cat([p.grad.flatten() for p in engine.parameters.values() if p.grad is not None]))
-
-        summed_P = engine.clipped_sum([batch])[0].double()
-        optimizer.register_step_pre_hook(read)
+        summed_P, trained = engine.clipped_sum([batch])[0].double(), engine.parameters.values()
+        optimizer.register_step_pre_hook(
+            lambda *_: released.extend(p.grad.flatten() for p in trained if p.grad is not None)
+        )
         engine.step([batch])
-    return summed_P[: len(released[0])], released[0].double()  # behind it the count of adaptive clipping
+    released_P = torch.cat(released).double()
+    return summed_P[: len(released_P)], released_P  # behind it the count of adaptive clipping
 
 
 def reconstruction_bound(plan: Plan, prior: float) -> Reconstruction:
