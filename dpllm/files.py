@@ -28,7 +28,7 @@ UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
 
 _KNOWN = re.compile(
     r"README\.md|privacy\.(json|json\.sig|svg)|"
-    r"audit/(audit\.json|mechanism\.json|scores\.csv|(tokens|gradient)\.parquet|(roc|exposure|bound|extraction)\.png)|"
+    r"audit/(audit\.json|scores\.csv|(tokens|gradient)\.parquet|(roc|exposure|bound|extraction)\.png)|"
     r"adapter_config\.json|adapter_model\.safetensors|"
     r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
     r"tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.jinja|additional_chat_templates/[\w-]+\.jinja"

@@ -3,7 +3,7 @@
     python scripts/recipe_heads.py
 
 Comes in: recipes whose head has a line "# For 42,061 rows: ...", and the shapes in recipes/configs. Goes out: the same line with
-guarantee, memory and time of today's planner; what follows "by plan." is kept, so that a measurement stands there once it
+guarantee and memory of today's planner; what follows "by plan." is kept, so that a measurement stands there once it
 was made. Needs no network, no weights and no GPU. The tests hold every such line against ``head``.
 """
 
@@ -72,9 +72,7 @@ def head(text: str, plan: dict[str, Any]) -> str:
     promise = "without differential privacy"
     if plan.get("epsilon"):
         promise = f"epsilon {plan['epsilon']:.2f}, noise multiplier {plan['noise_multiplier']:.2f}"
-    memory, minutes = plan["model"]["memory"]["total"], plan["model"]["seconds"] / 60
-    time = f"{minutes:.0f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
-    needs = f"{memory / 1e9:.3g} GB and {time} on one H100"
+    needs = f"{plan['model']['memory']['total'] / 1e9:.3g} GB on one H100"
 
     def line(found: re.Match[str]) -> str:
         return f"# For {found[1]} {found[2]}: {promise}; {needs} by plan.{found[3] or NOT_MEASURED}"

@@ -1,35 +1,23 @@
-"""What a LoRA step with differential privacy costs on paper: compute, communication and memory, from 1B to 70B on 1 to 64 GPUs.
+"""What a LoRA step with differential privacy costs on paper: products, and memory of one GPU, for models of 1B to 70B.
 
     python scripts/scaling.py                      prints the tables of docs/scaling.md
     python scripts/scaling.py --check FILE ...     against steps that bench_step measured
 
-Comes in: shapes of models. Goes out: FLOPs, bytes, seconds. Must not read weights or data, and needs no torch. Every figure
-rests on the constants below; each says where it comes from. Units: FLOP (a multiplication and an addition are two), bytes,
-seconds. Names: T tokens of a row, B rows of a logical batch, R rows of a physical batch, W processes, one on each GPU.
+Comes in: shapes of models. Goes out: FLOPs and bytes. Must not read weights or data, and needs no torch. Every figure rests on
+the constants below; each says where it comes from. Units: FLOP (a multiplication and an addition are two), bytes. Names: T tokens
+of a row, R rows of a physical batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The machine. NVIDIA, "H100 Tensor Core GPU" data sheet, SXM: dense bf16 products, memory, its bandwidth, NVLink (900 GB/s
-# in both directions together).
-GPU_RATE = 989e12
-GPU_MEMORY = 80e9
-GPU_BANDWIDTH = 3.35e12
-NVLINK = 450e9
-GPUS_PER_MACHINE = 8
-NETWORK = 50e9  # assumed: one 400 Gb/s link for each machine, shared by its GPUs; large installations have up to eight
-# Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv 2407.21783), table 4: 38 to 43 % of that rate in training.
-RATE_SHARE = 0.4
-LINK_SHARE = 0.8  # assumed: what a ring gets of a link
-LATENCY = 10e-6  # assumed: of one hop of a ring
+GPU_MEMORY = 80e9  # of an A100 or H100
 MEMORY_SHARE = 0.9  # as dpllm.model.memory: the rest is for allocators and kernels
 
 # The engine.
@@ -37,13 +25,6 @@ RANK = 16  # of LoRA, on every linear layer of the blocks
 STATE = 32  # bytes for a trainable number: itself 4, AdamW's moments 8, the sum in float64 8, what is released 4, and
 # 8 that AdamW holds while it updates
 UNIT_GRADIENTS = 4  # bytes for a trainable number and row: its gradient in float32, until the row's norm is known
-CLIP_TRAFFIC = (
-    12,
-    16,
-)  # bytes moved for a trainable number: for each row (written, measured, added), for each batch (the sum)
-UPDATE_TRAFFIC = 60  # bytes moved for a trainable number and step, as dpllm.forecast.footprint has it
-SUM = 8  # bytes for a trainable number that the all-reduce adds, once a step
-GATHERS = 2  # of the sharded base, for each physical batch: forward and backward; recomputation finds it gathered
 CHUNK = 2**26 * 6  # bytes: logits of one chunk (dpllm.privacy.loss) and their float32 copy
 # Bytes that a block keeps for the backward pass, for each token: of width, of inner width, of the keys' width, of LoRA's rank.
 # Read off transformers' Llama in bf16 (tests/forecast/test_scaling.py compares them with dpllm.forecast.meta_tensor_counter).
@@ -99,7 +80,6 @@ SHAPES = {
     "32B": Shape(64, 5120, 27_648, 40, 8, 152_064),  # Qwen 2.5
     "70B": Shape(80, 8192, 28_672, 64, 8, 128_256),  # Llama 3.1
 }
-WORLDS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def flops_per_token(shape: Shape, length: int, *, checkpointing: bool) -> float:
@@ -151,88 +131,6 @@ def rows_that_fit(shape: Shape, length: int, *, checkpointing: bool, shards: int
     return max(0, int((GPU_MEMORY * MEMORY_SHARE - none) // (one - none)))
 
 
-def largest_share(batch: float, world: int) -> float:
-    """Expected rows of the process that has most: E of n / W rounded up, where n is Poisson with mean B."""
-    total, low = 0.0, max(0, math.floor(batch - 12 * math.sqrt(batch) - 12))
-    for drawn in range(low, math.ceil(batch + 12 * math.sqrt(batch) + 12)):
-        total += math.exp(drawn * math.log(batch) - batch - math.lgamma(drawn + 1)) * math.ceil(drawn / world)
-    return total
-
-
-def link(world: int) -> float:
-    """Bytes a second that pass the slowest link of a ring over W GPUs."""
-    return LINK_SHARE * (NVLINK if world <= GPUS_PER_MACHINE else NETWORK)
-
-
-def all_reduce(size: float, world: int) -> float:
-    """Seconds of a ring: 2 (W - 1) / W of the bytes pass each link, in 2 (W - 1) hops."""
-    return 2 * (world - 1) / world * size / link(world) + 2 * (world - 1) * LATENCY if world > 1 else 0.0
-
-
-def all_gather(size: float, world: int) -> float:
-    """Seconds: (W - 1) / W of the bytes pass each link."""
-    return (world - 1) / world * size / link(world) + (world - 1) * LATENCY if world > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class Step:
-    """One logical step of W processes.
-
-    Attributes:
-        seconds: From batch to update.
-        compute: Of these, products of the process with the most rows.
-        clipping: Reading gradients for norms and sums, and the update.
-        network: The all-reduce, and gathering that products do not hide.
-        recomputed: Of these products, what checkpointing computes again.
-        ideal: What B rows would take, divided evenly over W.
-        rows: R.
-        checkpointing: Whether activations are computed twice.
-        sharded: Whether the base is cut over the processes.
-    """
-
-    seconds: float
-    compute: float
-    clipping: float
-    network: float
-    recomputed: float
-    ideal: float
-    rows: int
-    checkpointing: bool
-    sharded: bool
-
-    @property
-    def limit(self) -> str:
-        """What costs most beyond the products that B rows need, if it is a fifth of the step; else compute."""
-        parts = {"network": self.network, "rows": self.compute - self.ideal, "memory": self.recomputed}
-        name = max(parts, key=lambda part: parts[part])
-        return name if parts[name] > 0.2 * self.seconds else "compute"
-
-
-def step(shape: Shape, length: int, batch: int, world: int) -> Step | None:
-    """The fastest way that fits, None where none does; a base that fits whole is cut only for a twentieth and more."""
-    ways = [(sharded, on) for sharded in ((False, True) if world > 1 else (False,)) for on in (False, True)]
-    found = [taken for sharded, on in ways if (taken := _step(shape, length, batch, world, sharded, on)) is not None]
-    return min(found, key=lambda taken: taken.seconds * (1.05 if taken.sharded else 1), default=None)
-
-
-def _step(shape: Shape, length: int, batch: int, world: int, sharded: bool, checkpointing: bool) -> Step | None:
-    fits = rows_that_fit(shape, length, checkpointing=checkpointing, shards=world if sharded else 1)
-    if not fits:
-        return None
-    share, rate = largest_share(batch, world), GPU_RATE * RATE_SHARE
-    rows = min(fits, math.ceil(share))
-    batches = math.ceil(share / rows)
-    of_row = length * flops_per_token(shape, length, checkpointing=checkpointing) / rate
-    compute, size = share * of_row, shape.trainable
-    clipping = size * (CLIP_TRAFFIC[0] * share + CLIP_TRAFFIC[1] * batches + UPDATE_TRAFFIC) / GPU_BANDWIDTH
-    gather = GATHERS * batches * all_gather(2 * shape.parameters, world) if sharded else 0.0
-    network = all_reduce(SUM * size, world) + max(0.0, gather - compute)
-    seconds = compute + clipping + network
-    again = flops_per_token(shape, length, checkpointing=True) - flops_per_token(shape, length, checkpointing=False)
-    recomputed = share * length * again / rate if checkpointing else 0.0
-    return Step(seconds, compute, clipping, network, recomputed, batch / world * of_row, rows, checkpointing, sharded)
-
-
 def memory_table(length: int) -> str:
     """What one GPU holds, in GB, and how many rows fit one GPU and eight."""
     lines = [
@@ -256,40 +154,9 @@ def memory_table(length: int) -> str:
     return "\n".join(lines)
 
 
-def step_table(length: int, batch: int) -> str:
-    """Seconds of a step and what limits it, by model and number of GPUs."""
-    lines = [
-        f"| T = {length}, B = {batch} | "
-        + " | ".join(f"{world} GPU{'s' if world > 1 else ''}" for world in WORLDS)
-        + " |",
-        "|---" * (len(WORLDS) + 1) + "|",
-    ]
-    for name, shape in SHAPES.items():
-        cells = []
-        for world in WORLDS:
-            taken = step(shape, length, batch, world)
-            if taken is None:
-                cells.append("too large")
-                continue
-            ways = ("s" if taken.sharded else "") + ("c" if taken.checkpointing else "")
-            word = "" if taken.limit == "compute" else f" {taken.limit}"
-            cells.append(f"{taken.seconds:.3g}" + (f" ({ways})" if ways else "") + word)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-TABLES = (
-    (memory_table, (512,)),
-    (memory_table, (2048,)),
-    (step_table, (512, 1024)),
-    (step_table, (2048, 1024)),
-    (step_table, (512, 64)),
-)
-
-
 def tables() -> str:
     """The tables of docs/scaling.md, with an empty line between them."""
-    return "\n\n".join(make(*arguments) for make, arguments in TABLES)
+    return "\n\n".join(map(memory_table, (512, 2048)))
 
 
 def check(report: dict[str, Any]) -> list[str]:

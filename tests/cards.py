@@ -218,7 +218,6 @@ def render_card(
     the_plan: Json | None,
     the_record: Json,
     the_audit: Json | None,
-    mechanism: Json | None = None,
     *,
     files: Json | None = None,
     statistics: Json | None = None,
@@ -226,7 +225,7 @@ def render_card(
     """A card and its privacy block; with ``files`` None it names those of the record."""
     promised, happened = the_plan and PlanRecord.pick(the_plan), RunRecord.pick(the_record)
     audited = None if the_audit is None else parse_audit(the_audit, "audit.json")
-    statement = statement_of(recipe, promised or None, happened, audited, mechanism, files, statistics)
+    statement = statement_of(recipe, promised or None, happened, audited, files, statistics)
     return compose(recipe, happened, statement), statement.to_json()
 
 

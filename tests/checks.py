@@ -272,18 +272,61 @@ def two_sided(statistic: Any, degrees: int) -> Any:
     return 2 * np.minimum(stats.chi2.sf(statistic, degrees), stats.chi2.cdf(statistic, degrees))
 
 
+def unrelated(noise_NP: Any) -> None:
+    """No two rows of normal noise are related: the squared cosine between two of P numbers is Beta(1/2, (P - 1) / 2)."""
+    gram_NN, size = noise_NP @ noise_NP.T, noise_NP.shape[1]
+    if size == 1:  # numbers point the same way, or opposite ways
+        return
+    earlier, later = np.triu_indices(len(gram_NN), k=1)
+    square = gram_NN[earlier, later] ** 2 / (np.diag(gram_NN)[earlier] * np.diag(gram_NN)[later])
+    assert stats.beta.sf(square.max(), 0.5, (size - 1) / 2) > ALARM / len(square)
+
+
 def standard_normal(noise_SP: Tensor) -> None:
-    """Standard deviation 1 over all and on every coordinate, normal, centred, fresh at every step."""
+    """Standard deviation 1 over all, on every coordinate and in every step; normal, centred, unlike any earlier step."""
     noise, alarm = noise_SP.double().numpy(), ALARM / 5
     steps, size = noise.shape
     square_P = (noise**2).sum(axis=0)
     assert two_sided(square_P.sum(), steps * size) > alarm
     assert two_sided(square_P, steps).min() > alarm / size
+    assert two_sided((noise**2).sum(axis=1), size).min() > alarm / steps
     assert stats.kstest(noise.flatten(), "norm").pvalue > alarm
     assert 2 * stats.norm.sf(abs(noise.mean(axis=0)) * steps**0.5).min() > alarm / size
     for lag in (1, 2, 5):
         product = (noise[:-lag] * noise[lag:]).sum() / (size * (steps - lag)) ** 0.5
         assert 2 * stats.norm.sf(abs(product)) > alarm / 3
+    unrelated(noise)
+
+
+def noise_of_its_own() -> None:
+    """What is added to a sum does not depend on the batch: with one key it is the same for three units and for nobody."""
+    one, other = (tm.make_engine(tm.Toy(bias=True), tm.plan(C, SIGMA), noise_entropy=2**90) for _ in range(2))
+    for some in (tm.units([(9, 4), (7,), (5,)]), [], tm.units([(6,)])):
+        added_P = tm.released(one, tm.batches(some)) - one.clipped_sum(tm.batches(some))[0]
+        torch.testing.assert_close(added_P, tm.released(other, []), rtol=0, atol=1e-5 * SIGMA * C)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def joined_at(joined_DN: Any, rate: float) -> None:
+    """Every slot joins at the accounted rate, and all together do."""
+    draws, slots = joined_DN.shape
+    count = joined_DN.sum(axis=0)
+    per_slot = 2 * np.minimum(stats.binom.cdf(count, draws, rate), stats.binom.sf(count - 1, draws, rate))
+    assert per_slot.min() > ALARM / slots
+    total = joined_DN.sum()
+    overall = 2 * min(stats.binom.cdf(total, joined_DN.size, rate), stats.binom.sf(total - 1, joined_DN.size, rate))
+    assert overall > ALARM
+    chi_square = ((count - draws * rate) ** 2).sum() / (draws * rate * (1 - rate))
+    assert ALARM < stats.chi2.cdf(chi_square, slots) < 1 - ALARM
+
+
+def sizes_vary(joined_DN: Any, rate: float) -> None:
+    """The size of a logical batch varies as a binomial: a shuffled sampler has batches of one size, no variance at all."""
+    draws, slots = joined_DN.shape
+    chi_square = ((joined_DN.sum(axis=1) - slots * rate) ** 2).sum() / (slots * rate * (1 - rate))
+    assert ALARM < stats.chi2.cdf(chi_square, draws) < 1 - ALARM
 
 
 # --- clipping functions ----------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from dpllm.auditing.statistics import fit_slope
 from dpllm.auditing.table import CanaryScores, TokenTable
 
-# A legend of shapes: M candidates, Q references, S sequences, N tokens.
+# A legend of shapes: M candidates, Q references, S sequences, N tokens, K shadows.
 
 Floats = NDArray[np.float64]
+Coins = NDArray[np.bool_]
 
 GAMMA = 1.0
 """RMIA's threshold of the likelihood ratio."""
@@ -28,6 +29,9 @@ LOWEST_SHARE = 0.2  # of a sequence's tokens, for Min-K%
 SMALLEST_VARIANCE = 1e-12  # of log p: a model that is certain has none
 SMOOTHING = 1e-6  # nats, in the ratio of gains to losses
 WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
+MANY_SHADOWS = 64  # from so many on, LiRA takes each candidate's own variances; below, one for all of them
+VARIANCE_FLOOR = 1e-6  # nats squared: runs that differ by less than a thousandth of a nat do not differ
+LIFT_FLOOR = 1e-3  # standard deviations: the least effect of training that a candidate is taken to have
 
 
 def ratio(table: Iterable[CanaryScores]) -> Floats:
@@ -284,3 +288,97 @@ def _lowest(table: TokenTable, values_N: Floats) -> Floats:
     total_N1 = np.concatenate(([0.0], np.cumsum(values_N[order_N])))
     result: Floats = (total_N1[starts + few_S] - total_N1[starts]) / few_S
     return result
+
+
+# With shadow models: runs of the same recipe with other coins.
+
+
+def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
+    """Gaussian log-likelihood ratio of in against out, score_M from target_M, shadows_KM and coins_KM (LiRA).
+
+    A candidate's score in a shadow is level + coin * lift + noise. Its lift is what its own shadows show, drawn towards
+    the mean lift of all candidates by as much as few shadows leave it uncertain (moment estimate of the lifts' variance);
+    the level is then the mean of what is left. A candidate without an in shadow, or without an out shadow, has the mean
+    lift. Where no shadow has any candidate in, or none out, no lift is known, and the score is the distance from the mean
+    in standard deviations.
+
+    Guarantee:
+        With fewer than ``MANY_SHADOWS`` shadows a candidate's score rises with its target score: the direction is
+        never learned. If some candidate has shadows of both kinds, a constant added to one candidate's scores in target
+        and shadows changes nothing.
+
+    References:
+        Carlini et al. 2022, "Membership Inference Attacks From First Principles", which takes each candidate's own mean
+        in and out however few shadows there are.
+    """
+    target_M, shadow_KM = np.asarray(target, dtype=np.float64), np.asarray(shadows, dtype=np.float64)
+    in_KM = np.asarray(coins, dtype=np.bool_)
+    ins_M, outs_M = in_KM.sum(0), (~in_KM).sum(0)
+    mean_in_M, mean_out_M = _mean(shadow_KM, in_KM), _mean(shadow_KM, ~in_KM)
+    square_KM = (shadow_KM - np.where(in_KM, mean_in_M, mean_out_M)) ** 2
+    freedom = int(np.maximum(ins_M - 1, 0).sum() + np.maximum(outs_M - 1, 0).sum())
+    # Without two shadows that agree on a candidate's coin the spread is unknown; it does not change the order.
+    variance = max(float(square_KM.sum()) / freedom, VARIANCE_FLOOR) if freedom else 1.0
+    if in_KM.all() or not in_KM.any():
+        distance_M: Floats = (target_M - shadow_KM.mean(0)) / math.sqrt(variance)
+        return distance_M
+
+    both_M = (ins_M > 0) & (outs_M > 0)
+    found_M = np.where(both_M, mean_in_M - mean_out_M, 0.0)
+    error_M = variance * (1 / np.maximum(ins_M, 1) + 1 / np.maximum(outs_M, 1))
+    if both_M.any():
+        lift = float(found_M[both_M].mean())
+        true_variance = max(0.0, float(((found_M - lift) ** 2 - error_M)[both_M].mean()))
+    else:
+        lift, true_variance = float(shadow_KM[in_KM].mean() - shadow_KM[~in_KM].mean()), 0.0
+    trust_M = np.where(both_M, true_variance / (true_variance + error_M), 0.0)
+    lift_M = np.maximum(lift + trust_M * (found_M - lift), LIFT_FLOOR * math.sqrt(variance))
+    level_M = (shadow_KM - in_KM * lift_M).mean(0)
+    var_in_M, var_out_M = (_own_variance(square_KM, side_KM, variance) for side_KM in (in_KM, ~in_KM))
+    return _log_normal(target_M, level_M + lift_M, var_in_M) - _log_normal(target_M, level_M, var_out_M)
+
+
+def _own_variance(square_KM: Floats, counted_KM: Coins, variance: float) -> Floats:
+    """Each candidate's own variance where many shadows tell it, else the one of all."""
+    count_M = counted_KM.sum(0)
+    own_M = np.maximum((square_KM * counted_KM).sum(0) / np.maximum(count_M - 1, 1), VARIANCE_FLOOR)
+    result: Floats = np.where((len(square_KM) >= MANY_SHADOWS) & (count_M > 1), own_M, variance)
+    return result
+
+
+def sides(log_p_KM: Floats, in_KM: Coins) -> tuple[Floats, Floats, float]:
+    """Log p_in and log p_out of each candidate, means of probabilities over its shadows, and the mean of their difference.
+
+    A side on which a candidate has no shadow is filled in from its other side and the mean lift of those that have both
+    (without such candidates: the lift between all shadow scores in and all out; 0 where one of them is empty). A
+    log-probability of minus infinity counts as probability zero.
+    """
+    in_M, out_M = log_mean(log_p_KM, in_KM), log_mean(log_p_KM, ~in_KM)
+    has_in_M, has_out_M = in_KM.any(0), (~in_KM).any(0)
+    gain_M = log_ratio(in_M, out_M)[has_in_M & has_out_M]
+    gain_M = gain_M[np.isfinite(gain_M)]
+    lift = 0.0
+    if len(gain_M):
+        lift = float(gain_M.mean())
+    elif has_in_M.any() and has_out_M.any():
+        gain = log_ratio(in_M[has_in_M].mean(), out_M[has_out_M].mean())
+        lift = float(gain) if np.isfinite(gain) else 0.0
+    return np.where(has_in_M, in_M, out_M + lift), np.where(has_out_M, out_M, in_M - lift), lift
+
+
+def _mean(values_KM: Floats, counted_KM: Coins) -> Floats:
+    """Mean of the counted ones of each column; 0 where there are none."""
+    result: Floats = np.where(counted_KM, values_KM, 0.0).sum(0) / np.maximum(counted_KM.sum(0), 1)
+    return result
+
+
+def log_mean(log_KM: Floats, counted_KM: Coins) -> Floats:
+    """Log of the mean of exp of the counted ones of each column; minus infinity where there are none."""
+    total_M: Floats = np.logaddexp.reduce(np.where(counted_KM, log_KM, -np.inf), axis=0)
+    result: Floats = total_M - np.log(np.maximum(counted_KM.sum(0), 1))
+    return result
+
+
+def _log_normal(value_M: Floats, mean_M: Floats, variance_M: Floats) -> Floats:
+    """Log of the normal density, up to a constant."""
+    return -0.5 * ((value_M - mean_M) ** 2 / variance_M + np.log(variance_M))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from dpllm.auditing.mechanism_report import MechanismReport
 
 Json = Mapping[str, Any]
 Part = tuple[str, list[tuple[str, str, str, str]]]
@@ -229,29 +228,6 @@ def members_table(report: Json) -> Table:
     for name, seen in controlled.items():
         if seen:
             result.add_row(f"control: {name}", _interval(seen["auc"], seen["auc_interval"]), "", "")
-    return result
-
-
-def mechanism_table(report: MechanismReport) -> Table:
-    """An audit of the mechanism for the terminal."""
-    from rich.table import Table
-
-    result = Table(
-        *("what, on a small model that stands for yours", "found", "by the Plan", "p"),
-        title=f"Audit of the mechanism: {report.verdict}",
-        caption=f"{report.reason} A test fails below p = {report.level:.1g}.",
-    )
-    for test in report.tests:
-        mark = "" if test.p_value > report.level else " !"
-        result.add_row(test.name, f"{test.found:.4g}", f"{test.promised:.4g}", f"{test.p_value:.2g}{mark}")
-    result.add_row("largest contribution of a unit", f"{report.largest_contribution:.7g} C", "at most 1 C", "exact")
-    for label, several in (("one row", False), ("several rows", True)):
-        of_kind = [pair.sum_difference for pair in report.pairs if (pair.rows > 1) == several]
-        if of_kind:
-            name = f"neighbours, a unit of {label} ({len(of_kind)} pair{'s' * (len(of_kind) != 1)})"
-            result.add_row(name, f"{max(of_kind):.7g} C", "at most 1 C", "exact")
-    shown = f"{report.epsilon:.3g} stated at delta {report.bound.delta:.1g}; a perfect attack shows {report.bound.ceiling:.3g}"
-    result.add_row(f"epsilon of {report.promised_steps} steps, lower bound", f"{report.bound.value:.3g}", shown, "")
     return result
 
 

@@ -162,11 +162,10 @@ def _read(run: RunDir, describe: Path) -> tuple[RunConfig, RunRecord, PrivacyRec
         )
     released = read_json(describe) if describe != run.describe or describe.exists() else None
     if not config.privacy.enabled:
-        return config, record, statement_of(config, None, record, None, None, {}, released)
+        return config, record, statement_of(config, None, record, None, {}, released)
     folder = run.export / "audit"
     audit = read_audit(folder / "audit.json") if (folder / "audit.json").exists() else None
-    mechanism = read_json(folder / "mechanism.json") if (folder / "mechanism.json").exists() else None
-    return config, record, statement_of(config, read_plan(run), record, audit, mechanism, {}, released)
+    return config, record, statement_of(config, read_plan(run), record, audit, {}, released)
 
 
 def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -> None:

@@ -38,7 +38,6 @@ def statement_of(
     plan: PlanRecord | None,
     record: RunRecord,
     audit: AuditRecord | None,
-    mechanism: Json | None = None,
     files: Mapping[str, str] | None = None,
     statistics: Json | None = None,
 ) -> PrivacyRecord:
@@ -49,7 +48,6 @@ def statement_of(
         plan: ``plan.json``; None for a run without differential privacy.
         record: ``run.json``.
         audit: ``audit.json``; None where these weights were not audited.
-        mechanism: ``mechanism.json``; None where the engine was not audited.
         files: Path in export/ -> SHA-256, of all that is published beside the card; None: those of the record.
         statistics: ``describe.json``; None without one.
 
@@ -61,7 +59,7 @@ def statement_of(
         ConfigError: These are parts of two runs, or one of them holds what no statement may say.
     """
     _check_one_run(plan, record, audit)
-    reason = why_not(config, plan, record, audit, mechanism)
+    reason = why_not(config, plan, record, audit)
     terms = None if plan is None else _terms(config, plan, record)
     numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     model, ledger = record.model, record.ledger
@@ -84,7 +82,6 @@ def statement_of(
         "deviations": list(record.deviations),
         **config.card.model_dump(include={"tuning", "contact"}),
         "audit": None if audit is None else audit_part(audit, terms if reason is None else None).to_json(),
-        "mechanism_audit": None if mechanism is None else privacy_record.MechanismAudit.pick(mechanism).to_json(),
         "software": record.versions,
         "hardware": {name: value for name, value in record.hardware.items() if _plain(value)},
         "date": record.started_at[:10],
@@ -100,7 +97,6 @@ def why_not(
     plan: PlanRecord | None,
     record: RunRecord,
     audit: AuditRecord | None,
-    mechanism: Json | None = None,
 ) -> str | None:
     """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
     if not config.privacy.enabled or plan is None:
@@ -110,8 +106,6 @@ def why_not(
         return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
     if (broken := derived.deviations(config)[0]) is not None:  # whatever the record says
         return broken
-    if mechanism is not None and mechanism["verdict"] == "falsified":
-        return f"the audit of the engine that trained contradicts it: {str(mechanism['reason']).rstrip('. ')}"
     if audit is not None and contradicts(audit, stated_epsilon(plan, record)):
         finding = _finding(audit, stated_epsilon(plan, record)).rstrip(". ")
         return f"the audit of these weights contradicts it: {finding}"

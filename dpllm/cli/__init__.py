@@ -24,6 +24,8 @@ RETIRED = {
     "plan --figure": "plan prints and draws nothing; --sweep with --json has every figure of the table",
     "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
+    "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
+    "synthesize --engine": "vLLM was never run with it; leave it out, and transformers draws the texts, 64 at a time",
     "ledger open": "the rule of a budget stays; for an adaptive one, dpllm ledger init --gate adaptive before the first run",
     "ledger plot": "it decided nothing; dpllm ledger show says what is left, and dpllm ledger metrics lets Prometheus draw it",
 }

@@ -1,4 +1,4 @@
-"""``dpllm audit``: attacks on a finished run, on a model trained elsewhere, or on the mechanism of a recipe."""
+"""``dpllm audit``: attacks on a finished run, on a model trained elsewhere, or on one gradient of a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from dpllm.privacy.plan import Plan
     from dpllm.recipe.config import RunConfig
-    from dpllm.run.directory import RunDir
 
 ELSEWHERE = ("base", "canaries", "non_members", "format", "epsilon", "delta", "unit", "output")
 
@@ -24,7 +23,7 @@ ELSEWHERE = ("base", "canaries", "non_members", "format", "epsilon", "delta", "u
 def add_commands(add: AddCommand) -> None:
     """The command and what it takes."""
     parser = add("audit", run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
-    parser.add_argument("run", help="run directory; a recipe with --mechanism or --leakage; a model trained elsewhere")
+    parser.add_argument("run", help="run directory; a recipe with --leakage; a model trained elsewhere")
     parser.add_argument("--attack", metavar="NAME", help="this attack alone; nothing is written, no bound is computed")
     parser.add_argument(
         "--twin", metavar="RUN", help="audited run of the same recipe without privacy: where the attack has to succeed"
@@ -41,11 +40,6 @@ def add_commands(add: AddCommand) -> None:
         help="membership of real rows: the run's own training and evaluation data, or of FILE; private",
     )
     parser.add_argument("--non-members", metavar="FILE", help="with --members FILE: rows that were not trained on")
-    parser.add_argument(
-        "--mechanism",
-        action="store_true",
-        help="sampler, clipping, noise and sum of the engine under the Plan's numbers, on a small model (a minute)",
-    )
     parser.add_argument(
         "--leakage", action="store_true", help="what one step's gradient gives away, raw against clipped and noised"
     )
@@ -68,8 +62,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was found; exit code 4 where it contradicts the stated guarantee."""
     path = Path(known.run)
     _check_options(known)
-    if known.mechanism or known.leakage:
-        return _before_training(known, rest)
+    if known.leakage:
+        return _leakage(known, rest)
     if rest and path.is_dir():
         raise ConfigError(f"{rest[0]}: a finished run is audited as it was trained. Leave the key out.")
     is_run = (path / "config.yaml").exists()
@@ -88,7 +82,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
 
 def _check_options(known: argparse.Namespace) -> None:
     """Options of two audits at once, one of which would be left out without a word."""
-    alone = [name for name in ("mechanism", "leakage", "attack", "canaries") if getattr(known, name)]
+    alone = [name for name in ("leakage", "attack", "canaries") if getattr(known, name)]
     alone += ["members"] if known.members is not None else []
     added = [name for name in ("twin", "shadows", "scores_only") if getattr(known, name)]
     if len(alone) > 1 or (alone and added):
@@ -110,7 +104,7 @@ def _no_run(path: Path) -> str:
     if not path.exists():
         return f"no such file or directory below {Path.cwd()}. Type the output_dir of a run."
     if path.suffix in (".yaml", ".yml") and path.name != "config.yaml":
-        return "is a recipe. Type the output_dir of its run, or add --mechanism or --leakage, which need none."
+        return "is a recipe. Type the output_dir of its run, or add --leakage, which needs none."
     if not path.is_dir():
         return f"is a file. Type the directory of the run: dpllm audit {path.parent}"
     if (path / "private" / "canaries.json").exists():
@@ -183,37 +177,12 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
     return _show(known, report, table, *kept)
 
 
-def _before_training(known: argparse.Namespace, rest: list[str]) -> int:
-    """The engine under a Plan's numbers, and what one gradient gives away."""
-    from dpllm.auditing import terminal
-    from dpllm.lab import leakage, mechanism
-    from dpllm.run.directory import RunDir
+def _leakage(known: argparse.Namespace, rest: list[str]) -> int:
+    """What one gradient gives away."""
+    from dpllm.lab import leakage
 
-    config, plan = _recipe(Path(known.run), rest)
-    if known.leakage:
-        leaked = leakage.audit_leakage(config, plan)
-        return _show(known, asdict(leaked), leakage.table(leaked))
-    audited = mechanism.audit_mechanism(config, plan=plan)
-    found = audited.to_json()
-    kept = [_keep(RunDir(Path(known.run)), found)] if plan else []
-    return _show(known, found, terminal.mechanism_table(audited), *kept)
-
-
-def _keep(run: RunDir, found: dict[str, Any]) -> str:
-    """Writes the mechanism's audit beside the run's: it saw the Plan's numbers and no data. A falsified one stays."""
-    from dpllm.files import read_json, write_json
-    from dpllm.model import environment
-    from dpllm.statement.run_files import read_run
-
-    path, versions = run.audit_dir(True) / "mechanism.json", environment.versions()
-    trained_by = read_run(run).versions
-    if trained_by != versions:
-        return "Not written: the run was trained by other versions, so this says nothing about its engine."
-    before = read_json(path) if path.exists() else {}
-    if before.get("verdict") == "falsified":
-        return f"Not written: {path} holds an audit that falsified the mechanism."
-    write_json(path, {**found, "versions": versions, "audits": before.get("audits", 0) + 1})
-    return f"Written to {path}"
+    leaked = leakage.audit_leakage(*_recipe(Path(known.run), rest))
+    return _show(known, asdict(leaked), leakage.table(leaked))
 
 
 def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
@@ -226,7 +195,7 @@ def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
     if not path.is_dir():
         return load_config(path, parse_overrides(rest)), None
     if rest:
-        raise ConfigError(f"{rest[0]}: the mechanism of a run is audited as it was planned. Leave the key out.")
+        raise ConfigError(f"{rest[0]}: a run is audited as it was planned. Leave the key out.")
     run = RunDir(path)
     config = run.load_config()
     return config, read_plan(run).to_plan() if config.privacy.enabled else None

@@ -49,7 +49,7 @@ def add_commands(add: AddCommand) -> None:
         "--model", action="store_true", help="what trains, noise, memory and time, from the model's config alone"
     )
     planned.add_argument(
-        "--device", metavar="GPU", help="with --model: for an a100 or h100 by its data sheet, not for this machine"
+        "--device", metavar="GPU", help="with --model: memory on an a100 or h100 of 80 GB, not on this machine"
     )
     planned.add_argument(
         "--sweep",
@@ -138,7 +138,7 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
         return _show_keys()
     config = load_recipe(known, rest)
     if known.device and not known.model:
-        raise ConfigError("--device says for which GPU --model counts memory and time. Type both.")
+        raise ConfigError("--device says for which GPU --model counts memory. Type both.")
     if known.sweep and (known.model or known.after):
         raise ConfigError("--sweep plans many recipes, and --model and --after look at one. Type one of them.")
     if known.sweep:

@@ -21,7 +21,6 @@ def add_commands(add: AddCommand) -> None:
         "--prompts", metavar="FILE", type=Path, help="public prompts to answer, as dpllm generate reads them"
     )
     group = parser.add_argument_group("sampling")
-    group.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="what draws tokens")
     group.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
     group.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
     group.add_argument(

@@ -144,8 +144,7 @@ def _side(
                 f"{run.export}: holds an audit that says it may not be published, so the directory was changed by hand. Run "
                 f"dpllm audit {run.root} again."
             )
-    mechanism = run.audit_dir(True) / "mechanism.json"
-    reason = why_not(config, plan, record, audit, read_json(mechanism) if mechanism.exists() else None)
+    reason = why_not(config, plan, record, audit)
     evaluation: Json = {}
     held_out, tasks = None, None
     if config.data.eval is not None and public and not evaluation_public:

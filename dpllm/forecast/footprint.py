@@ -32,7 +32,9 @@ from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
 
+UNCOUNTED = "this architecture computes from values, so memory and time cannot be counted without weights"
 SECONDS = 0.15  # for each of the two measurements of the device
+GPU_MEMORY = dict.fromkeys(("a100", "h100"), int(80e9))  # bytes, of the larger modules
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,6 @@ class Speed:
     dtype: str
     flops: float
     bandwidth: float
-
-
-RATE_SHARE = 0.4  # of a data sheet's products: what Llama 3 was trained at (arXiv 2407.21783, table 4: 38 to 43 %)
-# NVIDIA's data sheets of the SXM modules with 80 GB: dense bf16 products, bandwidth of the memory.
-DATA_SHEETS = {
-    "a100": Speed("A100 80 GB by its data sheet", "bfloat16", RATE_SHARE * 312e12, 2.039e12),
-    "h100": Speed("H100 80 GB by its data sheet", "bfloat16", RATE_SHARE * 989e12, 3.35e12),
-}
-SHEET_MEMORY = int(80e9)
 
 
 @dataclass(frozen=True)
@@ -99,9 +92,10 @@ class Footprint:
         noise_total: The same times sqrt(d): the length of the noise vector, beside a signal of length C at most.
         memory: At the peak of a step of one process; None where the model cannot be run on shapes alone.
         flops: Of a step of B units at full length; None likewise.
-        seconds_per_step: flops over the rate of products, plus what other operations move over the bandwidth.
+        seconds_per_step: flops over the rate of products, plus what other operations move over the bandwidth; None also for a
+            GPU that is elsewhere, which is not measured.
         seconds: The same for all T steps.
-        speed: On which the seconds rest: of this machine, measured, or of a data sheet.
+        speed: On which the seconds rest, measured on this machine.
         physical_batch_size: R, the sequences in one forward pass that memory and time are counted for.
         found: R is what would fit on this machine, since the recipe says auto.
         basis: In words.
@@ -131,15 +125,15 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
         config: The recipe.
         schedule: Its steps and batches.
         plan: Its promise.
-        gpu: A name in ``DATA_SHEETS``, to plan for that GPU from elsewhere; None: this machine.
+        gpu: A name in ``GPU_MEMORY``, to count memory for that GPU from elsewhere; None: this machine.
 
     Raises:
         ConfigError: The base model's configuration cannot be found, the adapter fits no layer of it, or no such GPU is known.
     """
-    if gpu not in (None, *DATA_SHEETS):
+    if gpu not in (None, *GPU_MEMORY):
         raise ConfigError(
-            f"--device {gpu}: the data sheet of no such GPU is known here, so its time cannot be told. Type one of "
-            f"{', '.join(DATA_SHEETS)}, or leave --device out to plan for this machine."
+            f"--device {gpu}: the memory of no such GPU is known here, so what fits cannot be told. Type one of "
+            f"{', '.join(GPU_MEMORY)}, or leave --device out to plan for this machine."
         )
     device = torch.device("cuda" if gpu or torch.cuda.is_available() else "cpu")
     bf16 = gpu is not None and config.train.precision == "auto"
@@ -152,15 +146,16 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     bands = plan.bands if plan else 1
     if noise and plan and bands > 1:  # of a step that takes back the noise of as many as it can
         noise *= banded.step_noise(plan.coefficients, schedule.num_steps)
-    rows, counted, found = _rows(config, net, device, SHEET_MEMORY if gpu else None, bands)
+    rows, counted, found = _rows(config, net, device, GPU_MEMORY[gpu] if gpu else None, bands)
     memory, flops, seconds, speed = None, None, None, None
     if counted is not None and rows is not None:
         batches = batches_of(config, schedule)
         share = batches.expected * batches.sequences_per_unit / rows
-        speed = DATA_SHEETS[gpu] if gpu else measure(device, dtype, rows * config.data.max_length, net)
         memory = _memory(config, net, counted, rows, device, bands)
         flops = round(counted.flops * share)
-        seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * trainable) / speed.bandwidth
+        if not gpu:
+            speed = measure(device, dtype, rows * config.data.max_length, net)
+            seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * trainable) / speed.bandwidth
     return Footprint(
         kinds=tuple(adapters.trainable_table(net)),
         trainable=trainable,
@@ -174,7 +169,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
         speed=speed,
         physical_batch_size=rows,
         found=config.train.physical_batch_size == "auto",
-        basis=_basis(config, speed, gpu) + found,
+        basis=(_basis(config, speed) if memory else UNCOUNTED) + found,
         refusals=_refusals(config, net),
     )
 
@@ -341,13 +336,11 @@ def _refusals(config: RunConfig, net: Any) -> tuple[DpllmError, ...]:
     return tuple(found)
 
 
-def _basis(config: RunConfig, speed: Speed | None, gpu: str | None) -> str:
+def _basis(config: RunConfig, speed: Speed | None) -> str:
+    counted = f"estimates: one process, every sequence {config.data.max_length} tokens long"
     if speed is None:
-        return "this architecture computes from values, so memory and time cannot be counted without weights"
-    source = f"both measured just now on this machine ({speed.device})"
-    if gpu:
-        source = f"an {speed.device}, at {RATE_SHARE:.0%} of its products; not measured"
+        return counted
     return (
-        f"estimates: one process, every sequence {config.data.max_length} tokens long, matrix products at "
-        f"{speed.flops / 1e9:,.0f} GFLOP/s ({speed.dtype}) and other operations at {speed.bandwidth / 1e9:.1f} GB/s, {source}"
+        f"{counted}, matrix products at {speed.flops / 1e9:,.0f} GFLOP/s ({speed.dtype}) and other operations at "
+        f"{speed.bandwidth / 1e9:.1f} GB/s, both measured just now on this machine ({speed.device})"
     )

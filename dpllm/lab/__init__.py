@@ -1,5 +1,1 @@
-"""Experiments that stand outside a normal run.
-
-Shadow models, models that were trained elsewhere, the audit of the mechanism, gradient leakage. Nothing but the command line
-may import this room.
-"""
+"""Experiments outside a normal run: shadow models, models trained elsewhere, gradient leakage. Only dpllm.cli imports it."""

@@ -27,17 +27,21 @@ from torch import Tensor, nn
 from dpllm.auditing.statistics import placements
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.lab.replay import CPU, Watched, noise_key, plain_gradient
 from dpllm.model import loading
+from dpllm.privacy.engine import Engine
+from dpllm.privacy.loss import sequence_losses
+from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.rules import Mode
+from dpllm.privacy.rules import Form, Mode
 from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.privacy.stream import KEY_BITS
 from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.promise import plan_before_any_run
 from dpllm.text import data
 from dpllm.text.data import TokenSequence, Unit
 
+CPU = torch.device("cpu")
 PRIORS = (1e-6, 1e-4, 1e-2)
 CANDIDATES = 2000  # tokens of the vocabulary that are ranked beside those of the batch
 STEP = 1e-2
@@ -77,9 +81,8 @@ class LeakageReport:
     """What one gradient gives away: as it is, clipped without noise (which is no defence), and as the engine releases it."""
 
     layers: tuple[str, ...]  # adapters whose gradients were read: those that see the first block's normed embeddings
-    tokens: (
-        int  # b, distinct ones that have part in the loss (with their position, where the model adds positions there)
-    )
+    # b, distinct ones that have part in the loss (with their position, where the model adds positions there).
+    tokens: int
     # The largest rank of these gradients together: their rows, or the layer's width. With b above it, their span is smaller
     # than that of the inputs, or all tokens lie in it, and the span check must err.
     rank_limit: int
@@ -150,11 +153,8 @@ def gradient_leakage(
     layers = _first_adapters(net, batch)
     _leave_zero(net, batch)
     gradient = plain_gradient(net, batch)
-    watched = Watched(net, plan, noise_key(generator), grad_sample_mode=grad_sample_mode)
-    with contextlib.closing(watched.engine) as engine:
-        size = sum(one.numel() for one in gradient.values())
-        clipped_P = engine.clipped_sum([batch])[0].double()[:size]
-        released_P, _ = watched.step([batch])
+    noise = GaussianNoise(int.from_bytes(generator.bytes(KEY_BITS // 8), "little"), CPU)
+    clipped_P, released_P = _step(net, plan, batch, Form(grad_sample_mode, 512), noise)
     raw_GD = _rows(gradient, layers)
     clipped_GD, noised_GD = (_rows(_split(vector_P, gradient), layers) for vector_P in (clipped_P, released_P))
     tokens, candidates, found = _find_tokens(net, layers[0], sequences, (raw_GD, clipped_GD, noised_GD), generator)
@@ -168,9 +168,31 @@ def gradient_leakage(
         raw=found[0],
         clipped=found[1],
         noised=found[2],
-        signal_to_noise=float(clipped_P.norm()) / (plan.max_grad_norm * sigma * math.sqrt(size)),
+        signal_to_noise=float(clipped_P.norm()) / (plan.max_grad_norm * sigma * math.sqrt(len(released_P))),
         reconstruction=tuple(reconstruction_bound(plan, prior) for prior in PRIORS),
     )
+
+
+def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
+    """The gradient of the summed losses of a batch by each parameter that trains, by plain autograd."""
+    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    logits = net(input_ids=batch.input_ids_RT, use_cache=False).logits
+    loss_R = sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
+    found = torch.autograd.grad(loss_R.sum(), list(trained.values()), allow_unused=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)}
+
+
+def _step(net: nn.Module, plan: Plan, batch: PhysicalBatch, form: Form, noise: GaussianNoise) -> tuple[Tensor, Tensor]:
+    """The engine's clipped sum, and what a step hands to the optimizer: the noised sum over the divisor. The weights stay."""
+    optimizer, released = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0), list[Tensor]()
+    with contextlib.closing(Engine(net, optimizer, plan.schedule, plan, form=form, noise=noise)) as engine:
+        summed_P, trained = engine.clipped_sum([batch])[0].double(), engine.parameters.values()
+        optimizer.register_step_pre_hook(
+            lambda *_: released.extend(p.grad.flatten() for p in trained if p.grad is not None)
+        )
+        engine.step([batch])
+    released_P = torch.cat(released).double()
+    return summed_P[: len(released_P)], released_P  # behind it the count of adaptive clipping
 
 
 def reconstruction_bound(plan: Plan, prior: float) -> Reconstruction:

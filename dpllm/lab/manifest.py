@@ -94,9 +94,8 @@ def _parsed(text: str) -> Any:
 
 def _foreign(path: Path, text: str) -> Manifest:
     values = [(number, _parsed(line)) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    for number, value in values:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{path}: line {number} is no JSON object. {_FORM}")
+    if wrong := [number for number, value in values if not isinstance(value, dict)]:
+        raise ConfigError(f"{path}: line {wrong[0]} is no JSON object. {_FORM}")
     coins = "not stated"
     if values and "coins" in values[0][1]:
         number, header = values.pop(0)
@@ -163,11 +162,8 @@ def summarise_manifest(
     """
     ways = default_ways(sum(one.group == 1 for one in planned.canaries))
     settings = AuditSettings.pick({**AuditConfig().fixed(), **ways})  # nobody fixed them before, so nobody chooses them
-    chosen: dict[str, Any] = {
-        "settings": settings,
-        "tokens": tokens,
-        "beside": Beside(words=words_control(planned.canaries)),
-    }
+    beside = Beside(words=words_control(planned.canaries))
+    chosen: dict[str, Any] = {"settings": settings, "tokens": tokens, "beside": beside}
     report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
     if planned.independent_coins:
         return report

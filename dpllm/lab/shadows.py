@@ -93,8 +93,7 @@ def may_train(run: RunDir, config: RunConfig) -> None:
                 dataset=policy.dataset,
                 reason="no_privacy",
             )
-        trained_on = record.ledger.dataset if record.ledger else None
-        registered = book.records.of_account(trained_on) if book and trained_on else None
+        registered = book.records.of_account(record.ledger.dataset) if book and record.ledger else None
         if registered and policy.records and policy.records.digest not in registered:
             raise ConfigError(
                 f"{run.root}: data.train no longer holds the records that the run was trained on, so its shadows would be runs "

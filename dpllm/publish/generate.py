@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -22,14 +22,12 @@ from dpllm.auditing import generation
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, read_json
 from dpllm.model import loading
-from dpllm.publish.vllm_engine import Served
 from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run
 from dpllm.text.prompts import Prompt, encode
 
 MOST_BEAMS = 100
-Engine = Literal["transformers", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Generator:
     """A tuned model, ready to write.
 
     Attributes:
-        model: Of transformers, or ``Served`` by vLLM.
+        model: Of transformers.
         chat: Whether a prompt that is text is a user's turn, for the tokenizer's chat template.
         unprotected: Why the model gives no guarantee, as its card or record says; None where it gives one.
     """
@@ -62,19 +60,16 @@ class Sample:
     ended: bool = True
 
 
-def load(
-    path: Path, *, base: str | None = None, chat: bool | None = None, engine: Engine = "transformers"
-) -> Generator:
+def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Generator:
     """Loads a tuned model for sampling.
 
     Args:
         path: A run directory, its ``export``, or what ``dpllm merge`` wrote.
         base: Where the base model of an adapter lies; None: as the run, or else the adapter, names it.
         chat: Overrides whether prompts are turns of a conversation; None: they are if the run's data were.
-        engine: Which library draws tokens.
 
     Raises:
-        ConfigError: There is no model, its base cannot be found, or vLLM is not installed.
+        ConfigError: There is no model, or its base cannot be found.
         Refused: A weight is not finite.
     """
     run = RunDir(path)
@@ -87,15 +82,12 @@ def load(
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     of = _base(export, config, base) if (export / "adapter_config.json").exists() else None
-    if engine == "vllm":
-        tuned: Any = Served.start(of, export)
-    elif of:
-        tuned = PeftModel.from_pretrained(loading.load_base(of, device), str(export)).eval()
+    if of:
+        tuned: Any = PeftModel.from_pretrained(loading.load_base(of, device), str(export)).eval()
     else:
         dtype: Any = "auto" if device.type == "cuda" else torch.float32
         tuned = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
-    if engine != "vllm":  # which holds the weights itself
-        loading.check_finite(tuned, str(export))
+    loading.check_finite(tuned, str(export))
     talks = config is not None and config.data.format == "messages" if chat is None else chat
     return Generator(tuned, tokenizer, talks, _unprotected(run if config else None, export))
 
@@ -143,14 +135,10 @@ def sample(
         )
     settings = _settings(generator, max_new_tokens, temperature, top_p, beams)
     many = [ids for ids in encoded for _ in range(num)]
-    drawn = secrets.randbits(63) if seed is None else seed
-    if isinstance(generator.model, Served):
-        written = generator.model.write(settings, many, drawn)
-    else:
-        device = next(generator.model.parameters()).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(drawn)
-            written = generation.write(generator.model, settings, many)
+    device = next(generator.model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(secrets.randbits(63) if seed is None else seed)
+        written = generation.write(generator.model, settings, many)
     decode, ends = generator.tokenizer.decode, set(settings.eos_token_id or ())
     return [
         Sample(n // num, asked[n // num], decode(ids, skip_special_tokens=True), not ends.isdisjoint(ids))

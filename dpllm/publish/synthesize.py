@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from dpllm.text import control
 from dpllm.text.data import load_table, value_name
 from dpllm.text.prompts import private_among, read_prompts
 
-BATCH = {"transformers": 64, "vllm": 1024}
+BATCH = 64
 """Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
 
 _FREE = ("attempts", "without_guarantee")
@@ -55,7 +54,6 @@ class Order:
 
     Attributes:
         rows: How many, >= 1.
-        engine: Which library draws tokens: transformers or vllm.
         temperature: 0: the likeliest token each time.
         top_p: Only the likeliest tokens that together have this probability, in (0, 1].
         max_new_tokens: At most this many tokens each; None: the recipe's data.max_length, or as many as the model has room for.
@@ -68,7 +66,6 @@ class Order:
     """
 
     rows: int
-    engine: generate.Engine = "transformers"
     temperature: float = 1.0
     top_p: float = 1.0
     max_new_tokens: int | None = None
@@ -139,16 +136,16 @@ def synthesize(
     """
     config, statement = run.load_config(), carded(run)
     output = _place(run, order, statement, output)
-    if min(order.rows, order.attempts, (order.seed or 0) + 1) < 1 or order.engine not in BATCH:
+    if min(order.rows, order.attempts, (order.seed or 0) + 1) < 1:
         raise ConfigError(
-            f"rows {order.rows}, attempts {order.attempts}, seed {order.seed} and engine {order.engine} give no data set: the "
-            f"first two are at least 1, the seed is not negative, the last is {' or '.join(BATCH)}."
+            f"rows {order.rows}, attempts {order.attempts} and seed {order.seed} give no data set: the first two are at least 1, "
+            "the seed is not negative."
         )
     tests = order.tests()
     prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
     if order.prompts is not None and output != run.private / "synthetic":
         _refuse_private(run, config, statement, order.prompts, prompts or [])
-    generator = generate.load(run.root, engine=order.engine)
+    generator = generate.load(run.root)
     if order.max_new_tokens is None:
         order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
     with alone(output, output.with_name(f".{output.name}.lock")):
@@ -277,7 +274,7 @@ def _settings(order: Order, run: RunDir) -> dict[str, Any]:
     """Everything that decides what is drawn."""
     settings = {**asdict(order), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
     settings |= {name: sha256(file) for name in ("prompts", "schema") if (file := settings[name])}
-    return {name: value for name, value in settings.items() if name not in _FREE} | {"software": _software(order)}
+    return {name: value for name, value in settings.items() if name not in _FREE} | {"software": environment.versions()}
 
 
 def _draw(
@@ -298,7 +295,7 @@ def _draw(
     seen = {(rows.heads[number].get("prompt"), text) for number, text in draft.texts.items()}
     while waiting:
         told(len(draft.texts), draft.drawn)
-        batch = waiting[: BATCH[order.engine]]
+        batch = waiting[:BATCH]
         if draft.drawn + len(batch) > order.attempts * order.rows:
             dropped = ", ".join(f"{why}: {many}" for why, many in draft.dropped.most_common())
             raise ConfigError(
@@ -351,17 +348,13 @@ def _write(
             control=tuple(config.data.control),
             shares=rows.shares,
             prompts=rows.prompts,
-            sampling=Sampling.pick(asdict(order)),
+            sampling=Sampling.pick({**asdict(order), "engine": "transformers"}),
             attempts=draft.drawn,
             dropped={why: draft.dropped[why] for why in reasons},
             files={},  # the card fills them in
             quality=quality,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
-            software=_software(order),
+            software=environment.versions(),
         )
         write_json(part / RECORD, record.to_json())
         write_dataset_card(part, run)
-
-
-def _software(order: Order) -> dict[str, str]:
-    return environment.versions() | ({"vllm": metadata.version("vllm")} if order.engine == "vllm" else {})

@@ -228,17 +228,6 @@ class Audit(Record):
     gradient: GradientAudit | None = None
 
 
-class MechanismAudit(Record):
-    """The audit of the engine on a model made to be watched; null where there was none."""
-
-    verdict: Literal["falsified", "consistent", "inconclusive"]
-    """falsified, consistent or inconclusive."""
-    reason: str
-    """Why."""
-    steps: AtLeast1
-    """Steps that were run and tested."""
-
-
 class _Statement(Record):
     """What stands in every statement, with a guarantee or without."""
 
@@ -267,7 +256,6 @@ class _Statement(Record):
     contact: str | None
     """Whom to ask; null: nobody is named."""
     audit: Audit | None
-    mechanism_audit: MechanismAudit | None
     software: dict[Text, str]
     """Versions of dpllm, Python and the packages that the result depends on."""
     hardware: dict[Text, str | bool | int | float | tuple[str, ...]]

@@ -40,7 +40,7 @@ _MAIN = ("guarantee", "reason", "delta", "unit", "neighbouring_relation", "datas
 class Sampling(Record):
     """How texts were drawn."""
 
-    engine: Literal["transformers", "vllm"]
+    engine: Literal["transformers"]
     """Which library drew tokens."""
     temperature: Annotated[float, Field(ge=0)]
     """By which logits were divided; 0: the likeliest token each time."""

@@ -15,25 +15,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dpllm.auditing import mechanism_report
-from dpllm.auditing.bounds import OneRunBound, epsilon_of, one_run_ceiling
 from dpllm.auditing.gradient import COLUMNS, GradientTable, read_gradient
-from dpllm.auditing.mechanism_report import MechanismReport, Pair, ReleaseTest
 from dpllm.auditing.record import AuditRecord, Summary, parse_audit
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores, sum_up
 from dpllm.auditing.verdict import CONTROL_LEVEL, Claim
 from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.privacy.events import PoissonSampled, RunEvent, SelfComposed, step_of
 from dpllm.statement.fields import Steps, Terms
 from dpllm.statement.privacy_record import Audit, CanaryGroup, PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
 from dpllm.verification import costs
 from dpllm.verification.values import (
-    TOLERANCE,
     Check,
-    Json,
     Published,
     Wrong,
     asserted,
@@ -56,7 +50,7 @@ _SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the 
 def check(found: Published) -> Iterator[Check]:
     """The audit of the weights."""
     folder, stated = found.directory / "audit", found.record
-    files = sorted(name for name in found.hashes if name.startswith("audit/") and name != "audit/mechanism.json")
+    files = sorted(name for name in found.hashes if name.startswith("audit/"))
     if stated.audit is None:
         if files:
             raise Wrong(f"{listed(files)} lie in export/, and the card names no audit. Write it again: dpllm card RUN.")
@@ -314,78 +308,3 @@ def _summary(
     given: dict[str, Any] = json.loads(fixed)
     claimed, beside = Claim(**given["claim"]), Beside(**given["beside"], gradient=gradient)
     return summarise(table, claimed, AuditSettings.pick(given["settings"]), tokens=tokens, beside=beside)
-
-
-def check_mechanism(found: Published) -> Iterator[Check]:
-    """The audit of the engine: its verdict from its own figures, and its figures as far as they follow from the event."""
-    part, path = found.record.mechanism_audit, found.directory / "audit" / "mechanism.json"
-    name = "audit of the engine"
-    if part is None:
-        if "audit/mechanism.json" in found.hashes:
-            raise Wrong(
-                "mechanism.json lies in export/, and the card does not name it. Write it again: dpllm card RUN."
-            )
-        yield asserted(name, "none is published.")
-        return
-    report, terms = read_object(path), found.record.terms
-    again = "Audit the engine again: dpllm audit RUN --mechanism, then dpllm card RUN."
-    if terms is None or {key: report.get(key) for key in ("verdict", "reason", "steps")} != part.to_json():
-        raise Wrong(f"mechanism_audit of privacy.json is not what mechanism.json says. {again}")
-    fresh = _mechanism(report, terms, found.record.steps.planned).to_json()
-    wrong = [
-        path
-        for key, one in fresh.items()
-        for path in differences(report.get(key), one, key, 1e-3 if key in ("bound", "epsilon") else TOLERANCE)
-    ]
-    if wrong or not report["pairs"]:
-        raise Wrong(
-            f"{listed(wrong or ['pairs'])} of mechanism.json does not follow from the card and its own figures. {again}"
-        )
-    if found.record.guarantee and report["verdict"] == "falsified":
-        raise Wrong("it falsified the mechanism, and the card states a guarantee. There is none: do not rely on it.")
-    yield verified(name, f"{report['verdict']}, by its own figures; that they were measured is asserted.")
-
-
-def _mechanism(found: Json, terms: Terms, planned: int) -> MechanismReport:
-    """The same report with all that follows from its counts, from the card's terms and from its other figures."""
-    pairs = tuple(Pair(**{key: one for key, one in pair.items() if key != "excess"}) for pair in found["pairs"])
-    report = MechanismReport(
-        **{field.name: found[field.name] for field in fields(MechanismReport)}
-        | {key: math.inf for key in ("epsilon", "resolution") if found[key] is None}
-        | {"bound": OneRunBound(**found["bound"]), "tests": tuple(ReleaseTest(**test) for test in found["tests"])}
-        | {"pairs": pairs}
-    )
-    verdict, reason = mechanism_report.verdict(report)
-    sampling, bound, canaries = terms.sampling, report.bound, report.canaries
-    steps = min(report.steps, planned)
-    # Of one thing that is sampled, as the audit has it.
-    event: RunEvent = replace(terms.event, count=steps)
-    if sampling.of == "example":
-        event = SelfComposed(steps, PoissonSampled(sampling.sampling_rate, step_of(terms.event).event))
-    epsilon, _ = costs.pld(event, bound.delta, terms.neighbouring_relation)
-    weight = bound.correct if bound.weight is None else bound.weight
-    side, guesses = bound.best_side or "both", bound.best_guesses or 0
-    least = epsilon_of(canaries, side, guesses, weight or 0, delta=bound.delta, alpha=bound.level)
-    ways = {name: getattr(bound, name) for name in ("guesses", "guesses_in", "falling", "falling_in")}
-    ceiling = one_run_ceiling(canaries, delta=bound.delta, alpha=bound.alpha, **ways)
-    of_terms = {
-        key: getattr(terms, key) for key in ("epsilon", "delta", "noise_multiplier", "clipping", "max_grad_norm")
-    }
-    of_sampling = {key: getattr(sampling, key) for key in ("sampling_rate", "expected_batch_size")}
-    return replace(
-        report,
-        verdict=verdict,
-        reason=reason,
-        promised_steps=steps,
-        claimed={**of_terms, **of_sampling, "num_steps": planned},
-        epsilon=epsilon,
-        bound=replace(
-            bound,
-            value=max(least, 0.0),
-            ceiling=ceiling,
-            num_canaries=canaries,
-            alpha=mechanism_report.ALPHA / 2,
-            delta=min(terms.delta, mechanism_report.ALPHA / 1000 / canaries),
-        ),
-        level=mechanism_report.ALPHA / 2 / len(report.tests),
-    )

@@ -75,10 +75,8 @@ def _block(found: Published, run: RunDir, record: RunRecord) -> Check:
     plan = read_plan(run, read_object) if config.privacy.enabled else None
     folder = run.audit_dir(True)
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
-    watched = folder / "mechanism.json"
-    mechanism = read_object(watched) if plan is not None and watched.exists() else None
     released = read_object(run.describe) if run.describe.exists() else None
-    fresh = claim.statement_of(config, plan, record, audit, mechanism, found.record.files, released)
+    fresh = claim.statement_of(config, plan, record, audit, found.record.files, released)
     if wrong := list(differences(found.block, fresh.to_json(), tolerance=0.0)):
         raise Wrong(f"{listed(wrong)} of privacy.json is not what recipe, Plan and record say. {_AGAIN}")
     return verified("run", "config.yaml, plan.json and run.json give this very privacy.json.")

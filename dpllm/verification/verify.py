@@ -46,7 +46,6 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("promise", check_promise.check),
     ("author's word", check_export.said),
     ("audit", check_audits.check),
-    ("audit of the engine", check_audits.check_mechanism),
     ("lineage", check_promise.check_lineage),
     ("statistics", check_promise.check_statistics),
     ("ledger", check_ledger.check),

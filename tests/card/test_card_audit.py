@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from cards import EPSILON, HASH, SETTINGS, Json, audit, config, first_line, plan, record, render_card
+from cards import EPSILON, HASH, SETTINGS, Json, audit, config, plan, record, render_card
 
 from dpllm.errors import ConfigError
 from dpllm.statement import formatting
@@ -25,17 +25,6 @@ def test_audit_stands_beside_its_controls_and_limits() -> None:
     assert "| 1 | 99 | 1.61 | 1.44 | 1.41 | 0.21 | 6.90 | 0 of 99 | 0 of 99 | 0 of 101 |" in text
     assert text.index("| 1 | 99 |") < text.index("| 16 | 9 |")
     assert block["audit"]["verdict"] == "consistent"
-
-
-def test_an_engine_that_was_falsified_gives_no_guarantee() -> None:
-    found = {"verdict": "falsified", "reason": "noise is half of what the Plan says.", "steps": 300}
-    text, block = render_card(config(), plan(), record(), audit(), found)
-    assert not block["guarantee"]
-    assert "the audit of the engine that trained contradicts it: noise is half" in first_line(text)
-    sound = {**found, "verdict": "consistent"}
-    text, block = render_card(config(), plan(), record(), audit(), sound)
-    assert block["guarantee"]
-    assert block["mechanism_audit"]["verdict"] == "consistent"
 
 
 def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:

@@ -130,6 +130,10 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
         (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
         (["plan", "absent.yaml"], "no such recipe"),
+        (
+            ["synthesize", "run", "--rows", "1", "--engine", "vllm"],
+            "--engine is retired: vLLM was never run with it; leave",
+        ),
         (["ledger", "show", "--ledger", "absent.sqlite"], "no ledger there"),
         (
             ["ledger", "init", "n", "--epsilon", "-1", "--delta", "1e-5", "--reason", "r", "--ledger", "LEDGER"],
@@ -293,20 +297,3 @@ def test_env_names_versions_and_no_user(capsys: pytest.CaptureFixture[str]) -> N
     assert platform.node() not in text or len(platform.node()) < 4
     assert str(Path.home()) not in text
     assert f"/{getpass.getuser()}/" not in text
-
-
-def test_the_mechanism_of_a_recipe_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"note {number}"}) + "\n" for number in range(400)))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"model: {{name_or_path: some/model}}\ndata: {{train: {rows}}}\ntrain: {{steps: 20, batch_size: 40}}\n"
-        f"privacy: {{epsilon: 8}}\noutput_dir: {tmp_path / 'run'}\n"
-    )
-    assert main(["audit", str(recipe), "--mechanism", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] in ("consistent", "inconclusive")
-    assert found["claimed"]["clipping"] == "flat"
-    assert not (tmp_path / "run").exists()
-    assert main(["audit", str(recipe), "--mechanism", "--privacy.enabled", "false"]) == 2
-    assert main(["audit", str(tmp_path), "--privacy.epsilon", "3"]) == 2

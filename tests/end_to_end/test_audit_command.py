@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_,
 from dpllm.auditing.run import ATTACKS
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.files import write_json
-from dpllm.lab import mechanism, shadows
+from dpllm.lab import shadows
 from dpllm.run import build
 from dpllm.run.directory import RunDir
 
@@ -50,33 +48,6 @@ def test_every_attack_runs_alone(finished: Place, name: str) -> None:
 
 def test_an_attack_on_personal_details_needs_some(finished: Place) -> None:
     assert "kind: pii" in refused(finished.run, "--attack", "personal")
-
-
-def test_the_mechanism_of_a_run_is_written_beside_its_audit(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = partial(mechanism.audit_mechanism, steps=20, canaries=300, pairs=1)
-    monkeypatch.setattr(mechanism, "audit_mechanism", quick)
-    found = json.loads(done("audit", copy.run, "--mechanism", "--json").out)
-    written = copy.json("export/audit/mechanism.json")
-    assert {key: written[key] for key in found} == found
-    assert written["versions"] == copy.json("run.json")["versions"]
-    assert written["verdict"] == "consistent"
-    done("audit", copy.run, "--mechanism")
-    assert copy.json("export/audit/mechanism.json")["audits"] == 2
-    done("card", copy.run)
-    assert "verified  audit of the engine" in done("verify", copy.run).out
-    written = copy.json("export/audit/mechanism.json")  # of both audits, as the card says
-    for forged in ({"level": 1e-9}, {"epsilon": 1.0}, {"pairs": []}, {"claimed": {}}, {"reason": "It is well."}):
-        write_json(copy.run / "export" / "audit" / "mechanism.json", {**written, **forged})
-        assert "failed    audit of the engine" in dpllm_("verify", copy.run / "export").out, forged
-    path = copy.run / "export" / "audit" / "mechanism.json"
-    path.write_text(json.dumps({**written, "verdict": "falsified"}))
-    assert "holds an audit that falsified" in done("audit", copy.run, "--mechanism").out
-    assert json.loads(path.read_text())["verdict"] == "falsified"
-    record = copy.json("run.json")
-    (copy.run / "run.json").write_text(json.dumps({**record, "versions": {**record["versions"], "torch": "1.0"}}))
-    path.unlink()
-    assert "trained by other versions" in done("audit", copy.run, "--mechanism").out
-    assert not path.exists()
 
 
 @pytest.mark.parametrize("which", ["recipe", "run"])
@@ -156,9 +127,9 @@ def test_canaries_that_are_planned_are_no_run(tmp_path: Path, base: Path) -> Non
     [
         ("--attack", "loss", "--members"),
         ("--attack", "loss", "--twin", "run"),
-        ("--mechanism", "--leakage"),
+        ("--leakage", "--members"),
         ("--members", "--shadows", "2"),
-        ("--mechanism", "--scores-only"),
+        ("--leakage", "--scores-only"),
     ],
 )
 def test_no_option_is_left_out_without_a_word(finished: Place, options: tuple[str, ...]) -> None:

@@ -40,7 +40,7 @@ SHARES = "visit=home,clinic;age=old,young"
 def small_batches() -> Any:
     """Several for nine rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(synthesize.BATCH, "transformers", 4)
+        patch.setattr(synthesize, "BATCH", 4)
         yield
 
 

@@ -99,7 +99,7 @@ HIDINGS: dict[str, Callable[[str], bytes]] = {
     "special_tokens_map.json": lambda text: json.dumps({"n": int(text)}).encode(),
     "generation_config.json": lambda text: json.dumps({"n": f"x_{text}_x"}).encode(),
     "config.json": lambda text: json.dumps({"a": "lorem " * 200_000, "n": text}).encode(),
-    "audit/mechanism.json": lambda text: json.dumps({"n": text}).encode(),
+    "tokenizer_config.json": lambda text: json.dumps({"n": text}).encode(),
 }
 
 

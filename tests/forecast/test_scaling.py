@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
-import math
 import os
-import random
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +15,6 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from dpllm.forecast.footprint import DATA_SHEETS
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.privacy import loss
 
@@ -124,60 +119,10 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
             assert sizes[0] <= limit or rows == 0
 
 
-def test_the_largest_share_is_that_of_poisson_batches() -> None:
-    draw = random.Random(3)
-    for batch, world in ((64, 64), (100, 8), (5, 4)):
-        sizes = [sum(draw.random() < batch / 2000 for _ in range(2000)) for _ in range(1500)]
-        expected = statistics.fmean(math.ceil(size / world) for size in sizes)
-        assert scaling.largest_share(batch, world) == pytest.approx(expected, rel=0.03)
-
-
-def test_a_ring_moves_what_a_ring_moves() -> None:
-    """Of N bytes on W processes each sends (W - 1) pieces of N / W twice for a sum, once to gather."""
-    assert scaling.all_reduce(1e9, 1) == 0
-    for world in (2, 8):
-        pieces = (world - 1) * 1e9 / world / (scaling.LINK_SHARE * scaling.NVLINK)
-        hops = (world - 1) * scaling.LATENCY
-        assert scaling.all_gather(1e9, world) == pytest.approx(pieces + hops)
-        assert scaling.all_reduce(1e9, world) == pytest.approx(2 * (pieces + hops))
-    assert scaling.all_gather(1e9, 16) > 5 * scaling.all_gather(1e9, 8)  # over the network
-
-
-@pytest.mark.parametrize("name", scaling.SHAPES)
-def test_more_gpus_are_faster_or_the_table_says_what_limits_them(name: str) -> None:
-    shape = scaling.SHAPES[name]
-    taken = [(world, step) for world in scaling.WORLDS if (step := scaling.step(shape, 512, 1024, world)) is not None]
-    for (fewer, before), (more, after) in itertools.pairwise(taken):
-        gain = before.seconds / after.seconds
-        assert gain >= 0.8 * more / fewer or after.limit != "compute"
-    for _, step in taken:
-        assert step.seconds >= step.compute >= step.ideal * (1 - 1e-9)
-        assert step.seconds == pytest.approx(step.compute + step.clipping + step.network)
-
-
-def test_what_does_not_fit_is_not_given_a_time() -> None:
-    assert scaling.step(scaling.SHAPES["70B"], 512, 1024, 1) is None
-    assert scaling.step(scaling.SHAPES["8B"], 512, 64, 64).limit == "rows"
-
-
 def test_the_page_shows_the_tables_that_the_script_prints() -> None:
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     for table in scaling.tables().split("\n\n"):
         assert table in page
-
-
-def test_the_page_names_every_constant_with_its_value() -> None:
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
-    shown = {
-        "GPU_RATE": f"{scaling.GPU_RATE / 1e12:.0f} TFLOP/s",
-        "RATE_SHARE": f"{scaling.RATE_SHARE:.0%}".replace("%", " %"),
-        "GPU_MEMORY": f"{scaling.GPU_MEMORY / 1e9:.0f} GB",
-        "GPU_BANDWIDTH": f"{scaling.GPU_BANDWIDTH / 1e12:.2f} TB/s",
-        "NVLINK": f"{scaling.NVLINK / 1e9:.0f} GB/s",
-        "NETWORK": f"{scaling.NETWORK * 8 / 1e9:.0f} Gb/s",
-    }
-    for name, value in shown.items():
-        assert f"| `{name}` | {value} |" in page
 
 
 def test_the_page_compares_with_the_steps_that_were_measured() -> None:
@@ -231,8 +176,3 @@ def test_two_processes_are_measured_against_one(tmp_path: Path) -> None:
     assert [len(times) for times in report["times"].values()] == [2, 2]
     assert report["speed_up"] > 0
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_the_planner_reads_the_same_data_sheet() -> None:
-    sheet = DATA_SHEETS["h100"]
-    assert (sheet.flops, sheet.bandwidth) == (scaling.RATE_SHARE * scaling.GPU_RATE, scaling.GPU_BANDWIDTH)

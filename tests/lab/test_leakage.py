@@ -18,8 +18,7 @@ from scipy import stats
 
 from dpllm.errors import ConfigError
 from dpllm.lab import leakage
-from dpllm.lab.leakage import LeakageReport, gradient_leakage, reconstruction_bound
-from dpllm.lab.replay import plain_gradient
+from dpllm.lab.leakage import LeakageReport, gradient_leakage, plain_gradient, reconstruction_bound
 from dpllm.model import adapters
 from dpllm.privacy.clipping import FUNCTIONS
 from dpllm.privacy.noise import GaussianNoise

@@ -20,9 +20,9 @@ from dpllm.lab.outside import (
     audit_outside_members,
     load_outside,
     outside_claim,
-    positions,
     write_outside,
 )
+from dpllm.model.elsewhere import positions
 from dpllm.text import builtin
 
 TARGETS = ["q_proj", "v_proj"]

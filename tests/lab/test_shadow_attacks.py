@@ -12,18 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.auditing import attacks, rates, statistics
-from dpllm.auditing.attacks import average_offline, rmia
+from dpllm.auditing.attacks import LIFT_FLOOR, MANY_SHADOWS, average_offline, lira, rmia, sides
 from dpllm.auditing.table import CanaryScores, by_group
-from dpllm.lab.shadow_attacks import (
-    LIFT_FLOOR,
-    MANY_SHADOWS,
-    ShadowScores,
-    lira,
-    one_canary_bound,
-    shadow_scores,
-    sides,
-    summarise_shadows,
-)
+from dpllm.lab.shadow_attacks import ShadowScores, one_canary_bound, shadow_scores, summarise_shadows
 
 
 def world(rng, *, lift, shadows=8, once=300, references=200, difficulty=2.0, noise=1.0, tokens=4, spread=0.0):

@@ -443,17 +443,6 @@ def test_the_card_says_the_number_and_how_it_came_about() -> None:
     assert words("auto", 24, (16, 24)) == "at most 24 sequences, found automatically,"
 
 
-def test_the_probe_of_the_mechanism_reads_auto() -> None:
-    from dpllm.lab import probe
-
-    promise = tm.plan(of=tm.schedule(60, 6, 3))
-    seen = [
-        probe.observe(recipe(size), promise, steps=3, canaries=20, generator=np.random.default_rng(5)).released_TP
-        for size in ("auto", 1000)
-    ]
-    assert np.array_equal(*seen)
-
-
 @pytest.mark.parametrize("size", ["auto", 4])
 def test_a_rehearsal_does_not_hide_a_buffer_that_moves_from_the_self_check(size: int | str) -> None:
     """Long-context RoPE changes a buffer at the longest rows, and so the loss of the short ones beside them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,24 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpllm.lab.probe import EMPTY_SLOTS
-from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper
+from dpllm.privacy.clipping import PerUnitClipper
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.sampling import PoissonSampler
 
 Change = Callable[[pytest.MonkeyPatch], None]
-DRAW, JOIN, SUM, STEP, ADD = (
-    GaussianNoise.draw, PoissonSampler.draw, Engine.clipped_sum, Engine.step, PerUnitClipper.add,
+DRAW, JOIN, SUM, ADD = (
+    GaussianNoise.draw, PoissonSampler.draw, Engine.clipped_sum, PerUnitClipper.add,
 )  # fmt: skip
-
-
-def function(value: Callable[[Tensor, float], Tensor]) -> Change:
-    def change(patch: pytest.MonkeyPatch) -> None:
-        for name in FUNCTIONS:
-            patch.setitem(FUNCTIONS, name, value)
-
-    return change
 
 
 def drawn(value: Callable[[Tensor], Tensor]) -> Change:
@@ -64,15 +54,17 @@ def one_step_again(patch: pytest.MonkeyPatch) -> None:
     def draw(self: GaussianNoise, size: int) -> Tensor:
         noise = seen.setdefault(id(self), [])
         noise.append(DRAW(self, size))
-        return noise[2].clone() if len(noise) == 40 else noise[-1]
+        return (noise[2] if len(noise) == 40 else noise[-1]).clone()  # what is returned is scaled in place
 
     patch.setattr(GaussianNoise, "draw", draw)
 
 
 def canaries_at_ten_times_q(patch: pytest.MonkeyPatch) -> None:
+    """The later half of the slots."""
+
     def draw(self: PoissonSampler) -> list[int]:
         joined = set(JOIN(self))
-        first = EMPTY_SLOTS
+        first = self._num_slots // 2
         more = self._stream.uniform(self._num_slots - first) < min(1.0, 10 * self._rate)
         return sorted({slot for slot in joined if slot < first} | {first + int(slot) for slot in np.flatnonzero(more)})
 
@@ -92,6 +84,17 @@ def shuffled(patch: pytest.MonkeyPatch) -> None:
         return sorted(set(taken))
 
     patch.setattr(PoissonSampler, "draw", draw)
+
+
+def noise_of_the_data(patch: pytest.MonkeyPatch) -> None:
+    """One variate more is drawn for every unit."""
+
+    def summed(self: Engine, *batches: Any) -> Any:
+        found = SUM(self, *batches)
+        self._noise.draw(1 + found[1].units)
+        return found
+
+    patch.setattr(Engine, "clipped_sum", summed)
 
 
 def parts_of_the_sum(value: Callable[[list[Any]], list[Any]]) -> Change:
@@ -118,14 +121,6 @@ def rows_clipped_each(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PerUnitClipper, "add", add)
 
 
-def pieces_clipped_each(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        PerUnitClipper,
-        "add",
-        lambda self, losses, batch, *rest: ADD(self, losses, replace(batch, goes_on=False), *rest),
-    )
-
-
 def noise_follows_the_batch(patch: pytest.MonkeyPatch) -> None:
     """Smaller noise where fewer units came; on average it is right."""
     came: list[float] = [1.0]
@@ -137,14 +132,6 @@ def noise_follows_the_batch(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Engine, "clipped_sum", summed)
     patch.setattr(GaussianNoise, "draw", lambda self, size: DRAW(self, size) * came[0])
-
-
-def zeroed(start: float, end: float) -> Change:
-    def some(noise: Tensor) -> Tensor:
-        noise[int(start * len(noise)) : int(end * len(noise))] = 0.0
-        return noise
-
-    return drawn(some)
 
 
 def none_on_the_last_four(noise: Tensor) -> Tensor:
@@ -163,29 +150,22 @@ def laplace(noise: Tensor) -> Tensor:
     return (-uniform.sign() * torch.log1p(-2 * uniform.abs()).clamp(min=-40) / 2**0.5).float()
 
 
-PLANNED: dict[str, Change] = {
-    "no clipping": function(lambda norm, bound: torch.ones_like(norm)),
+NOISE: dict[str, Change] = {
     "noise scaled by the wrong batch size": scaled_by_the_batch,
     "constant noise seed": constant_seed,
-    "noise drawn once": lambda patch: patch.setattr(GaussianNoise, "draw", cache(DRAW)),
-    "canaries at ten times q": canaries_at_ten_times_q,
-    "noise on half of the coordinates": zeroed(0.5, 1.0),
-    "no noise on the bias": drawn(none_on_the_last_four),
-    "a physical batch dropped": parts_of_the_sum(lambda batches: batches[1:] if len(batches) > 1 else batches),
-    "a physical batch doubled": parts_of_the_sum(lambda batches: batches + batches[-1:] if len(batches) > 1 else batches),
-}  # fmt: skip
-"""The breaks that the audit of the mechanism is made for."""
-
-SUBTLE: dict[str, Change] = {
-    "clipping to 1.001 C": function(lambda norm, bound: (1.001 * bound / norm).clamp(max=1.0)),
     "the noise of one step used again": one_step_again,
-    "7% less noise": drawn(lambda noise: 0.93 * noise),
+    "no noise on the bias": drawn(none_on_the_last_four),
     "two layers share their noise": drawn(twice_the_same),
     "laplace noise of the same variance": drawn(laplace),
     "noise that follows the realised batch": noise_follows_the_batch,
-    "divided by the realised batch": divided_by_who_came,
-    "shuffled batches of one size": shuffled,
-    "rows clipped, not units": rows_clipped_each,
-    "pieces of a unit clipped each": pieces_clipped_each,
 }
-"""Smaller ones."""
+SAMPLING: dict[str, Change] = {
+    "canaries at ten times q": canaries_at_ten_times_q,
+    "shuffled batches of one size": shuffled,
+}
+SUMS: dict[str, Change] = {
+    "a physical batch dropped": parts_of_the_sum(lambda batches: batches[1:] if len(batches) > 1 else batches),
+    "a physical batch doubled": parts_of_the_sum(
+        lambda batches: batches + batches[-1:] if len(batches) > 1 else batches
+    ),
+}

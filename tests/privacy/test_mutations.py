@@ -14,10 +14,11 @@ from functools import cache, partial
 from typing import Any
 
 import checks
+import mutants
+import numpy as np
 import pytest
 import tiny_models as tm
 import torch
-from mutants import divided_by_who_came
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradients import Owners, UnitGradients
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import AdaptiveClipping
-from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.sampling import PhysicalBatch, PoissonSampler
 
 TIED = {"tie_word_embeddings": True}
 HEAD = {**FROZEN, "lm_head": True}
@@ -59,7 +60,17 @@ def bounded() -> None:
 def noise() -> None:
     promise = tm.plan(checks.C, checks.SIGMA)
     made = tm.make_engine(Toy(bias=True), promise, noise_entropy=2**90)
-    checks.standard_normal(checks.released(made, tm.batches(tm.units([(9, 4), (7,)])), 300))
+    noise_SP = checks.released(made, tm.batches(tm.units([(9, 4), (7,)])), 300)
+    checks.standard_normal(noise_SP)
+    checks.unrelated(noise_SP.numpy().T)
+
+
+def poisson() -> None:
+    sampler, joined_DN = PoissonSampler(tm.schedule(100, 15), 60, entropy=2**127), np.zeros((2000, 60))
+    for row_N in joined_DN:
+        row_N[sampler.draw()] = 1
+    checks.joined_at(joined_DN, 0.15)
+    checks.sizes_vary(joined_DN, 0.15)
 
 
 def adaptive_noise() -> None:
@@ -313,7 +324,12 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     "a mean over the batch's tokens": (
         attribute(engine, "example_means", checks.batch_token_mean), lambda: checks.own_loss(net()),
     ),
-    "divided by the realised batch": (divided_by_who_came, checks.expected_divisor),
+    "divided by the realised batch": (mutants.divided_by_who_came, checks.expected_divisor),
+    "rows clipped, not units": (mutants.rows_clipped_each, lambda: checks.whole_units(net())),
+    "noise that depends on the data": (mutants.noise_of_the_data, checks.noise_of_its_own),
+    **{name: (change, noise) for name, change in mutants.NOISE.items()},
+    **{name: (change, poisson) for name, change in mutants.SAMPLING.items()},
+    **{name: (change, exact) for name, change in mutants.SUMS.items()},
     "noise on half of what trains": (half_of_the_noise, noise),
     "noise drawn once": (noise_drawn_once, noise),
     "7% less noise": (slightly_less_noise, noise),

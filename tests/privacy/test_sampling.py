@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import checks
 import numpy as np
 import pytest
 import tiny_models as tm
@@ -36,22 +37,11 @@ def joined(seed: int) -> np.ndarray:
 
 def test_every_slot_joins_at_the_accounted_rate(joined: np.ndarray) -> None:
     """The rate is the Plan's B / N, not B over the number of slots that happen to be there."""
-    count = joined.sum(axis=0)
-    per_slot = 2 * np.minimum(stats.binom.cdf(count, DRAWS, RATE), stats.binom.sf(count - 1, DRAWS, RATE))
-    assert per_slot.min() > ALARM / SLOTS
-    total = joined.sum()
-    overall = 2 * min(stats.binom.cdf(total, joined.size, RATE), stats.binom.sf(total - 1, joined.size, RATE))
-    assert overall > ALARM
-    chi_square = ((count - DRAWS * RATE) ** 2).sum() / (DRAWS * RATE * (1 - RATE))
-    assert ALARM < stats.chi2.cdf(chi_square, SLOTS) < 1 - ALARM
+    checks.joined_at(joined, RATE)
 
 
 def test_the_size_of_a_logical_batch_varies_as_a_binomial(joined: np.ndarray) -> None:
-    """A shuffled sampler has batches of one size: no variance at all."""
-    size = joined.sum(axis=1)
-    variance = SLOTS * RATE * (1 - RATE)
-    chi_square = ((size - SLOTS * RATE) ** 2).sum() / variance
-    assert ALARM < stats.chi2.cdf(chi_square, DRAWS) < 1 - ALARM
+    checks.sizes_vary(joined, RATE)
 
 
 def test_slots_are_independent_of_each_other_and_of_earlier_draws(joined: np.ndarray) -> None:

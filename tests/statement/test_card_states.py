@@ -33,7 +33,6 @@ CLAIM = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `pa
 NONE = "> **No differential privacy guarantee: "
 ROWS: Json = {"data": {"unit": "example", "max_examples_per_unit": None}}
 SPLIT = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": 3.2, "gradient_noise_multiplier": 0.9268}
-FOUND = {"verdict": "falsified", "reason": "Noise is half of what the Plan says.", "steps": 300}
 HASH = "5a" * 32
 
 
@@ -67,8 +66,8 @@ def lineage(**changes: Any) -> Json:
     }
 
 
-def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json | None, str, tuple[str, ...]]]:
-    """Name -> recipe, Plan, record, audit, mechanism; how the first line begins; what else is said."""
+def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, str, tuple[str, ...]]]:
+    """Name -> recipe, Plan, record, audit; how the first line begins; what else is said."""
     adaptive = {**record()["ledger"], "filter_epsilon": 5.5}
     adaptive["budget"] = {"epsilon": 10.0, "delta": 1e-5, "gate": "adaptive", "order": 3.2}
     group = {**record()["ledger"], "group": {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}}
@@ -81,13 +80,12 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
         composed=None, reason="outside", excepted="continuing it outside its ledger was permitted by Ada"
     )
     return {
-        "guarantee": (config(), plan(), record(), None, None, CLAIM, ("These weights were not audited.",)),
-        "audited": (config(), plan(), record(), audit(), None, CLAIM, ("**Verdict: consistent.**",)),
+        "guarantee": (config(), plan(), record(), None, CLAIM, ("These weights were not audited.",)),
+        "audited": (config(), plan(), record(), audit(), CLAIM, ("**Verdict: consistent.**",)),
         "rows": (
             config(**ROWS),
             plan(unit="example", max_examples_per_unit=None),
             record(),
-            None,
             None,
             "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each training example.**",
             (
@@ -100,7 +98,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             plan(sampling="example"),
             record(),
             None,
-            None,
             CLAIM,
             ("Rows are drawn and clipped one by one", "64 rows expected in a step"),
         ),
@@ -108,7 +105,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             config(privacy={"clipping": "adaptive"}),
             plan(clipping="adaptive", adaptive=SPLIT),
             record(),
-            None,
             None,
             CLAIM,
             ("0.9268 C_t", "one unit moves it by at most 1/2"),
@@ -118,7 +114,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             plan(),
             record(ledger=adaptive),
             None,
-            None,
             CLAIM,
             ("ε = 5.5 at δ = 1e-05 by a Renyi filter at order 3.2",),
         ),
@@ -126,7 +121,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             config(),
             plan(),
             record(ledger=group),
-            None,
             None,
             CLAIM,
             ("one of 3 runs of the tuning group `sweep-1`", "all of them come to ε = 4.201 at δ = 1e-05"),
@@ -136,7 +130,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             plan(),
             record(status="interrupted", steps_taken=40, deviations=["the run was interrupted"]),
             None,
-            None,
             CLAIM,
             (
                 "40 taken of 100 planned; interrupted",
@@ -144,12 +137,11 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
                 "The run stopped after 40 of 100 steps",
             ),
         ),
-        "no ledger": (config(), plan(), record(ledger=None), None, None, CLAIM, ("not recorded in a ledger",)),
+        "no ledger": (config(), plan(), record(ledger=None), None, CLAIM, ("not recorded in a ledger",)),
         "private metrics": (
             config(telemetry={"private_metrics": True}),
             plan(),
             record(deviations=derived.deviations(config(telemetry={"private_metrics": True}))[1]),
-            None,
             None,
             CLAIM,
             ("(telemetry.private_metrics)", "here they also went to metrics and trackers"),
@@ -159,7 +151,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             plan(),
             record(),
             None,
-            None,
             CLAIM,
             ("| Hyper-parameters | as stated by whoever trained the model: three runs, on public data |",),
         ),
@@ -167,7 +158,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             config(),
             plan(),
             record(lineage=lineage()),
-            None,
             None,
             CLAIM,
             ("states ε = 2, δ = 1e-05 for each `patient_id` of `ward-7-notes`", "has ε = 4.013 at δ = 1e-05"),
@@ -177,7 +167,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             plan(),
             record(lineage=other_data),
             None,
-            None,
             CLAIM,
             ("each guarantee is for the data of its own run",),
         ),
@@ -185,7 +174,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             config(),
             plan(),
             record(lineage=untold),
-            None,
             None,
             CLAIM,
             ("no figure for all of it is stated: ward-6-model was protected by another unit",),
@@ -195,7 +183,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             plan(),
             record(lineage=lineage(ancestors=[parent(name="older"), parent(name="oldest", guarantee=False)])),
             None,
-            None,
             CLAIM,
             ("Before it, `older` states ε = 2", "Before it, `oldest` states no guarantee"),
         ),
@@ -203,7 +190,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             config(),
             plan(),
             record(lineage=permitted),
-            None,
             None,
             f"{CLAIM} **Exception: continuing it outside its ledger was permitted by Ada.**",
             ("no figure for all of it is stated",),
@@ -213,7 +199,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             plan(),
             record(lineage=tainted),
             None,
-            None,
             CLAIM,
             ("The base model was trained on the same dataset and gives no guarantee for it.",),
         ),
@@ -221,7 +206,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             config(),
             plan(),
             broken(),
-            None,
             None,
             f"{NONE}the noise was seeded",
             ("## What was attempted", "They are no guarantee."),
@@ -231,24 +215,13 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             plan(),
             record(),
             audit(verdict="falsified", verdict_reason="The lower bound 4 exceeds the claim."),
-            None,
             f"{NONE}the audit of these weights contradicts it",
             ("> **Audit verdict: falsified.** The lower bound 4 exceeds the claim.",),
-        ),
-        "falsified mechanism": (
-            config(),
-            plan(),
-            record(),
-            audit(),
-            FOUND,
-            f"{NONE}the audit of the engine that trained contradicts it: Noise is half",
-            ("> **Verdict of the engine's audit: falsified.**",),
         ),
         "no privacy": (
             baseline(),
             None,
             baseline_record(),
-            None,
             None,
             f"{NONE}this model was trained without differential privacy (privacy.enabled: false), on data that",
             ("an audit of a run without differential privacy is itself private",),
@@ -257,7 +230,6 @@ def states() -> dict[str, tuple[RunConfig, Json | None, Json, Json | None, Json 
             baseline(),
             None,
             baseline_record(lineage=permitted),
-            None,
             None,
             NONE,
             ("**Exception: continuing it outside its ledger was permitted by Ada.**",),
@@ -276,8 +248,8 @@ def first_screen(text: str) -> int:
 
 @pytest.mark.parametrize("name", STATES)
 def test_every_state_has_its_card(name: str) -> None:
-    recipe, the_plan, the_record, the_audit, mechanism, first, says = STATES[name]
-    text, block = render_card(recipe, the_plan, the_record, the_audit, mechanism)
+    recipe, the_plan, the_record, the_audit, first, says = STATES[name]
+    text, block = render_card(recipe, the_plan, the_record, the_audit)
     assert first_line(text).startswith(first)
     for sentence in says:
         assert sentence in text
@@ -296,7 +268,7 @@ def test_every_state_has_its_card(name: str) -> None:
         assert section.parts(text)["banner"].count(heading) == 1
     for heading in ("## For the data-protection officer", "## To check this statement"):
         assert text.count(heading) == 1
-    assert render_card(recipe, the_plan, the_record, the_audit, mechanism) == (text, block)
+    assert render_card(recipe, the_plan, the_record, the_audit) == (text, block)
 
 
 def test_an_exception_is_in_the_first_line_whatever_else_is() -> None:

@@ -24,14 +24,13 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "model-card.md"
 PUBLISHED = sorted((ROOT / "model_cards").glob("*/export/privacy.json"))
 SCHEMA = privacy_record.schema()
-FOUND = {"verdict": "consistent", "reason": "No test failed.", "steps": 300}
 
 
 @pytest.fixture(scope="module")
 def block() -> Json:
     limits = {"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": None}
     beside = {"accountants": {"pld": 2.99, "rdp": 3.3}, "limits": limits, "curve": [[1e-4, 2.3], [1e-9, None]]}
-    return render_card(config(), plan(**beside), record(), audit(), FOUND, statistics=described())[1]
+    return render_card(config(), plan(**beside), record(), audit(), statistics=described())[1]
 
 
 def objects(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Json]]:
@@ -130,7 +129,7 @@ def test_the_front_matter_of_a_published_card_points_to_its_statement(path: Path
 
 @pytest.mark.parametrize("name", STATES)
 def test_every_card_keeps_to_it(name: str) -> None:
-    assert problems(render_card(*STATES[name][:5])[1]) == []
+    assert problems(render_card(*STATES[name][:4])[1]) == []
 
 
 MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "groups", "weights", "accountants"}
