@@ -18,9 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpllm.auditing import attacks
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
-from dpllm.canaries.canaries import Canary
 
-# A legend of shapes: S sequences, D distinct texts.
+# A legend of shapes: S sequences.
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -245,45 +244,3 @@ def count_details(
         details += len(found)
         hits += len(found & known)
     return Found(len(prompts), own, details, hits, hits / details if details else None)
-
-
-# --- texts that a model wrote unasked ------------------------------------------------------------------------------
-
-TOP_SHARE = 0.1
-"""An attacker who reads only the highest ranked texts reads this share of them."""
-
-
-def count_secrets(
-    texts: Sequence[str], gain_D: Floats, canaries: Sequence[Canary], references: Sequence[Canary], num_samples: int
-) -> dict[str, Any]:
-    """Counts secrets that stand in the texts, in all of them and in the highest ranked.
-
-    Args:
-        texts: D distinct ones.
-        gain_D: log p_tuned - log p_base of each, by which they are ranked: how much likelier training made them.
-        canaries: All candidates.
-        references: All references, as a control.
-        num_samples: How many were drawn.
-    """
-    top = math.ceil(TOP_SHARE * len(texts))
-    ranked = [texts[index] for index in np.argsort(-gain_D, kind="stable")]
-
-    def side(own: Sequence[Canary]) -> dict[str, int]:
-        found = [next((place for place, text in enumerate(ranked) if one.secret in text), None) for one in own]
-        places = [place for place in found if place is not None]
-        return {"secrets": len(own), "found": len(places), "found_in_top": sum(place < top for place in places)}
-
-    groups = {
-        str(group): {
-            "inserted": side([one for one in canaries if one.group == group and one.inserted]),
-            "held_out": side([one for one in canaries if one.group == group and not one.inserted]),
-        }
-        for group in sorted({one.group for one in canaries})
-    }
-    return {
-        "samples": num_samples,
-        "distinct": len(texts),
-        "top": top,
-        "groups": groups,
-        "references": side(references),
-    }

@@ -1,4 +1,4 @@
-"""Attacks that let a model write: completion, free text, personal details.
+"""Attacks that let a model write: completion, personal details.
 
 Comes in: the tuned model, its base, and the canaries. Goes out: counts for each group of repetitions, every one beside
 its controls: the same canaries on the base model, and held-out canaries on the tuned one. No text leaves this module.
@@ -16,22 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import PeftModel
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationConfig
 
 from dpllm.auditing import extraction
-from dpllm.auditing.scores import score, token_budget
 from dpllm.auditing.table import TOP_K
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
-from dpllm.text.data import TokenSequence, encode
 from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels
 
-# A legend of shapes: B rows of a batch, T tokens of the longest prompt, G tokens of prompt and completion, D distinct texts.
+# A legend of shapes: B rows of a batch, T tokens of the longest prompt, G tokens of prompt and completion.
 
 PERSONAL_SAMPLES = 4
 """Texts sampled behind each prompt that names a person, beside the greedy one."""
@@ -42,7 +39,6 @@ _TOKENS_PER_BATCH = 2**13
 """Padded tokens of all rows and beams in one batch; what they cost is the cache of keys and values."""
 
 Tokens = tuple[int, ...]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,9 +56,8 @@ class _Case:
 class _Answers:
     """What one model answered."""
 
-    completions: dict[str, list[Tokens]]
-    """By kind of search, of each case."""
-    texts: list[Tokens]
+    completions: list[Tokens]
+    """Of each case."""
     personal: list[list[str]]
     """Of each case; empty where canaries are no personal details."""
 
@@ -75,8 +70,6 @@ def generate_attacks(
     long_examples: str,
     *,
     prompts: int = 200,
-    beams: int = 8,
-    samples: int = 200,
 ) -> dict[str, Any]:
     """Everything about the canaries that needs a model to write.
 
@@ -88,45 +81,27 @@ def generate_attacks(
         long_examples: As in training.
         prompts: At most so many inserted canaries of each group are asked about, and as many held-out ones: those with
             the smallest ids.
-        beams: Of the beam search, >= 2.
-        samples: Texts to sample without a prompt.
 
     Returns:
         Counts only, see ``record.Generation``. Deterministic for one kind of device.
 
     Raises:
-        ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
+        ConfigError: A canary that training could not have learned (see ``encode_secret``).
     """
-    tokenizer, budget = models.tokenizer, token_budget(models)
+    tokenizer = models.tokenizer
     inside, outside = (_chosen(plan.canaries, prompts, inserted=coin) for coin in (True, False))
     cases = [_case(canary, fmt, tokenizer, max_length, long_examples) for canary in (*inside, *outside)]
-    begin = row_beginning(fmt, tokenizer)
-    longest = max((len(case.prompt) + len(case.target) for case in cases), default=0) + _ROOM
-    num_tokens = max(1, min(longest, max_length - len(begin)))
 
     def ask(model: nn.Module, completed: Sequence[_Case]) -> _Answers:
-        searches = {"greedy": 1, "beam": beams}
         return _Answers(
-            completions={name: _complete(model, tokenizer, completed, width) for name, width in searches.items()},
-            texts=write_texts(model, tokenizer, begin, samples, num_tokens),
+            completions=_complete(model, tokenizer, completed),
             personal=_personal_texts(model, tokenizer, completed, max_length) if plan.kind == "pii" else [],
         )
 
     tuned = ask(models.tuned, cases)
-    own_gain = text_log_prob(models.tuned, begin, tuned.texts, budget)
     with models.base() as base_model:
         base = ask(base_model, cases[: len(inside)])
-        own_gain -= text_log_prob(base_model, begin, tuned.texts, budget)
-        base_gain = -text_log_prob(base_model, begin, base.texts, budget)
-    base_gain += text_log_prob(models.tuned, begin, base.texts, budget)
-    untargeted = {
-        name: extraction.count_secrets(
-            [tokenizer.decode(text) for text in answers.texts], gain, plan.canaries, plan.references, samples
-        )
-        for name, answers, gain in (("tuned", tuned, own_gain), ("base", base, base_gain))
-    }
-    settings = {"prompts": prompts, "beams": beams, "samples": samples, "sample_tokens": num_tokens, "seed": SEED}
-    return {"settings": settings, "untargeted": untargeted, **_count_groups(plan, cases, tuned, base, tokenizer)}
+    return {"settings": {"prompts": prompts, "seed": SEED}, **_count_groups(plan, cases, tuned, base, tokenizer)}
 
 
 def _count_groups(
@@ -142,11 +117,10 @@ def _count_groups(
         )
         sides = {"inserted": (tuned, own), "base": (base, own), "held_out": (tuned, held_out)}
         completion[str(group)] = {
-            name: {
-                side: _compare(cases, answers.completions[name], chosen, tokenizer)
+            "greedy": {
+                side: _compare(cases, answers.completions, chosen, tokenizer)
                 for side, (answers, chosen) in sides.items()
             }
-            for name in ("greedy", "beam")
         }
         if plan.kind == "pii":
             details[str(group)] = {
@@ -179,12 +153,12 @@ def _case(canary: Canary, fmt: Format, tokenizer: Any, max_length: int, long_exa
     return _Case(canary, prompt, target, tokenizer.decode(prompt), tokenizer.decode(target))
 
 
-def _complete(model: nn.Module, tokenizer: Any, cases: Sequence[_Case], beams: int) -> list[Tokens]:
-    """As many tokens for each case as its secret has: a beam search that looks further may end elsewhere."""
+def _complete(model: nn.Module, tokenizer: Any, cases: Sequence[_Case]) -> list[Tokens]:
+    """As many tokens for each case as its secret has."""
     result: list[Tokens] = [()] * len(cases)
     for length in sorted({len(case.target) for case in cases}):
         own = [index for index, case in enumerate(cases) if len(case.target) == length]
-        written = complete(model, tokenizer, [cases[index].prompt for index in own], length, beams)
+        written = complete(model, tokenizer, [cases[index].prompt for index in own], length)
         for index, tokens in zip(own, written, strict=True):
             result[index] = tokens
     return result
@@ -224,42 +198,6 @@ def _compare(
         "near_characters": sum(match.near_characters for match in matches),
         "mean_common_share": float(np.mean([match.common_share for match in matches])) if matches else None,
     }
-
-
-def row_beginning(fmt: Format, tokenizer: Any) -> Tokens:
-    """How every training row of a format begins: what two rows without a common word share, or else one token.
-
-    That token is the beginning of a text, or the end of the one before, or a new line, whichever the tokenizer has.
-    """
-    first, second = (
-        encode(Canary("", 0, word, word, inserted=False).example(fmt), fmt, tokenizer, 2**20, "truncate")[0].input_ids
-        for word in ("0", "A")
-    )
-    shared = 0
-    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
-        shared += 1
-    if shared:
-        return first[:shared]
-    for special in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if special is not None:
-            return (special,)
-    return tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
-
-
-def write_texts(model: nn.Module, tokenizer: Any, begin: Tokens, num_texts: int, num_tokens: int) -> list[Tokens]:
-    """Samples texts, each up to its end token; the empty ones and what is written twice are dropped, in order."""
-    written = sample(model, tokenizer, [begin] * num_texts, num_tokens, seed=SEED)
-    texts = (until_end(text, tokenizer) for text in written)
-    return list(dict.fromkeys(text for text in texts if text))
-
-
-def text_log_prob(model: nn.Module, begin: Tokens, texts: Sequence[Tokens], budget: int) -> Floats:
-    """Shape (D,): log p of each text behind the beginning, in nats."""
-    sequences = [
-        TokenSequence((*begin, *text), (*(False for _ in begin), *(True for _ in text)), len(text)) for text in texts
-    ]
-    scored = score(model, sequences, [sequence.loss_mask for sequence in sequences], budget)
-    return np.array([one.log_prob.sum() for one in scored], dtype=np.float64)
 
 
 def complete(

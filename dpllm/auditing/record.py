@@ -232,7 +232,8 @@ class Searches(Record):
     """Completions by each way of looking for them."""
 
     greedy: Sides[Completions]
-    beam: Sides[Completions]
+    beam: Json | None = None
+    """Of earlier audits."""
 
 
 class Details(Record):
@@ -245,40 +246,15 @@ class Details(Record):
     precision: Share | None
 
 
-class Secrets(Record):
-    """Secrets of one side, and how many stand in sampled texts."""
-
-    secrets: Count
-    found: Count
-    found_in_top: Count
-
-
-class PlantedSecrets(Record):
-    """Those of one group."""
-
-    inserted: Secrets
-    held_out: Secrets
-
-
-class Texts(Record):
-    """What a model wrote unasked."""
-
-    samples: Count
-    distinct: Count
-    top: Count
-    """How many the highest ranked are."""
-    groups: ByCopies[PlantedSecrets]
-    references: Secrets
-
-
 class Generation(Record):
     """What came out when the models were let to write."""
 
     settings: dict[Text, Count]
     completion: ByCopies[Searches]
-    untargeted: dict[Literal["tuned", "base"], Texts]
     personal: ByCopies[Sides[Details]] | None
     """Null unless the canaries are personal details."""
+    untargeted: Json | None = None
+    """Of earlier audits, which also counted secrets in texts that were sampled without a prompt."""
     choice: Json | None = None
     """Of versions 1 and 2, which also let the models choose among secrets."""
 

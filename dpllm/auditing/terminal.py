@@ -171,13 +171,13 @@ def _extraction(report: Summary) -> list[Part]:
     words = "completed word for word"
     parts.append(part(words, lambda group: f"{counts[group].tuned} of {counts[group].inserted}", left_out, base))
     if isinstance(report, AuditRecord) and report.generation:
-        beams = {group: report.generation.completion[group].beam for group in groups}
-        sums = [sum(getattr(seen, side).near_tokens for seen in beams.values()) for side in ("held_out", "base")]
+        written = {group: report.generation.completion[group].greedy for group in groups}
+        sums = [sum(getattr(seen, side).near_tokens for seen in written.values()) for side in ("held_out", "base")]
 
         def near(group: str) -> str:
-            return f"{beams[group].inserted.near_tokens} of {beams[group].inserted.prompts}"
+            return f"{written[group].inserted.near_tokens} of {written[group].inserted.prompts}"
 
-        parts.append(part("nearly, by beam search", near, *sums))
+        parts.append(part("nearly word for word", near, *sums))
     if report.sampling and groups:
         needed = {group: seen.all_tokens.median_attempts for group, seen in report.sampling.items()}
         first = needed[groups[0]]

@@ -13,7 +13,7 @@ import torch
 import yaml
 from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, make_place, rows
 
-from dpllm.auditing.run import ATTACKS
+from dpllm.auditing.run import ATTACKS, RETIRED
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
@@ -46,6 +46,12 @@ def test_every_attack_runs_alone(finished: Place, name: str) -> None:
     assert json.loads(answer.out)
     assert SENTINEL not in answer.out
     assert contents(finished.run) == before
+
+
+def test_a_retired_attack_says_what_to_type_instead(finished: Place) -> None:
+    for name, why in RETIRED.items():
+        assert refused(finished.run, "--attack", name) == f"dpllm audit: --attack {name} is retired: {why}.\n"
+        assert any(f"type --attack {kept}" in why for kept in ATTACKS)
 
 
 def test_an_attack_on_personal_details_needs_some(finished: Place) -> None:
