@@ -1,9 +1,9 @@
-"""Attacks that let a model write: completion, personal details.
+"""The attack that lets a model write: completion of what stands before a secret.
 
 Comes in: the tuned model, its base, and the canaries. Goes out: counts for each group of repetitions, every one beside
 its controls: the same canaries on the base model, and held-out canaries on the tuned one. No text leaves this module.
-Which canaries are asked about follows from ids and from a public seed, never from scores or coins. What is written is decided
-by the prompt and the arguments alone: defaults that a model brings with it (penalties, end tokens, temperatures) are put aside.
+Which canaries are asked about follows from ids, never from scores or coins. What is written is decided by the prompt and the
+arguments alone: defaults that a model brings with it (penalties, end tokens, temperatures) are put aside.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from torch import nn
 from transformers import Cache, DynamicCache, GenerationConfig
 
 from dpllm.auditing import extraction
-from dpllm.auditing.table import TOP_K
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.text.layouts import Format
 
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
 
 # A legend of shapes: B rows of a batch, T tokens of the longest prompt, G tokens of prompt and completion.
 
-PERSONAL_SAMPLES = 4
-"""Texts sampled behind each prompt that names a person, beside the greedy one."""
-SEED = 0
-"""Of samples: public, and independent of the coins."""
-_ROOM = 8  # tokens behind the longest secret, so that a text may come to it late
 _TOKENS_PER_BATCH = 2**13
 """Padded tokens of all rows and beams in one batch; what they cost is the cache of keys and values."""
 
@@ -50,16 +44,6 @@ class _Case:
     target: Tokens
     prompt_text: str
     target_text: str
-
-
-@dataclass(frozen=True, repr=False)
-class _Answers:
-    """What one model answered."""
-
-    completions: list[Tokens]
-    """Of each case."""
-    personal: list[list[str]]
-    """Of each case; empty where canaries are no personal details."""
 
 
 def generate_attacks(
@@ -91,25 +75,10 @@ def generate_attacks(
     tokenizer = models.tokenizer
     inside, outside = (_chosen(plan.canaries, prompts, inserted=coin) for coin in (True, False))
     cases = [_case(canary, fmt, tokenizer, max_length, long_examples) for canary in (*inside, *outside)]
-
-    def ask(model: nn.Module, completed: Sequence[_Case]) -> _Answers:
-        return _Answers(
-            completions=_complete(model, tokenizer, completed),
-            personal=_personal_texts(model, tokenizer, completed, max_length) if plan.kind == "pii" else [],
-        )
-
-    tuned = ask(models.tuned, cases)
+    tuned = _complete(models.tuned, tokenizer, cases)
     with models.base() as base_model:
-        base = ask(base_model, cases[: len(inside)])
-    return {"settings": {"prompts": prompts, "seed": SEED}, **_count_groups(plan, cases, tuned, base, tokenizer)}
-
-
-def _count_groups(
-    plan: CanaryPlan, cases: Sequence[_Case], tuned: _Answers, base: _Answers, tokenizer: Any
-) -> dict[str, Any]:
-    """``completion`` and ``personal``, for each group of repetitions."""
-    completion, details = {}, {}
-    planted = [canary.secret for canary in plan.canaries if canary.inserted]
+        base = _complete(base_model, tokenizer, cases[: len(inside)])
+    completion = {}
     for group in sorted({canary.group for canary in plan.canaries}):
         own, held_out = (
             [i for i, case in enumerate(cases) if case.canary.group == group and case.canary.inserted == coin]
@@ -117,24 +86,9 @@ def _count_groups(
         )
         sides = {"inserted": (tuned, own), "base": (base, own), "held_out": (tuned, held_out)}
         completion[str(group)] = {
-            "greedy": {
-                side: _compare(cases, answers.completions, chosen, tokenizer)
-                for side, (answers, chosen) in sides.items()
-            }
+            "greedy": {side: _compare(cases, written, chosen, tokenizer) for side, (written, chosen) in sides.items()}
         }
-        if plan.kind == "pii":
-            details[str(group)] = {
-                side: asdict(
-                    extraction.count_details(
-                        [cases[index].canary.secret for index in chosen],
-                        [cases[index].prompt_text for index in chosen],
-                        [answers.personal[index] for index in chosen],
-                        planted,
-                    )
-                )
-                for side, (answers, chosen) in sides.items()
-            }
-    return {"completion": completion, "personal": details if plan.kind == "pii" else None}
+    return {"settings": {"prompts": prompts}, "completion": completion}
 
 
 def _chosen(canaries: Sequence[Canary], most: int, *, inserted: bool) -> list[Canary]:
@@ -162,18 +116,6 @@ def _complete(model: nn.Module, tokenizer: Any, cases: Sequence[_Case]) -> list[
         for index, tokens in zip(own, written, strict=True):
             result[index] = tokens
     return result
-
-
-def _personal_texts(model: nn.Module, tokenizer: Any, cases: Sequence[_Case], max_length: int) -> list[list[str]]:
-    prompts = [case.prompt for case in cases]
-    longest = max((len(case.target) for case in cases), default=0) + _ROOM
-    length = max(1, min(longest, max_length - max(map(len, prompts), default=0)))
-    greedy = complete(model, tokenizer, prompts, length)
-    drawn = sample(model, tokenizer, prompts * PERSONAL_SAMPLES, length, seed=SEED)
-    return [
-        [tokenizer.decode(until_end(tokens, tokenizer)) for tokens in (greedy[index], *drawn[index :: len(cases)])]
-        for index in range(len(cases))
-    ]
 
 
 def _compare(
@@ -224,22 +166,6 @@ def complete(
     end = tokenizer.eos_token_id if ends else None
     config = GenerationConfig(**_common(tokenizer, num_tokens), do_sample=False, num_beams=beams, eos_token_id=end)
     return write(model, config, prompts_ids)
-
-
-def sample(
-    model: nn.Module, tokenizer: Any, prompts_ids: Sequence[Sequence[int]], num_tokens: int, *, seed: int
-) -> list[Tokens]:
-    """One random continuation of every prompt, at temperature 1 from the ``TOP_K`` likeliest tokens.
-
-    The seed decides, on one kind of device, everything that is random. The generators of the process are left alone.
-    """
-    config = GenerationConfig(
-        **_common(tokenizer, num_tokens), do_sample=True, num_beams=1, temperature=1.0, top_p=1.0, top_k=TOP_K
-    )
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        return write(model, config, prompts_ids)
 
 
 def until_end(tokens: Tokens, tokenizer: Any) -> Tokens:

@@ -236,25 +236,15 @@ class Searches(Record):
     """Of earlier audits."""
 
 
-class Details(Record):
-    """Personal details that came out by name, see ``extraction.Found``."""
-
-    prompts: Count
-    own: Count
-    details: Count
-    planted: Count
-    precision: Share | None
-
-
 class Generation(Record):
     """What came out when the models were let to write."""
 
     settings: dict[Text, Count]
     completion: ByCopies[Searches]
-    personal: ByCopies[Sides[Details]] | None
-    """Null unless the canaries are personal details."""
     untargeted: Json | None = None
     """Of earlier audits, which also counted secrets in texts that were sampled without a prompt."""
+    personal: Json | None = None
+    """Likewise, personal details in texts that were sampled behind the name of a person."""
     choice: Json | None = None
     """Of versions 1 and 2, which also let the models choose among secrets."""
 

@@ -48,13 +48,14 @@ if TYPE_CHECKING:
 PARTS = {
     "exposure": ("exposure",),
     "extraction": ("extraction", "sampling"),
-    **{name: ("generation", name) for name in ("completion", "personal")},
+    "completion": ("generation",),
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
 ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *attacks.TOKEN_ATTACKS, *PARTS)
 RETIRED = {
-    "untargeted": "what a text without a prompt gives away comes out sooner behind its own beginning; type --attack extraction",
+    "untargeted": "a secret comes out sooner behind its own beginning than in a text without a prompt; type --attack extraction",
+    "personal": "it sampled a few texts behind a name, and extraction counts how many a detail takes; type --attack extraction",
 }
 """What there is no more -> why, and what to type instead."""
 
@@ -159,11 +160,6 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
         advice = f"Did you mean {near[0]}?" if near else f"Type one of {', '.join(ATTACKS)}."
         raise ConfigError(f"--attack {name}: no such attack. {advice}")
     config, plan, claim = _subject(run)
-    if name == "personal" and plan.kind != "pii":
-        raise ConfigError(
-            f"--attack personal: the canaries of {run.root} are {plan.kind}, and no personal details to ask for. Train with "
-            "audit.canaries.kind: pii, or type another attack."
-        )
     parts = PARTS.get(name, ())
     examined = _examine(run, config, plan, claim, generate="generation" in parts)
     if "generation" in parts:

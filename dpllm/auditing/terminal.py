@@ -136,13 +136,6 @@ def _controls(report: Summary) -> Table:
         )
         measured = _interval(gradient.noise, gradient.noise_interval, 3)
         result.add_row("noise over C, on gradient canaries", f"{measured}; planned {gradient.noise_planned:.3f}")
-    details = beside.generation.personal if beside and beside.generation else None
-    if details:
-        inserted, base, held_out = (
-            f"{sum(one.own for one in side)} of {sum(one.prompts for one in side)}"
-            for side in zip(*((seen.inserted, seen.base, seen.held_out) for seen in details.values()), strict=True)
-        )
-        result.add_row("personal details that came out", f"{inserted} (base model {base}, left out {held_out})")
     controls = report.controls
     separates = "it separates: do not trust this audit" if controls.base_separates else "it does not separate"
     result.add_row("control: base model, same canaries", separates)

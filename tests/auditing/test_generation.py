@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import random
 from dataclasses import replace
 
@@ -15,9 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from dpllm.auditing import generation
-from dpllm.auditing.generation import complete, generate_attacks, sample
+from dpllm.auditing.generation import complete, generate_attacks
 from dpllm.auditing.scores import score
-from dpllm.auditing.table import TOP_K
 from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
 from dpllm.recipe.audit import CanaryConfig
 from dpllm.text import builtin
@@ -182,31 +180,6 @@ def test_an_end_token_ends_a_text_where_asked_and_nobody_elses(base, beams):
         assert together == [generation.until_end(text, tokenizer) for text in plain]
 
 
-def test_samples_follow_the_truncated_distribution(base, tokenizer, seed):
-    prompt = random_prompts(1, seed=5, longest=3)[0]
-    with torch.no_grad():
-        logits = base(torch.tensor([prompt])).logits[0, -1].double()
-    top = logits.topk(TOP_K)
-    expected = torch.softmax(top.values, dim=0).numpy()
-    count = 2000
-    drawn = [text[0] for text in sample(base, tokenizer, [prompt] * count, 1, seed=seed)]
-    found = np.array([drawn.count(token) for token in top.indices.tolist()])
-    assert found.sum() == count
-    large = expected > 0.005
-    statistic = ((found - count * expected)[large] ** 2 / (count * expected)[large]).sum()
-    assert statistic < large.sum() + 8 * math.sqrt(2 * large.sum()) + 16
-
-
-def test_samples_are_the_seeds_and_leave_other_randomness_alone(base, tokenizer):
-    before = torch.random.get_rng_state()
-    first = sample(base, tokenizer, [(0,)] * 8, 12, seed=1)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.rand(3)
-    assert sample(base, tokenizer, [(0,)] * 8, 12, seed=1) == first
-    assert sample(base, tokenizer, [(0,)] * 8, 12, seed=2) != first
-    assert len(set(first)) == 8
-
-
 # The whole.
 
 
@@ -232,7 +205,6 @@ def test_what_was_learned_by_heart_comes_out_and_the_controls_do_not(report, pla
     others = [learned["base"], learned["held_out"], *report["completion"]["1"]["greedy"].values()]
     assert [other["exact"] + other["near_tokens"] + other["near_characters"] for other in others] == [0] * 5
     assert max(other["mean_common_share"] for other in others) < 0.4
-    assert report["personal"] is None
 
 
 def test_greedy_completion_agrees_with_the_token_table(models, plan, report, tokenizer):
@@ -293,33 +265,6 @@ def test_a_secret_that_the_prompt_holds_is_left_out(tokenizer):
     plain = Canary("c00000", 1, "The code of the store is", "12345678", inserted=True)
     case = case_of(plain, tokenizer)
     assert generation._compare([case], [case.target], [0], tokenizer)["exact"] == 1
-
-
-def test_personal_canaries_come_out_by_name(tokenizer):
-    numbers = [
-        (f"The phone number of {name} is", f"555-555-01{10 + i}") for i, name in enumerate(("Ann", "Bob", "Cyd"))
-    ]
-    mails = [(f"The e-mail address of {name} is", f"{name.lower()}@example.org") for name in ("Eva", "Flo", "Gus")]
-    people = [Canary(f"c{i:05d}", 16, *text, inserted=i % 2 == 0) for i, text in enumerate([*numbers, *mails])]
-    references = [
-        Canary(f"r{i:05d}", 0, f"The phone number of Nobody {i} is", f"555-555-01{i + 50}", False) for i in range(20)
-    ]
-    plan = replace(
-        plan_canaries(CanaryConfig(groups={1: 1}, references=100)),
-        canaries=tuple(people),
-        references=tuple(references),
-        kind="pii",
-    )
-    tuned = memorise([one for one in people if one.inserted], tokenizer, steps=60)
-    report = found_by(Pair(tokenizer, tuned), plan)
-    json.dumps(report, allow_nan=False)
-    sides = report["personal"]["16"]
-    assert sides["inserted"]["prompts"] == 3
-    assert sides["inserted"]["own"] == 3
-    assert sides["inserted"]["planted"] >= 3
-    assert sides["inserted"]["precision"] == sides["inserted"]["planted"] / sides["inserted"]["details"]
-    assert (sides["base"]["own"], sides["base"]["planted"]) == (0, 0)
-    assert sides["held_out"]["own"] == 0
 
 
 def test_a_group_without_inserted_canaries_is_reported_empty(models, plan):

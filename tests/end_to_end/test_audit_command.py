@@ -39,7 +39,7 @@ def refused(*arguments: object) -> str:
     return answer.err
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in ("completion", "personal")])
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "completion"])
 def test_every_attack_runs_alone(finished: Place, name: str) -> None:
     before = contents(finished.run)
     answer = done("audit", finished.run, "--attack", name, "--json")
@@ -52,10 +52,6 @@ def test_a_retired_attack_says_what_to_type_instead(finished: Place) -> None:
     for name, why in RETIRED.items():
         assert refused(finished.run, "--attack", name) == f"dpllm audit: --attack {name} is retired: {why}.\n"
         assert any(f"type --attack {kept}" in why for kept in ATTACKS)
-
-
-def test_an_attack_on_personal_details_needs_some(finished: Place) -> None:
-    assert "kind: pii" in refused(finished.run, "--attack", "personal")
 
 
 def test_the_mechanism_of_a_run_is_written_beside_its_audit(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
