@@ -252,11 +252,11 @@ class Generation(Record):
 class Canaries(Record):
     """What was planted, without its text."""
 
-    kind: Literal["digits", "random_tokens", "rare_tokens", "new_tokens", "synthetic", "pii"]
-    """Kind of secret; rare_tokens, and synthetic with a number of tokens: of earlier audits."""
+    kind: Literal["digits", "random_tokens", "new_tokens", "pii"]
+    """Kind of secret."""
     settings: Json
     """What the texts follow from."""
-    log2_secrets: Number | None
+    log2_secrets: Number
     """Size of the space that a secret was drawn from, in bits."""
     groups: ByCopies[CanaryGroup]
     """Canaries by how often each was planted."""

@@ -71,11 +71,11 @@ class CanaryPlan:
     """SHA-256 over the salt and the canonical JSON of the plan: public before training, checkable afterwards."""
     salt: str = field(repr=False)
     """32 random bytes in hexadecimal: secret, since the coins could otherwise be searched for."""
-    kind: str = "digits"
+    kind: str
     """audit.canaries.kind."""
-    log2_secrets: float | None = None
+    log2_secrets: float
     """log2 |R|, in bits: what the exposure of a secret cannot exceed. ``kinds.draw`` says what it is for each kind."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
     """The other keys of audit.canaries that the texts follow from."""
     gradient_key: str = field(default="", repr=False)
     """16 random bytes in hexadecimal, from which the vectors of gradient canaries are drawn: secret, as the salt is."""
