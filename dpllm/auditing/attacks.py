@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from dpllm.auditing.statistics import fit_slope
+from dpllm.auditing.statistics import Floats, fit_slope
 from dpllm.auditing.table import CanaryScores, TokenTable
 
 # A legend of shapes: M candidates, Q references, S sequences, N tokens.
-
-Floats = NDArray[np.float64]
 
 GAMMA = 1.0
 """RMIA's threshold of the likelihood ratio."""

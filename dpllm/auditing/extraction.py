@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpllm.auditing import attacks
+from dpllm.auditing.statistics import Floats
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 
 # A legend of shapes: S sequences.
 
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 # --- from probabilities: nothing is generated ---------------------------------------------------------------------

@@ -163,8 +163,18 @@ def complete(
             token like any other, so a greedy completion is the target exactly if each of the target's tokens is the arg max
             behind those before it.
     """
-    end = tokenizer.eos_token_id if ends else None
-    config = GenerationConfig(**_common(tokenizer, num_tokens), do_sample=False, num_beams=beams, eos_token_id=end)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked, so any token will do
+    config = GenerationConfig(
+        max_new_tokens=num_tokens,
+        pad_token_id=padding,
+        eos_token_id=tokenizer.eos_token_id if ends else None,
+        do_sample=False,
+        num_beams=beams,
+        use_cache=True,
+        repetition_penalty=1.0,
+        length_penalty=1.0,
+        no_repeat_ngram_size=0,
+    )
     return write(model, config, prompts_ids)
 
 
@@ -172,18 +182,6 @@ def until_end(tokens: Tokens, tokenizer: Any) -> Tokens:
     """The tokens before the first end token: what a reader takes for the text."""
     end = tokenizer.eos_token_id
     return tokens[: tokens.index(end)] if end in tokens else tokens
-
-
-def _common(tokenizer: Any, num_tokens: int) -> dict[str, Any]:
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked, so any token will do
-    return {
-        "max_new_tokens": num_tokens,
-        "pad_token_id": padding,
-        "use_cache": True,
-        "repetition_penalty": 1.0,
-        "length_penalty": 1.0,
-        "no_repeat_ngram_size": 0,
-    }
 
 
 def write(model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequence[int]]) -> list[Tokens]:

@@ -84,16 +84,13 @@ class ModelSource:
             ids_BT = torch.tensor([self._prompt(sentence)[0]], device=self._device)
             with torch.inference_mode():
                 logits_V = self._model(input_ids=ids_BT, use_cache=False).logits[0, -1].double().cpu()
-            self._check_numbers(logits_V)
+            if bool(logits_V.isnan().any()):
+                raise ConfigError(
+                    f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
+                    "from it; use audit.canaries.kind digits, or model.dtype: float32."
+                )
             total_V = total_V + torch.log_softmax(logits_V, dim=-1)
         return np.asarray((total_V / len(sentences)).numpy(), dtype=np.float64)
-
-    def _check_numbers(self, logits: torch.Tensor) -> None:
-        if bool(logits.isnan().any()):
-            raise ConfigError(
-                f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
-                "from it; use audit.canaries.kind digits, or model.dtype: float32."
-            )
 
     @cached_property
     def _model(self) -> Any:
