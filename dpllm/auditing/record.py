@@ -232,7 +232,7 @@ class Searches(Record):
     """Completions by each way of looking for them."""
 
     greedy: Sides[Completions]
-    beam: Json | None = None
+    beam: Sides[Completions] | None = None
     """Of earlier audits."""
 
 
