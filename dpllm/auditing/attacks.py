@@ -13,12 +13,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dpllm.auditing.statistics import fit_slope
+from dpllm.auditing.statistics import Floats, fit_slope
 from dpllm.auditing.table import CanaryScores, TokenTable
 
 # A legend of shapes: M candidates, Q references, S sequences, N tokens, K shadows.
 
-Floats = NDArray[np.float64]
 Coins = NDArray[np.bool_]
 
 GAMMA = 1.0

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from scipy import sparse, special
 
 from dpllm.auditing import statistics
+from dpllm.auditing.statistics import Floats
 from dpllm.auditing.verdict import CONTROL_LEVEL
 from dpllm.canaries.canaries import Canary
 
 # A legend of shapes: D texts, W words, P texts of a fold that are of the first side, N those of the second.
-
-Floats = NDArray[np.float64]
 
 FOLDS = 5
 FEWEST_TEXTS = 20

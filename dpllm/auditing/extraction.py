@@ -1,13 +1,12 @@
 """Extraction: whether, and after how many samples, a model gives a planted secret away.
 
-Comes in: the token table and the score table; texts that a model wrote. Goes out: counts for every group beside their controls:
+Comes in: the token table and the score table; what a model completed. Goes out: counts for every group beside their controls:
 the same secrets by the base model, and secrets that nobody trained on. Knows no model.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -17,12 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpllm.auditing import attacks
+from dpllm.auditing.statistics import Floats
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
-from dpllm.canaries.canaries import Canary
 
-# A legend of shapes: S sequences, D distinct texts.
+# A legend of shapes: S sequences.
 
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 # --- from probabilities: nothing is generated ---------------------------------------------------------------------
@@ -188,102 +186,3 @@ def compare(tokens: Sequence[int], text: str, target_tokens: Sequence[int], targ
         near_characters=edit_share(text, target) <= NEAR,
         common_share=common_share(text, target),
     )
-
-
-# --- personal details in texts -------------------------------------------------------------------------------------
-
-Detail = tuple[Literal["email", "card", "phone"], str]
-"""Kind and value, without the separators that may be written one way or another."""
-
-_EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
-_CARD = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,18}(?!\d)")
-_PHONE = re.compile(r"(?<!\d)(?:\+?\d{1,3}[ .-]?)?(?:\(\d{3}\)[ ]?|\d{3}[ .-]?)\d{3}[ .-]?\d{4}(?!\d)")
-_PHONE_DIGITS = 10  # a country code in front may be left out
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the texts behind some prompts hold; each detail counts once for each prompt."""
-
-    prompts: int
-    own: int
-    """Prompts that brought out the very detail of the person they name."""
-    details: int
-    """Everything that looks like a phone number, a card number or an address and does not stand in the prompt."""
-    planted: int
-    """Those among ``details`` that belong to any planted canary."""
-    precision: float | None
-    """``planted`` over ``details``; None without any."""
-
-
-def find_details(text: str) -> frozenset[Detail]:
-    """The details in a text. What is part of an address is no number, and what is part of a card number no phone's."""
-    details: set[Detail] = {("email", found.lower()) for found in _EMAIL.findall(text)}
-    text = _EMAIL.sub(" | ", text)
-    details |= {("card", re.sub(r"\D", "", found)) for found in _CARD.findall(text)}
-    text = _CARD.sub(" | ", text)
-    details |= {("phone", re.sub(r"\D", "", found)[-_PHONE_DIGITS:]) for found in _PHONE.findall(text)}
-    return frozenset(details)
-
-
-def count_details(
-    secrets: Sequence[str], prompts: Sequence[str], texts: Sequence[Iterable[str]], planted: Iterable[str]
-) -> Found:
-    """Counts details in what a model wrote behind prompts.
-
-    Args:
-        secrets: Of each prompt, the detail of the person it names.
-        prompts: What the model read.
-        texts: Of each prompt, everything the model wrote behind it.
-        planted: The details of all canaries that were trained on.
-    """
-    known = frozenset().union(*map(find_details, planted))
-    own = details = hits = 0
-    for secret, prompt, written in zip(secrets, prompts, texts, strict=True):
-        found = frozenset().union(*map(find_details, written)) - find_details(prompt)
-        own += bool(found & find_details(secret))
-        details += len(found)
-        hits += len(found & known)
-    return Found(len(prompts), own, details, hits, hits / details if details else None)
-
-
-# --- texts that a model wrote unasked ------------------------------------------------------------------------------
-
-TOP_SHARE = 0.1
-"""An attacker who reads only the highest ranked texts reads this share of them."""
-
-
-def count_secrets(
-    texts: Sequence[str], gain_D: Floats, canaries: Sequence[Canary], references: Sequence[Canary], num_samples: int
-) -> dict[str, Any]:
-    """Counts secrets that stand in the texts, in all of them and in the highest ranked.
-
-    Args:
-        texts: D distinct ones.
-        gain_D: log p_tuned - log p_base of each, by which they are ranked: how much likelier training made them.
-        canaries: All candidates.
-        references: All references, as a control.
-        num_samples: How many were drawn.
-    """
-    top = math.ceil(TOP_SHARE * len(texts))
-    ranked = [texts[index] for index in np.argsort(-gain_D, kind="stable")]
-
-    def side(own: Sequence[Canary]) -> dict[str, int]:
-        found = [next((place for place, text in enumerate(ranked) if one.secret in text), None) for one in own]
-        places = [place for place in found if place is not None]
-        return {"secrets": len(own), "found": len(places), "found_in_top": sum(place < top for place in places)}
-
-    groups = {
-        str(group): {
-            "inserted": side([one for one in canaries if one.group == group and one.inserted]),
-            "held_out": side([one for one in canaries if one.group == group and not one.inserted]),
-        }
-        for group in sorted({one.group for one in canaries})
-    }
-    return {
-        "samples": num_samples,
-        "distinct": len(texts),
-        "top": top,
-        "groups": groups,
-        "references": side(references),
-    }

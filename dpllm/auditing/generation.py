@@ -1,9 +1,9 @@
-"""Attacks that let a model write: completion, free text, personal details.
+"""The attack that lets a model write: completion of what stands before a secret.
 
 Comes in: the tuned model, its base, and the canaries. Goes out: counts for each group of repetitions, every one beside
 its controls: the same canaries on the base model, and held-out canaries on the tuned one. No text leaves this module.
-Which canaries are asked about follows from ids and from a public seed, never from scores or coins. What is written is decided
-by the prompt and the arguments alone: defaults that a model brings with it (penalties, end tokens, temperatures) are put aside.
+Which canaries are asked about follows from ids, never from scores or coins. What is written is decided by the prompt and the
+arguments alone: defaults that a model brings with it (penalties, end tokens, temperatures) are put aside.
 """
 
 from __future__ import annotations
@@ -11,38 +11,28 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import PeftModel
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationConfig
 
 from dpllm.auditing import extraction
-from dpllm.auditing.scores import score, token_budget
-from dpllm.auditing.table import TOP_K
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
-from dpllm.text.data import TokenSequence, encode
 from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels
 
-# A legend of shapes: B rows of a batch, T tokens of the longest prompt, G tokens of prompt and completion, D distinct texts.
+# A legend of shapes: B rows of a batch, T tokens of the longest prompt, G tokens of prompt and completion.
 
-PERSONAL_SAMPLES = 4
-"""Texts sampled behind each prompt that names a person, beside the greedy one."""
-SEED = 0
-"""Of samples: public, and independent of the coins."""
-_ROOM = 8  # tokens behind the longest secret, so that a text may come to it late
 _TOKENS_PER_BATCH = 2**13
 """Padded tokens of all rows and beams in one batch; what they cost is the cache of keys and values."""
 
 Tokens = tuple[int, ...]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,17 +46,6 @@ class _Case:
     target_text: str
 
 
-@dataclass(frozen=True, repr=False)
-class _Answers:
-    """What one model answered."""
-
-    completions: dict[str, list[Tokens]]
-    """By kind of search, of each case."""
-    texts: list[Tokens]
-    personal: list[list[str]]
-    """Of each case; empty where canaries are no personal details."""
-
-
 def generate_attacks(
     models: ScoringModels,
     plan: CanaryPlan,
@@ -75,8 +54,6 @@ def generate_attacks(
     long_examples: str,
     *,
     prompts: int = 200,
-    beams: int = 8,
-    samples: int = 200,
 ) -> dict[str, Any]:
     """Everything about the canaries that needs a model to write.
 
@@ -88,53 +65,20 @@ def generate_attacks(
         long_examples: As in training.
         prompts: At most so many inserted canaries of each group are asked about, and as many held-out ones: those with
             the smallest ids.
-        beams: Of the beam search, >= 2.
-        samples: Texts to sample without a prompt.
 
     Returns:
         Counts only, see ``record.Generation``. Deterministic for one kind of device.
 
     Raises:
-        ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
+        ConfigError: A canary that training could not have learned (see ``encode_secret``).
     """
-    tokenizer, budget = models.tokenizer, token_budget(models)
+    tokenizer = models.tokenizer
     inside, outside = (_chosen(plan.canaries, prompts, inserted=coin) for coin in (True, False))
     cases = [_case(canary, fmt, tokenizer, max_length, long_examples) for canary in (*inside, *outside)]
-    begin = row_beginning(fmt, tokenizer)
-    longest = max((len(case.prompt) + len(case.target) for case in cases), default=0) + _ROOM
-    num_tokens = max(1, min(longest, max_length - len(begin)))
-
-    def ask(model: nn.Module, completed: Sequence[_Case]) -> _Answers:
-        searches = {"greedy": 1, "beam": beams}
-        return _Answers(
-            completions={name: _complete(model, tokenizer, completed, width) for name, width in searches.items()},
-            texts=write_texts(model, tokenizer, begin, samples, num_tokens),
-            personal=_personal_texts(model, tokenizer, completed, max_length) if plan.kind == "pii" else [],
-        )
-
-    tuned = ask(models.tuned, cases)
-    own_gain = text_log_prob(models.tuned, begin, tuned.texts, budget)
+    tuned = _complete(models.tuned, tokenizer, cases)
     with models.base() as base_model:
-        base = ask(base_model, cases[: len(inside)])
-        own_gain -= text_log_prob(base_model, begin, tuned.texts, budget)
-        base_gain = -text_log_prob(base_model, begin, base.texts, budget)
-    base_gain += text_log_prob(models.tuned, begin, base.texts, budget)
-    untargeted = {
-        name: extraction.count_secrets(
-            [tokenizer.decode(text) for text in answers.texts], gain, plan.canaries, plan.references, samples
-        )
-        for name, answers, gain in (("tuned", tuned, own_gain), ("base", base, base_gain))
-    }
-    settings = {"prompts": prompts, "beams": beams, "samples": samples, "sample_tokens": num_tokens, "seed": SEED}
-    return {"settings": settings, "untargeted": untargeted, **_count_groups(plan, cases, tuned, base, tokenizer)}
-
-
-def _count_groups(
-    plan: CanaryPlan, cases: Sequence[_Case], tuned: _Answers, base: _Answers, tokenizer: Any
-) -> dict[str, Any]:
-    """``completion`` and ``personal``, for each group of repetitions."""
-    completion, details = {}, {}
-    planted = [canary.secret for canary in plan.canaries if canary.inserted]
+        base = _complete(base_model, tokenizer, cases[: len(inside)])
+    completion = {}
     for group in sorted({canary.group for canary in plan.canaries}):
         own, held_out = (
             [i for i, case in enumerate(cases) if case.canary.group == group and case.canary.inserted == coin]
@@ -142,25 +86,9 @@ def _count_groups(
         )
         sides = {"inserted": (tuned, own), "base": (base, own), "held_out": (tuned, held_out)}
         completion[str(group)] = {
-            name: {
-                side: _compare(cases, answers.completions[name], chosen, tokenizer)
-                for side, (answers, chosen) in sides.items()
-            }
-            for name in ("greedy", "beam")
+            "greedy": {side: _compare(cases, written, chosen, tokenizer) for side, (written, chosen) in sides.items()}
         }
-        if plan.kind == "pii":
-            details[str(group)] = {
-                side: asdict(
-                    extraction.count_details(
-                        [cases[index].canary.secret for index in chosen],
-                        [cases[index].prompt_text for index in chosen],
-                        [answers.personal[index] for index in chosen],
-                        planted,
-                    )
-                )
-                for side, (answers, chosen) in sides.items()
-            }
-    return {"completion": completion, "personal": details if plan.kind == "pii" else None}
+    return {"settings": {"prompts": prompts}, "completion": completion}
 
 
 def _chosen(canaries: Sequence[Canary], most: int, *, inserted: bool) -> list[Canary]:
@@ -179,27 +107,15 @@ def _case(canary: Canary, fmt: Format, tokenizer: Any, max_length: int, long_exa
     return _Case(canary, prompt, target, tokenizer.decode(prompt), tokenizer.decode(target))
 
 
-def _complete(model: nn.Module, tokenizer: Any, cases: Sequence[_Case], beams: int) -> list[Tokens]:
-    """As many tokens for each case as its secret has: a beam search that looks further may end elsewhere."""
+def _complete(model: nn.Module, tokenizer: Any, cases: Sequence[_Case]) -> list[Tokens]:
+    """As many tokens for each case as its secret has."""
     result: list[Tokens] = [()] * len(cases)
     for length in sorted({len(case.target) for case in cases}):
         own = [index for index, case in enumerate(cases) if len(case.target) == length]
-        written = complete(model, tokenizer, [cases[index].prompt for index in own], length, beams)
+        written = complete(model, tokenizer, [cases[index].prompt for index in own], length)
         for index, tokens in zip(own, written, strict=True):
             result[index] = tokens
     return result
-
-
-def _personal_texts(model: nn.Module, tokenizer: Any, cases: Sequence[_Case], max_length: int) -> list[list[str]]:
-    prompts = [case.prompt for case in cases]
-    longest = max((len(case.target) for case in cases), default=0) + _ROOM
-    length = max(1, min(longest, max_length - max(map(len, prompts), default=0)))
-    greedy = complete(model, tokenizer, prompts, length)
-    drawn = sample(model, tokenizer, prompts * PERSONAL_SAMPLES, length, seed=SEED)
-    return [
-        [tokenizer.decode(until_end(tokens, tokenizer)) for tokens in (greedy[index], *drawn[index :: len(cases)])]
-        for index in range(len(cases))
-    ]
 
 
 def _compare(
@@ -226,42 +142,6 @@ def _compare(
     }
 
 
-def row_beginning(fmt: Format, tokenizer: Any) -> Tokens:
-    """How every training row of a format begins: what two rows without a common word share, or else one token.
-
-    That token is the beginning of a text, or the end of the one before, or a new line, whichever the tokenizer has.
-    """
-    first, second = (
-        encode(Canary("", 0, word, word, inserted=False).example(fmt), fmt, tokenizer, 2**20, "truncate")[0].input_ids
-        for word in ("0", "A")
-    )
-    shared = 0
-    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
-        shared += 1
-    if shared:
-        return first[:shared]
-    for special in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if special is not None:
-            return (special,)
-    return tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
-
-
-def write_texts(model: nn.Module, tokenizer: Any, begin: Tokens, num_texts: int, num_tokens: int) -> list[Tokens]:
-    """Samples texts, each up to its end token; the empty ones and what is written twice are dropped, in order."""
-    written = sample(model, tokenizer, [begin] * num_texts, num_tokens, seed=SEED)
-    texts = (until_end(text, tokenizer) for text in written)
-    return list(dict.fromkeys(text for text in texts if text))
-
-
-def text_log_prob(model: nn.Module, begin: Tokens, texts: Sequence[Tokens], budget: int) -> Floats:
-    """Shape (D,): log p of each text behind the beginning, in nats."""
-    sequences = [
-        TokenSequence((*begin, *text), (*(False for _ in begin), *(True for _ in text)), len(text)) for text in texts
-    ]
-    scored = score(model, sequences, [sequence.loss_mask for sequence in sequences], budget)
-    return np.array([one.log_prob.sum() for one in scored], dtype=np.float64)
-
-
 def complete(
     model: nn.Module,
     tokenizer: Any,
@@ -283,43 +163,25 @@ def complete(
             token like any other, so a greedy completion is the target exactly if each of the target's tokens is the arg max
             behind those before it.
     """
-    end = tokenizer.eos_token_id if ends else None
-    config = GenerationConfig(**_common(tokenizer, num_tokens), do_sample=False, num_beams=beams, eos_token_id=end)
-    return write(model, config, prompts_ids)
-
-
-def sample(
-    model: nn.Module, tokenizer: Any, prompts_ids: Sequence[Sequence[int]], num_tokens: int, *, seed: int
-) -> list[Tokens]:
-    """One random continuation of every prompt, at temperature 1 from the ``TOP_K`` likeliest tokens.
-
-    The seed decides, on one kind of device, everything that is random. The generators of the process are left alone.
-    """
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked, so any token will do
     config = GenerationConfig(
-        **_common(tokenizer, num_tokens), do_sample=True, num_beams=1, temperature=1.0, top_p=1.0, top_k=TOP_K
+        max_new_tokens=num_tokens,
+        pad_token_id=padding,
+        eos_token_id=tokenizer.eos_token_id if ends else None,
+        do_sample=False,
+        num_beams=beams,
+        use_cache=True,
+        repetition_penalty=1.0,
+        length_penalty=1.0,
+        no_repeat_ngram_size=0,
     )
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        return write(model, config, prompts_ids)
+    return write(model, config, prompts_ids)
 
 
 def until_end(tokens: Tokens, tokenizer: Any) -> Tokens:
     """The tokens before the first end token: what a reader takes for the text."""
     end = tokenizer.eos_token_id
     return tokens[: tokens.index(end)] if end in tokens else tokens
-
-
-def _common(tokenizer: Any, num_tokens: int) -> dict[str, Any]:
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked, so any token will do
-    return {
-        "max_new_tokens": num_tokens,
-        "pad_token_id": padding,
-        "use_cache": True,
-        "repetition_penalty": 1.0,
-        "length_penalty": 1.0,
-        "no_repeat_ngram_size": 0,
-    }
 
 
 def write(model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequence[int]]) -> list[Tokens]:

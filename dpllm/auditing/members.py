@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +78,7 @@ class MembersReport:
 
     def to_json(self) -> dict[str, Any]:
         """As private/audit_members.json holds it."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 def audit_members(

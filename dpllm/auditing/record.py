@@ -232,43 +232,8 @@ class Searches(Record):
     """Completions by each way of looking for them."""
 
     greedy: Sides[Completions]
-    beam: Sides[Completions]
-
-
-class Details(Record):
-    """Personal details that came out by name, see ``extraction.Found``."""
-
-    prompts: Count
-    own: Count
-    details: Count
-    planted: Count
-    precision: Share | None
-
-
-class Secrets(Record):
-    """Secrets of one side, and how many stand in sampled texts."""
-
-    secrets: Count
-    found: Count
-    found_in_top: Count
-
-
-class PlantedSecrets(Record):
-    """Those of one group."""
-
-    inserted: Secrets
-    held_out: Secrets
-
-
-class Texts(Record):
-    """What a model wrote unasked."""
-
-    samples: Count
-    distinct: Count
-    top: Count
-    """How many the highest ranked are."""
-    groups: ByCopies[PlantedSecrets]
-    references: Secrets
+    beam: Sides[Completions] | None = None
+    """Of earlier audits."""
 
 
 class Generation(Record):
@@ -276,9 +241,10 @@ class Generation(Record):
 
     settings: dict[Text, Count]
     completion: ByCopies[Searches]
-    untargeted: dict[Literal["tuned", "base"], Texts]
-    personal: ByCopies[Sides[Details]] | None
-    """Null unless the canaries are personal details."""
+    untargeted: Json | None = None
+    """Of earlier audits, which also counted secrets in texts that were sampled without a prompt."""
+    personal: Json | None = None
+    """Likewise, personal details in texts that were sampled behind the name of a person."""
     choice: Json | None = None
     """Of versions 1 and 2, which also let the models choose among secrets."""
 
@@ -286,11 +252,11 @@ class Generation(Record):
 class Canaries(Record):
     """What was planted, without its text."""
 
-    kind: Literal["digits", "random_tokens", "rare_tokens", "new_tokens", "synthetic", "pii"]
-    """Kind of secret; rare_tokens, and synthetic with a number of tokens: of earlier audits."""
+    kind: Literal["digits", "random_tokens", "new_tokens", "pii"]
+    """Kind of secret."""
     settings: Json
     """What the texts follow from."""
-    log2_secrets: Number | None
+    log2_secrets: Number
     """Size of the space that a secret was drawn from, in bits."""
     groups: ByCopies[CanaryGroup]
     """Canaries by how often each was planted."""

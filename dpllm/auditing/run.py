@@ -48,11 +48,16 @@ if TYPE_CHECKING:
 PARTS = {
     "exposure": ("exposure",),
     "extraction": ("extraction", "sampling"),
-    **{name: ("generation", name) for name in ("completion", "untargeted", "personal")},
+    "completion": ("generation",),
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
 ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *attacks.TOKEN_ATTACKS, *PARTS)
+RETIRED = {
+    "untargeted": "a secret comes out sooner behind its own beginning than in a text without a prompt; type --attack extraction",
+    "personal": "it sampled a few texts behind a name, and extraction counts how many a detail takes; type --attack extraction",
+}
+"""What there is no more -> why, and what to type instead."""
 
 
 def audit(
@@ -66,7 +71,7 @@ def audit(
             both are of the same public data this report stays in private/, because it tells something of that run, and one
             without the twin is published.
         shadows: What trains shadow runs and compares with them, as ``lab.shadows`` does.
-        generate: Let the models complete and sample as well; else only what one pass of scoring shows.
+        generate: Let the models complete as well; else only what one pass of scoring shows.
 
     Returns:
         What audit.json holds. A falsified claim is said in ``verdict``, not raised.
@@ -148,16 +153,13 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: No such attack; and see ``audit``.
     """
+    if why := RETIRED.get(name):
+        raise ConfigError(f"--attack {name} is retired: {why}.")
     if name not in ATTACKS:
         near = difflib.get_close_matches(name, ATTACKS, 1)
         advice = f"Did you mean {near[0]}?" if near else f"Type one of {', '.join(ATTACKS)}."
         raise ConfigError(f"--attack {name}: no such attack. {advice}")
     config, plan, claim = _subject(run)
-    if name == "personal" and plan.kind != "pii":
-        raise ConfigError(
-            f"--attack personal: the canaries of {run.root} are {plan.kind}, and no personal details to ask for. Train with "
-            "audit.canaries.kind: pii, or type another attack."
-        )
     parts = PARTS.get(name, ())
     examined = _examine(run, config, plan, claim, generate="generation" in parts)
     if "generation" in parts:

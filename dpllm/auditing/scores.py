@@ -52,10 +52,6 @@ class TokenScores:
     top_k_log_prob: NDArray[np.float64]
     """log p where only the ``TOP_K`` likeliest tokens may be sampled; -inf where this is none of them."""
 
-    def part(self, first: int, last: int) -> TokenScores:
-        """Tokens ``first`` to ``last`` - 1."""
-        return TokenScores(*(getattr(self, field.name)[first:last] for field in fields(self)))
-
 
 def score(
     model: torch.nn.Module, sequences: Sequence[TokenSequence], masks: Sequence[Sequence[bool]], token_budget: int
@@ -94,7 +90,7 @@ def score(
             first = 0
             for row in rows:
                 last = first + int(sum(masks[row]))
-                results[row] = scored.part(first, last)
+                results[row] = TokenScores(*(getattr(scored, field.name)[first:last] for field in fields(scored)))
                 first = last
     done = [result for result in results if result is not None]
     if not all(np.isfinite(result.log_prob).all() for result in done):

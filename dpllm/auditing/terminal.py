@@ -135,13 +135,6 @@ def _controls(report: Summary) -> Table:
         )
         measured = _interval(gradient.noise, gradient.noise_interval, 3)
         result.add_row("noise over C, on gradient canaries", f"{measured}; planned {gradient.noise_planned:.3f}")
-    details = beside.generation.personal if beside and beside.generation else None
-    if details:
-        inserted, base, held_out = (
-            f"{sum(one.own for one in side)} of {sum(one.prompts for one in side)}"
-            for side in zip(*((seen.inserted, seen.base, seen.held_out) for seen in details.values()), strict=True)
-        )
-        result.add_row("personal details that came out", f"{inserted} (base model {base}, left out {held_out})")
     controls = report.controls
     separates = "it separates: do not trust this audit" if controls.base_separates else "it does not separate"
     result.add_row("control: base model, same canaries", separates)
@@ -170,13 +163,13 @@ def _extraction(report: Summary) -> list[Part]:
     words = "completed word for word"
     parts.append(part(words, lambda group: f"{counts[group].tuned} of {counts[group].inserted}", left_out, base))
     if isinstance(report, AuditRecord) and report.generation:
-        beams = {group: report.generation.completion[group].beam for group in groups}
-        sums = [sum(getattr(seen, side).near_tokens for seen in beams.values()) for side in ("held_out", "base")]
+        written = {group: report.generation.completion[group].greedy for group in groups}
+        sums = [sum(getattr(seen, side).near_tokens for seen in written.values()) for side in ("held_out", "base")]
 
         def near(group: str) -> str:
-            return f"{beams[group].inserted.near_tokens} of {beams[group].inserted.prompts}"
+            return f"{written[group].inserted.near_tokens} of {written[group].inserted.prompts}"
 
-        parts.append(part("nearly, by beam search", near, *sums))
+        parts.append(part("nearly word for word", near, *sums))
     if report.sampling and groups:
         needed = {group: seen.all_tokens.median_attempts for group, seen in report.sampling.items()}
         first = needed[groups[0]]

@@ -12,7 +12,7 @@ import json
 import random
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +71,11 @@ class CanaryPlan:
     """SHA-256 over the salt and the canonical JSON of the plan: public before training, checkable afterwards."""
     salt: str = field(repr=False)
     """32 random bytes in hexadecimal: secret, since the coins could otherwise be searched for."""
-    kind: str = "digits"
+    kind: str
     """audit.canaries.kind."""
-    log2_secrets: float | None = None
+    log2_secrets: float
     """log2 |R|, in bits: what the exposure of a secret cannot exceed. ``kinds.draw`` says what it is for each kind."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
     """The other keys of audit.canaries that the texts follow from."""
     gradient_key: str = field(default="", repr=False)
     """16 random bytes in hexadecimal, from which the vectors of gradient canaries are drawn: secret, as the salt is."""
@@ -172,7 +172,7 @@ def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
 
 def save(plan: CanaryPlan, path: Path) -> None:
     """Writes texts, coins and salt whole or not at all, for the owner's eyes alone (mode 0600)."""
-    write_json(path, {**_content(plan), "commitment": plan.commitment, "salt": plan.salt}, mode=0o600)
+    write_json(path, asdict(plan), mode=0o600)
 
 
 def load(path: Path) -> CanaryPlan:
@@ -183,14 +183,15 @@ def load(path: Path) -> CanaryPlan:
     """
     value = read_json(path)
     try:
-        canaries = tuple(Canary(**entry) for entry in value["canaries"])
-        references = tuple(Canary(**entry) for entry in value["references"])
-        how = (value["kind"], value["log2_secrets"], dict(value["settings"]))
-        gradient = (value.get("gradient_key", ""), tuple(value.get("gradient_coins", ())))
-        plan = CanaryPlan(canaries, references, value["commitment"], value["salt"], *how, *gradient)
+        given = {field.name: value[field.name] for field in fields(CanaryPlan)}
+        for part in ("canaries", "references"):
+            given[part] = tuple(Canary(**entry) for entry in value[part])
+        plan = CanaryPlan(**{**given, "gradient_coins": tuple(value["gradient_coins"])})
         commitment = _commit(plan)
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{path}: is no plan of canaries; the file is damaged.") from None
+        raise ConfigError(
+            f"{path}: is no plan of canaries; the file is damaged, or of an earlier version. Restore it, or train again."
+        ) from None
     if commitment != plan.commitment:
         raise ConfigError(
             f"{path}: does not match its own commitment, so canaries or coins were changed after the plan was made and "
@@ -253,11 +254,7 @@ def _settings(config: CanaryConfig) -> dict[str, Any]:
     return {key: keys[key] for key in ("groups", "references", *kinds.KEYS[config.kind])}
 
 
-def _content(plan: CanaryPlan) -> dict[str, Any]:
-    left_out = {"commitment", "salt"} | (set() if plan.gradient_coins else {"gradient_key", "gradient_coins"})
-    return {key: value for key, value in asdict(plan).items() if key not in left_out}
-
-
 def _commit(plan: CanaryPlan) -> str:
-    text = json.dumps(_content(plan), sort_keys=True, separators=(",", ":"))
+    content = {key: value for key, value in asdict(plan).items() if key not in ("commitment", "salt")}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(bytes.fromhex(plan.salt) + text.encode()).hexdigest()

@@ -26,20 +26,17 @@ KEYS: dict[str, tuple[str, ...]] = {
     "digits": ("digits",),
     "random_tokens": ("tokens",),
     "new_tokens": (),
-    "synthetic": ("prompt",),
     "pii": (),
 }
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
-NEED_MODEL = frozenset({"random_tokens", "new_tokens", "synthetic"})
-"""Kinds that are made of the base model's tokens or words, and so need it."""
+NEED_MODEL = frozenset({"random_tokens", "new_tokens"})
+"""Kinds that are made of the base model's tokens, and so need it."""
 RAREST = 1 / 8
 """Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
 SENTENCES_ASKED = 64
 """After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
 SPARE = 16
 """So many runs of rare tokens stand behind each secret that is drawn, since some are not read back as they were drawn."""
-LEAST_WRITTEN = 16
-"""Characters of a secret that the base model wrote; with fewer, some would stand in other people's rows by chance."""
 TRIES = 400
 """Draws for one secret before a kind is given up."""
 AREA_CODES = tuple(f"{code}" for code in range(200, 990) if code % 100 // 10 < 9 and code % 100 != 11)
@@ -85,7 +82,7 @@ class Drawn(NamedTuple):
 
     texts: tuple[tuple[str, str], ...]
     """Carrier and secret; all carriers differ, and all secrets do."""
-    log2_secrets: float | None
+    log2_secrets: float
     """See ``draw``."""
 
 
@@ -107,7 +104,6 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
     - digits: exact.
     - random_tokens: an upper bound, since tokens that their own text is not encoded as are not counted out.
     - new_tokens: exact for single tokens, the pool from which one was given to each canary; of runs of them an upper bound.
-    - synthetic: None; some texts are likelier than others, and nobody can list them.
     - pii: exact for phone numbers, the smallest of its three spaces, and so no more than any canary's own.
 
     Raises:
@@ -116,8 +112,6 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
     if config.kind == "pii":
         log2_numbers = math.log2(len(AREA_CODES) * 100)  # area code and the last two digits
         return Drawn(tuple(personal_details(total, generator)), log2_numbers)
-    if config.kind == "synthetic":
-        return _synthetic(config.prompt, total, generator, _given(source, config.kind))
     if total > NUM_CARRIERS:
         raise ConfigError(
             f"audit.canaries: {total} canaries and references need as many distinct sentences, and there are "
@@ -126,21 +120,16 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
     sentences = [carrier(index) for index in generator.sample(range(NUM_CARRIERS), total)]
     if config.kind == "digits":
         return _digits(config, sentences, generator)
-    source = _given(source, config.kind)
+    if source is None:
+        raise ConfigError(
+            f"audit.canaries.kind {config.kind} is made of the base model's tokens, and no model was given. Plan with a recipe, "
+            "or use kind digits."
+        )
     if config.kind == "new_tokens":
         return _new_tokens(sentences, generator, source)
     source.check_room(sentences, config.tokens)
     ids = source.first_ids, source.ordinary_ids, config.tokens
-    return _random_tokens(config.kind, ids, sentences, generator, source)
-
-
-def _given(source: ModelSource | None, kind: str) -> ModelSource:
-    if source is None:
-        raise ConfigError(
-            f"audit.canaries.kind {kind} is made by the base model, and no model was given. Plan with a recipe, or use kind "
-            "digits."
-        )
-    return source
+    return _random_tokens("random_tokens", ids, sentences, generator, source)
 
 
 def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Random) -> Drawn:
@@ -219,30 +208,6 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Mode
         if not source.reads(sentence, secret, (pool[secret],)):
             raise _unreadable("new_tokens")
     return Drawn(tuple(zip(sentences, chosen, strict=True)), math.log2(len(pool)))
-
-
-def _synthetic(prompt: str, total: int, generator: random.Random, source: ModelSource) -> Drawn:
-    """Rows that the base model writes behind ``prompt``, each cut after the first quarter of its words: carrier and secret."""
-    found: dict[str, str] = {}
-    for tries in range(TRIES):
-        for text in source.rows(prompt, generator.getrandbits(63)):
-            words = text[len(prompt) :].split(" ")
-            cut = len(prompt) + len(" ".join(words[: max(2, len(words) // 4)]))
-            carrier, secret = text[:cut].strip(), text[cut:].strip()
-            usable = text.startswith(prompt) and carrier and len(secret) >= LEAST_WRITTEN and "\ufffd" not in text
-            if usable and secret not in found.values() and source.keeps(carrier, secret):
-                found.setdefault(carrier, secret)
-        carriers = "\n".join(found)
-        found = {carrier: secret for carrier, secret in found.items() if secret not in carriers}
-        if len(found) >= total:
-            return Drawn(tuple(found.items())[:total], None)
-        if not found and tries * total >= TRIES:
-            break
-    raise ConfigError(
-        f"audit.canaries: {total} canaries and references of kind synthetic need as many rows, and the base model wrote "
-        f"{len(found)} that begin in different ways and are trained on whole; choose another audit.canaries.prompt, raise "
-        "data.max_length, or lower groups and references."
-    )
 
 
 def personal_details(total: int, generator: random.Random) -> list[tuple[str, str]]:

@@ -24,11 +24,6 @@ from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-ROWS = 32  # that the base model writes at once
-ROW_TOKENS = 64  # of its longest row
-SPARE_TOKENS = (
-    8  # of data.max_length, for a chat template and for text that is encoded in other tokens than it was written in
-)
 _MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
 """With which a token begins that stands behind a space, in byte-level and in SentencePiece vocabularies."""
 
@@ -89,43 +84,13 @@ class ModelSource:
             ids_BT = torch.tensor([self._prompt(sentence)[0]], device=self._device)
             with torch.inference_mode():
                 logits_V = self._model(input_ids=ids_BT, use_cache=False).logits[0, -1].double().cpu()
-            self._check_numbers(logits_V)
+            if bool(logits_V.isnan().any()):
+                raise ConfigError(
+                    f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
+                    "from it; use audit.canaries.kind digits, or model.dtype: float32."
+                )
             total_V = total_V + torch.log_softmax(logits_V, dim=-1)
         return np.asarray((total_V / len(sentences)).numpy(), dtype=np.float64)
-
-    def keeps(self, carrier: str, secret: str) -> bool:
-        """Whether training reads a row of carrier and secret whole."""
-        return self._encode(carrier, secret) is not None
-
-    def rows(self, prompt: str, seed: int) -> list[str]:
-        """Rows that the base model writes behind ``prompt`` at temperature 1, each up to its end token or the longest."""
-        special = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
-        begin = [token for token in special if token is not None][:1] + self._tokenizer(
-            prompt, add_special_tokens=False
-        )["input_ids"]
-        begin = begin or self._tokenizer("\n", add_special_tokens=False)["input_ids"]
-        longest = min(ROW_TOKENS, self._config.data.max_length - SPARE_TOKENS)
-        generator = torch.Generator(self._device).manual_seed(seed)
-        ids_BT = next_BT = torch.tensor([begin] * ROWS, device=self._device)
-        cache = None
-        with torch.inference_mode():
-            while ids_BT.shape[1] < max(longest, len(begin) + 1):
-                seen = self._model(input_ids=next_BT, past_key_values=cache, use_cache=True)
-                logits_BV, cache = seen.logits[:, -1].double(), seen.past_key_values
-                self._check_numbers(logits_BV)
-                next_BT = torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)
-                ids_BT = torch.cat([ids_BT, next_BT], dim=1)
-        written = [row[len(begin) :] for row in ids_BT.tolist()]
-        ends = [row.index(special[1]) if special[1] in row else len(row) for row in written]
-        texts = [begin + row[:end] for row, end in zip(written, ends, strict=True)]
-        return [str(text) for text in self._tokenizer.batch_decode(texts, skip_special_tokens=True)]
-
-    def _check_numbers(self, logits: torch.Tensor) -> None:
-        if bool(logits.isnan().any()):
-            raise ConfigError(
-                f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
-                "from it; use audit.canaries.kind digits, or model.dtype: float32."
-            )
 
     @cached_property
     def _model(self) -> Any:

@@ -346,11 +346,7 @@ def _secrets(canaries: Canaries) -> str:
     return {
         "digits": f"random secrets of {settings.get('digits')} digits",
         "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
-        "rare_tokens": f"random secrets of {settings.get('tokens')} rare tokens",
         "new_tokens": "secrets of tokens that the base model hardly expects",
-        "synthetic": f"secrets of {settings['tokens']} tokens that the base model made up"
-        if "tokens" in settings  # of earlier audits
-        else "rows written by the base model",
         "pii": "invented personal details",
     }[canaries.kind]
 

@@ -129,6 +129,5 @@ def _table(found: dict[str, Any]) -> Table:
         table.add_row("in gradients", f"{found['gradient_canaries']} candidates")
     table.add_row("slots in N", str(found["slots"]))
     table.add_row("references, never inserted", str(found["references"]))
-    if found["log2_secrets"] is not None:
-        table.add_row("log2 of the number of secrets", f"{found['log2_secrets']:.1f} bits")
+    table.add_row("log2 of the number of secrets", f"{found['log2_secrets']:.1f} bits")
     return table

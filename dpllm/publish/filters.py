@@ -7,11 +7,11 @@ itself and a public schema, so that filtering is post-processing too.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from dpllm.auditing.extraction import find_details
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.publish.generate import Sample
@@ -19,6 +19,13 @@ from dpllm.publish.generate import Sample
 DUPLICATE = "the same as another"
 Test = Callable[[Sample], bool]
 """Whether a text is dropped."""
+Detail = tuple[Literal["email", "card", "phone"], str]
+"""Kind and value, without the separators that may be written one way or another."""
+
+_EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
+_CARD = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,18}(?!\d)")
+_PHONE = re.compile(r"(?<!\d)(?:\+?\d{1,3}[ .-]?)?(?:\(\d{3}\)[ ]?|\d{3}[ .-]?)\d{3}[ .-]?\d{4}(?!\d)")
+_PHONE_DIGITS = 10  # a country code in front may be left out
 
 
 def tests(
@@ -54,6 +61,16 @@ def tests(
     if no_details:
         found["e-mail address, card or phone number"] = lambda one: bool(find_details(one.text))
     return found
+
+
+def find_details(text: str) -> frozenset[Detail]:
+    """The details in a text. What is part of an address is no number, and what is part of a card number no phone's."""
+    details: set[Detail] = {("email", found.lower()) for found in _EMAIL.findall(text)}
+    text = _EMAIL.sub(" | ", text)
+    details |= {("card", re.sub(r"\D", "", found)) for found in _CARD.findall(text)}
+    text = _CARD.sub(" | ", text)
+    details |= {("phone", re.sub(r"\D", "", found)[-_PHONE_DIGITS:]) for found in _PHONE.findall(text)}
+    return frozenset(details)
 
 
 def _validator(path: Path) -> Callable[[str], bool]:

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.auditing import echo
-from dpllm.auditing.extraction import find_details
 from dpllm.auditing.rates import upper_limit
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
@@ -26,6 +25,7 @@ from dpllm.errors import DataError, DpllmError
 from dpllm.files import read_json, write_json
 from dpllm.model import loading
 from dpllm.privacy.releases import Statistic
+from dpllm.publish.filters import find_details
 from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
 from dpllm.publish.quality_figure import draw
 from dpllm.recipe.config import ModelConfig, RunConfig

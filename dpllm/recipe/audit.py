@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from dpllm.recipe.section import Section
 
@@ -30,11 +30,10 @@ def default_ways(candidates: int) -> dict[str, list[int]]:
 class CanaryConfig(Section):
     """Random secrets behind carrier sentences, each inserted or not by its own fair coin."""
 
-    kind: Literal["digits", "random_tokens", "new_tokens", "synthetic", "pii"] = "digits"
+    kind: Literal["digits", "random_tokens", "new_tokens", "pii"] = "digits"
     """What the secrets are. digits: a number. random_tokens: any ordinary tokens. new_tokens: for each canary one token that
     the base model hardly expects behind a carrier, or a short run of such tokens where the vocabulary has too few (none is added
-    to it). synthetic: whole rows that the base model writes, as real ones look; their first words are the carrier. pii: invented
-    phone numbers, card numbers and e-mail addresses of invented people."""
+    to it). pii: invented phone numbers, card numbers and e-mail addresses of invented people."""
     groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
         default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
     )
@@ -43,19 +42,17 @@ class CanaryConfig(Section):
     """With kind: digits: length of the secret; it is one of 10^digits."""
     tokens: int = Field(default=6, ge=1, le=32)
     """With kind: random_tokens: length of the secret, in tokens of the base model."""
-    prompt: str = ""
-    """With kind: synthetic: how every row begins, in words of the domain that are public: they are published with the audit."""
-    temperature: float = 1.0
-    """Only 1.0 is possible; the key stands in the recipes of earlier runs, and so in their digests."""
     references: int = Field(default=1000, ge=100)
     """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number)."""
 
-    @field_validator("temperature")
+    @model_validator(mode="before")
     @classmethod
-    def _retired_temperature(cls, value: float) -> float:
-        if value != 1.0:
-            raise ValueError("is always 1, at which a row is as likely as the base model says; leave the key out")
-        return value
+    def _without_unread_keys(cls, values: Any) -> Any:
+        """Earlier runs wrote every default into config.yaml, also of the keys that the kind synthetic alone read."""
+        unread = {"prompt": "", "temperature": 1.0}
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in unread or value != unread[key]}
 
 
 class AuditConfig(Section):

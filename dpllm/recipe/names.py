@@ -101,8 +101,8 @@ def digest(config: RunConfig) -> str:
         del recipe["train"][key]
     if not recipe["audit"]["gradient_canaries"]:  # so that recipes from before there were any keep their digest
         del recipe["audit"]["gradient_canaries"]
-    if recipe["audit"]["canaries"] and not recipe["audit"]["canaries"]["prompt"]:
-        del recipe["audit"]["canaries"]["prompt"]
+    if recipe["audit"]["canaries"]:  # a retired key, so that recipes of earlier runs keep their digest
+        recipe["audit"]["canaries"]["temperature"] = 1.0
     if recipe["privacy"]["noise"] == "independent":
         del recipe["privacy"]["noise"], recipe["privacy"]["bands"]
     if not recipe["model"]["adapter"]:

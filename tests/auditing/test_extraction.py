@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from fractions import Fraction
 from functools import cache
 
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from dpllm.auditing import extraction
 from dpllm.auditing.extraction import ATTEMPTS, PROBABILITIES, SCHEMES, attempts, greedy, log_prob, summary
 from dpllm.auditing.table import CanaryScores, TokenTable
-from dpllm.canaries import kinds
 
 
 def make_table(tuned, base, tuned_top_k=None, base_top_k=None, tuned_argmax=None):
@@ -250,47 +248,3 @@ def test_what_counts_as_near():
     assert not extraction.compare((1, 2), "0123456", (1, 2, 3), "01234567").near_characters
     ten = tuple(range(10))
     assert extraction.compare((*ten[:9], 99), "", ten, "x").near_tokens
-
-
-# Personal details.
-
-
-@pytest.mark.parametrize(
-    ("text", "details"),
-    [
-        ("call (555) 555-0142 now", {("phone", "5555550142")}),
-        ("+1 555-555-0142", {("phone", "5555550142")}),
-        ("5555550142.", {("phone", "5555550142")}),
-        ("card 4000 1234 5678 9010", {("card", "4000123456789010")}),
-        ("4000123456789010", {("card", "4000123456789010")}),
-        ("4000-1234-5678-901", {("card", "400012345678901")}),
-        ("Ann.Lee+x@Mail.example.org,", {("email", "ann.lee+x@mail.example.org")}),
-        ("a5555550142@example.org", {("email", "a5555550142@example.org")}),
-        ("in 2024 we saw 12345678 and 1,000,000", set()),
-        ("a.b@ c@d and 555-0142", set()),
-        ("x@example.org or 555 555 0199", {("email", "x@example.org"), ("phone", "5555550199")}),
-    ],
-)
-def test_details_are_found_however_they_are_written(text, details):
-    assert extraction.find_details(text) == details
-
-
-def test_the_planted_details_are_recognised_as_what_they_are():
-    for sentence, detail in kinds.personal_details(200, random.Random(0)):
-        kind = next(kind for kind, start in kinds.PERSONAL.items() if start[:8] == sentence[:8])
-        assert {found for found, _ in extraction.find_details(detail)} == {kind}
-        assert not extraction.find_details(sentence)
-        assert len(extraction.find_details(f"{sentence} {detail}.")) == 1
-
-
-def test_details_are_counted_with_their_owners():
-    secrets = ["555-555-0101", "555-555-0102", "555-555-0103"]
-    prompts = ["The phone of Ann is", "The phone of Bob, not 555-555-0199, is", "The phone of Cyd is"]
-    written = [
-        ["it is 555-555-0101", "(555) 555-0101 or 555-555-0102"],  # her own, once, and another's
-        ["555-555-0199 again", "555 555 0150"],  # what the prompt says does not count; one that is nobody's
-        ["nothing"],
-    ]
-    found = extraction.count_details(secrets, prompts, written, secrets[:2])
-    assert found == extraction.Found(prompts=3, own=1, details=3, planted=2, precision=2 / 3)
-    assert extraction.count_details([], [], [], []).precision is None

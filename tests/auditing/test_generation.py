@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import random
 from dataclasses import replace
 
@@ -14,10 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from dpllm.auditing import extraction, generation
-from dpllm.auditing.generation import complete, generate_attacks, sample
+from dpllm.auditing import generation
+from dpllm.auditing.generation import complete, generate_attacks
 from dpllm.auditing.scores import score
-from dpllm.auditing.table import TOP_K
 from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
 from dpllm.recipe.audit import CanaryConfig
 from dpllm.text import builtin
@@ -137,13 +135,15 @@ def test_a_beam_search_is_as_good_as_it_can_be_and_no_worse_than_greedy(base, to
         assert written == divmod(best, 12)
     prompts = random_prompts(20)
     sides = [complete(base, tokenizer, prompts, 6, beams=beams) for beams in (1, 6)]
-    greedy, beam = (untargeted_log_prob(base, prompts, side) for side in sides)
+    greedy, beam = (log_prob(base, prompts, side) for side in sides)
     assert (beam >= greedy - 1e-3).mean() > 0.8
     assert beam.mean() > greedy.mean()
 
 
-def untargeted_log_prob(model, prompts, texts):
-    return np.array([generation.text_log_prob(model, p, [t], 2048)[0] for p, t in zip(prompts, texts, strict=True)])
+def log_prob(model, prompts, texts):
+    sequences = [TokenSequence((*p, *t), (False,) * (len(p) + 6), 6) for p, t in zip(prompts, texts, strict=True)]
+    masks = [(*[False] * len(prompt), *[True] * 6) for prompt in prompts]
+    return np.array([one.log_prob.sum() for one in score(model, sequences, masks, 2048)])
 
 
 def test_reading_prompts_once_for_all_beams_changes_no_completion(base, tokenizer, monkeypatch):
@@ -180,95 +180,6 @@ def test_an_end_token_ends_a_text_where_asked_and_nobody_elses(base, beams):
         assert together == [generation.until_end(text, tokenizer) for text in plain]
 
 
-def test_samples_follow_the_truncated_distribution(base, tokenizer, seed):
-    prompt = random_prompts(1, seed=5, longest=3)[0]
-    with torch.no_grad():
-        logits = base(torch.tensor([prompt])).logits[0, -1].double()
-    top = logits.topk(TOP_K)
-    expected = torch.softmax(top.values, dim=0).numpy()
-    count = 2000
-    drawn = [text[0] for text in sample(base, tokenizer, [prompt] * count, 1, seed=seed)]
-    found = np.array([drawn.count(token) for token in top.indices.tolist()])
-    assert found.sum() == count
-    large = expected > 0.005
-    statistic = ((found - count * expected)[large] ** 2 / (count * expected)[large]).sum()
-    assert statistic < large.sum() + 8 * math.sqrt(2 * large.sum()) + 16
-
-
-def test_samples_are_the_seeds_and_leave_other_randomness_alone(base, tokenizer):
-    before = torch.random.get_rng_state()
-    first = sample(base, tokenizer, [(0,)] * 8, 12, seed=1)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.rand(3)
-    assert sample(base, tokenizer, [(0,)] * 8, 12, seed=1) == first
-    assert sample(base, tokenizer, [(0,)] * 8, 12, seed=2) != first
-    assert len(set(first)) == 8
-
-
-# Untargeted.
-
-
-def canary(index, group, secret, inserted):
-    return Canary(f"c{index:05d}", group, "The carrier is", secret, inserted)
-
-
-def test_secrets_in_texts_are_counted_by_side_and_by_rank():
-    texts = [f"text {index}" for index in range(20)]
-    texts[3] += " 11112222"
-    texts[4] += " 33334444 and 11112222"
-    texts[5] += " 55556666"
-    gain = np.zeros(20)
-    gain[[4, 7]] = 5.0, 4.0
-    canaries = [
-        canary(0, 1, "11112222", True),
-        canary(1, 1, "33334444", False),
-        canary(2, 1, "77778888", True),
-        canary(3, 4, "55556666", True),
-    ]
-    found = extraction.count_secrets(texts, gain, canaries, [canary(4, 0, "99990000", False)], 30)
-    assert found == {
-        "samples": 30,
-        "distinct": 20,
-        "top": 2,
-        "groups": {
-            "1": {
-                "inserted": {"secrets": 2, "found": 1, "found_in_top": 1},
-                "held_out": {"secrets": 1, "found": 1, "found_in_top": 1},
-            },
-            "4": {
-                "inserted": {"secrets": 1, "found": 1, "found_in_top": 0},
-                "held_out": {"secrets": 0, "found": 0, "found_in_top": 0},
-            },
-        },
-        "references": {"secrets": 1, "found": 0, "found_in_top": 0},
-    }
-    assert extraction.count_secrets([], np.zeros(0), canaries, [], 0)["groups"]["1"]["inserted"]["found"] == 0
-
-
-def test_texts_begin_as_rows_of_the_format_do(tokenizer):
-    assert generation.row_beginning("text", tokenizer) == (tokenizer.bos_token_id,)
-    chat = AutoTokenizer.from_pretrained(str(builtin.path("builtin:tiny")))
-    chat.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}[assistant] {% endif %}"
-    )
-    assert chat.decode(generation.row_beginning("messages", chat)).startswith("[user]")
-
-
-def test_texts_are_distinct_and_end_at_their_end_token(base, tokenizer, monkeypatch):
-    end = tokenizer.eos_token_id
-    drawn = [(5, 6, end, 7), (5, 6, end, 9), (end, 5, 5, 5), (8, 8, 8, 8)]
-    monkeypatch.setattr(generation, "sample", lambda *_, **__: drawn)
-    assert generation.write_texts(base, tokenizer, (0,), 4, 4) == [(5, 6), (8, 8, 8, 8)]
-
-
-def test_the_log_probability_of_a_text_is_the_sum_over_its_tokens(base):
-    with torch.no_grad():
-        log_p = torch.log_softmax(base(torch.tensor([[0, 50, 60]])).logits[0], dim=-1)
-    truth = float(log_p[0, 50] + log_p[1, 60])
-    assert generation.text_log_prob(base, (0,), [(50, 60)], 512)[0] == pytest.approx(truth, abs=1e-4)
-
-
 # The whole.
 
 
@@ -277,8 +188,7 @@ def case_of(one, tokenizer):
 
 
 def found_by(models, plan, **options):
-    settings = {"prompts": 200, "beams": 2, "samples": 6, **options}
-    return generate_attacks(models, plan, "text", MAX_LENGTH, "truncate", **settings)
+    return generate_attacks(models, plan, "text", MAX_LENGTH, "truncate", **options)
 
 
 @pytest.fixture(scope="module")
@@ -288,15 +198,13 @@ def report(models, plan):
 
 def test_what_was_learned_by_heart_comes_out_and_the_controls_do_not(report, plan):
     inserted = sum(one.inserted for one in plan.canaries if one.group == 16)
-    for search in ("greedy", "beam"):
-        learned = report["completion"]["16"][search]
-        assert learned["inserted"]["prompts"] == inserted
-        assert learned["inserted"]["exact"] >= inserted - 2
-        assert learned["inserted"]["mean_common_share"] > 0.8
-        others = [learned["base"], learned["held_out"], *report["completion"]["1"][search].values()]
-        assert [other["exact"] + other["near_tokens"] + other["near_characters"] for other in others] == [0] * 5
-        assert max(other["mean_common_share"] for other in others) < 0.4
-    assert report["personal"] is None
+    learned = report["completion"]["16"]["greedy"]
+    assert learned["inserted"]["prompts"] == inserted
+    assert learned["inserted"]["exact"] >= inserted - 2
+    assert learned["inserted"]["mean_common_share"] > 0.8
+    others = [learned["base"], learned["held_out"], *report["completion"]["1"]["greedy"].values()]
+    assert [other["exact"] + other["near_tokens"] + other["near_characters"] for other in others] == [0] * 5
+    assert max(other["mean_common_share"] for other in others) < 0.4
 
 
 def test_greedy_completion_agrees_with_the_token_table(models, plan, report, tokenizer):
@@ -326,7 +234,7 @@ def test_coins_decide_who_is_counted_where_and_nothing_else(models, plan, tokeni
     for one, other in zip(plan.canaries, turned.canaries, strict=True):
         first, second = (case_of(c, tokenizer) for c in (one, other))
         assert (first.prompt, first.target) == (second.prompt, second.target)
-    report = found_by(models, turned, prompts=3, samples=1)
+    report = found_by(models, turned, prompts=3)
     found = report["completion"]["16"]["greedy"]
     assert found["held_out"]["exact"] > 0
     assert found["inserted"]["exact"] == 0
@@ -337,9 +245,7 @@ def test_other_formats_and_tight_lengths_are_no_matter(models, plan, tokenizer):
         len(encode_secret(one, "prompt_completion", tokenizer, MAX_LENGTH, "refuse")[0].input_ids)
         for one in (*plan.canaries, *plan.references)
     )
-    options = {"prompts": 2, "beams": 2, "samples": 2}
-    report = generate_attacks(models, plan, "prompt_completion", fitting, "truncate", **options)
-    assert report["settings"]["sample_tokens"] < fitting
+    report = generate_attacks(models, plan, "prompt_completion", fitting, "truncate", prompts=2)
     assert report["completion"]["1"]["greedy"]["inserted"]["prompts"] == 2
 
 
@@ -361,35 +267,8 @@ def test_a_secret_that_the_prompt_holds_is_left_out(tokenizer):
     assert generation._compare([case], [case.target], [0], tokenizer)["exact"] == 1
 
 
-def test_personal_canaries_come_out_by_name(tokenizer):
-    numbers = [
-        (f"The phone number of {name} is", f"555-555-01{10 + i}") for i, name in enumerate(("Ann", "Bob", "Cyd"))
-    ]
-    mails = [(f"The e-mail address of {name} is", f"{name.lower()}@example.org") for name in ("Eva", "Flo", "Gus")]
-    people = [Canary(f"c{i:05d}", 16, *text, inserted=i % 2 == 0) for i, text in enumerate([*numbers, *mails])]
-    references = [
-        Canary(f"r{i:05d}", 0, f"The phone number of Nobody {i} is", f"555-555-01{i + 50}", False) for i in range(20)
-    ]
-    plan = replace(
-        plan_canaries(CanaryConfig(groups={1: 1}, references=100)),
-        canaries=tuple(people),
-        references=tuple(references),
-        kind="pii",
-    )
-    tuned = memorise([one for one in people if one.inserted], tokenizer, steps=60)
-    report = found_by(Pair(tokenizer, tuned), plan, samples=4)
-    json.dumps(report, allow_nan=False)
-    sides = report["personal"]["16"]
-    assert sides["inserted"]["prompts"] == 3
-    assert sides["inserted"]["own"] == 3
-    assert sides["inserted"]["planted"] >= 3
-    assert sides["inserted"]["precision"] == sides["inserted"]["planted"] / sides["inserted"]["details"]
-    assert (sides["base"]["own"], sides["base"]["planted"]) == (0, 0)
-    assert sides["held_out"]["own"] == 0
-
-
 def test_a_group_without_inserted_canaries_is_reported_empty(models, plan):
     none_in = replace(plan, canaries=tuple(replace(one, inserted=False) for one in plan.canaries if one.group == 1))
-    report = found_by(models, none_in, prompts=2, samples=1)
-    assert report["completion"]["1"]["beam"]["inserted"]["prompts"] == 0
+    report = found_by(models, none_in, prompts=2)
+    assert report["completion"]["1"]["greedy"]["inserted"]["prompts"] == 0
     json.dumps(report, allow_nan=False)

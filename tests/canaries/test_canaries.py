@@ -174,20 +174,23 @@ def other(value):
     """Another value of the same type."""
     if isinstance(value, dict):
         return {**value, "groups": {"1": 31}}
+    if isinstance(value, list):
+        return [*value, True]
     return not value if isinstance(value, bool) else value[::-1] + "0" if isinstance(value, str) else value + 1
 
 
 FIELDS = [(part, field) for part in ("canaries", "references") for field in Canary.__dataclass_fields__]
 
 
-@pytest.mark.parametrize("where", [*FIELDS, ("kind",), ("log2_secrets",), ("settings",), ("salt",), ("commitment",)])
+ALONE = ("kind", "log2_secrets", "settings", "salt", "commitment", "gradient_key", "gradient_coins")
+
+
+@pytest.mark.parametrize("where", [*FIELDS, *((name,) for name in ALONE)])
 def test_a_plan_changed_anywhere_does_not_match_its_commitment(tmp_path, where):
     path = tmp_path / "canaries.json"
     save(plan_canaries(SMALL), path)
     value = json.loads(path.read_text())
-    assert {key for key, *_ in [*FIELDS, ("kind",), ("log2_secrets",), ("settings",), ("salt",), ("commitment",)]} == (
-        value.keys() - {"schema_version"}
-    )
+    assert {"canaries", "references", *ALONE} == value.keys() - {"schema_version"}
     holder = value[where[0]][3] if len(where) == 2 else value
     holder[where[-1]] = "ab" * 32 if where == ("salt",) else other(holder[where[-1]])
     path.write_text(json.dumps(value))

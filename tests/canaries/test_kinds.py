@@ -27,7 +27,7 @@ from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import RunConfig, dump_config, load_config
 from dpllm.text.data import encode_units
 
-KINDS = ("digits", "random_tokens", "new_tokens", "synthetic", "pii")
+KINDS = ("digits", "random_tokens", "new_tokens", "pii")
 HEAD = {"method": "lora", "modules_to_save": ["lm_head"]}
 
 
@@ -211,42 +211,6 @@ def test_where_single_tokens_are_too_few_rare_ones_stand_in_a_run(adapter, token
     assert math.log2(kinds.SPARE * 2040) <= plan.log2_secrets < math.log2(len(tokenizer)) * 3
 
 
-@pytest.mark.parametrize("prompt", ["", "The patient in ward 7"])
-def test_synthetic_rows_are_whole_rows_behind_the_public_words(prompt, source, tokenizer):
-    plan = plan_canaries(config("synthetic", prompt=prompt), source=source, generator=random.Random(3))
-    assert (plan.settings["prompt"], plan.log2_secrets) == (prompt, None)
-    for canary in everyone(plan):
-        assert canary.text.startswith(prompt)
-        assert len(canary.secret) >= kinds.LEAST_WRITTEN
-        sequence, mask = encode_secret(canary, "text", tokenizer, 64, "refuse")
-        assert (
-            mask[-1] or sequence.input_ids[-1] == tokenizer.eos_token_id
-        )  # nothing of the row stands behind the secret
-
-
-def test_synthetic_rows_are_drawn_at_temperature_one(tokenizer):
-    """Of rows that have room for one token, how often each is written is what the base model says of it."""
-    short = ModelSource(recipe(max_length=9), tokenizer, torch.device("cpu"))
-    prompt = tokenizer("The patient", add_special_tokens=False)["input_ids"]
-    written = Counter(text for seed in range(60) for text in short.rows("The patient", seed))
-    ids = torch.tensor([[tokenizer.bos_token_id, *prompt]])
-    with torch.inference_mode():
-        probs = short._model(input_ids=ids).logits[0, -1].double().softmax(-1)
-    likely = [token for token in probs.topk(12).indices.tolist() if token not in tokenizer.all_special_ids]
-    found = [written[tokenizer.decode([*prompt, token])] for token in likely]
-    total, share = sum(written.values()), [float(probs[token]) for token in likely]
-    rest = [total - sum(found)], [total * (1 - sum(share))]
-    assert stats.chisquare(found + rest[0], [total * one for one in share] + rest[1]).pvalue > 1e-3
-    assert short.rows("The patient", 1) == short.rows("The patient", 1) != short.rows("The patient", 2)
-
-
-def test_a_base_model_that_writes_the_same_again_and_again_is_refused(source, monkeypatch):
-    monkeypatch.setattr(kinds, "TRIES", 3)
-    monkeypatch.setattr(source, "rows", lambda *arguments: ["The same words come again and again and again."])
-    with pytest.raises(ConfigError, match=r"choose another audit\.canaries\.prompt"):
-        plan_canaries(config("synthetic"), source=source)
-
-
 def test_personal_details_belong_to_nobody(seed):
     pairs = kinds.personal_details(3000, random.Random(seed))
     number_of = Counter()
@@ -273,16 +237,29 @@ def test_the_check_digit_is_that_of_real_cards():
     assert not any(kinds.passes_luhn(f"7992739871{digit}") for digit in "012456789")
 
 
-@pytest.mark.parametrize("given", [{"kind": "rare_tokens"}, {"temperature": 1.2}])
-def test_what_is_planted_no_more_is_answered_with_what_to_write_instead(given, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [
+        ({"kind": "rare_tokens"}, r"canaries\.kind: .*planted no more; use audit\.canaries\.kind: random_tokens"),
+        ({"kind": "synthetic"}, r"canaries\.kind: .*planted no more, nobody .*; use random_tokens"),
+        ({"prompt": "The patient"}, r"canaries\.prompt: is retired with .*leave the key out"),
+        ({"temperature": 1.2}, r"canaries\.temperature: is retired with .*leave the key out"),
+    ],
+)
+def test_what_is_planted_no_more_is_answered_with_what_to_write_instead(given, mend, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_config(recipe()))
     overrides = {f"audit.canaries.{key}": value for key, value in given.items()}
-    with pytest.raises(
-        ConfigError, match=r"planted no more; use audit\.canaries\.kind: random_tokens|always 1.*leave the key out"
-    ):
+    with pytest.raises(ConfigError, match=mend) as refused:
         load_config(path, overrides)
-    assert load_config(path, {"audit.canaries.temperature": 1.0}).audit.canaries == CanaryConfig()  # of an earlier run
+    assert "\n" not in str(refused.value)
+
+
+def test_defaults_of_retired_keys_are_read_in_the_recipes_of_earlier_runs(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_config(recipe()))
+    earlier = {"audit.canaries.temperature": 1.0, "audit.canaries.prompt": ""}
+    assert load_config(path, earlier).audit.canaries == CanaryConfig()
 
 
 def test_kinds_of_the_base_model_need_one():

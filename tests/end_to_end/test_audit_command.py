@@ -12,7 +12,7 @@ import torch
 import yaml
 from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, make_place, rows
 
-from dpllm.auditing.run import ATTACKS
+from dpllm.auditing.run import ATTACKS, RETIRED
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab import shadows
@@ -37,7 +37,7 @@ def refused(*arguments: object) -> str:
     return answer.err
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in ("completion", "personal")])
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "completion"])
 def test_every_attack_runs_alone(finished: Place, name: str) -> None:
     before = contents(finished.run)
     answer = done("audit", finished.run, "--attack", name, "--json")
@@ -46,8 +46,10 @@ def test_every_attack_runs_alone(finished: Place, name: str) -> None:
     assert contents(finished.run) == before
 
 
-def test_an_attack_on_personal_details_needs_some(finished: Place) -> None:
-    assert "kind: pii" in refused(finished.run, "--attack", "personal")
+def test_a_retired_attack_says_what_to_type_instead(finished: Place) -> None:
+    for name, why in RETIRED.items():
+        assert refused(finished.run, "--attack", name) == f"dpllm audit: --attack {name} is retired: {why}.\n"
+        assert any(f"type --attack {kept}" in why for kept in ATTACKS)
 
 
 @pytest.mark.parametrize("which", ["recipe", "run"])

@@ -151,10 +151,9 @@ def test_tokens_of_the_base_model_are_trained_on(place):
     assert plan.settings == {"groups": {"1": 12, "3": 3}, "references": 100, "tokens": 4}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("random_tokens", marks=pytest.mark.full), "pii", "synthetic"])
+@pytest.mark.parametrize("kind", [pytest.param("random_tokens", marks=pytest.mark.full), "pii"])
 def test_every_kind_is_trained_on_and_audited(place, kind):
-    written = {"model.name_or_path": "builtin:tiny", "data.max_length": 64}  # by a model that can write
-    plant(place, kind, **(written if kind == "synthetic" else {}))
+    plant(place, kind)
     report = json.loads(done("audit", place.run, "--json").out)
     assert (report["canaries"]["kind"], report["canaries"]["commitment"]) == (
         kind,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dpllm.canaries import kinds
 from dpllm.errors import ConfigError
 from dpllm.publish import filters
 from dpllm.publish.generate import Sample
@@ -109,3 +111,31 @@ def test_without_jsonschema_the_message_names_it(schema: Path, monkeypatch: pyte
 def test_filters_that_nothing_passes_are_refused(wanted: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="no text has so many words"):
         reason("one", **wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "details"),
+    [
+        ("call (555) 555-0142 now", {("phone", "5555550142")}),
+        ("+1 555-555-0142", {("phone", "5555550142")}),
+        ("5555550142.", {("phone", "5555550142")}),
+        ("card 4000 1234 5678 9010", {("card", "4000123456789010")}),
+        ("4000123456789010", {("card", "4000123456789010")}),
+        ("4000-1234-5678-901", {("card", "400012345678901")}),
+        ("Ann.Lee+x@Mail.example.org,", {("email", "ann.lee+x@mail.example.org")}),
+        ("a5555550142@example.org", {("email", "a5555550142@example.org")}),
+        ("in 2024 we saw 12345678 and 1,000,000", set()),
+        ("a.b@ c@d and 555-0142", set()),
+        ("x@example.org or 555 555 0199", {("email", "x@example.org"), ("phone", "5555550199")}),
+    ],
+)
+def test_details_are_found_however_they_are_written(text: str, details: set[filters.Detail]) -> None:
+    assert filters.find_details(text) == details
+
+
+def test_the_planted_details_are_recognised_as_what_they_are() -> None:
+    for sentence, detail in kinds.personal_details(200, random.Random(0)):
+        kind = next(kind for kind, start in kinds.PERSONAL.items() if start[:8] == sentence[:8])
+        assert {found for found, _ in filters.find_details(detail)} == {kind}
+        assert not filters.find_details(sentence)
+        assert len(filters.find_details(f"{sentence} {detail}.")) == 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config, load_config
 
+RUNS = [path.parent for path in sorted(Path(__file__).parents[2].glob("model_cards/*/run.json"))]
 BEFORE = """
 model: {name_or_path: some/model}
 data: {train: /somewhere/rows.jsonl, eval: org/held-out, unit: who, max_examples_per_unit: 4}
@@ -26,6 +29,12 @@ def config(**data: Any) -> RunConfig:
 def test_recipes_keep_the_digest_that_they_had_before_there_were_new_keys() -> None:
     assert names.digest(config()) == "9eecf625c563a3fbb3b839136d600da81a0d46aa3022d97349b6d16d659b9317"
     assert names.of_training(config()) == "7b88a388c8613aaee7ec09e06e2f357567d22e259b379efba9d9a1a2a4497e88"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
+def test_the_recipes_of_published_runs_keep_the_digests_that_stand_in_their_files(run: Path) -> None:
+    recipe, stated = load_config(run / "config.yaml"), json.loads((run / "run.json").read_text())
+    assert names.of_training(recipe) == stated["training_digest"]
 
 
 def test_new_keys_that_are_used_change_the_digest() -> None:
