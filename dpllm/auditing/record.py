@@ -113,6 +113,10 @@ class Bound(OneRun):
     slope: Number | None = None
     """How much of a log-probability before training is left after it; absent where nothing was ranked."""
 
+    def stated(self) -> privacy_record.Bound:
+        """What a privacy statement holds of it."""
+        return privacy_record.Bound.pick(self.to_json(), best_guesses=self.best_guesses or 0, correct=self.correct or 0)
+
 
 class GroupTest(OneRun):
     """The test of a repeated group against what the claim allows for it."""

@@ -213,9 +213,9 @@ def test_the_terminal_table_can_be_shown(memorised):
     console.print(terminal.table(parse_audit(report, "audit.json")))
     text = console.export_text()
     assert "falsified" in text
-    assert "mean exposure (bits)" in text
-    assert "8 times" in text
-    assert "a perfect attack" in text
+    assert "Mean exposure (bits)" in text
+    assert "planted 8 times" in text
+    assert "an attack that is always right" in text
 
 
 def test_every_audit_is_counted(memorised):
