@@ -352,7 +352,7 @@ def _mechanism(found: Json, terms: Terms, planned: int) -> MechanismReport:
     report = MechanismReport(
         **{field.name: found[field.name] for field in fields(MechanismReport)}
         | {key: math.inf for key in ("epsilon", "resolution") if found[key] is None}
-        | {"bound": OneRunBound(**found["bound"]), "tests": tuple(ReleaseTest(**test) for test in found["tests"])}
+        | {"bound": OneRunBound.pick(found["bound"]), "tests": tuple(ReleaseTest(**test) for test in found["tests"])}
         | {"pairs": pairs}
     )
     verdict, reason = mechanism_report.verdict(report)
@@ -379,13 +379,14 @@ def _mechanism(found: Json, terms: Terms, planned: int) -> MechanismReport:
         promised_steps=steps,
         claimed={**of_terms, **of_sampling, "num_steps": planned},
         epsilon=epsilon,
-        bound=replace(
-            bound,
-            value=max(least, 0.0),
-            ceiling=ceiling,
-            num_canaries=canaries,
-            alpha=mechanism_report.ALPHA / 2,
-            delta=min(terms.delta, mechanism_report.ALPHA / 1000 / canaries),
+        bound=bound.model_copy(
+            update={
+                "value": max(least, 0.0),
+                "ceiling": ceiling,
+                "num_canaries": canaries,
+                "alpha": mechanism_report.ALPHA / 2,
+                "delta": min(terms.delta, mechanism_report.ALPHA / 1000 / canaries),
+            }
         ),
         level=mechanism_report.ALPHA / 2 / len(report.tests),
     )

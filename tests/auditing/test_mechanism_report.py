@@ -24,7 +24,9 @@ def spoiled() -> np.ndarray:
 def made(
     *tests: report.ReleaseTest, pairs: tuple[report.Pair, ...] = (), epsilon: float = 3.0
 ) -> report.MechanismReport:
-    bound = OneRunBound(0.5, 5e-4, 1e-5, (10,), 10, 6, num_canaries=40, ceiling=4.0)
+    given = {"value": 0.5, "alpha": 5e-4, "delta": 1e-5, "guesses": (10,), "guesses_in": ()}
+    given |= {"best_guesses": 10, "best_side": "both", "correct": 6}
+    bound = OneRunBound(**given, num_canaries=40, ceiling=4.0)
     return report.MechanismReport(
         "consistent", "", 5, 5, 40, {"sampling_rate": 0.1}, epsilon, bound, tests, 1e-4, 0.1, 1.0, pairs
     )

@@ -271,7 +271,9 @@ def test_alpha_is_paid_for_every_test_and_the_bound(plans, seed):
     assert mechanism_report.verdict(replace(report, largest_contribution=1 + 2e-6))[0] == "falsified"
     assert mechanism_report.verdict(replace(report, largest_contribution=math.nan))[0] == "falsified"
     assert (
-        mechanism_report.verdict(replace(report, bound=replace(report.bound, value=report.epsilon + 1)))[0]
+        mechanism_report.verdict(replace(report, bound=report.bound.model_copy(update={"value": report.epsilon + 1})))[
+            0
+        ]
         == "falsified"
     )
 
