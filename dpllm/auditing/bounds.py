@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import fft, optimize
 from scipy.special import gammaln
+
+from dpllm.statement.fields import AtLeast1, Between0And1, Count, Number, Record, Share
 
 # A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies.
 
@@ -43,47 +45,41 @@ class Outcome(NamedTuple):
     weight: int
 
 
-@dataclass(frozen=True)
-class OneRunBound:
+class OneRunBound(Record):
     """What the one-run test certifies, and the most that it could have certified."""
 
-    value: float
-    """The lower bound on epsilon; 0 where nothing is shown."""
-    alpha: float
-    """Probability that ``value`` exceeds the true epsilon."""
-    delta: float
-    guesses: tuple[int, ...]
-    """The numbers of guesses tried on both sides; each test of whatever side has the same part of alpha."""
-    best_guesses: int | None
-    """The number of guesses that gave ``value`` (the largest one, where nothing is shown)."""
-    correct: int | None
-    """How many of ``best_guesses`` were right."""
-    num_canaries: int
-    """M: candidates with a coin each, in or out."""
-    ceiling: float
-    """The bound if every guess had been right: a ceiling below the claim means that the audit could not refute it."""
-    guesses_in: tuple[int, ...] = ()
-    """The numbers of guesses tried on the highest scores alone."""
-    best_side: Side | None = None
-    """Which kind of test gave ``value``."""
-    falling: tuple[int, ...] = ()
-    """The numbers of guesses on both sides with falling weights."""
-    falling_in: tuple[int, ...] = ()
+    value: Number
+    """Lower bound on epsilon."""
+    alpha: Between0And1
+    """Probability that it exceeds the truth."""
+    delta: Share
+    """Delta at which it is stated."""
+    guesses: tuple[AtLeast1, ...]
+    """Numbers of guesses on both sides."""
+    guesses_in: tuple[AtLeast1, ...]
+    """Numbers of guesses on the highest scores alone."""
+    falling: tuple[AtLeast1, ...] = ()
+    """Numbers of guesses on both sides, with weights that fall with the rank."""
+    falling_in: tuple[AtLeast1, ...] = ()
     """The same on the highest scores alone."""
-    weight: int | None = None
-    """Sum of the weights of the right guesses; None where all weights are 1."""
+    best_guesses: AtLeast1 | None
+    """Guesses of the best of the tests; null where none could be played."""
+    best_side: Side | None
+    """Of which kind it was."""
+    correct: Count | None
+    """How many of its guesses were right."""
+    weight: Count | None = None
+    """Sum of their weights; absent where all are 1."""
+    num_canaries: Count
+    """Canaries with a coin each."""
+    ceiling: Number
+    """The most that an attack which is always right would have shown."""
 
     @property
     def level(self) -> float:
         """Of each test."""
         tests = len(self.guesses) + len(self.guesses_in) + len(self.falling) + len(self.falling_in)
         return self.alpha / max(1, tests)
-
-    def to_json(self) -> dict[str, Any]:
-        """As files hold it; what earlier versions did not know is left out where it says nothing."""
-        later = ("falling", "falling_in", "weight")
-        values = {name: list(one) if isinstance(one, tuple) else one for name, one in asdict(self).items()}
-        return {name: value for name, value in values.items() if value or name not in later}
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,6 @@ def one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, epsil
         for (epsilon, delta)-DP: P[B >= v] + 2 m delta max_i P[v - i <= B < v] / i, B ~ Bin(r, e^eps / (1 + e^eps)).
     """
     return min(1.0, _p_value(num_canaries, (num_guesses,), num_correct, epsilon, delta))
-
-
-def epsilon_from_guesses(num_canaries: int, num_guesses: int, num_correct: int, *, delta: float, alpha: float) -> float:
-    """``epsilon_of`` so many guesses of weight 1, ``num_correct`` of them right."""
-    return _inverse(num_canaries, (num_guesses,), num_correct, delta, alpha)
 
 
 def epsilon_of(num_canaries: int, side: Side, num_guesses: int, weight: int, *, delta: float, alpha: float) -> float:
@@ -187,7 +178,8 @@ def epsilon_lower_bound(
         counts = _counts(one.side, one.guesses)
         if _p_value(num_canaries, counts, one.weight, value, delta) < level:
             value, best = max(value, _inverse(num_canaries, counts, one.weight, delta, level)), one
-    told = {name: tuple(one.guesses for one in played if one.side == side) for side, name in _GRIDS.items()}
+    told: dict[str, Any] = {"weight": best.weight if best and best.side.startswith("falling") else None}
+    told |= {name: tuple(one.guesses for one in played if one.side == side) for side, name in _GRIDS.items()}
     return OneRunBound(
         value=value,
         alpha=alpha,
@@ -197,8 +189,7 @@ def epsilon_lower_bound(
         best_guesses=best.guesses if best else None,
         correct=best.correct if best else None,
         best_side=best.side if best else None,
-        weight=best.weight if best and best.side.startswith("falling") else None,
-        **told,
+        **{name: one for name, one in told.items() if one or name.startswith("guesses")},
     )
 
 

@@ -12,7 +12,7 @@ from typing import Generic, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from dpllm.auditing.bounds import GroupClaim, Side
+from dpllm.auditing.bounds import GroupClaim, OneRunBound
 from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
@@ -74,38 +74,7 @@ class Exposure(privacy_record.Exposure):
     """log2 of the number of references."""
 
 
-class OneRun(Record):
-    """What the one-run test shows, see ``bounds.OneRunBound``."""
-
-    value: Number
-    """Lower bound on epsilon."""
-    alpha: Between0And1
-    """Probability that it exceeds the truth."""
-    delta: Share
-    """Delta at which it is stated."""
-    guesses: tuple[AtLeast1, ...]
-    """Numbers of guesses on both sides."""
-    guesses_in: tuple[AtLeast1, ...]
-    """Numbers of guesses on the highest scores alone."""
-    falling: tuple[AtLeast1, ...] = ()
-    """Numbers of guesses on both sides, with weights that fall with the rank."""
-    falling_in: tuple[AtLeast1, ...] = ()
-    """The same on the highest scores alone."""
-    best_guesses: AtLeast1 | None
-    """Guesses of the best of the tests; null where none could be played."""
-    best_side: Side | None
-    """Of which kind it was."""
-    correct: Count | None
-    """How many of its guesses were right."""
-    weight: Count | None = None
-    """Sum of their weights; absent where all are 1."""
-    num_canaries: Count
-    """Canaries with a coin each."""
-    ceiling: Number
-    """The most that an attack which is always right would have shown."""
-
-
-class Bound(OneRun):
+class Bound(OneRunBound):
     """The test of the once-planted canaries."""
 
     method: str
@@ -113,8 +82,12 @@ class Bound(OneRun):
     slope: Number | None = None
     """How much of a log-probability before training is left after it; absent where nothing was ranked."""
 
+    def stated(self) -> privacy_record.Bound:
+        """What a privacy statement holds of it."""
+        return privacy_record.Bound.pick(self.to_json(), best_guesses=self.best_guesses or 0, correct=self.correct or 0)
 
-class GroupTest(OneRun):
+
+class GroupTest(OneRunBound):
     """The test of a repeated group against what the claim allows for it."""
 
     refuted: bool

@@ -1,8 +1,8 @@
 """One audit of one finished run.
 
-Comes in: a run directory. Goes out: audit.json, tokens.parquet and four pictures. A run with differential
-privacy publishes them: they are computed from its output, from texts drawn before it saw any data, and from their coins. A
-run without keeps them private. No canary's text is written outside private/; who knows the generator and the base model can
+Comes in: a run directory. Goes out: audit.json and tokens.parquet. A run with differential privacy publishes them: they
+are computed from its output, from texts drawn before it saw any data, and from their coins. A run without keeps them
+private. No canary's text is written outside private/; who knows the generator and the base model can
 find the texts that give the published numbers, token by token.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpllm.auditing import attacks, figure
+from dpllm.auditing import attacks
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.generation import generate_attacks
 from dpllm.auditing.gradient import GradientTable, tabulate, write_gradient
@@ -110,7 +110,6 @@ def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord
     write_tokens(examined.tokens, folder / "tokens.parquet")
     if examined.gradient is not None:
         write_gradient(examined.gradient, folder / "gradient.parquet")
-    figure.draw(examined.table, examined.tokens, report, folder)
     write_json(folder / "audit.json", report.to_json())
     return report
 

@@ -108,12 +108,12 @@ def summarise(
     controls = _controls(scored, attacked, beside, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
     word, reason = judge(claim, bound, tests, once, controls, gradient)
-    smallest = min(scored.groups, default=1)
+    smallest, secrets = min(scored.groups, default=1), by_group(scores)
     values = {
         "schema_version": beside.version,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
-        "exposure": _exposures(by_group(scores)),
+        "exposure": {str(group): _exposure(rows, secrets[0]) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
         "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
         "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings), "slope": scored.slope},
@@ -266,10 +266,6 @@ def separation(positives: Floats, negatives: Floats, intervals: int = statistics
         values[name] = estimate.value if estimate else None
         values[f"{name}_interval"] = [estimate.low, estimate.high] if estimate else None
     return values
-
-
-def _exposures(secrets: Mapping[int, Sequence[CanaryScores]]) -> Json:
-    return {str(group): _exposure(rows, secrets[0]) for group, rows in secrets.items() if group}
 
 
 def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> Json:

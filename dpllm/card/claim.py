@@ -319,12 +319,10 @@ def audit_part(audit: AuditRecord, terms: Terms | None) -> Audit:
     def limits(group: int) -> Json | None:
         return None if terms is None else Claim(terms.epsilon, terms.delta, terms.unit).limits(group, whole)
 
-    bound, words_control, canaries = audit.epsilon_lower_bound, audit.controls.words, audit.canaries
+    words_control, canaries = audit.controls.words, audit.canaries
     return Audit.pick(
         audit.to_json(),
-        epsilon_lower_bound=privacy_record.Bound.pick(
-            bound.to_json(), best_guesses=bound.best_guesses or 0, correct=bound.correct or 0
-        ),
+        epsilon_lower_bound=audit.epsilon_lower_bound.stated(),
         attacks={
             name: privacy_record.Attack.pick(one.to_json(), limits=limits(one.group))
             for name, one in audit.attacks.items()

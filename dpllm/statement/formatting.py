@@ -63,6 +63,11 @@ def interval(limits: Sequence[float] | None, decimals: int = 2) -> str:
     return NOT_MEASURED if limits is None else f"{limits[0]:.{decimals}f} to {limits[1]:.{decimals}f}"
 
 
+def estimate(value: float | None, limits: Sequence[float] | None, decimals: int = 2) -> str:
+    """A measured number with its confidence interval."""
+    return f"{measured(value, decimals)} ({interval(limits, decimals)})"
+
+
 def share(value: float | None) -> str:
     """A measured share as a percentage."""
     return NOT_MEASURED if value is None else f"{100 * value:.1f}%"

@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK
 from dpllm.privacy.limits import attacker_limits
-from dpllm.statement import formatting, tradeoff_figure
+from dpllm.statement import audit_rows, formatting, tradeoff_figure
 from dpllm.statement.formatting import template
 from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
 
@@ -58,6 +58,7 @@ def _context(record: PrivacyRecord) -> Json:
     terms = record.terms
     return {
         "w": formatting,
+        "rows": audit_rows,
         "b": record,
         "t": terms,
         "holds": record.guarantee,

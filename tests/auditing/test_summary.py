@@ -67,7 +67,9 @@ def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
 
 
 def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
-    return OneRunBound(value, alpha, 1e-5, (10, 100), 100, 90, num_canaries, ceiling)
+    given = {"value": value, "alpha": alpha, "delta": 1e-5, "guesses": (10, 100), "guesses_in": ()}
+    given |= {"best_guesses": 100, "best_side": "both", "correct": 90}
+    return OneRunBound(**given, num_canaries=num_canaries, ceiling=ceiling)
 
 
 @pytest.mark.parametrize(

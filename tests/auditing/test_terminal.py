@@ -1,4 +1,4 @@
-"""An audit on a terminal of 80 columns: every cell on one line."""
+"""An audit on a terminal of 80 columns: every cell on one line, and the rows of the card."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from dpllm.auditing import terminal
 from dpllm.auditing.record import parse_audit
+from dpllm.statement import audit_rows
 
 AUDITS = sorted(Path(__file__).parents[2].glob("model_cards/**/audit.json"))
 
@@ -22,8 +23,22 @@ def test_no_cell_wraps_at_80_columns(path: Path) -> None:
         console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         console.print(terminal.table(report))
         lines = console.export_text().splitlines()
-        start = next(number for number, line in enumerate(lines) if "planted" in line and "allowed" in line)
-        end = next(number for number, line in enumerate(lines) if line.startswith("chance:"))
-        texts.append([line.split() for line in lines[start + 2 : end] if line.strip()])
+        start = next(number for number, line in enumerate(lines) if line.startswith("planted once"))
+        texts.append([line.replace("─", "").split() for line in lines[start:] if line.strip()])
     assert texts[0] == texts[1]
-    assert ["told", "apart", "(AUC)", "once"] in [line[:4] for line in texts[0]]
+    assert "calibrated" in [line[0] for line in texts[0] if line]
+    assert ["Mean", "exposure", "(bits)"] in [line[:3] for line in texts[0]]
+
+
+@pytest.mark.parametrize("path", AUDITS, ids=lambda path: path.parts[-3])
+def test_screen_and_card_tell_the_same_rows(path: Path) -> None:
+    report = parse_audit(json.loads(path.read_text()), path.name)
+    card = (path.parents[1] / "README.md").read_text()
+    attacks = audit_rows.attacks(sorted(report.attacks.items())).rows
+    secrets = audit_rows.secrets(report.exposure, report.extraction).rows
+    console = Console(width=300, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(terminal.table(report))
+    shown = console.export_text()
+    assert all(f"| {' | '.join(row)} |" in card for row in [*attacks, *secrets])
+    assert all(cell in shown for row in attacks for cell in row[:-1])  # numbers of canaries stand below
+    assert all(cell in shown for row in secrets for cell in row)

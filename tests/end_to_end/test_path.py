@@ -21,7 +21,6 @@ from rich.console import Console
 from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, make_place, rows
 from safetensors.torch import load_file, save_file
 
-from dpllm.auditing import figure
 from dpllm.auditing.table import read_scores
 from dpllm.card.card import rerender
 from dpllm.errors import Refused, RoundsByCompany
@@ -61,7 +60,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
     }
     weights = {"adapter_config.json", "adapter_model.safetensors"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    audit = {f"audit/{name}" for name in ("audit.json", "tokens.parquet", *figure.FILES)}
+    audit = {f"audit/{name}" for name in ("audit.json", "tokens.parquet")}
     exported = {name.removeprefix("export/") for name in files if name.startswith("export/")}
     assert exported == weights | tokenizer | audit | {"README.md", "privacy.json", "privacy.svg"}
 

@@ -215,10 +215,12 @@ def test_the_base_model_that_the_adapter_names_is_that_of_the_card(export: Path,
     assert "does not name tiny-base" in next(check.detail for check in found.checks if check.name == "kinds of files")
 
 
-def test_pictures_are_said_to_be_the_author_s_word(export: Path) -> None:
+def test_a_picture_is_said_to_be_the_author_s_word(export: Path) -> None:
+    (export / "audit" / "roc.png").write_bytes(b"\x89PNG")
+    rehash(export, "audit/roc.png")
     (asserted,) = (check for check in verify(export).checks if check.name == "pictures")
     assert asserted.status == "asserted"
-    assert all(f"audit/{name}.png" in asserted.detail for name in ("bound", "exposure", "extraction", "roc"))
+    assert "audit/roc.png" in asserted.detail
 
 
 # Private text.

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.auditing.bounds import (
-    epsilon_from_guesses,
     epsilon_lower_bound,
     epsilon_of,
     group_claim,
@@ -41,7 +40,7 @@ def test_p_value_matches_an_independent_implementation(m, r, v, epsilon, delta, 
 
 @pytest.mark.parametrize(("r", "v", "expected"), [(100, 90, 1.6261), (100, 100, 3.4654), (1000, 600, 0.2972)])
 def test_epsilon_matches_an_independent_implementation(r, v, expected):
-    assert epsilon_from_guesses(1000, r, v, delta=1e-5, alpha=0.05) == pytest.approx(expected, abs=5.1e-5)
+    assert epsilon_of(1000, "both", r, v, delta=1e-5, alpha=0.05) == pytest.approx(expected, abs=5.1e-5)
 
 
 def naive_p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
@@ -93,13 +92,13 @@ def test_p_value_is_finite_where_probabilities_round_to_zero_and_one(epsilon):
 @given(guessing(), st.floats(0, 1e-3), st.floats(1e-4, 0.2))
 def test_the_bound_is_where_the_p_value_crosses_alpha(mrv, delta, alpha):
     m, r, v = mrv
-    epsilon = epsilon_from_guesses(m, r, v, delta=delta, alpha=alpha)
+    epsilon = epsilon_of(m, "both", r, v, delta=delta, alpha=alpha)
     assert one_run_p_value(m, r, v, epsilon + 1e-6, delta) > alpha
     if epsilon > 0:
         assert one_run_p_value(m, r, v, epsilon, delta) <= alpha
         assert v > r / 2
     if v > 0:
-        assert epsilon_from_guesses(m, r, v - 1, delta=delta, alpha=alpha) <= epsilon
+        assert epsilon_of(m, "both", r, v - 1, delta=delta, alpha=alpha) <= epsilon
 
 
 # The bound from scores.
@@ -127,7 +126,7 @@ def test_guess_counts_above_the_number_of_canaries_are_dropped_before_alpha_is_d
     coins = np.arange(60) % 2 == 0
     bound = epsilon_lower_bound(coins.astype(float), coins, delta=1e-5, alpha=0.05, guesses=[100, 20, 20, 50])
     assert bound.guesses == (20, 50)
-    assert bound.value == pytest.approx(epsilon_from_guesses(60, 50, 50, delta=1e-5, alpha=0.025), abs=1e-8)
+    assert bound.value == pytest.approx(epsilon_of(60, "both", 50, 50, delta=1e-5, alpha=0.025), abs=1e-8)
 
 
 def test_nothing_playable_shows_nothing():
@@ -256,10 +255,10 @@ def test_guesses_on_one_side_are_paid_for_and_find_what_few_members_show():
     bound = epsilon_lower_bound(scores, coins, guesses_in=[120, 600, 120], **terms)
     assert (bound.guesses, bound.guesses_in) == ((40, 400), (120,))
     assert (bound.best_side, bound.best_guesses, bound.correct) == ("in", 120, 120)
-    assert bound.value == epsilon_from_guesses(1000, 120, 120, delta=1e-5, alpha=0.05 / 3)
+    assert bound.value == epsilon_of(1000, "both", 120, 120, delta=1e-5, alpha=0.05 / 3)
     assert bound.value > 2 * epsilon_lower_bound(scores, coins, **terms).value
     assert bound.ceiling == one_run_ceiling(1000, guesses_in=[120], **terms)
-    assert bound.ceiling == epsilon_from_guesses(1000, 400, 400, delta=1e-5, alpha=0.05 / 3)
+    assert bound.ceiling == epsilon_of(1000, "both", 400, 400, delta=1e-5, alpha=0.05 / 3)
 
 
 def test_the_ceiling_needs_no_scores():

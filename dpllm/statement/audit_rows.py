@@ -1,0 +1,150 @@
+"""What an audit found, as rows: each is told once, for the card and for the screen.
+
+Comes in: parts of an audit, as privacy.json or audit.json holds them. Goes out: rows of a label, a value and what it means;
+tables of attacks and of secrets. Plain text: must not know Markdown, nor how wide a screen is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from dpllm.statement.formatting import (
+    bound,
+    by_number,
+    count,
+    estimate,
+    interval,
+    measured,
+    number_text,
+    p_value,
+    percent,
+    percent_bound,
+    share,
+)
+from dpllm.statement.privacy_record import Attack, Bound, Controls, Exposure, Extraction, GradientAudit
+
+NO_LIMIT = "no limit"
+
+
+class Row(NamedTuple):
+    """One finding."""
+
+    label: str
+    value: str
+    meaning: str
+
+
+class Table(NamedTuple):
+    """Findings of one kind."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def findings(
+    found: Bound, controls: Controls, gradient: GradientAudit | None, *, beside: str, thing: str, planned: int
+) -> list[Row]:
+    """What the audit proves, what it could have proved, and whether it can be trusted.
+
+    Args:
+        found: The lower bound.
+        controls: Of the audit.
+        gradient: What gradient canaries showed; None: there were none.
+        beside: What else is known of epsilon, to end the sentence about the bound.
+        thing: What is sampled: row or unit.
+        planned: Steps of the run.
+    """
+    at = f" at δ = {number_text(found.delta)}" if found.delta is not None else ""
+    guesses = (
+        f"{count(found.num_canaries)} canaries, {count(found.correct)} of {count(found.best_guesses)} guesses right"
+    )
+    tells = "tells" if controls.base_separates else "does not tell"
+    checked = f"The base model, which never saw the canaries, {tells} the planted ones from the others."
+    if controls.words:
+        tell = "tell" if controls.words.succeeds else "do not tell"
+        checked += f" Words alone, without any model, {tell} them apart (AUC {measured(controls.words.auc)})."
+    works = f"The attack works where it should: {controls.positive}."
+    nowhere = "The attack was seen to work nowhere, so finding nothing means nothing."
+    rows = [
+        Row(
+            "Lower bound on ε:",
+            f"{measured(found.value)} with {percent(1 - found.alpha)} confidence{at}",
+            f"({found.method}; {guesses}){beside}.",
+        ),
+        Row(
+            "What the audit could have shown at most:",
+            f"{measured(found.ceiling)}.",
+            "With so many canaries even an attack that is always right certifies no more.",
+        ),
+        Row("Controls.", checked, works if controls.positive else nowhere),
+    ]
+    return rows + (_gradient(gradient, thing, planned) if gradient else [])
+
+
+def _gradient(seen: GradientAudit, thing: str, planned: int) -> list[Row]:
+    steps = count(seen.steps) + (f" of {count(planned)}" if seen.steps < planned else "")
+    most = f"at most {measured(seen.ceiling)}; AUC {measured(seen.auc)}, {interval(seen.auc_interval)}"
+    return [
+        Row(
+            "Gradient canaries.",
+            f"{count(seen.canaries)} known vectors of length C were each planted in the summed gradients, or left out, by a "
+            f"fair coin, and were sampled, clipped and noised like any {thing}. Whoever saw the noised sum of each of {steps} "
+            f"steps and knew the vectors could prove ε ≥ {measured(seen.epsilon_lower_bound)} with {percent(1 - seen.alpha)} "
+            f"confidence ({most}).",
+            "That shows what the mechanism gives away at most so far as it was tested, not what the weights remember: who holds "
+            "the weights alone sees less.",
+        ),
+        Row(
+            "Measured on them:",
+            f"noise of {measured(seen.noise, 3)} C ({interval(seen.noise_interval, 3)}) where "
+            f"{measured(seen.noise_planned, 3)} C was planned;",
+            f"drawn {measured(seen.drawn)} times each (standard error {measured(seen.drawn_standard_error)}) where "
+            f"{measured(seen.drawn_planned)} was planned.",
+        ),
+    ]
+
+
+def attacks(found: Iterable[tuple[str, Attack]]) -> Table:
+    """Membership of planted canaries, by attacks on groups of them."""
+    rows: list[tuple[str, ...]] = []
+    sure = 0.0
+    for name, one in found:
+        sure, limits = one.confidence, one.limits
+        rate, between = share(one.tpr_at_1_percent_fpr), one.tpr_at_1_percent_fpr_interval
+        rows.append(
+            (
+                name,
+                str(one.group),
+                estimate(one.auc, one.auc_interval),
+                bound(limits.auc) if limits else NO_LIMIT,
+                rate + (f" ({share(between[0])} to {share(between[1])})" if between else ""),
+                percent_bound(limits.tpr_at_fpr_0_01) if limits else NO_LIMIT,
+                f"{one.positives}, {one.negatives}",
+            )
+        )
+    rates = "True positives at 1% false positives (interval)"
+    area = f"AUC ({percent(sure)} interval)"
+    return Table(("Attack", "Canary copies", area, "ε allows", rates, "ε allows", "Planted, left out"), rows)
+
+
+def secrets(exposure: Mapping[str, Exposure], extraction: Mapping[str, Extraction]) -> Table:
+    """What becomes of planted secrets, by how often each was planted."""
+    rows: list[tuple[str, ...]] = []
+    for group in by_number(exposure):
+        seen, got = exposure[group], extraction[group]
+        rows.append(
+            (
+                group,
+                str(seen.inserted),
+                *map(measured, (seen.mean, seen.null_mean, seen.base_mean)),
+                p_value(seen.p_value),
+                measured(seen.maximum),
+                f"{got.tuned} of {got.inserted}",
+                f"{got.base} of {got.inserted}",
+                f"{got.held_out_tuned} of {got.held_out}",
+            )
+        )
+    ranks = ("Mean exposure (bits)", "Expected of no memory", "Base model", "p-value", "Largest")
+    counts = ("Planted, extracted", "Planted, extracted from the base model", "Left out, extracted")
+    return Table(("Canary copies", "Planted", *ranks, *counts), rows)
