@@ -25,7 +25,7 @@ class DataError(DpllmError):
 
 
 class Refused(DpllmError):
-    """Running would break the promise of the Plan."""
+    """A guard or the ledger's budget refuses, because a promise would be broken."""
 
     exit_code = 3
 

@@ -148,7 +148,7 @@ def write_held_out(run: RunDir, loss: float, **changes: Any) -> None:
 def without_pictures(monkeypatch: Any) -> None:
     """Drawing takes most of the time of a comparison, and has tests of its own."""
 
-    def draw(value: Json, folder: Path) -> list[str]:
+    def draw(figures: Any, folder: Path) -> list[str]:
         names = ["comparison.png", "utility.png", "leakage.png"]
         for name in names:
             (folder / name).write_bytes(b"a picture")

@@ -6,6 +6,7 @@ How blocks of commands are written: tests/docs_pages.py. Where they run: tests/d
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import docs_pages
 import docs_workspace
@@ -20,8 +22,11 @@ import pytest
 from docs_pages import ROOT, Block, Command
 
 from dpllm.cli import _parser, _split
-from dpllm.recipe.config import load_config
+from dpllm.recipe.config import RunConfig, load_config
+from dpllm.recipe.section import describe
 
+sys.path.insert(0, str(ROOT / "scripts"))
+reference: Any = importlib.import_module("reference")
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate")
 PAGES = sorted(
     path
@@ -83,6 +88,26 @@ def test_every_command_has_a_line_in_the_reference() -> None:
     commands = re.findall(r"^    ([\w-]+)  ", _parser().format_help(), flags=re.MULTILINE)
     assert len(commands) > 10
     assert [name for name in commands if not re.search(rf"`dpllm {name}\b", text)] == []
+
+
+def test_tables_are_what_the_code_says() -> None:
+    """Fields, keys, exit codes and metrics have one home, their docstrings; each table stands on one page."""
+    shown = [(page, page.read_text(encoding="utf-8")) for page in reference.pages()]
+    assert [label(page) for page, text in shown if reference.written(text) != text] == [], (
+        "run: python scripts/reference.py"
+    )
+    assert sorted(name for _, text in shown for _, name, _ in reference.MARKED.findall(text)) == sorted(
+        reference.TABLES
+    )
+
+
+def test_every_key_metric_and_exit_code_has_its_meaning() -> None:
+    for rows in (reference.recipe_keys(), reference.metric_families(), reference.exit_codes()):
+        assert [row[0] for row in rows if not row[-1].endswith(".")] == []
+    keys = [name for name, *_ in reference.recipe_keys()]
+    typed = set(re.findall(r"^  --(\S+)", describe(RunConfig), flags=re.MULTILINE))
+    assert set(keys) <= typed
+    assert {"train.learning_rate", "audit.canaries.groups", "adapter.last_blocks", "output_dir"} <= set(keys)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

@@ -34,16 +34,21 @@ class Comparison:
     """Runs that differ in privacy, adapter or training alone.
 
     Attributes:
-        values: Every figure, as comparison.json holds it.
+        figures: Every figure.
         rows: The same as text, in the order of the table.
         output: Where the files lie.
         files: What was written there.
     """
 
-    values: Json
+    figures: values.Figures
     rows: tuple[Row, ...]
     output: Path
     files: tuple[Path, ...]
+
+    @property
+    def values(self) -> Json:
+        """Every figure, as comparison.json holds it."""
+        return self.figures.to_json()
 
     @property
     def differences(self) -> dict[str, dict[str, Any]]:
@@ -52,7 +57,7 @@ class Comparison:
 
     def table(self) -> Table:
         """The measures as a table for the terminal."""
-        return rows.table(self.values, self.rows)
+        return rows.table(self.figures, self.rows)
 
 
 def compare(
@@ -88,11 +93,11 @@ def compare(
         measure(runs, rows=tasks, losses=losses, console=console)
     with _readable(runs):
         sides, differences, target = _checked(runs, output, public)
-        value = values.values(sides, differences, public=public)
-        shown = rows.rows(value)
+        found = values.figures(sides, differences, public=public)
+        shown = rows.rows(found)
         if any(side.config.telemetry.textfile for side in sides):
             _publish_accuracy(sides if public else compared_runs.read(runs, public=True))
-        return Comparison(value, shown, target, _write(value, shown, target, public))
+        return Comparison(found, shown, target, _write(found, shown, target))
 
 
 def public_comparison(runs: Sequence[RunDir]) -> tuple[Json, Table]:
@@ -103,8 +108,8 @@ def public_comparison(runs: Sequence[RunDir]) -> tuple[Json, Table]:
     """
     with _readable(runs):
         sides, differences, _ = _checked(runs, None, True)
-        value = values.values(sides, differences, public=True)
-        return value, rows.table(value, rows.rows(value))
+        found = values.figures(sides, differences, public=True)
+        return found.to_json(), rows.table(found, rows.rows(found))
 
 
 class DPComparison:
@@ -176,22 +181,23 @@ def _publish_accuracy(sides: Sequence[compared_runs.Side]) -> None:
             publish_baseline(side.run, side.config, baseline.run, after - before)
 
 
-def _write(value: Json, shown: Sequence[Row], target: Path, public: bool) -> tuple[Path, ...]:
+def _write(found: values.Figures, shown: Sequence[Row], target: Path) -> tuple[Path, ...]:
     from dpllm.comparison import figures
 
     cells = [
         {"section": row.section, "measure": row.measure, "cells": [cell.line() for cell in row.cells]} for row in shown
     ]
+    whole = {**found.to_json(), "columns": rows.headings(found.sides), "rows": cells}
     try:
-        target.mkdir(mode=0o755 if public else 0o700, parents=True, exist_ok=True)
+        target.mkdir(mode=0o755 if found.public else 0o700, parents=True, exist_ok=True)
         for name in FILES:  # of an earlier comparison
             (target / name).unlink(missing_ok=True)
-        write_json(target / "comparison.json", {**value, "columns": rows.headings(value), "rows": cells})
-        pictures = figures.draw(value, target)
-        write_whole(target / "comparison.md", rows.markdown(value, shown, pictures))
+        write_json(target / "comparison.json", whole)
+        pictures = figures.draw(found, target)
+        write_whole(target / "comparison.md", rows.markdown(found, shown, pictures))
         files = tuple(target / name for name in FILES if (target / name).exists())
         for path in files:
-            path.chmod(0o644 if public else 0o600)
+            path.chmod(0o644 if found.public else 0o600)
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written to ({error.strerror}). Type another --output.") from None
     return files

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpllm.auditing.record import AuditRecord, read_audit
-from dpllm.card.claim import Json, check_audit, why_not
+from dpllm.card.claim import Json, statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, resolved
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
-from dpllm.statement.run_files import COST, PlanRecord, RunRecord, read_plan, read_run
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.run_files import COST, RunRecord, read_plan, read_run
 
 HELD_OUT, TASKS = "held_out.json", "tasks.json"
 """Under private/: figures by example that ``dpllm.comparison.tasks`` computes once and that no report shows by themselves."""
@@ -42,11 +43,10 @@ class Side:
 
     Attributes:
         name: Of its directory; of two that are alike, with the one above.
-        no_guarantee: Why it gives no guarantee; None where it gives one.
+        statement: What its card says, without what may not be shown; also the audit of a run without differential privacy.
         evaluation: ``eval_loss_before``, ``eval_loss_after`` and the like; empty where they may not be shown.
         held_out: Losses by evaluation example of these weights; None where there are none, or they may not be shown.
         tasks: Scores of what these weights write, likewise.
-        audit: audit.json; None without canaries, or where it may not be shown.
         left_out: What may not be published of this run, and why, in sentences.
     """
 
@@ -54,18 +54,26 @@ class Side:
     run: RunDir
     config: RunConfig
     record: RunRecord
-    plan: PlanRecord | None
-    no_guarantee: str | None
+    statement: PrivacyRecord
     evaluation: Json
     held_out: Json | None
     tasks: Json | None
-    audit: AuditRecord | None
     left_out: tuple[str, ...]
 
     @property
     def private(self) -> bool:
         """Whether it trained with differential privacy, with a guarantee or without."""
         return self.config.privacy.enabled
+
+    @property
+    def epsilon(self) -> float | None:
+        """What it guarantees; None without a guarantee."""
+        return self.statement.terms.epsilon if self.statement.guarantee else None
+
+    @property
+    def no_guarantee(self) -> str | None:
+        """Why it gives none; None where it gives one."""
+        return None if self.statement.guarantee else self.statement.reason
 
 
 def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
@@ -97,7 +105,9 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
         sides.append(_side(name, run, config, record, public, open_data, evaluation_public))
     if len({(side.tasks["prompts"], side.tasks["references"]) for side in sides if side.tasks}) > 1:
         sides = [replace(side, tasks=None) for side in sides]  # of different prompts: nothing to compare
-    return sorted(sides, key=lambda side: (not side.private, side.plan.epsilon if side.plan else 0.0))
+    return sorted(
+        sides, key=lambda side: (not side.private, side.statement.terms.epsilon if side.statement.terms else 0.0)
+    )
 
 
 def _refuse_copies(runs: Sequence[RunDir], records: Sequence[RunRecord]) -> None:
@@ -124,46 +134,46 @@ def _names(runs: Sequence[RunDir]) -> list[str]:
 def _side(
     name: str, run: RunDir, config: RunConfig, record: RunRecord, public: bool, open_data: bool, evaluation_public: bool
 ) -> Side:
-    plan = read_plan(run) if config.privacy.enabled else None
+    private = config.privacy.enabled
     if not public:
         summary = read_json(run.private / "summary.json")
         record = record.model_copy(update={key: summary[key] for key in COST if key in summary})
     elif not open_data or (config.data.eval is not None and not evaluation_public):
         # An older version wrote it down all the same.
         record = record.model_copy(update=dict.fromkeys(COST))
-    what = "gives no guarantee" if config.privacy.enabled else "was trained without differential privacy"
-    unprotected = f"{what}, on data that are not public"
+    unprotected = "gives no guarantee" if private else "was trained without differential privacy"
+    unprotected += ", on data that are not public"
     left_out: list[str] = []
     audit = None
-    if config.audit.canaries is not None and public and not (config.privacy.enabled or open_data):
+    if config.audit.canaries is not None and public and not (private or open_data):
         left_out.append(f"{name}: the audit, because it {unprotected}.")
     elif config.audit.canaries is not None:
-        audit = _audit(run, config, plan, record)
-        if public and not (open_data or audit.published):
-            raise ConfigError(
-                f"{run.export}: holds an audit that says it may not be published, so the directory was changed by hand. Run "
-                f"dpllm audit {run.root} again."
-            )
-    reason = why_not(config, plan, record, audit)
+        audit = _audit(run, private, public and not open_data)
+    statement = statement_of(config, read_plan(run) if private else None, record, audit)
     evaluation: Json = {}
     held_out, tasks = None, None
     if config.data.eval is not None and public and not evaluation_public:
         left_out.append(f"{name}: held-out figures, because not every run declares its evaluation data public.")
-    elif config.data.eval is not None and public and not open_data and reason is not None:  # weights are not released
+    elif config.data.eval is not None and public and not (open_data or statement.guarantee):  # weights are not released
         left_out.append(f"{name}: held-out figures, because it {unprotected}.")
     elif config.data.eval is not None:
         # What run.json says it says in public.
         evaluation = record.metrics.public if public else read_json(run.private / "summary.json")
         held_out, tasks = cached(run, HELD_OUT, record), cached(run, TASKS, record)
-    return Side(name, run, config, record, plan, reason, evaluation, held_out, tasks, audit, tuple(left_out))
+    return Side(name, run, config, record, statement, evaluation, held_out, tasks, tuple(left_out))
 
 
-def _audit(run: RunDir, config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> AuditRecord:
-    path = run.audit_dir(config.privacy.enabled) / "audit.json"
+def _audit(run: RunDir, private: bool, published: bool) -> AuditRecord:
+    """The audit of a run; where only a published one may be shown, it has to say that it is."""
+    path = run.audit_dir(private) / "audit.json"
     if not path.exists():
         raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
     audit = read_audit(path)
-    check_audit(plan, record, audit)
+    if published and not audit.published:
+        raise ConfigError(
+            f"{run.export}: holds an audit that says it may not be published, so the directory was changed by hand. Run "
+            f"dpllm audit {run.root} again."
+        )
     return audit
 
 

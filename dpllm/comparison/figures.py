@@ -1,6 +1,6 @@
-"""The pictures of a comparison: utility and leakage against epsilon, and of a run with and one without privacy, bars.
+"""The pictures of a comparison: utility and leakage against epsilon.
 
-Comes in: the JSON value of a comparison. Goes out: PNG files. Runs with a guarantee stand at their epsilon; runs without stand at
+Comes in: the figures of a comparison. Goes out: PNG files. Runs with a guarantee stand at their epsilon; runs without stand at
 the right end, beyond a break of the axis, because no epsilon is theirs. Must not read any file or decide what is compared.
 """
 
@@ -11,16 +11,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpllm.auditing.summary import PRIMARY_ATTACK
-from dpllm.card.claim import Json
-from dpllm.comparison.rows import copies, promise
+from dpllm.comparison.compared_runs import Side
+from dpllm.comparison.rows import copies
+from dpllm.comparison.values import Figure, Figures, extracted
 from dpllm.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Picture
 
 # Okabe and Ito's palette, which people with any kind of colour vision tell apart; the lightness differs too.
 COLOURS = {"base": "#777777", "baseline": "#D55E00", "dp": "#0072B2"}
@@ -36,8 +37,6 @@ UTILITY = {
     "bleu": ("BLEU", "", "{:.1f}", 1.0),
     "rouge_l": ("ROUGE-L", "%", "{:.1f}", 100.0),
 }
-BARS = {"base": "base model", "baseline": "without DP", "dp": "with DP"}
-BAR = 0.38
 
 
 @dataclass(frozen=True)
@@ -62,41 +61,39 @@ class Mark:
     promised: bool
 
 
-Panel = Callable[["Axes", Json, Axis], None]
+Panel = Callable[["Axes", Figures, Axis], None]
 
 
-def draw(values: Json, folder: Path) -> list[str]:
+def draw(figures: Figures, folder: Path) -> list[str]:
     """Draws what there is to draw; returns the names of the files."""
-    runs = values["runs"]
-    utility = [_utility(measure) for measure in UTILITY if any(measure in run["utility"] for run in runs)]
-    leakage = [_auc, _extraction] if any(run["leakage"] for run in runs) else []
-    loss = utility[:1] if any("loss" in run["utility"] for run in runs) else []
-    pictures = {
-        "comparison.png": _against_epsilon(values, [*loss, *leakage]),
-        "utility.png": _against_epsilon(values, utility),
-        "leakage.png": _against_epsilon(values, leakage),
-    }
-    if sorted(run["privacy"]["enabled"] for run in runs) == [False, True]:
-        pictures["comparison.png"] = _bars(values)
-    for name, figure in pictures.items():
-        if figure is not None:
-            content = io.BytesIO()
-            figure.savefig(content, format="png", edgecolor=figure.get_edgecolor(), metadata={"Software": None})
-            write_whole(folder / name, content.getvalue())
-    return [name for name, figure in pictures.items() if figure is not None]
+    utility = [_utility(measure) for measure in UTILITY if any(measure in found for found in figures.utility)]
+    leakage: list[Panel] = [_auc, _extraction] if any(side.statement.audit for side in figures.sides) else []
+    loss = utility[:1] if any("loss" in found for found in figures.utility) else []
+    drawn = []
+    for name, panels in {"comparison": [*loss, *leakage], "utility": utility, "leakage": leakage}.items():
+        if panels:
+            picture, content = _against_epsilon(figures, panels), io.BytesIO()
+            picture.savefig(content, format="png", edgecolor=picture.get_edgecolor(), metadata={"Software": None})
+            write_whole(folder / f"{name}.png", content.getvalue())
+            drawn.append(f"{name}.png")
+    return drawn
 
 
-def _new_figure(panels: int, width: float) -> tuple[Figure, Any]:
-    """Panels side by side, each so many inches wide; a white ground with a frame reads on light and dark pages."""
+def _against_epsilon(figures: Figures, panels: Sequence[Panel]) -> Picture:
+    """Panels side by side; a white ground with a frame reads on light and dark pages."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Picture
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.06)
-    size = (width * panels, 3.9)
-    figure = Figure(figsize=size, dpi=150, layout=layout, facecolor="white", edgecolor=FRAME, linewidth=1.5)
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
+    size = (5.2 * len(panels), 3.9)  # inches
+    picture = Picture(figsize=size, dpi=150, layout=layout, facecolor="white", edgecolor=FRAME, linewidth=1.5)
+    FigureCanvasAgg(picture)
+    axis = axis_of(figures.sides)
+    for ax, panel in zip(picture.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(ax, figures, axis)
+        _scale(ax, axis)
+    return picture
 
 
 def _style(ax: Axes, title: str, unit: str) -> None:
@@ -109,24 +106,9 @@ def _style(ax: Axes, title: str, unit: str) -> None:
     ax.grid(axis="y", color="#e5e5e5", linewidth=0.8)
 
 
-# --- against epsilon -------------------------------------------------------------------------------------------------
-
-
-def _against_epsilon(values: Json, panels: Sequence[Panel]) -> Figure | None:
-    if not panels:
-        return None
-    axis = axis_of(values["runs"])
-    figure, axes = _new_figure(len(panels), 5.2)
-    for ax, panel in zip(axes, panels, strict=True):
-        panel(ax, values, axis)
-        _scale(ax, axis)
-    return figure
-
-
-def axis_of(runs: Sequence[Json]) -> Axis:
+def axis_of(sides: Sequence[Side]) -> Axis:
     """Where the runs stand; runs with one epsilon stand side by side."""
-    epsilons = [run["privacy"].get("epsilon") if run["privacy"]["guarantee"] else None for run in runs]
-    finite = [max(epsilon, 1e-3) for epsilon in epsilons if epsilon is not None]
+    finite = [max(side.epsilon, 1e-3) for side in sides if side.epsilon is not None]
     last = math.log10(max(finite)) if finite else 0.0
     span = last - math.log10(min(finite)) if finite else 0.0
     step = max(GAP, 0.22 * span)
@@ -135,9 +117,10 @@ def axis_of(runs: Sequence[Json]) -> Axis:
     places: list[float] = []
     ticks: dict[float, str] = {}
     end = None
-    for run, epsilon in zip(runs, epsilons, strict=True):
+    for side in sides:
+        epsilon = side.epsilon
         if epsilon is None:
-            label = "no DP" if not run["privacy"]["enabled"] else "no\nguarantee"
+            label = "no\nguarantee" if side.private else "no DP"
             free = last + step if end is None else max(above) + 0.8 * step
         else:
             label = f"{epsilon:.2g}" if epsilon < 99.5 else f"{epsilon:.0f}"
@@ -175,39 +158,40 @@ def _scale(ax: Axes, axis: Axis) -> None:
 def _utility(measure: str) -> Panel:
     title, unit, form, factor = UTILITY[measure]
 
-    def panel(ax: Axes, values: Json, axis: Axis) -> None:
+    def panel(ax: Axes, figures: Figures, axis: Axis) -> None:
         _style(ax, title, unit)
-        found = [run["utility"].get(measure, {}) for run in values["runs"]]
-        _points(ax, _marks(values, axis, [(one.get("value"), one.get("interval")) for one in found], factor), form)
-        base = values["base"]["utility"].get(measure, {}).get("value")
-        if base is not None:
-            _line(ax, factor * base, f"base model\n{form.format(factor * base)}")
+        _points(ax, _marks(figures, axis, [found.get(measure) for found in figures.utility], factor), form)
+        base = figures.base.get(measure)
+        if base and base.value is not None:
+            _line(ax, factor * base.value, f"base model\n{form.format(factor * base.value)}")
 
     return panel
 
 
-def _auc(ax: Axes, values: Json, axis: Axis) -> None:
-    attacks = [run["leakage"].get("attacks", {}).get(PRIMARY_ATTACK, {}) for run in values["runs"]]
-    group = next((attack["group"] for attack in attacks if attack), 1)
+def _auc(ax: Axes, figures: Figures, axis: Axis) -> None:
+    audits = [side.statement.audit for side in figures.sides]
+    attacks = [audit.attacks.get(PRIMARY_ATTACK) if audit else None for audit in audits]
+    group = next((attack.group for attack in attacks if attack), 1)
     _style(ax, f"Membership inference, canaries planted {'once' if group == 1 else f'{group} times'}", "AUC")
-    found = [(attack.get("auc"), attack.get("auc_interval")) for attack in attacks]
-    _points(ax, _marks(values, axis, found), "{:.2f}")
+    found = [Figure(value=one.auc, interval=one.auc_interval) if one else None for one in attacks]
+    _points(ax, _marks(figures, axis, found), "{:.2f}")
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, 0.4), min(1.04, max(high, 0.7)))
     _line(ax, 0.5, "guessing")
 
 
-def _extraction(ax: Axes, values: Json, axis: Axis) -> None:
+def _extraction(ax: Axes, figures: Figures, axis: Axis) -> None:
     from matplotlib.ticker import PercentFormatter
 
     _style(ax, "Canaries extracted", "share of those planted")
-    groups = sorted({group for run in values["runs"] for group in run["leakage"].get("extraction", {})}, key=int)
+    seen = [side.statement.audit.extraction if side.statement.audit else {} for side in figures.sides]
+    groups = sorted({group for one in seen for group in one}, key=int)
     ends: list[tuple[float, str, str]] = []
     highest = 0.25
     for index, group in enumerate(groups):
-        got = [run["leakage"].get("extraction", {}).get(group, {}) for run in values["runs"]]
         shift = 0.025 * (max(axis.places) - min(axis.places)) * (index - (len(groups) - 1) / 2)
-        marks = _marks(values, axis, [(one.get("share"), one.get("interval")) for one in got], shift=shift)
+        shares = [extracted(one[group]) if group in one else None for one in seen]
+        marks = _marks(figures, axis, shares, shift=shift)
         colour, marker = SHADES[index % len(SHADES)], MARKERS[index % len(MARKERS)]
         _points(ax, marks, None, colour, marker)
         highest = max([highest, *(mark.interval[1] for mark in marks if mark.interval)])
@@ -223,15 +207,15 @@ def _extraction(ax: Axes, values: Json, axis: Axis) -> None:
 
 
 def _marks(
-    values: Json, axis: Axis, found: Sequence[tuple[Any, Any]], factor: float = 1.0, shift: float = 0.0
+    figures: Figures, axis: Axis, found: Sequence[Figure | None], factor: float = 1.0, shift: float = 0.0
 ) -> list[Mark]:
-    """The points of the runs whose value is known; of each a value and its interval were found."""
+    """The points of the runs of which something was found."""
     marks = []
-    for run, place, tick, (value, limits) in zip(values["runs"], axis.places, axis.above, found, strict=True):
-        if value is not None:
-            known = limits is not None and None not in limits
-            interval = (factor * limits[0], factor * limits[1]) if known else None
-            marks.append(Mark(place + shift, tick + shift, factor * value, interval, run["privacy"]["guarantee"]))
+    for side, place, tick, one in zip(figures.sides, axis.places, axis.above, found, strict=True):
+        if one is not None and one.value is not None:
+            low, high = one.interval or (None, None)
+            interval = None if low is None or high is None else (factor * low, factor * high)
+            marks.append(Mark(place + shift, tick + shift, factor * one.value, interval, side.statement.guarantee))
     return marks
 
 
@@ -278,75 +262,3 @@ def _line(ax: Axes, value: float, name: str) -> None:
         name, (1.01, value), xycoords=("axes fraction", "data"), fontsize=9, color="#555555", va="center",
         annotation_clip=False,
     )  # fmt: skip
-
-
-# --- a run with and one without --------------------------------------------------------------------------------------
-
-
-def _bars(values: Json) -> Figure | None:
-    """Loss, exposure and extraction of two runs."""
-    runs = {"dp" if run["privacy"]["enabled"] else "baseline": run for run in values["runs"]}
-    seen = {side: runs[side]["leakage"] for side in ("baseline", "dp") if runs[side]["leakage"]}
-    groups = sorted({group for leakage in seen.values() for group in leakage["exposure"]}, key=int)
-    parts = {"base": values["base"], "baseline": runs["baseline"], "dp": runs["dp"]}
-    loss = {side: part["utility"]["loss"]["value"] for side, part in parts.items() if "loss" in part["utility"]}
-    if not loss and not groups:
-        return None
-    width = max(4.2, 0.8 + 1.3 * len(groups))  # inches: the counts above neighbouring bars must not touch
-    figure, axes = _new_figure(3 if groups else 1, width)
-    _loss_bars(axes[0], loss)
-    if groups:
-        _exposure_bars(axes[1], seen, groups)
-        _extraction_bars(axes[2], seen, groups)
-        handles = [*axes[1].containers, *axes[1].get_lines()]
-        labels = [BARS[side] if side == "baseline" else f"{BARS[side]}: {promise(runs['dp'])}" for side in seen]
-        labels.append("a model with no memory of the canaries")
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
-    return figure
-
-
-def _loss_bars(ax: Axes, loss: dict[str, float]) -> None:
-    _style(ax, "Held-out loss", "nats per target token")
-    bars = ax.bar([BARS[side] for side in loss], list(loss.values()), 0.6, color=[COLOURS[side] for side in loss])
-    ax.bar_label(bars, fmt="%.2f", fontsize=9, padding=2, color=INK)
-    ax.margins(y=0.15)
-    if not loss:
-        ax.set_xticks([])
-        ax.set_yticks([])
-        ax.text(0.5, 0.5, "not measured, or not to be shown", ha="center", transform=ax.transAxes, color=INK)
-
-
-def _exposure_bars(ax: Axes, seen: dict[str, Json], groups: list[str]) -> None:
-    _style(ax, "Canary exposure", "mean bits")
-    means = {  # None: all coins said out
-        side: [leakage["exposure"].get(group, {}).get("mean") for group in groups] for side, leakage in seen.items()
-    }
-    heights = {side: [mean or 0.0 for mean in row] for side, row in means.items()}
-    labels = {side: ["none" if mean is None else f"{mean:.1f}" for mean in row] for side, row in means.items()}
-    patch = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # the line must not cross a number
-    _grouped_bars(ax, heights, labels, groups, fontsize=9, padding=3, bbox=patch)
-    null = next(leakage["exposure"][groups[0]]["null_mean"] for leakage in seen.values())
-    ax.axhline(null, color=INK, linestyle="--", linewidth=1.2, zorder=2)
-    ax.margins(y=0.15)
-
-
-def _extraction_bars(ax: Axes, seen: dict[str, Json], groups: list[str]) -> None:
-    _style(ax, "Canaries extracted", "share of those planted")
-    none = {"tuned": 0, "inserted": 0}
-    found = {side: [leakage["extraction"].get(group, none) for group in groups] for side, leakage in seen.items()}
-    heights = {side: [got["tuned"] / max(1, got["inserted"]) for got in row] for side, row in found.items()}
-    labels = {side: [f"{got['tuned']}/{got['inserted']}" for got in row] for side, row in found.items()}
-    _grouped_bars(ax, heights, labels, groups, fontsize=8, padding=2)
-    ax.set_ylim(0, 1.12)
-    ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
-
-
-def _grouped_bars(
-    ax: Axes, heights: dict[str, list[float]], labels: dict[str, list[str]], groups: list[str], **text: Any
-) -> None:
-    shifts = {"baseline": -BAR / 2, "dp": BAR / 2} if len(heights) > 1 else dict.fromkeys(heights, 0.0)
-    for side, row in heights.items():
-        bars = ax.bar([place + shifts[side] for place in range(len(groups))], row, BAR, color=COLOURS[side])
-        ax.bar_label(bars, labels[side], color=INK, **text)
-    ax.set_xticks(range(len(groups)), groups)
-    ax.set_xlabel("copies of each canary", fontsize=9, color=INK)

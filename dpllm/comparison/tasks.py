@@ -46,7 +46,9 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
             "BLEU. Type: pip install 'dpllm[tasks]'"
         )
     for name in [name for name, asked in ((HELD_OUT, losses), (TASKS, rows > 0)) if asked]:
-        known = [_known(run, name, rows) for run in runs]
+        known = [cached(run, name, read_run(run)) for run in runs]
+        if name == TASKS:
+            known = [found if found and found.get("asked") == rows else None for found in known]
         base = any(found and found.get("base") for found in known)
         for run, found in zip(runs, known, strict=True):
             if found and (base or found.get("base")):
@@ -56,11 +58,6 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
                 write_json(run.private / name, value)
                 (run.private / name).chmod(0o600)
                 base = base or bool(value["base"])
-
-
-def _known(run: RunDir, name: str, rows: int) -> Json | None:
-    found = cached(run, name, read_run(run))
-    return found if found and (name == HELD_OUT or found.get("asked") == rows) else None
 
 
 def _weights(run: RunDir) -> dict[str, str]:

@@ -1,26 +1,29 @@
-"""Every figure that a comparison shows, as one JSON value.
+"""Every figure that a comparison shows.
 
-Comes in: sides. Goes out: numbers with their intervals, for the base model and each run. Must not read any file or round.
+Comes in: sides. Goes out: their privacy statements, and what was measured beside these with its intervals, for the base model and
+each run; and all of it as one JSON value. Must not read any file or round.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from dpllm.auditing.attacks import ATTACKS
-from dpllm.auditing.record import AuditRecord
 from dpllm.auditing.summary import PRIMARY_ATTACK
-from dpllm.card.claim import Json, stated_epsilon
+from dpllm.card.claim import Json
 from dpllm.comparison import compared_runs
 from dpllm.comparison.compared_runs import Side
 from dpllm.errors import DpllmError
 from dpllm.files import as_json
 from dpllm.privacy import accounting
 from dpllm.recipe import names
+from dpllm.statement.fields import Number, Record
+from dpllm.statement.privacy_record import Attack, Audit, Extraction
 
 # Intervals cover the choice of evaluation examples or canaries, and not the randomness of training: another run of the same
 # recipe may lie outside.
@@ -29,149 +32,204 @@ RESAMPLES = 2000
 _AT_ONCE = 4_000_000  # numbers of one block of resamples
 
 UTILITY = ("loss", "perplexity", "accuracy", *compared_runs.PROTOCOL["scores"])
-BOUND = ("value", "ceiling", "alpha", "delta")
-ATTACK = ("group", "auc", "auc_interval", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval")
-EXPOSURE = ("mean", "null_mean", "base_mean", "inserted")
-EXTRACTION = ("inserted", "tuned", "base")
+_BOUND = {"value", "ceiling", "alpha", "delta"}
+_ATTACK = {"group", "auc", "auc_interval", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval"}
+_EXPOSURE = {"mean", "null_mean", "base_mean", "inserted"}
+_EXTRACTION = {"inserted", "tuned", "base"}
 
 
-def values(sides: Sequence[Side], found: dict[str, list[Any]], *, public: bool) -> Json:
-    """The figures of a comparison, of what ``compared_runs.read`` and ``compared_runs.differences`` found."""
-    value = {
-        "public": public,
-        "confidence": CONFIDENCE,
-        "base": {"name": sides[0].record.model.name_or_path, "utility": _base_utility(sides)},
-        "scored": _scored(sides),
-        "runs": [_run(side) for side in sides],
-        "together": together(sides),
-        "differences": {
-            key: {side.name: one for side, one in zip(sides, row, strict=True)} for key, row in found.items()
-        },
-        "left_out": [line for side in sides for line in side.left_out],
-    }
-    return dict(as_json(names.without_paths(value) if public else value))
+class Figure(Record):
+    """What was measured, with its 95% interval; None: not known."""
+
+    value: Number | None
+    interval: tuple[Number | None, Number | None] | None = None
+    signature: str | None = None
+    """How another library computed it."""
 
 
-def _scored(sides: Sequence[Side]) -> Json | None:
-    """How texts were written and scored, of how many prompts; None where none were."""
-    keys = ("protocol", "num_tokens", "prompts", "references")
-    return next(({key: side.tasks[key] for key in keys} for side in sides if side.tasks), None)
+Utility = Mapping[str, Figure]
+"""By the names of ``UTILITY``."""
 
 
-def _run(side: Side) -> Json:
-    """What is shown of a run; the seconds of a step include evaluation, checkpoints and setting up."""
-    record = side.record
-    steps, seconds = record.steps_taken, record.duration_seconds
-    return {
-        "name": side.name,
-        "status": record.status,
-        "privacy": _privacy(side),
-        "utility": _utility(side, "after", "tuned"),
-        "leakage": _leakage(side.audit) if side.audit is not None else {},
-        "cost": {
-            "steps": steps,
-            "seconds": seconds,
-            "seconds_per_step": seconds / steps if steps and seconds is not None else None,
-            "peak_memory_bytes": record.peak_memory_bytes,
-            "hardware": record.hardware,
-        },
-    }
+@dataclass(frozen=True)
+class Together:
+    """What several runs come to, and whether they were fixed as one tuning group."""
+
+    runs: int
+    epsilon: float
+    delta: float
+    fixed_together: bool
 
 
-def _privacy(side: Side) -> Json:
-    ledger = side.record.ledger
-    terms: Json = {"enabled": side.private, "guarantee": side.no_guarantee is None, "reason": side.no_guarantee}
-    if side.plan is not None:
-        # What a run without a guarantee was planned for is no epsilon of it.
-        epsilon = stated_epsilon(side.plan, side.record)
-        terms |= {"epsilon" if side.no_guarantee is None else "planned_epsilon": epsilon, "delta": side.plan.delta}
-    if ledger:
-        budget = ledger.budget
-        terms["ledger"] = {
-            "epsilon": ledger.spent_epsilon,
-            "delta": budget.delta if budget else side.record.delta,
-            "budget": budget.epsilon if budget else None,
-            "group": ledger.group.to_json() if ledger.group else None,
+@dataclass(frozen=True)
+class Figures:
+    """What a comparison shows: of the base model what was measured of it, of each run its statement and likewise.
+
+    Attributes:
+        differences: Other settings: dotted key -> a value for each run, or none where all have the same.
+    """
+
+    sides: Sequence[Side]
+    base: Utility
+    utility: Sequence[Utility]
+    together: Together | None
+    differences: Mapping[str, Sequence[Any]]
+    public: bool
+
+    @property
+    def scored(self) -> Json | None:
+        """How texts were written and scored, of how many prompts; None where none were."""
+        keys = ("protocol", "num_tokens", "prompts", "references")
+        return next(({key: side.tasks[key] for key in keys} for side in self.sides if side.tasks), None)
+
+    @property
+    def left_out(self) -> list[str]:
+        """What may not be published, in sentences."""
+        return [line for side in self.sides for line in side.left_out]
+
+    def to_json(self) -> Json:
+        """As comparison.json holds it."""
+        runs = zip(self.sides, self.utility, strict=True)
+        value = {
+            "public": self.public,
+            "confidence": CONFIDENCE,
+            "base": {"name": self.sides[0].record.model.name_or_path, "utility": _measured(self.base)},
+            "scored": self.scored,
+            "runs": [_run(side, _measured(utility)) for side, utility in runs],
+            "together": asdict(self.together) if self.together else None,
+            "differences": {
+                key: {side.name: one for side, one in zip(self.sides, row, strict=True)}
+                for key, row in self.differences.items()
+            },
+            "left_out": self.left_out,
         }
-    return terms
+        return dict(as_json(names.without_paths(value) if self.public else value))
 
 
-def _base_utility(sides: Sequence[Side]) -> Json:
-    """Of the base model, which is the same for all: from whichever run has it, figures by example first."""
+def figures(sides: Sequence[Side], differences: Mapping[str, Sequence[Any]], *, public: bool) -> Figures:
+    """The figures of a comparison, of what ``compared_runs.read`` and ``compared_runs.differences`` found."""
+    # Of the base model, which is the same for all: from whichever run has it, figures by example first.
     found = [_utility(side, "before", "base") for side in sides]
     known = {measure: [one[measure] for one in found if measure in one] for measure in UTILITY}
-    return {name: max(some, key=lambda one: one["interval"] is not None) for name, some in known.items() if some}
+    base = {name: max(some, key=lambda one: one.interval is not None) for name, some in known.items() if some}
+    utility = [_utility(side, "after", "tuned") for side in sides]
+    return Figures(sides, base, utility, together(sides), differences, public)
 
 
-def _utility(side: Side, moment: str, which: str) -> Json:
-    """Held-out figures: by example where they were computed from the exported weights, else as the run recorded them."""
-    recorded = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in ("loss", "accuracy")}
-    found: Json = {name: {"value": value, "interval": None} for name, value in recorded.items() if value is not None}
-    if examples := (side.held_out or {}).get(which):
-        tokens = examples["tokens"]
-        for name, column in (("loss", examples["loss"]), ("accuracy", examples["correct"])):
-            found[name] = {"value": sum(column) / sum(tokens), "interval": ratio(column, tokens)}
-    if "loss" in found:
-        value, limits = found["loss"]["value"], found["loss"]["interval"]
-        found["perplexity"] = {"value": _exp(value), "interval": [_exp(limit) for limit in limits] if limits else None}
-    for name, scores in ((side.tasks or {}).get(which) or {}).items():
-        if isinstance(scores, list):  # one for each text
-            mean = sum(scores) / len(scores)
-            found[name] = {"value": mean, "interval": ratio(scores, [1.0] * len(scores))}
-        else:
-            found[name] = scores
-    return found
+def shown_attacks(audit: Audit) -> dict[str, Attack]:
+    """The attacks of an audit that are compared, the one that counts first."""
+    return {name: audit.attacks[name] for name in (PRIMARY_ATTACK, *ATTACKS) if name in audit.attacks}
 
 
-def _exp(value: float) -> float | None:
-    return math.exp(value) if value < 700 else None
+def extracted(seen: Extraction) -> Figure:
+    """Share of the planted secrets that were extracted."""
+    value = seen.tuned / seen.inserted if seen.inserted else None
+    return Figure(value=value, interval=share(seen.tuned, seen.inserted))
 
 
-def _leakage(audit: AuditRecord) -> Json:
-    attacks = {name: audit.attacks.get(name) for name in (PRIMARY_ATTACK, *ATTACKS)}  # the one that counts first
+def cost(side: Side) -> Json:
+    """What a run took; the seconds of a step include evaluation, checkpoints and setting up."""
+    steps, seconds = side.record.steps_taken, side.record.duration_seconds
+    return {
+        "steps": steps,
+        "seconds": seconds,
+        "seconds_per_step": seconds / steps if steps and seconds is not None else None,
+        "peak_memory_bytes": side.record.peak_memory_bytes,
+    }
+
+
+def _run(side: Side, utility: Json) -> Json:
+    statement, total = side.statement, side.statement.composed
+    privacy: Json = {"enabled": side.private, "guarantee": statement.guarantee, "reason": side.no_guarantee}
+    if statement.terms is not None:
+        # What a run without a guarantee was planned for is no epsilon of it.
+        epsilon = "epsilon" if statement.guarantee else "planned_epsilon"
+        privacy |= {epsilon: statement.terms.epsilon, "delta": statement.terms.delta}
+    if total is not None:
+        privacy["ledger"] = {
+            "epsilon": total.spent_epsilon,
+            "delta": total.delta,
+            "budget": total.budget.epsilon if total.budget else None,
+            "group": total.group.to_json() if total.group else None,
+        }
+    return {
+        "name": side.name,
+        "status": side.record.status,
+        "privacy": privacy,
+        "utility": utility,
+        "leakage": _leakage(statement.audit) if statement.audit is not None else {},
+        "cost": {**cost(side), "hardware": side.record.hardware},
+    }
+
+
+def _measured(utility: Utility) -> Json:
+    return {name: {"interval": None, **figure.to_json()} for name, figure in utility.items()}
+
+
+def _leakage(audit: Audit) -> Json:
     return {
         "verdict": audit.verdict,
-        "epsilon_lower_bound": {key: getattr(audit.epsilon_lower_bound, key) for key in BOUND},
-        "attacks": {name: {key: getattr(seen, key) for key in ATTACK} for name, seen in attacks.items() if seen},
-        "exposure": {group: {key: getattr(seen, key) for key in EXPOSURE} for group, seen in audit.exposure.items()},
+        "epsilon_lower_bound": audit.epsilon_lower_bound.model_dump(include=_BOUND),
+        "attacks": {name: seen.model_dump(include=_ATTACK) for name, seen in shown_attacks(audit).items()},
+        "exposure": {group: seen.model_dump(include=_EXPOSURE) for group, seen in audit.exposure.items()},
         "extraction": {
             group: {
-                **{key: getattr(seen, key) for key in EXTRACTION},
-                "share": seen.tuned / seen.inserted if seen.inserted else None,
-                "interval": share(seen.tuned, seen.inserted),
+                **seen.model_dump(include=_EXTRACTION),
+                "share": extracted(seen).value,
+                "interval": extracted(seen).interval,
             }
             for group, seen in audit.extraction.items()
         },
     }
 
 
-def together(sides: Sequence[Side]) -> Json | None:
+def _utility(side: Side, moment: str, which: str) -> Utility:
+    """Held-out figures: by example where they were computed from the exported weights, else as the run recorded them."""
+    recorded = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in ("loss", "accuracy")}
+    found = {name: Figure(value=value) for name, value in recorded.items() if value is not None}
+    if examples := (side.held_out or {}).get(which):
+        tokens = examples["tokens"]
+        for name, column in (("loss", examples["loss"]), ("accuracy", examples["correct"])):
+            found[name] = Figure(value=sum(column) / sum(tokens), interval=ratio(column, tokens))
+    if loss := found.get("loss"):
+        limits = loss.interval and (_exp(loss.interval[0]), _exp(loss.interval[1]))
+        found["perplexity"] = Figure(value=_exp(loss.value), interval=limits)
+    for name, scores in ((side.tasks or {}).get(which) or {}).items():
+        if isinstance(scores, list):  # one for each text
+            found[name] = Figure(value=sum(scores) / len(scores), interval=ratio(scores, [1.0] * len(scores)))
+        else:
+            found[name] = Figure.pick(scores)
+    return found
+
+
+def _exp(value: float | None) -> float | None:
+    return math.exp(value) if value is not None and value < 700 else None
+
+
+def together(sides: Sequence[Side]) -> Together | None:
     """What all compared runs with a guarantee come to: a report about several releases tells of all of them.
 
     Returns:
-        ``runs``, ``epsilon``, ``delta`` and ``fixed_together``, whether they are one tuning group; None for fewer than two
-        runs, or where they are not about the same unit and relation.
+        None for fewer than two runs, or where they are not about the same unit and relation.
 
     Guarantee:
         Composed by PLD, which holds where the runs were fixed before the first of them, as those of a group are.
     """
-    promised = [side for side in sides if side.no_guarantee is None]
-    plans = [side.plan for side in promised if side.plan is not None]
-    terms = {(plan.unit, plan.neighbouring_relation) for plan in plans}
-    if len(plans) < 2 or len(terms) > 1:
+    promised = [side.statement for side in sides if side.statement.guarantee]
+    terms = [statement.terms for statement in promised]
+    if len(terms) < 2 or len({(one.unit, one.neighbouring_relation) for one in terms}) > 1:
         return None
-    delta = max(plan.delta for plan in plans)
+    delta = max(one.delta for one in terms)
     try:
-        whole = accounting.compose([plan.event for plan in plans])
-        epsilon = accounting.stated(whole, delta, plans[0].neighbouring_relation)[0]
+        whole = accounting.compose([one.event for one in terms])
+        epsilon = accounting.stated(whole, delta, terms[0].neighbouring_relation)[0]
     except DpllmError:  # no accountant knows all of them
         return None
-    groups = [side.record.ledger and side.record.ledger.group for side in promised]
-    fixed = len({group.name if group else None for group in groups}) == 1 and groups[0] is not None
-    return {"runs": len(plans), "epsilon": epsilon, "delta": delta, "fixed_together": fixed}
+    groups = {one.composed.group.name if one.composed and one.composed.group else None for one in promised}
+    return Together(len(terms), epsilon, delta, len(groups) == 1 and None not in groups)
 
 
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> list[float] | None:
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float] | None:
     """Percentile bootstrap of sum(numerators) / sum(denominators) over examples, which are drawn whole.
 
     Args:
@@ -198,14 +256,14 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> list[fl
         above_B, below_B = above_E[drawn_BE].sum(axis=1), below_E[drawn_BE].sum(axis=1)
         found.append(above_B[below_B > 0] / below_B[below_B > 0])
     low, high = np.quantile(np.concatenate(found), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return [float(low), float(high)]
+    return float(low), float(high)
 
 
-def share(part: int, whole: int) -> list[float] | None:
+def share(part: int, whole: int) -> tuple[float, float] | None:
     """Clopper and Pearson's interval of a share; None of nothing."""
     if whole < 1:
         return None
     from scipy import stats
 
     found = stats.binomtest(part, whole).proportion_ci(CONFIDENCE, method="exact")
-    return [float(found.low), float(found.high)]
+    return float(found.low), float(found.high)

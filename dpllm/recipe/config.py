@@ -50,6 +50,7 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021) made and saved by peft."""
 
     method: Literal["lora"] = "lora"
+    """What trains: low-rank adapters."""
     r: PositiveInt = 16
     """Rank. Servers such as vLLM accept up to 16 by default."""
     alpha: float = Field(default=32, gt=0)
@@ -83,6 +84,7 @@ class FrozenConfig(Section):
     """Frozen-layer fine-tuning: the last blocks train, everything below them does not."""
 
     method: Literal["frozen"]
+    """What trains: the last blocks."""
     last_blocks: int = Field(default=2, ge=0)
     """How many of the last decoder blocks train."""
     lm_head: bool = False
@@ -246,7 +248,9 @@ class TrainConfig(Section):
     steps: PositiveInt | None = None
     """Number of logical steps; give epochs or steps."""
     learning_rate: float = Field(default=1e-3, gt=0)
+    """Size of a step after the warm-up, the largest of the run."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    """What the noised sums are given to."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Of optimizer: sgd; what one step releases acts on the steps after it too, 1 / (1 - momentum) times in all."""
     lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
@@ -254,6 +258,7 @@ class TrainConfig(Section):
     warmup: float = Field(default=0.05, ge=0, lt=1)
     """Share of the steps over which the learning rate rises from zero."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """How fast weights shrink by themselves, as the optimizer of PyTorch takes it."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Autocast of the forward pass; auto is bf16 on a GPU that has it and fp32 elsewhere. fp16 uses a constant scale."""
     seed: int = 0
@@ -291,7 +296,9 @@ class CardConfig(Section):
     license: str | None = None
     """Licence identifier of the Hub, for the adapter."""
     language: str | list[str] | None = None
+    """Code of the language for the Hub, such as en, or a list of them."""
     tags: list[str] = Field(default_factory=list)
+    """More tags for the Hub; differential-privacy and dp-sgd stand on a card with a guarantee alone."""
     description: str | None = None
     """One paragraph on what the model is for."""
     contact: str | None = None

@@ -32,10 +32,6 @@ class _No(Exception):
     """Why a value is not carried over."""
 
 
-def _layers(value: Any) -> Any:
-    return "auto" if value in ("all", "all-linear", ["all-linear"]) else listed(value)
-
-
 def _one_of(*known: str) -> Callable[[Any], str]:
     """The one that the value begins with; the first is the recipe's default."""
 
@@ -70,7 +66,7 @@ def _one_adapter(value: Any) -> str:
 
 
 CONVERT: dict[str, Callable[[Any], Any]] = {
-    "adapter.target_modules": _layers,
+    "adapter.target_modules": lambda value: "auto" if value in ("all", "all-linear", ["all-linear"]) else listed(value),
     "adapter.modules_to_save": listed,
     "adapter.dropout": _off("its masks follow a row's place in the batch, so dropout is refused in private training"),
     "adapter.use_dora": _off("the magnitude of DoRA gives no gradient of single rows to clip; LoRA and rsLoRA do"),

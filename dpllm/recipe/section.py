@@ -146,7 +146,7 @@ def describe(section: type[Section], prefix: str = "") -> str:
     """Every key of a recipe, or of a section of it, with its default and meaning."""
     lines = []
     for key, field in section.model_fields.items():
-        nested = _sections(field.annotation)
+        nested = sections_of(field.annotation)
         if prefix or not nested:
             default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)}"
             text = " ".join((field.description or "").split())
@@ -157,11 +157,11 @@ def describe(section: type[Section], prefix: str = "") -> str:
     return "\n".join(lines)
 
 
-def _sections(annotation: Any) -> list[type[Section]]:
+def sections_of(annotation: Any) -> list[type[Section]]:
     """The recipe sections inside a type, through Optional, unions and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [section for inner in get_args(annotation) for section in _sections(inner)]
+    return [section for inner in get_args(annotation) for section in sections_of(inner)]
 
 
 def explain(error: ValidationError, recipe: type[Section], retired: Mapping[str, str]) -> list[str]:
@@ -178,7 +178,7 @@ def explain(error: ValidationError, recipe: type[Section], retired: Mapping[str,
             if branch := [s for s in sections if "method" in s.model_fields and part in _choices(s)]:
                 sections = branch
             elif part in _fields(sections):
-                sections = _sections(_fields(sections)[part].annotation)
+                sections = sections_of(_fields(sections)[part].annotation)
                 shown.append(part)
         known, kind = _fields(sections), problem["type"]
         if last in known or kind in ("extra_forbidden", "missing"):

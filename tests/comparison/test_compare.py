@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,17 @@ def test_each_figure_stands_in_its_own_column(runs: list[RunDir]) -> None:
     assert "Peak memory (GiB)" not in table  # not recorded
 
 
-def test_bounds_of_several_confidences_each_say_their_own() -> None:
-    audits = [{"epsilon_lower_bound": {"alpha": alpha, "value": 0.5, "ceiling": 3.0}} for alpha in (0.025, 0.05)]
-    primary = {"calibrated": {"group": 1, "auc": 0.5, "auc_interval": None, "tpr_at_1_percent_fpr": None}}
-    primary["calibrated"]["tpr_at_1_percent_fpr_interval"] = None
-    bounds = rows._leakage([{**audit, "attacks": primary, "verdict": "consistent"} for audit in audits])[0]
-    assert bounds.measure == "Epsilon lower bound"
-    assert [cell.line() for cell in bounds.cells[1:]] == [
-        "0.50 (97.5% sure, ceiling 3.00)",
-        "0.50 (95% sure, ceiling 3.00)",
+def test_bounds_of_several_confidences_each_say_their_own(tmp_path: Path) -> None:
+    made = [make_run(tmp_path / str(number), 3.0) for number in range(2)]
+    for run, alpha in zip(made, (0.025, 0.05), strict=True):
+        path = run.audit_dir(True) / "audit.json"
+        audit = json.loads(path.read_text())
+        write_json(
+            path, {**audit, "epsilon_lower_bound": {**audit["epsilon_lower_bound"], "alpha": alpha, "value": 0.5}}
+        )
+    assert shown(compare(made))["Epsilon lower bound"][1:] == [
+        "0.50 (97.5% sure, ceiling 2.76)",
+        "0.50 (95% sure, ceiling 2.76)",
     ]
 
 
@@ -143,6 +146,13 @@ def test_every_number_of_the_page_is_a_rounding_of_one_in_the_json(four: list[Ru
     assert written["runs"][1]["utility"]["loss"]["value"] == pytest.approx(1.954 + 0.4)
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> values.Figures:
+    """The figures of two runs, of which the first can be given any."""
+    folder = tmp_path_factory.mktemp("rounding")
+    return compare([make_run(folder / name, 3.0) for name in "ab"], folder / "out").figures
+
+
 @given(
     loss=st.floats(0.0, 20.0),
     auc=st.floats(0.0, 1.0),
@@ -151,18 +161,15 @@ def test_every_number_of_the_page_is_a_rounding_of_one_in_the_json(four: list[Ru
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_rounding_shows_what_is_there_and_never_less_epsilon(
-    loss: float, auc: float, low: float, epsilon: float
+    one: values.Figures, loss: float, auc: float, low: float, epsilon: float
 ) -> None:
-    run: Json = {
-        "name": "a", "status": "completed",
-        "cost": {"steps": 4, "seconds": None, "seconds_per_step": None, "peak_memory_bytes": 1},
-        "privacy": {"enabled": True, "guarantee": True, "reason": None, "epsilon": epsilon, "delta": 1e-5},
-        "utility": {"loss": {"value": loss, "interval": None}},
-        "leakage": {**{key: measured_audit(1.0, {})[key] for key in ("verdict", "epsilon_lower_bound")},
-                    "exposure": {}, "extraction": {}, "attacks": {"loss": {"group": 1, "auc": auc, "auc_interval": [low, auc]}}},
-    }  # fmt: skip
-    value: Json = {"base": {"utility": {}}, "runs": [run], "public": False}
-    found = {row.measure: row.cells[1].line() for row in rows.rows(value)}
+    statement = one.sides[0].statement
+    assert statement.audit is not None
+    attack = statement.audit.attacks["loss"].model_copy(update={"auc": auc, "auc_interval": (low, auc)})
+    audit = statement.audit.model_copy(update={"attacks": {"loss": attack}})
+    side = replace(one.sides[0], statement=statement.model_copy(update={"epsilon": epsilon, "audit": audit}))
+    measured = replace(one, sides=[side], utility=[{"loss": values.Figure(value=loss)}])
+    found = {row.measure: row.cells[1].line() for row in rows.rows(measured)}
     assert float(found["Epsilon at delta 1e-05"]) >= epsilon
     assert float(found["Epsilon at delta 1e-05"]) <= 1.002 * epsilon
     assert abs(float(found["Held-out loss (nats per token)"]) - loss) <= 5.0001e-4
@@ -466,7 +473,7 @@ def test_an_audit_that_contradicts_takes_the_epsilon_away(tmp_path: Path) -> Non
 
 def test_an_interrupted_run_is_named(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "baseline", INF), make_run(tmp_path / "dp", 3.0, record={"status": "interrupted"})]
-    assert "dp is interrupted." in " ".join(rows.caption(compare(runs).values))
+    assert "dp is interrupted." in " ".join(rows.caption(compare(runs).figures))
 
 
 def test_a_group_in_which_no_coin_said_in_is_compared(tmp_path: Path) -> None:

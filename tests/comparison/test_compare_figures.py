@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from comparing import Json, make_run
+from comparing import make_run
 
 from dpllm.comparison.compare import compare
 from dpllm.comparison.figures import axis_of
@@ -15,8 +17,8 @@ INF = math.inf
 BROKEN = {"guarantee": {"holds": False, "reason": "the noise was seeded"}}
 
 
-def run(epsilon: float | None, enabled: bool = True) -> Json:
-    return {"privacy": {"enabled": enabled, "guarantee": epsilon is not None, "epsilon": epsilon}}
+def run(epsilon: float | None, private: bool = True) -> Any:
+    return SimpleNamespace(epsilon=epsilon, private=private)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,8 @@ def test_equal_epsilons_stand_side_by_side_under_one_tick() -> None:
 
 def test_a_run_without_a_guarantee_stands_at_no_epsilon(tmp_path: Path) -> None:
     result = compare([make_run(tmp_path / "a", 3.0, record=BROKEN), make_run(tmp_path / "b", 8.0)])
-    places = dict(
-        zip([one["name"] for one in result.values["runs"]], axis_of(result.values["runs"]).places, strict=True)
-    )
+    sides = result.figures.sides
+    places = dict(zip([side.name for side in sides], axis_of(sides).places, strict=True))
     assert places["a"] > places["b"] == pytest.approx(math.log10(8))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -21,6 +23,8 @@ from dpllm.statement import privacy_record, section
 from dpllm.statement.fields import BaseModelName, NotAStatement, Steps
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+reference: Any = importlib.import_module("reference")
 DOCS = ROOT / "docs" / "model-card.md"
 PUBLISHED = sorted((ROOT / "model_cards").glob("*/export/privacy.json"))
 SCHEMA = privacy_record.schema()
@@ -57,41 +61,6 @@ def problems(block: object) -> list[str]:
     return []
 
 
-def resolved(field: Json) -> Json:
-    """A field with what it refers to; null aside, and its own description first."""
-    kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
-    target = SCHEMA["$defs"][kinds[0]["$ref"].rsplit("/", 1)[1]] if "$ref" in kinds[0] else kinds[0]
-    return {**target, **field, "type": kind_of(field)}
-
-
-def kind_of(field: Json) -> str:
-    kinds = [
-        SCHEMA["$defs"][one["$ref"].rsplit("/", 1)[1]] if "$ref" in one else one for one in field.get("anyOf", [field])
-    ]
-    return " or ".join(dict.fromkeys(kind["type"] for kind in kinds))
-
-
-def rows(name: str, prefix: str = "") -> list[tuple[str, str, str]]:
-    """Every field of a part as (dotted name, type, meaning); <name> stands for the names of a map."""
-    found = []
-    for key, field in SCHEMA["$defs"][name]["properties"].items():
-        whole, place = resolved(field), f"{prefix}{key}"
-        found.append((place, whole["type"], " ".join(whole["description"].split())))
-        inner = [one for one in (whole, *whole.get("patternProperties", {}).values()) if isinstance(one, dict)]
-        for one in inner:
-            title = resolved(one).get("title")
-            if resolved(one).get("properties") and key != "attempted":  # the terms once more
-                found += rows(title, f"{place}." if one is whole else f"{place}.<name>.")
-    return found
-
-
-def table() -> list[tuple[str, str, str]]:
-    """Of a statement with a guarantee, with what stands in one without beside it."""
-    without = [row for row in rows("NotGuaranteed") if row[0] in ("reason", "attempted")]
-    first = [row for row in rows("Guaranteed") if row[0] in ("schema_version", "guarantee")]
-    return [*first, *without, *(row for row in rows("Guaranteed") if row not in first)]
-
-
 def test_the_schema_is_a_schema_and_the_templates_ship_with_the_package() -> None:
     Draft202012Validator.check_schema(SCHEMA)
     templates = resources.files("dpllm.statement").joinpath("templates")
@@ -107,7 +76,8 @@ def test_every_field_is_described_and_every_object_closed() -> None:
     for name, part in SCHEMA["$defs"].items():
         assert part["additionalProperties"] is False, name
         for key, field in part["properties"].items():
-            assert resolved(field).get("description", "").endswith("."), f"{name}.{key}"
+            whole = {**reference.resolved(SCHEMA["$defs"], field)[0], **field}
+            assert whole.get("description", "").endswith("."), f"{name}.{key}"
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parts[-3])
@@ -202,16 +172,10 @@ def test_a_stranger_s_value_is_a_problem_and_no_traceback() -> None:
         assert all(len(line) < 300 for line in found)
 
 
-def test_the_documentation_has_every_field_as_the_schema_describes_it() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    shown = text[text.index("| field | type | meaning |") :].split("\n\n")[0].splitlines()[2:]
-    assert shown == [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in table()]
-
-
 def test_the_documentation_maps_items_to_fields_that_exist() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    known = {name for name, _, _ in table()}
-    before = text[: text.index("| field | type | meaning |")]
+    known = {name for name, _, _ in reference.privacy_fields()}
+    before = text[: text.index("<!-- table: privacy fields -->")]
     named = set(
         re.findall(
             r"`([a-z_]+(?:\.[a-z_<>]+)*)`", "\n".join(line for line in before.splitlines() if line.startswith("|"))

@@ -1,0 +1,184 @@
+"""Writes the tables of docs/ that the code knows: fields of privacy.json, keys of a recipe, exit codes, metrics.
+
+    python scripts/reference.py
+
+Comes in: types with their docstrings, and the metrics of a run and a ledger that are made up here. Goes out: the same pages, with
+what stands between ``<!-- table: NAME -->`` and ``<!-- /table -->`` replaced. A test holds the pages against ``written``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from dpllm import errors
+from dpllm.recipe.config import RunConfig
+from dpllm.recipe.section import Section, sections_of
+from dpllm.statement import privacy_record
+from dpllm.telemetry import metrics
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MARKED = re.compile(r"(<!-- table: ([a-z ]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+Json = dict[str, Any]
+
+
+def one_line(text: str) -> str:
+    """A docstring as a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# --- privacy.json ----------------------------------------------------------------------------------------------------
+
+
+def privacy_fields() -> list[tuple[str, str, str]]:
+    """Every field of a statement with a guarantee, with what stands in one without beside it: dotted name, type, meaning."""
+    parts = privacy_record.schema()["$defs"]
+    without = [row for row in _fields(parts, "NotGuaranteed") if row[0] in ("reason", "attempted")]
+    first = [row for row in _fields(parts, "Guaranteed") if row[0] in ("schema_version", "guarantee")]
+    return [*first, *without, *(row for row in _fields(parts, "Guaranteed") if row not in first)]
+
+
+def _fields(parts: Json, name: str, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Those of one part; <name> stands for the names of a map."""
+    for key, field in parts[name]["properties"].items():
+        place, (target, kind) = f"{prefix}{key}", resolved(parts, field)
+        yield place, kind, one_line({**target, **field}["description"])
+        inner = [target, *(resolved(parts, one)[0] for one in target.get("patternProperties", {}).values())]
+        for one in inner if key != "attempted" else ():  # the terms once more
+            if one.get("properties"):
+                yield from _fields(parts, one["title"], f"{place}." if one is target else f"{place}.<name>.")
+
+
+def resolved(parts: Json, field: Json) -> tuple[Json, str]:
+    """What a field refers to, null aside, and its types in words."""
+    kinds = [parts[one["$ref"].rsplit("/", 1)[1]] if "$ref" in one else one for one in field.get("anyOf", [field])]
+    target = next(kind for kind in kinds if kind.get("type") != "null")
+    return target, " or ".join(dict.fromkeys(kind["type"] for kind in kinds))
+
+
+# --- a recipe --------------------------------------------------------------------------------------------------------
+
+
+def recipe_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Every key of a recipe, or of a section of it: dotted name, allowed values, default, meaning."""
+    schema = section.model_json_schema()["properties"]
+    for key, field in section.model_fields.items():
+        inner = sections_of(field.annotation)
+        if not inner or field.default is None:
+            default = "required" if field.is_required() else f"`{_value(field.get_default(call_default_factory=True))}`"
+            yield f"{prefix}{key}", _allowed(schema[key]), default, one_line(field.description or "")
+        for one in inner:
+            yield from recipe_keys(one, f"{prefix}{key}.")
+
+
+def _allowed(field: Json) -> str:
+    """The values of a key in words."""
+    if "anyOf" in field:
+        return " or ".join(_allowed(one) for one in field["anyOf"])
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{one}`" for one in field.get("enum", [field.get("const")]))
+    kind = field.get("type", "section")
+    if kind in ("array", "object"):
+        many = _allowed(field.get("items") or field["additionalProperties"]).replace("number", "numbers", 1)
+        return f"list of {many}" if kind == "array" else f"map to {many}"
+    limits = {"exclusiveMinimum": "above", "minimum": "from", "exclusiveMaximum": "below", "maximum": "to"}
+    words = {"boolean": "`true`, `false`", "null": "`null`", "integer": "whole number", "string": "text"}
+    return " ".join(
+        [words.get(kind, kind), *(f"{word} {_value(field[name])}" for name, word in limits.items() if name in field)]
+    )
+
+
+def _value(value: Any) -> str:
+    """As YAML has it; a large number by its power of two."""
+    if isinstance(value, int) and value > 2**64:
+        return f"2^{value.bit_length() - 1}"
+    return json.dumps(value) if value is None or value == "" or isinstance(value, bool) else str(value)
+
+
+# --- exit codes and metrics ------------------------------------------------------------------------------------------
+
+
+def exit_codes() -> list[tuple[str, str, str]]:
+    """Of the command line: code, error, meaning."""
+    found = [one for one in vars(errors).values() if isinstance(one, type) and "exit_code" in vars(one)]
+    rows = [(str(one.exit_code), f"`{one.__name__}`", one_line((one.__doc__ or "").split("\n\n")[0])) for one in found]
+    return [("0", "", "Done."), *sorted(rows, key=lambda row: row[0])]
+
+
+def metric_families() -> list[tuple[str, str, str]]:
+    """Every metric: name, labels, meaning."""
+    floats = {part.name: 0.5 for part in fields(metrics.RunValues) if part.name in metrics.GAUGES}
+    run = metrics.RunValues(model="a", base_model="b", dataset="c", run_id="d", state="running", **floats)
+    entry = SimpleNamespace(state="running", reservation=SimpleNamespace(entry="d"), heartbeat=0.0)
+    book: Any = SimpleNamespace(
+        verify=list,
+        head=lambda: {"count": 1},
+        refusals=lambda: {("c", "over_budget"): 1},
+        datasets=lambda: ["c"],
+        budget=lambda name: SimpleNamespace(epsilon=1.0),
+        remaining=lambda name: 1.0,
+        runs=lambda name: [entry],
+    )
+    with tempfile.TemporaryDirectory() as served:
+        found = [
+            *metrics.run_families(run),
+            *metrics.baseline_families("a", "b", 0.5),
+            *metrics.ledger_families(book)[0],
+            *metrics.dataset_families(book, ["c"]),
+            *metrics.served_families(book, ["c"], [Path(served)]),
+        ]
+    return [
+        (
+            f"`{one.name}{'_total' * (one.type == 'counter')}`",
+            ", ".join(one.samples[0].labels),
+            one_line(one.documentation),
+        )
+        for one in found
+    ]
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def coded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Rows whose first cell is a name."""
+    return ((f"`{name}`", *rest) for name, *rest in rows)
+
+
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]]] = {
+    "privacy fields": (("field", "type", "meaning"), lambda: coded(privacy_fields())),
+    "recipe keys": (("key", "values", "default", "meaning"), lambda: coded(recipe_keys())),
+    "exit codes": (("exit code", "error", "meaning"), exit_codes),
+    "metrics": (("metric", "labels", "meaning"), metric_families),
+}
+
+
+def table(name: str) -> str:
+    """One of the tables as Markdown."""
+    columns, rows = TABLES[name]
+    lines = [columns, ("---",) * len(columns), *rows()]
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
+    )
+
+
+def written(text: str) -> str:
+    """A page with its tables as the code has them."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n\n{found[3]}", text)
+
+
+def pages() -> list[Path]:
+    """Those with such a table."""
+    return [page for page in sorted(DOCS.rglob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(page.relative_to(DOCS.parent))
