@@ -29,16 +29,13 @@ from dpllm.ledger.values import Account, Budget, Sealed, divisible
 from dpllm.privacy import accounting, events, renyi
 from dpllm.privacy.accounting import Event, compose
 
-# Earlier versions chose an order among eight once results were known. Each has an equal part of delta, so that whichever
-# was chosen, the guarantee holds (the runs of the world split by the order that is chosen in them).
-LATE_ORDERS = 8
 COARSE_INTERVAL = 1e-3  # PLD's, for the search of what fits: an upper bound like the fine one
 MOST_NOISE = 1e3  # times the noise of what does not fit
 
 
 def conversion_delta(budget: Budget) -> float:
     """The delta at which the filter's divergence becomes an epsilon."""
-    return (budget.delta - budget.import_delta) / (LATE_ORDERS if budget.late else 1)
+    return budget.delta - budget.import_delta
 
 
 def filter_allowance(budget: Budget) -> float:
@@ -197,7 +194,7 @@ def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
     missing = Counter(run.key for run in runs) - Counter(run.key for run in waiting)
     if not missing:
         return None
-    used, sealed = len(account.runs), len(account.sealed or account.runs)  # the first version kept no lists
+    used, sealed = len(account.runs), len(account.sealed or ())
     strangers = {run.key: _described(run) for run in runs if run.key in missing}.values()
     what = "does not hold this run"
     if used >= sealed:

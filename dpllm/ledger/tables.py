@@ -95,8 +95,6 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
             f"Budget: epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} ({budget.relation}), set by "
             f"{budget.by or 'an unnamed person'}: {budget.reason or 'no reason given'}."
         )
-        for entry in ledger.chain.of(account.dataset, "gate")[-1:]:
-            lines.append(f"Opened for what was left by {entry.facts['opened_by']}: {entry.facts['why']}.")
         gates_now = budget.gate == "planned" and account.sealed is None
         gate = "gates" if gates_now else "is shown for comparison: it holds for runs fixed in advance"
         lines.append(f"{composed} This figure {gate}.")
@@ -175,10 +173,9 @@ def _state(one: Run) -> str:
 
 
 def _what(kind: str, content: Mapping[str, Any]) -> str:
-    by, why = content.get("opened_by", content.get("by")), content.get("why", content.get("reason"))
-    who = f", by {by}: {why}" if by else ""
-    if kind in ("budget", "gate"):
-        return f"epsilon {content['epsilon']:g} at delta {content['delta']:g}, {content.get('gate', 'planned')}{who}"
+    who = f", by {content['by']}: {content.get('reason')}" if content.get("by") else ""
+    if kind == "budget":
+        return f"epsilon {content['epsilon']:g} at delta {content['delta']:g}, {content['gate']}{who}"
     if kind == "reserve":
         group = f", tuning group {content['group']}" if content.get("group") else ""
         size = f"{content['num_steps']} steps, epsilon {content['epsilon']:.3f}"

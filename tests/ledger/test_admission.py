@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, opened, reserve
+from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, admission, budgets
@@ -129,28 +129,6 @@ def test_the_largest_number_of_steps_is_found_to_the_last_one(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(epsilon(dp_sgd_event(0.02, 0.8, 97), DELTA, "zero_out") + 1e-9))
     with pytest.raises(BudgetExceeded, match="at most 97 steps"):
         reserve(ledger, event=RUN, num_steps=150)
-
-
-def test_a_budget_that_an_earlier_version_opened_keeps_its_filter_and_its_eighth_of_delta(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(8.0))
-    budgets.seal(ledger, "notes", [Sealed(RUN, 150)] * 3, "alice", "three")
-    reserve(ledger, event=RUN, num_steps=150)
-    found = opened(ledger)
-    assert found == ledger.budget("notes")
-    assert (found.gate, found.by) == ("adaptive", "alice")  # whoever opened did not become the owner
-    assert admission.conversion_delta(found) == DELTA / 8
-    left = renyi.allowance(8.0, DELTA / 8, 3.2) - renyi.rdp(RUN, 3.2)
-    assert admission.filter_left(ledger.account("notes")) == renyi.Fit(3.2, left)
-    admitted = 0
-    while True:
-        try:
-            reserve(ledger, event=RUN, num_steps=150)
-            admitted += 1
-        except BudgetExceeded:
-            break
-    assert admitted == math.floor(left / renyi.rdp(RUN, 3.2)) >= 1
-    with pytest.raises(Refused, match="no list can be sealed"):
-        budgets.seal(ledger, "notes", LIST, "bob", "again")
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -284,16 +262,6 @@ def test_the_filter_counts_no_less_than_every_executed_step(runs, order):
 
 def _held(run: Run) -> Run:
     return Run(run.reservation, run.event, run.steps, "interrupted", 0.0)
-
-
-def test_a_planned_run_that_is_reconciled_under_a_filter_gives_back(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(8.0))
-    claim = reserve(ledger, event=RUN, num_steps=150)
-    ledger.charge(claim.entry, 1)
-    found = opened(ledger)
-    ledger.reconcile(claim.entry, "alice", "the run died")
-    spent = admission.filter_spent(ledger.account("notes"), found.order)
-    assert spent == pytest.approx(renyi.rdp(dp_sgd_event(0.02, 0.8, 1), found.order))
 
 
 def test_delta_hidden_in_a_runs_event_is_not_free(ledger: Ledger):
