@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Gate = Literal["planned", "adaptive"]
 State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
+OPEN = ("reserved", "running")  # states of a run that is not finished: no step yet; its process charges steps
 # Of these, a step is one release. What was imported or selected ran elsewhere, and no count of steps says how much of it.
 ONE_RELEASE = ("gaussian", "adaptive_clipping", "poisson_sampled", "poisson_sampled_group")
 

@@ -27,15 +27,13 @@ from prometheus_client.registry import Collector
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, RunPaths, read_json
 from dpllm.ledger import Ledger
-from dpllm.ledger.values import State
+from dpllm.ledger.values import OPEN, State
 from dpllm.privacy import accounting
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name, without_paths
 from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan, read_run
 
 STATES = ("running", "completed", "interrupted")
-OPEN = ("reserved", "running")
-"""States of a reservation that is not finished: one that waits for its first step, one whose process charges steps."""
 LEDGER = "dpllm-ledger.prom"
 INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
 
