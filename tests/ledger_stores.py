@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,6 @@ def budget(value: float, **changes: Any) -> Budget:
 
 def adaptive(value: float, order: float = 3.2, **changes: Any) -> Budget:
     return budget(value, gate="adaptive", order=order, **changes)
-
-
-def opened(ledger: Ledger, dataset: str = "notes", order: float = 3.2) -> Budget:
-    """Turns a planned budget into an adaptive one for what is left, as earlier versions did when somebody asked for it."""
-    planned = ledger.budget(dataset)
-    assert planned is not None
-    found = replace(planned, gate="adaptive", order=order, late=True)
-    with ledger.chain.writing():
-        content = {**asdict(found), "opened_by": "bob", "why": "one more idea"}
-        ledger.chain.append("gate", ledger.records.account_name(dataset), content)
-    return found
 
 
 def adopt(path: Path) -> None:

@@ -206,8 +206,8 @@ def _except(ledger: Ledger, known: argparse.Namespace) -> int:
 def _show(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger import tables
 
-    names = _names(ledger, known.dataset)
-    return show(known, tables.overview_values(ledger, names) if known.json else tables.overview(ledger, names))
+    found = tables.overview_values(ledger, _names(ledger, known.dataset))
+    return show(known, found if known.json else tables.overview(found))
 
 
 def _names(ledger: Ledger, dataset: str | None) -> list[str]:
@@ -226,7 +226,8 @@ def _history(ledger: Ledger, known: argparse.Namespace) -> int:
     entries = ledger.history(known.dataset)  # as stored, so that an edited chain can be looked at
     if known.dataset is not None and not entries:
         _names(ledger, known.dataset)
-    return show(known, tables.chain_values(entries) if known.json else tables.chain_table(entries))
+    found = tables.chain_values(entries)
+    return show(known, found if known.json else tables.chain_table(found))
 
 
 def _verify(ledger: Ledger | None, known: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Whether runs fit a budget: the two gates, and what would fit instead.
+"""Whether runs fit a budget: the two gates, and what is left.
 
 Comes in: one dataset as the chain has it, and events. Goes out: a refusal in words, or nothing. Must not write.
 
@@ -18,10 +18,8 @@ References:
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import lru_cache
 
 from dpllm.ledger.values import Account, Budget, Sealed
@@ -32,25 +30,18 @@ from dpllm.privacy.events import (
     Event,
     PoissonSampled,
     PureDP,
-    RunEvent,
     SelfComposed,
-    divisible,
     mechanism_of,
-    scaled,
     without_delta,
 )
 from dpllm.privacy.parts import imported_delta
 
-# Earlier versions chose an order among eight once results were known. Each has an equal part of delta, so that whichever
-# was chosen, the guarantee holds (the runs of the world split by the order that is chosen in them).
-LATE_ORDERS = 8
-COARSE_INTERVAL = 1e-3  # PLD's, for the search of what fits: an upper bound like the fine one
-MOST_NOISE = 1e3  # times the noise of what does not fit
+LESS = "Ask for a smaller epsilon, more noise where the recipe sets it, or fewer steps; or use other data."
 
 
 def conversion_delta(budget: Budget) -> float:
     """The delta at which the filter's divergence becomes an epsilon."""
-    return (budget.delta - budget.import_delta) / (LATE_ORDERS if budget.late else 1)
+    return budget.delta - budget.import_delta
 
 
 def filter_allowance(budget: Budget) -> float:
@@ -142,11 +133,9 @@ def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> st
             f"{whose}: these {len(runs)} runs request {together:.4f} of Renyi divergence at order {order:g} together, and "
             f"{limit}. Ask for fewer runs or smaller epsilons, or use other data."
         )
-    alone = accounting.stated(event, budget.delta, budget.relation)[0]
-    fits = what_fits(event, lambda smaller, _: divergence(smaller, order) <= left.allowance)
     return (
-        f"{whose}: this run requests epsilon {alone:.4f} at delta {budget.delta:g}, which is {wanted:.4f} of "
-        f"Renyi divergence at order {order:g}; {whole - left.allowance:.4f} is spent and {limit}. {fits}"
+        f"{whose}: this run requests epsilon {_epsilon([event], budget):.4f} at delta {budget.delta:g}, which is {wanted:.4f} of "
+        f"Renyi divergence at order {order:g}; {whole - left.allowance:.4f} is spent and {limit}. {LESS}"
     )
 
 
@@ -176,20 +165,11 @@ def over_plan(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str |
     together = planned_epsilon(account, budget, runs)
     if together <= budget.epsilon:
         return None
-    past, asked = list(account.imports), [run.event for run in runs]
-    requested, spent = _epsilon(asked, budget), _epsilon(past, budget)
-
-    def fits(last: Event, interval: float) -> bool:
-        whole = compose([*past, *asked[:-1], last])
-        kind = "pld" if "pld" in accountants(whole) else "rdp"
-        return accounting.epsilon(whole, budget.delta, budget.relation, kind, interval=interval) <= budget.epsilon
-
-    many = len(runs) > 1
+    requested, spent = _epsilon([run.event for run in runs], budget), _epsilon(account.imports, budget)
     return (
-        f"dataset {account.dataset!r}: {f'these {len(runs)} runs request' if many else 'this run requests'} epsilon "
+        f"dataset {account.dataset!r}: {f'these {len(runs)} runs request' if len(runs) > 1 else 'this run requests'} epsilon "
         f"{requested:.4f}; {spent:.4f} is spent and {max(0.0, budget.epsilon - spent):.4f} remains of {budget.epsilon:.4f} at "
-        f"delta {budget.delta:g}; together they come to {together:.4f}. "
-        f"{what_fits(asked[-1], fits, ' of the last run' if many else '')}"
+        f"delta {budget.delta:g}; together they come to {together:.4f}. {LESS}"
     )
 
 
@@ -199,7 +179,7 @@ def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
     missing = Counter(runs) - Counter(waiting)
     if not missing:
         return None
-    used, sealed = len(account.runs), len(account.sealed or account.runs)  # the first version kept no lists
+    used, sealed = len(account.runs), len(account.sealed or ())
     strangers = {run: _described(run) for run in runs if run in missing}.values()
     what = "does not hold this run"
     if used >= sealed:
@@ -253,47 +233,3 @@ def refusal(account: Account, runs: Sequence[Sealed], *, extends: bool = False) 
         return over_plan(account, budget, runs)
     # What was imported after the list was sealed counts too.
     return _off_list(account, runs) or (over_plan(account, budget, account.sealed or ()) if account.imports else None)
-
-
-def what_fits(event: Event, fits: Callable[[Event, float], bool], whose: str = "") -> str:
-    """The largest number of steps, and the smallest noise multiplier, with which an event would fit.
-
-    ``fits`` tells by accounting at an interval, of which a wide one is quick and never gives too little.
-    """
-    if not divisible(event) or event.count < 1:
-        return "Ask for a smaller epsilon, or use other data." if isinstance(event, PureDP) else "Use other data."
-    count = event.count
-    steps = _most_steps(event, count, fits)
-    advice = [f"at most {steps} steps{whose} at this noise" if steps else f"not even one step{whose} at this noise"]
-    factor = _least_factor(event, fits)
-    if factor is None:
-        advice.append("no noise multiplier up to a thousand times this one")
-    else:
-        mechanism = mechanism_of(event)
-        assert mechanism is not None  # of what is divisible
-        sigma = math.ceil(mechanism.noise_multiplier * factor * 1e4) / 1e4
-        advice.append(f"a noise multiplier of at least {sigma:.4f} for {count} steps")
-    return (
-        f"What would fit: {', or '.join(advice)}. Ask for less (a lower privacy.epsilon, or more noise where the recipe sets "
-        "it), train fewer steps, or use other data."
-    )
-
-
-def _most_steps(event: RunEvent, count: int, fits: Callable[[Event, float], bool]) -> int:
-    steps = bisect_left(range(1, count), True, key=lambda n: not fits(replace(event, count=n), COARSE_INTERVAL))
-    while steps + 1 < count and fits(replace(event, count=steps + 1), accounting.FINE_INTERVAL):
-        steps += 1
-    return steps
-
-
-def _least_factor(event: Event, fits: Callable[[Event, float], bool]) -> float | None:
-    high = 2.0
-    while not fits(scaled(event, high), COARSE_INTERVAL):
-        high *= 2
-        if high > MOST_NOISE:
-            return None
-    low = high / 2
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(scaled(event, middle), COARSE_INTERVAL) else (middle, high)
-    return high

@@ -59,7 +59,7 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
 def _corrected(used: Account, present: Budget, wanted: Budget) -> Budget:
     """The budget that there is where the wish is the same, or the wish where its owner may still correct it."""
     # What init chooses by itself does not make the same wish another budget.
-    asked = replace(wanted, by=present.by, reason=present.reason, order=present.order, late=present.late)
+    asked = replace(wanted, by=present.by, reason=present.reason, order=present.order)
     if (used.runs or used.imports) and asked.import_delta <= present.import_delta:
         asked = replace(asked, import_delta=present.import_delta)
     if asked == present:

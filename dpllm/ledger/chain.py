@@ -9,14 +9,14 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import ConfigError, LedgerContradiction, Refused
 from dpllm.ledger import place
-from dpllm.ledger.store import Store
+from dpllm.ledger.store import NOT_READ, Store
 from dpllm.privacy.events import Event, compose, read
 
 GENESIS = "0" * 64
@@ -25,7 +25,6 @@ BUDGET = {"epsilon", "delta", "unit", "relation"}
 # Every kind of entry, and what its payload must say.
 KINDS = {
     "budget": BUDGET,
-    "gate": BUDGET | {"gate", "order"},
     "seal": {"runs"},
     "reserve": BUDGET | {"entry", "run", "num_steps", "event"},
     "commit": {"entry", "steps", "status"},
@@ -74,6 +73,24 @@ def _facts(payload: str, seq: int) -> dict[str, Any]:
             reason="tampered",
         ) from None
     return facts
+
+
+def _current(entry: Entry) -> Entry:
+    """The link, unless an earlier version wrote what this one does not read.
+
+    Raises:
+        Refused: A budget whose filter's order was chosen after results, whose share of delta would be forgotten; version 1.
+    """
+    what = "opens a budget for what was left (kind gate)" if entry.kind == "gate" else None
+    with suppress(Refused, TypeError):  # no text, as ``broken`` says
+        if entry.kind in ("budget", "reserve") and entry.facts.keys() >= BUDGET:
+            if entry.facts.get("late", False) is not False:
+                what = "says late: true, for an order that was chosen after seeing results"
+            elif "gate" not in entry.facts:
+                what = "is of version 1, which knew no gate"
+    if what:
+        raise Refused(f"entry {entry.seq} of the ledger {what}, and {NOT_READ}")
+    return entry
 
 
 def canonical(value: object) -> str:
@@ -131,10 +148,10 @@ class Chain:
         self._holds = 0
 
     def stored(self, where: str = "", *values: object) -> list[Entry]:
-        """Links as they are stored, unchecked."""
+        """Links as they are stored, of which nothing is checked but that this version wrote them."""
         columns = ", ".join(Entry._fields)
         rows = self.store.rows(f"SELECT {columns} FROM entries {where} ORDER BY seq", *values)
-        return [Entry._make(row) for row in rows]
+        return [_current(Entry._make(row)) for row in rows]
 
     def of(self, dataset: str, *kinds: str) -> list[Entry]:
         """Links of a dataset, of all or of these kinds, oldest first; refused where something else changed the chain."""
@@ -262,6 +279,7 @@ def read_export(value: dict[str, Any], path: Path) -> list[Entry]:
 
     Raises:
         ConfigError: It is none.
+        Refused: An earlier version wrote what this one does not read.
     """
     try:
         known = value["kind"] == "dpllm ledger" and isinstance(value["progress"], dict)
@@ -311,4 +329,4 @@ def event_of(value: dict[str, Any], dataset: str) -> tuple[Event, str, str]:
 
 
 def _links(value: dict[str, Any]) -> list[Entry]:
-    return [Entry(**{name: row[name] for name in Entry._fields}) for row in value["entries"]]
+    return [_current(Entry(**{name: row[name] for name in Entry._fields})) for row in value["entries"]]

@@ -35,7 +35,7 @@ from dpllm.ledger.values import (
 from dpllm.privacy.accounting import Relation, compose, stated
 
 # What decides whether a run fits; a rival's entry of one of these kinds makes a check stale.
-DECIDING = ("budget", "seal", "gate", "reserve", "reconcile", "import", "data")
+DECIDING = ("budget", "seal", "reserve", "reconcile", "import", "data")
 
 
 def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True) -> Ledger | None:

@@ -20,7 +20,7 @@ from dpllm.ledger.chain import Chain
 HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs one collision in 10^7
 LEAST_SHARE = 0.01  # of the smaller dataset: below it, common records are taken for chance (short texts, formulas)
 # Entries of an account of its own: a dataset with one of them derives from none.
-OWN = ("budget", "seal", "gate", "reserve", "reconcile", "import")
+OWN = ("budget", "seal", "reserve", "reconcile", "import")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ TABLES = {  # table -> columns
     "records": "seq {integer} PRIMARY KEY, fingerprint TEXT NOT NULL, nonce TEXT NOT NULL, hashes {blob} NOT NULL",
     "refusals": "dataset TEXT NOT NULL, reason TEXT NOT NULL, number {integer} NOT NULL, PRIMARY KEY (dataset, reason)",
 }
-VERSION_1 = ("meta", "entries", "progress")  # the tables of SQLite's first schema, of which the last two had guards
 # table -> when an INSERT is refused, and when an UPDATE; no row is ever deleted.
 _REFUSED = {
     "entries": ("NEW.seq <> (SELECT COALESCE(MAX(seq), 0) + 1 FROM entries)", "true"),
@@ -52,6 +51,10 @@ GUARDS = {
     for table, (insert, update) in _REFUSED.items()
     for moment, when in (("INSERT", insert), ("UPDATE", update), ("DELETE", "true"))
 }
+NOT_READ = (  # of what earlier versions wrote
+    "this dpllm does not read it: taken for something else, it would understate epsilon. Let the dpllm that wrote it say what is "
+    "spent, and enter that in a new ledger: dpllm ledger import NAME --epsilon E --delta D --ledger FILE --by NAME --reason WHY."
+)
 PATIENCE = 60  # seconds that a process waits for the others
 ONLY_GROWS = "the ledger only grows"
 # Of a file that may be a stranger's: bytes of one value, steps of SQLite's machine.
@@ -72,9 +75,18 @@ def default_path() -> Path:
 
 
 def _create(tables: Iterable[str], **types: str) -> list[str]:
-    """Statements for tables of a new ledger, and for the key of its fingerprints."""
+    """Statements for tables of a new ledger, for the key of its fingerprints and for its version."""
     made = [f"CREATE TABLE {table} ({TABLES[table].format(**types)})" for table in tables]
-    return [*made, f"INSERT INTO meta VALUES ('fingerprint_key', '{secrets.token_hex(32)}')"]
+    values = {"fingerprint_key": secrets.token_hex(32), "schema_version": SCHEMA_VERSION}
+    return [*made, *(f"INSERT INTO meta VALUES ('{key}', '{value}')" for key, value in values.items())]
+
+
+def _check_version(store: Store) -> None:
+    found = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
+    if found == ["1"]:
+        raise Refused(f"ledger {store.location} is of version 1, and {NOT_READ}")
+    if found != [str(SCHEMA_VERSION)]:
+        raise store.unusable(f"its schema version is {found}, and this dpllm knows {SCHEMA_VERSION}")
 
 
 class SQLite:
@@ -89,6 +101,7 @@ class SQLite:
 
         Raises:
             ConfigError: The path cannot be written, or holds something other than a ledger.
+            Refused: It is a ledger of version 1.
         """
         self.location = str(path)
         if read_only:
@@ -106,7 +119,7 @@ class SQLite:
         try:
             self.rows("PRAGMA journal_mode = WAL")
             self.rows("PRAGMA synchronous = FULL")
-            self._migrate()
+            self._make()
         except BaseException:
             self._db.close()
             raise
@@ -119,7 +132,7 @@ class SQLite:
         ticks = iter(range(MOST_WORK // 100_000))
         self._db.set_progress_handler(lambda: next(ticks, None) is None, 100_000)
         try:
-            for table in ("entries", "progress"):
+            for table in ("meta", "entries", "progress"):
                 made = _create([table], integer="INTEGER", real="REAL")[0]
                 # A view, or a column that is computed, could go on for ever; so could pages that name one another.
                 texts = self.rows("SELECT sql FROM sqlite_master WHERE name = ?", table)
@@ -127,46 +140,35 @@ class SQLite:
                     raise self.unusable(f"its table {table} is not as dpllm makes it")
                 if self.rows(f"PRAGMA quick_check({table})") != [("ok",)]:
                     raise self.unusable("it is damaged")
+            _check_version(self)
         except BaseException:
             self._db.close()
             raise
 
-    def _migrate(self) -> None:
-        if self._version() == SCHEMA_VERSION:
+    def _make(self) -> None:
+        if self._made():
             return
         with self.write():
-            version = self._version()  # of several processes that open a new file, one finds it empty
-            if version == SCHEMA_VERSION:
+            if self._made():  # of several processes that open a new file, one finds it empty
                 return
-            tables = (table for table in TABLES if version == 0 or table not in VERSION_1)
-            for statement in _create(tables, integer="INTEGER", real="REAL", blob="BLOB"):
+            for statement in _create(TABLES, integer="INTEGER", real="REAL", blob="BLOB"):
                 self.rows(statement)
-            if version == 1:
-                # Made anew, so that their text can be compared.
-                for name in (name for name, (table, _, _) in GUARDS.items() if table in VERSION_1[1:]):
-                    self.rows(f"DROP TRIGGER {name}")
-                self.rows(f"UPDATE meta SET value = '{SCHEMA_VERSION}' WHERE key = 'schema_version'")
-            else:
-                self.rows(f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')")
             for name in GUARDS:
                 self.rows(self._guard(name))
+
+    def _made(self) -> bool:
+        tables = {name for (name,) in self.rows("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if tables and not tables.issuperset(("meta", "entries", "progress")):
+            raise self.unusable("it is the database of another program")
+        if tables:
+            _check_version(self)
+        return bool(tables)
 
     @staticmethod
     def _guard(name: str) -> str:
         table, moment, when = GUARDS[name]
         refuse = f"BEGIN SELECT RAISE(ABORT, '{ONLY_GROWS}'); END"
         return f"CREATE TRIGGER {name} BEFORE {moment} ON {table} WHEN {when} {refuse}"
-
-    def _version(self) -> int:
-        tables = {name for (name,) in self.rows("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not tables:
-            return 0
-        if not tables.issuperset(VERSION_1):
-            raise self.unusable("it is the database of another program")
-        found = [value for (value,) in self.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
-        if found not in (["1"], [str(SCHEMA_VERSION)]):
-            raise self.unusable(f"its schema version is {found}, and this dpllm knows up to {SCHEMA_VERSION}")
-        return int(found[0])
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Runs one statement."""
@@ -307,16 +309,13 @@ class Postgres:
             if tables.isdisjoint(TABLES):
                 for statement in _create(TABLES, integer="BIGINT", real="DOUBLE PRECISION", blob="BYTEA"):
                     self.rows(statement)
-                self.rows(f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')")
                 for name, (table, moment, body, kind) in self._guards().items():
                     call = f"FOR EACH {'ROW' if kind & 1 else 'STATEMENT'} EXECUTE FUNCTION dpllm_{name}()"
                     self.rows(f"CREATE FUNCTION dpllm_{name}() RETURNS trigger LANGUAGE plpgsql AS $${body}$$")
                     self.rows(f"CREATE TRIGGER {name} BEFORE {moment} ON {table} {call}")
             elif not tables.issuperset(TABLES):
                 raise self.unusable("it holds tables of another program")
-            version = self.rows("SELECT value FROM meta WHERE key = 'schema_version'")
-            if version != [(str(SCHEMA_VERSION),)]:
-                raise self.unusable(f"its schema version is {version}, and this dpllm knows {SCHEMA_VERSION}")
+            _check_version(self)
 
     @staticmethod
     def _guards() -> dict[str, tuple[str, str, str, int]]:

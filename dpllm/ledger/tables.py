@@ -1,6 +1,6 @@
-"""The ledger as tables for people.
+"""The ledger as values, and as tables of them for people.
 
-Comes in: a ledger. Goes out: rich tables. Must not decide anything.
+Comes in: a ledger. Goes out: JSON values, rich tables of the same. Must not decide anything.
 """
 
 from __future__ import annotations
@@ -19,64 +19,54 @@ from dpllm.ledger import admission
 from dpllm.ledger.chain import Entry
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.reserving import group_total
-from dpllm.ledger.values import Run, event_of
-from dpllm.privacy.events import Imported
+from dpllm.ledger.values import OPEN
 
 Json = dict[str, Any]
 
 
-def overview(ledger: Ledger, datasets: Sequence[str]) -> Group:
-    """Runs and totals of each dataset, and which figure gates."""
-    parts: list[Any] = []
+def overview_values(ledger: Ledger, datasets: Sequence[str]) -> Json:
+    """Runs, imports and totals of each dataset, and which figure gates, in the sentences of ``says``."""
+    found = {}
     for name in datasets:
+        account, imports = ledger.account(name), [entry.facts for entry in ledger.chain.of(name, "import")]
+        found[name] = {
+            "budget": asdict(account.budget) if account.budget else None,
+            "runs": [
+                {key: getattr(run, key) for key in ("state", "steps", "heartbeat")}
+                | {key: getattr(run.reservation, key) for key in ("entry", "run", "num_steps", "epsilon", "delta")}
+                for run in account.runs
+            ],
+            "imports": [{"run": facts["run"], "event": facts["event"]} for facts in imports],
+            "says": totals(ledger, name),
+        }
+    refused = ledger.refusals().items()
+    refusals = [{"dataset": dataset, "reason": reason, "number": number} for (dataset, reason), number in refused]
+    chain = {"location": str(ledger.location), "head": ledger.head(), "problems": ledger.verify()}
+    return {"datasets": found, "refusals": refusals, **chain}
+
+
+def overview(found: Json) -> Group:
+    """The same for people."""
+    parts: list[Any] = []
+    for name, one in found["datasets"].items():
         table = Table(title=_plain(name), title_justify="left", title_style="bold")
         table.add_column("entry", no_wrap=True)
         for column in ("run", "steps", "state", "epsilon", "delta"):
             table.add_column(column, justify="left" if column in ("run", "state") else "right")
-        for one in ledger.runs(name):
-            claim, steps = one.reservation, f"{one.steps}/{one.reservation.num_steps}"
-            cost = f"{claim.epsilon:.3f}", f"{claim.delta:g}"
-            table.add_row(claim.entry, _plain(claim.run), steps, _state(one), *cost)
-        for entry in ledger.chain.of(name, "import"):
-            event = event_of(entry)
-            cost = (f"{event.epsilon:.3f}", f"{event.delta:g}") if isinstance(event, Imported) else ("", "")
-            table.add_row("", _plain(f"{entry.facts['run']} (imported)"), "", "imported", *cost)
-        parts += [table, *map(_plain, totals(ledger, name)), ""]
-    refusals = [f"{dataset}: {reason} {number}" for (dataset, reason), number in ledger.refusals().items()]
-    if refusals:
-        parts.append(_plain("Refused: " + "; ".join(refusals)))
-    problems = ledger.verify()
-    head = ledger.head()
-    sound = f"{ledger.location}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
-    return Group(*parts, _plain(problems[0] if problems else sound))
-
-
-def overview_values(ledger: Ledger, datasets: Sequence[str]) -> Json:
-    """The same as JSON values; ``says`` are the sentences below a table."""
-    found = {}
-    for name in datasets:
-        budget, runs = ledger.budget(name), []
-        for one in ledger.runs(name):
-            claim = one.reservation
-            runs.append(
-                {
-                    **{"entry": claim.entry, "run": claim.run, "state": one.state, "steps": one.steps},
-                    **{"num_steps": claim.num_steps, "epsilon": claim.epsilon, "delta": claim.delta},
-                }
-            )
-        imports = [{key: entry.facts[key] for key in ("run", "event")} for entry in ledger.chain.of(name, "import")]
-        found[name] = {
-            "budget": asdict(budget) if budget else None,
-            "runs": runs,
-            "imports": imports,
-            "says": totals(ledger, name),
-        }
-    refusals = [
-        {"dataset": dataset, "reason": reason, "number": number}
-        for (dataset, reason), number in ledger.refusals().items()
-    ]
-    chain = {"location": str(ledger.location), "head": ledger.head(), "problems": ledger.verify()}
-    return {"datasets": found, "refusals": refusals, **chain}
+        for run in one["runs"]:
+            cost = f"{run['epsilon']:.3f}", f"{run['delta']:g}"
+            state = run["state"] + (f", seen {_age(run['heartbeat'])} ago" if run["state"] in OPEN else "")
+            table.add_row(run["entry"], _plain(run["run"]), f"{run['steps']}/{run['num_steps']}", state, *cost)
+        for past in one["imports"]:
+            event = past["event"]
+            cost = (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event["type"] == "imported" else ("", "")
+            table.add_row("", _plain(f"{past['run']} (imported)"), "", "imported", *cost)
+        parts += [table, *map(_plain, one["says"]), ""]
+    if refused := [f"{one['dataset']}: {one['reason']} {one['number']}" for one in found["refusals"]]:
+        parts.append(_plain("Refused: " + "; ".join(refused)))
+    head = found["head"]
+    sound = f"{found['location']}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
+    return Group(*parts, _plain(found["problems"][0] if found["problems"] else sound))
 
 
 def totals(ledger: Ledger, dataset: str) -> list[str]:
@@ -96,8 +86,6 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
             f"Budget: epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} ({budget.relation}), set by "
             f"{budget.by or 'an unnamed person'}: {budget.reason or 'no reason given'}."
         )
-        for entry in ledger.chain.of(account.dataset, "gate")[-1:]:
-            lines.append(f"Opened for what was left by {entry.facts['opened_by']}: {entry.facts['why']}.")
         gates_now = budget.gate == "planned" and account.sealed is None
         gate = "gates" if gates_now else "is shown for comparison: it holds for runs fixed in advance"
         lines.append(f"{composed} This figure {gate}.")
@@ -133,53 +121,40 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
     return lines + [f"Exception: {line}." for line in account.deviations()]
 
 
-def chain_table(entries: Sequence[Entry]) -> Table:
+def chain_values(entries: Sequence[Entry]) -> Json:
     """Every entry with its time, what it did and who did it."""
+    rows = []
+    for entry in entries:
+        try:
+            time_, what = entry.facts["at"].rstrip("Z").replace("T", " "), _what(entry.kind, entry.facts)
+        except (Refused, KeyError, TypeError, ValueError, AttributeError):
+            time_, what = "", "not readable: changed by something other than dpllm"
+        names = {"number": entry.seq, "entry": entry.kind, "dataset": entry.dataset, "hash": str(entry.hash)}
+        rows.append({**names, "time": time_, "what": what})
+    return {"entries": rows}
+
+
+def chain_table(found: Json) -> Table:
+    """The same for people."""
     table = Table("no.", show_lines=True)
     for column in ("time (UTC)", "entry"):
         table.add_column(column, no_wrap=True)
     table.add_column("dataset, what, and the start of the hash", overflow="fold")
-    for one in chain_values(entries)["entries"]:
+    for one in found["entries"]:
         row = (one["number"], one["time"], one["entry"], f"{one['dataset']}: {one['what']} [{one['hash'][:12]}]")
-        table.add_row(*(_plain(cell) for cell in row))
+        table.add_row(*map(_plain, row))
     return table
 
 
-def chain_values(entries: Sequence[Entry]) -> Json:
-    """The same as JSON values."""
-    rows = []
-    for entry in entries:
-        try:
-            content = entry.facts
-            time_, what = str(content["at"]).rstrip("Z").replace("T", " "), _what(entry.kind, content)
-        except (Refused, KeyError, TypeError, ValueError):
-            time_, what = "", "not readable: changed by something other than dpllm"
-        hash_ = str(entry.hash)
-        row = {
-            "number": entry.seq,
-            "time": time_,
-            "entry": entry.kind,
-            "dataset": entry.dataset,
-            "what": what,
-            "hash": hash_,
-        }
-        rows.append(row)
-    return {"entries": rows}
-
-
-def _state(one: Run) -> str:
-    if one.state not in ("reserved", "running"):
-        return one.state
-    age = max(0, round(time.time() - one.heartbeat))
-    unit = f"{age} s" if age < 120 else f"{age // 60} min" if age < 7200 else f"{age // 3600} h"
-    return f"{one.state}, seen {unit} ago"
+def _age(heartbeat: float) -> str:
+    age = max(0, round(time.time() - heartbeat))
+    return f"{age} s" if age < 120 else f"{age // 60} min" if age < 7200 else f"{age // 3600} h"
 
 
 def _what(kind: str, content: Mapping[str, Any]) -> str:
-    by, why = content.get("opened_by", content.get("by")), content.get("why", content.get("reason"))
-    who = f", by {by}: {why}" if by else ""
-    if kind in ("budget", "gate"):
-        return f"epsilon {content['epsilon']:g} at delta {content['delta']:g}, {content.get('gate', 'planned')}{who}"
+    who = f", by {content['by']}: {content.get('reason')}" if content.get("by") else ""
+    if kind == "budget":
+        return f"epsilon {content['epsilon']:g} at delta {content['delta']:g}, {content['gate']}{who}"
     if kind == "reserve":
         group = f", tuning group {content['group']}" if content.get("group") else ""
         size = f"{content['num_steps']} steps, epsilon {content['epsilon']:.3f}"

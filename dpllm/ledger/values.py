@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Gate = Literal["planned", "adaptive"]
 State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
+OPEN = ("reserved", "running")  # states of a run that is not finished: no step yet; its process charges steps
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,6 @@ class Budget:
     relation: Relation
     gate: Gate = "planned"  # planned: a list of runs sealed before the first; adaptive: a Renyi filter
     order: float | None = None  # of the filter; None under planned
-    # By an earlier version: the order was chosen when results of this dataset were known already, from eight fixed ones, each
-    # of which has an equal part of delta.
-    late: bool = False
     import_delta: float = 0.0  # part of delta that is set aside for imported runs; adaptive only
     by: str = ""  # who set it
     reason: str = ""
@@ -77,7 +75,6 @@ class Reservation:
     delta: float
     unit: str
     relation: Relation
-    config_hash: str | None = None  # of earlier versions
     extends: str | None = None  # the reservation whose lost steps this one makes up
     gate: Gate | None = None  # by which it was admitted; None without a budget
     group: str | None = None  # the tuning group with whose runs it was fixed; None for a single run
@@ -174,7 +171,7 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
     ended: dict[str, tuple[State, int]] = {}
     for entry in entries:
         facts = entry.facts
-        if entry.kind in ("budget", "gate"):
+        if entry.kind == "budget":
             budget = Budget(**_fields(entry, Budget))
         elif entry.kind == "seal":
             sealed = _sealed(entry)

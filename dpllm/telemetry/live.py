@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from prometheus_client import start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import RunPaths, resolved
@@ -62,8 +62,10 @@ class Telemetry:
         if settings.textfile:
             self._directory = _checked(settings.textfile, run)
         if settings.port:
+            registry = CollectorRegistry()
+            registry.register(self._shown)
             try:
-                server, _ = start_http_server(settings.port, addr=LOOPBACK, registry=self._shown.registry())
+                server, _ = start_http_server(settings.port, addr=LOOPBACK, registry=registry)
             except OSError as error:
                 raise ConfigError(
                     f"telemetry.port {settings.port}: cannot be listened on ({error.strerror}), so Prometheus would scrape "

@@ -20,22 +20,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
+from prometheus_client import generate_latest, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, RunPaths, read_json
 from dpllm.ledger import Ledger
-from dpllm.ledger.values import State
+from dpllm.ledger.values import OPEN, State
 from dpllm.privacy import accounting
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name, without_paths
 from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan, read_run
 
 STATES = ("running", "completed", "interrupted")
-OPEN = ("reserved", "running")
-"""States of a reservation that is not finished: one that waits for its first step, one whose process charges steps."""
 LEDGER = "dpllm-ledger.prom"
 INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
 
@@ -118,36 +116,40 @@ GAUGES = {part.name: part.metadata["gauge"] for part in fields(RunValues) if par
 """Field of RunValues -> name and meaning of its metric: the list of what leaves."""
 
 
+def gauge(name: str, meaning: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> list[Metric]:
+    """One metric of samples with the same labels each; none where there is no sample."""
+    family: GaugeMetricFamily | None = None
+    for labels, value in samples:
+        family = family or GaugeMetricFamily(name, meaning, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), value)
+    return [family] if family else []
+
+
 def run_families(run: RunValues) -> list[Metric]:
     """The metrics of a run; one that has no value is left out."""
     if run.clip_fraction is None:
         run = replace(run, clip_fraction=run.private_clip_fraction)
-    names = {"model": run.model, "dataset": run.dataset, "run_id": run.run_id}
-    info = GaugeMetricFamily(
-        "dp_training_info", "Always 1; its labels join a run's names.", labels=(*names, "base_model")
-    )
-    info.add_metric((*names.values(), run.base_model), 1)
-    state = GaugeMetricFamily(
-        "dp_training_state", "1 for the state that the run is in, 0 for the others.", labels=("model", "state")
-    )
-    for name in STATES:
-        state.add_metric((run.model, name), float(name == run.state))
-    families: list[Metric] = [info, state]
+    model = {"model": run.model}
+    names = {**model, "dataset": run.dataset, "run_id": run.run_id}
+    states = [({**model, "state": name}, float(name == run.state)) for name in STATES]
+    families = [
+        *gauge(
+            "dp_training_info",
+            "Always 1; its labels join a run's names.",
+            [({**names, "base_model": run.base_model}, 1)],
+        ),
+        *gauge("dp_training_state", "1 for the state that the run is in, 0 for the others.", states),
+    ]
     for key, (metric, meaning) in GAUGES.items():
         value = getattr(run, key)
         if value is not None and math.isfinite(value):
-            labels = tuple(names) if key == "epsilon_consumed" else ("model",)
-            family = GaugeMetricFamily(metric, meaning, labels=labels)
-            family.add_metric([names[label] for label in labels], value)
-            families.append(family)
+            families += gauge(metric, meaning, [(names if key == "epsilon_consumed" else model, value)])
     return families
 
 
 def baseline_families(model: str, baseline: str, accuracy_delta: float) -> list[Metric]:
     """What privacy cost in accuracy, beside a run without it."""
-    family = GaugeMetricFamily(*ACCURACY_DELTA, labels=("model", "baseline"))
-    family.add_metric((model, baseline), accuracy_delta)
-    return [family]
+    return gauge(*ACCURACY_DELTA, [({"model": model, "baseline": baseline}, accuracy_delta)])
 
 
 # --- from the record of a run ----------------------------------------------------------------------------------------
@@ -239,17 +241,19 @@ def ledger_families(ledger: Ledger) -> tuple[list[Metric], list[str]]:
         ConfigError: The ledger cannot be read.
     """
     sound = not ledger.verify()
-    entries = GaugeMetricFamily("dp_ledger_entries", "Links of the ledger's hash chain.", value=ledger.head()["count"])
-    valid = GaugeMetricFamily(
-        "dp_ledger_chain_valid", "1 while the chain holds, 0 once it contradicts itself.", value=sound
-    )
+    families = [
+        *gauge("dp_ledger_entries", "Links of the ledger's hash chain.", [({}, ledger.head()["count"])]),
+        *gauge("dp_ledger_chain_valid", "1 while the chain holds, 0 once it contradicts itself.", [({}, sound)]),
+    ]
     refused: Counter[str] = Counter()
     for (_, reason), number in ledger.refusals().items():
         refused[reason] += number
-    counter = CounterMetricFamily("dp_ledger_refused", "Runs that were refused, by reason.", labels=("reason",))
-    for reason, number in sorted(refused.items()):
-        counter.add_metric((reason,), number)
-    return [entries, valid, *([counter] if refused else [])], ledger.datasets() if sound else []
+    if refused:
+        counter = CounterMetricFamily("dp_ledger_refused", "Runs that were refused, by reason.", labels=("reason",))
+        for reason, number in sorted(refused.items()):
+            counter.add_metric((reason,), number)
+        families.append(counter)
+    return families, ledger.datasets() if sound else []
 
 
 def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
@@ -259,38 +263,33 @@ def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
         Refused: The chain is broken.
         ConfigError: The ledger cannot be read.
     """
-    budget = GaugeMetricFamily(
-        "dp_training_budget", "Epsilon that all runs on the dataset together may spend.", labels=("dataset",)
-    )
-    remaining = GaugeMetricFamily(
-        "dp_training_budget_remaining",
-        "Budget less what is reserved, by the figure that decides whether a run fits.",
-        labels=("dataset",),
-    )
-    reservations = GaugeMetricFamily(
-        "dp_ledger_reservations", "Reservations in each state.", labels=("dataset", "state")
-    )
-    heartbeat = GaugeMetricFamily(
-        "dp_reservation_heartbeat_timestamp_seconds",
-        "When a reservation that is not finished was made, or last charged a step, in seconds since the epoch.",
-        labels=("dataset", "run_id", "state"),
-    )
+    budget, remaining, reservations, heartbeat = [], [], [], []
     for name in names:
-        known, shown, runs = ledger.budget(name), label(name), ledger.runs(name)
+        known, dataset, runs = ledger.budget(name), {"dataset": label(name)}, ledger.runs(name)
         if known is not None:
-            budget.add_metric((shown,), known.epsilon)
+            budget.append((dataset, known.epsilon))
             try:
-                left = ledger.remaining(name) or 0.0
+                remaining.append((dataset, ledger.remaining(name) or 0.0))
             except Refused:  # no accountant knows everything that was entered, and the gate admits nothing more
-                left = 0.0
-            remaining.add_metric((shown,), left)
+                remaining.append((dataset, 0.0))
         states = Counter(run.state for run in runs)
-        for state in get_args(State):
-            reservations.add_metric((shown, state), states[state])
-        for run in runs:
-            if run.state in OPEN:
-                heartbeat.add_metric((shown, run.reservation.entry, run.state), run.heartbeat)
-    return [family for family in (budget, remaining, reservations, heartbeat) if family.samples]
+        reservations += [({**dataset, "state": state}, states[state]) for state in get_args(State)]
+        alive = [(run.reservation.entry, run) for run in runs if run.state in OPEN]
+        heartbeat += [({**dataset, "run_id": entry, "state": run.state}, run.heartbeat) for entry, run in alive]
+    return [
+        *gauge("dp_training_budget", "Epsilon that all runs on the dataset together may spend.", budget),
+        *gauge(
+            "dp_training_budget_remaining",
+            "Budget less what is reserved, by the figure that decides whether a run fits.",
+            remaining,
+        ),
+        *gauge("dp_ledger_reservations", "Reservations in each state.", reservations),
+        *gauge(
+            "dp_reservation_heartbeat_timestamp_seconds",
+            "When a reservation that is not finished was made, or last charged a step, in seconds since the epoch.",
+            heartbeat,
+        ),
+    ]
 
 
 def served_families(ledger: Ledger, names: Iterable[str], served: Iterable[Path]) -> list[Metric]:
@@ -301,11 +300,6 @@ def served_families(ledger: Ledger, names: Iterable[str], served: Iterable[Path]
     Raises:
         ConfigError: A directory is not there, or its privacy.json is damaged.
     """
-    family = GaugeMetricFamily(
-        "dp_served_model_ledger_entry",
-        "1 while the ledger holds the run that a served model's privacy.json names, else 0.",
-        labels=("model",),
-    )
     known = {(name, run.reservation.entry) for name in names for run in ledger.runs(name)}
     found: dict[str, bool] = {}
     for path in map(Path.resolve, served):
@@ -318,9 +312,8 @@ def served_families(ledger: Ledger, names: Iterable[str], served: Iterable[Path]
         model = path.parent.name if path.name == "export" else path.name
         # Of several models of one name, one without an entry is what somebody has to know of.
         found[model] = found.get(model, True) and (stated.get("dataset"), stated.get("entry")) in known
-    for model, holds in found.items():
-        family.add_metric((model,), holds)
-    return [family] if found else []
+    meaning = "1 while the ledger holds the run that a served model's privacy.json names, else 0."
+    return gauge("dp_served_model_ledger_entry", meaning, [({"model": model}, found[model]) for model in found])
 
 
 # --- text and files --------------------------------------------------------------------------------------------------
@@ -337,16 +330,10 @@ class Families(Collector):
         """What prometheus-client asks for."""
         return self.now
 
-    def registry(self) -> CollectorRegistry:
-        """A registry of nothing else."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        return registry
-
 
 def exposition(families: Iterable[Metric]) -> bytes:
     """Families as text in Prometheus' exposition format."""
-    return generate_latest(Families(families).registry())
+    return generate_latest(Families(families))
 
 
 def write(path: Path, families: Iterable[Metric]) -> None:
@@ -355,7 +342,7 @@ def write(path: Path, families: Iterable[Metric]) -> None:
     Raises:
         OSError: The disk refuses.
     """
-    write_to_textfile(str(path), Families(families).registry())
+    write_to_textfile(str(path), Families(families))
     path.chmod(0o644)
 
 

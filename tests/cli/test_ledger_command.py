@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from ledger_stores import EVENT, TERMS, Place, budget, opened, reserve
+from ledger_stores import EVENT, TERMS, Place, budget, reserve
 
 from dpllm.cli import main
 from dpllm.errors import Refused
@@ -70,19 +70,23 @@ def test_the_way_of_a_planned_budget(say, place: Place):
     assert "Sealed list: 1 runs, of which 1 reserved" in out
     assert say("init", "notes", *BUDGET)[0] == 0  # the same again
     assert say("init", "notes", *BUDGET, "--epsilon", "9")[0] == 3
-    with place.open() as ledger:
-        opened(ledger)  # by an earlier version
     code, out = say("reconcile", entry[:8], *WHO)
-    assert (code, "given back" in out) == (0, True)
+    assert (code, "stays in the total" in out) == (0, True)
     assert say("reconcile", entry, *WHO)[0] == 3
     _, out = say("show")
     assert "is shown for comparison" in out
-    assert "Opened for what was left by bob: one more idea" in out
     assert "Refused: notes: budget_set 1" in out
     code, out = say("history", "notes")
-    assert [word for word in ("budget", "seal", "reserve", "gate", "reconcile") if word not in out] == []
+    assert [word for word in ("budget", "seal", "reserve", "reconcile") if word not in out] == []
     assert "by bob: because" in out
-    assert "by bob: one more idea" in out
+
+
+def test_a_run_that_is_closed_gives_an_adaptive_budget_its_rest_back(say, place: Place):
+    say("init", "notes", *BUDGET, *REFERENCE)
+    with place.open() as ledger:
+        entry = reserve(ledger).entry
+    code, out = say("reconcile", entry, *WHO)
+    assert (code, "given back" in out) == (0, True)
 
 
 def _together(ledger: Ledger) -> float:
@@ -234,6 +238,22 @@ def test_an_edit_is_exit_code_4_for_verify_and_3_for_everything_else(say, place:
     code, out = say("history")
     assert (code, "not readable" in out) == (0, True)
     assert say("export")[0] == 0
+
+
+def test_a_late_order_is_one_line_whatever_is_typed(say, place: Place):
+    say("init", "notes", *BUDGET, *REFERENCE)
+    with place.open() as ledger, ledger.chain.writing():
+        (first,) = ledger.chain.of("notes", "budget")
+        ledger.chain.append("budget", "notes", {**first.facts, "late": True})
+    who = (
+        ["init", "more", *BUDGET],
+        ["reconcile", "a", *WHO],
+        ["adopt", *WHO],
+        ["import", "notes", "--epsilon", "1", *WHO],
+    )
+    for words in (["show"], ["history"], ["verify"], ["export"], ["metrics"], *who):
+        code, out = say(*words)
+        assert (code, "late: true" in out) == (3, True), words
 
 
 HOSTILE = "[/b] $x_{ [red]*?"

@@ -75,7 +75,7 @@ def test_under_an_adaptive_budget_the_noise_is_calibrated_to_what_is_left(place:
         assert renyi.rdp(smaller, budget.order) > whole
     assert plan["epsilon"] < 7.9
     message = refused(place, *another(place, "second"))
-    assert all(word in message for word in ("this run requests epsilon", "is spent", "remains", "What would fit"))
+    assert all(word in message for word in ("this run requests epsilon", "is spent", "remains", "Ask for a smaller"))
     with Ledger(place.ledger) as book:
         assert book.refusals() == {("notes", "over_budget"): 1}
 

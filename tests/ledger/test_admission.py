@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, opened, reserve
+from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, admission, budgets
@@ -104,7 +104,7 @@ def test_a_run_that_costs_exactly_the_budget_fits_at_the_budgets_own_delta(ledge
         reserve(ledger, "c", delta=1e-3)
 
 
-def test_a_planned_refusal_has_the_numbers_and_what_fits(ledger: Ledger):
+def test_a_planned_refusal_says_what_is_asked_for_and_what_is_left(ledger: Ledger):
     limit = 2.5
     budgets.set_budget(ledger, "notes", budget(limit))
     budgets.import_run(ledger, "notes", event=EVENT, run="x", by="bob", reason="paper", **TERMS)
@@ -118,40 +118,8 @@ def test_a_planned_refusal_has_the_numbers_and_what_fits(ledger: Ledger):
 
     for number in (cost(RUN), cost(EVENT), limit - cost(EVENT), limit, cost(EVENT, RUN)):
         assert f"{number:.4f}" in said
-    steps = int(re.search(r"at most (\d+) steps", said)[1])
-    assert cost(EVENT, dp_sgd_event(0.02, 0.8, steps)) <= limit < cost(EVENT, dp_sgd_event(0.02, 0.8, steps + 1))
-    sigma = float(re.search(r"at least ([\d.]+) for 150 steps", said)[1])
-    assert cost(EVENT, dp_sgd_event(0.02, sigma, 150)) <= limit < cost(EVENT, dp_sgd_event(0.02, 0.99 * sigma, 150))
+    assert "Ask for a smaller epsilon" in said
     assert ledger.head() == before
-
-
-def test_the_largest_number_of_steps_is_found_to_the_last_one(ledger: Ledger):
-    """The search is coarse; its last steps are not."""
-    budgets.set_budget(ledger, "notes", budget(epsilon(dp_sgd_event(0.02, 0.8, 97), DELTA, "zero_out") + 1e-9))
-    with pytest.raises(BudgetExceeded, match="at most 97 steps"):
-        reserve(ledger, event=RUN, num_steps=150)
-
-
-def test_a_budget_that_an_earlier_version_opened_keeps_its_filter_and_its_eighth_of_delta(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(8.0))
-    budgets.seal(ledger, "notes", [Sealed(RUN, 150)] * 3, "alice", "three")
-    reserve(ledger, event=RUN, num_steps=150)
-    found = opened(ledger)
-    assert found == ledger.budget("notes")
-    assert (found.gate, found.by) == ("adaptive", "alice")  # whoever opened did not become the owner
-    assert admission.conversion_delta(found) == DELTA / 8
-    left = renyi.allowance(8.0, DELTA / 8, 3.2) - renyi.rdp(RUN, 3.2)
-    assert admission.filter_left(ledger.account("notes")) == renyi.Fit(3.2, left)
-    admitted = 0
-    while True:
-        try:
-            reserve(ledger, event=RUN, num_steps=150)
-            admitted += 1
-        except BudgetExceeded:
-            break
-    assert admitted == math.floor(left / renyi.rdp(RUN, 3.2)) >= 1
-    with pytest.raises(Refused, match="no list can be sealed"):
-        budgets.seal(ledger, "notes", LIST, "bob", "again")
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -198,7 +166,7 @@ def test_events_without_renyi_divergence_are_refused(ledger: Ledger):
     assert ledger.runs("notes") == []
 
 
-def test_an_adaptive_refusal_has_the_numbers_and_what_fits(ledger: Ledger):
+def test_an_adaptive_refusal_says_what_is_asked_for_and_what_is_left(ledger: Ledger):
     budgets.set_budget(ledger, "notes", adaptive(5.0))
     reserve(ledger, event=RUN, num_steps=150)
     whole, one = renyi.allowance(5.0, DELTA, 3.2), renyi.rdp(RUN, 3.2)
@@ -208,15 +176,7 @@ def test_an_adaptive_refusal_has_the_numbers_and_what_fits(ledger: Ledger):
     said = str(refusal.value)
     for number in (epsilon(long, DELTA, "zero_out"), renyi.rdp(long, 3.2), one, max(0.0, whole - one), max(0.0, whole)):
         assert f"{number:.4f}" in said
-    left = admission.filter_left(ledger.account("notes")).allowance
-    steps = re.search(r"at most (\d+) steps", said)
-    steps = int(steps[1]) if steps else 0
-    cost = [renyi.rdp(dp_sgd_event(0.02, 0.8, n), 3.2) for n in (steps, steps + 1)]
-    assert cost[0] <= left < cost[1]
-    sigma = float(re.search(r"at least ([\d.]+) for 1500 steps", said)[1])
-    assert renyi.rdp(dp_sgd_event(0.02, sigma, 1500), 3.2) <= left
-    assert renyi.rdp(dp_sgd_event(0.02, 0.99 * sigma, 1500), 3.2) > left
-    reserve(ledger, event=dp_sgd_event(0.02, sigma, 1500), num_steps=1500)
+    assert "Ask for a smaller epsilon" in said
 
 
 def test_what_a_closed_run_gave_back_is_the_chains_to_say(ledger: Ledger, place: Place):
@@ -285,16 +245,6 @@ def test_the_filter_counts_no_less_than_every_executed_step(runs, order):
 
 def _held(run: Run) -> Run:
     return Run(run.reservation, run.event, run.steps, "interrupted", 0.0)
-
-
-def test_a_planned_run_that_is_reconciled_under_a_filter_gives_back(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(8.0))
-    claim = reserve(ledger, event=RUN, num_steps=150)
-    ledger.charge(claim.entry, 1)
-    found = opened(ledger)
-    ledger.reconcile(claim.entry, "alice", "the run died")
-    spent = admission.filter_spent(ledger.account("notes"), found.order)
-    assert spent == pytest.approx(renyi.rdp(dp_sgd_event(0.02, 0.8, 1), found.order))
 
 
 def test_delta_hidden_in_a_runs_event_is_not_free(ledger: Ledger):

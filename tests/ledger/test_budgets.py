@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, opened, reserve
+from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, LedgerContradiction, Refused
 from dpllm.ledger import Budget, Ledger, admission, budgets
@@ -230,13 +230,6 @@ def test_an_exception_from_before_the_budget_is_remembered_and_permits_nothing(l
     budgets.set_budget(ledger, "notes", budget(3.0))
     assert not ledger.account("notes").permission
     assert len(ledger.account("notes").exceptions) == 1  # what was trained meanwhile is in every card
-
-
-def test_whoever_opened_a_budget_did_not_become_its_owner(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(8.0))
-    opened(ledger)
-    with pytest.raises(Refused, match="who alone"):
-        budgets.except_from_privacy(ledger, "notes", "bob", "mine now")
 
 
 def test_what_is_entered_for_a_derived_dataset_is_entered_for_its_parent(ledger: Ledger):

@@ -14,7 +14,6 @@ from ledger_stores import (
     adaptive,
     budget,
     cost_of,
-    opened,
     outputs,
     request,
     reserve,
@@ -220,7 +219,7 @@ def test_a_rival_that_reserves_during_the_composition_is_seen(ledger: Ledger, pl
     assert len(ledger.runs("notes")) == 1
 
 
-@pytest.mark.parametrize("what", ["import", "open", "seal", "budget"])
+@pytest.mark.parametrize("what", ["import", "seal", "budget"])
 def test_whatever_is_entered_during_the_composition_is_seen(ledger: Ledger, place: Place, monkeypatch, what):
     event = dp_sgd_event(1.0, 4.0, 4)
     if what != "budget":
@@ -230,8 +229,6 @@ def test_whatever_is_entered_during_the_composition_is_seen(ledger: Ledger, plac
     def meanwhile(rival: Ledger):
         if what == "import":
             budgets.import_run(rival, "notes", event=EVENT, run="x", **TERMS, **who)
-        elif what == "open":  # by an earlier version; the filter needs more for the same run than PLD
-            opened(rival)
         elif what == "seal":
             budgets.seal(rival, "notes", [Sealed(EVENT, 4)], **who)
         else:

@@ -10,13 +10,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, reserve
+from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, budgets, default_path, open_ledger
-from dpllm.ledger.chain import GENESIS, Entry, canonical, verify_export
+from dpllm.ledger.chain import GENESIS, Entry, canonical, event_of, read_export, verify_export
 from dpllm.ledger.records import fingerprint
-from dpllm.ledger.store import GUARDS
+from dpllm.ledger.store import GUARDS, SQLite
 
 ROWS = [{"text": f"record {n}"} for n in range(50)]
 
@@ -379,49 +379,78 @@ def version_1(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_of_the_first_version_opens_keeps_its_chain_and_verifies(version_1: Path):
+def test_a_ledger_of_version_1_is_refused_by_name_and_stays_as_it_is(version_1: Path):
+    before = version_1.read_bytes()
+    for opens in (lambda: Ledger(version_1), lambda: SQLite(version_1, read_only=True)):
+        with pytest.raises(Refused, match="is of version 1, and this dpllm does not read it") as refusal:
+            opens()
+        assert "\n" not in str(refusal.value)
+        assert "dpllm ledger import" in str(refusal.value)
     with closing(sqlite3.connect(version_1)) as db:
-        before = db.execute("SELECT * FROM entries").fetchall()
-    with Ledger(version_1) as ledger:
-        assert ledger.verify() == []
-        assert ledger.store.rows("SELECT * FROM entries") == before
-        found = ledger.budget("notes")
-        assert (found.gate, found.order, found.by, found.epsilon) == ("planned", None, "", cost_of(3))
-        assert [(run.state, run.steps) for run in ledger.runs("notes")] == [("running", 1)]
-        assert ledger.spent("notes") == cost_of(1)
-        ledger.charge("e" * 16, 2)
-        assert len(ledger.records.key()) == 32
-    with Ledger(version_1) as again:
-        assert again.verify() == []
-        assert again.store.rows("SELECT value FROM meta WHERE key = 'schema_version'") == [("2",)]
+        assert db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchall() == [("1",)]
+        assert db.execute("SELECT COUNT(*) FROM entries").fetchall() == [(2,)]
+    assert len(version_1.read_bytes()) == len(before)
 
 
-def test_runs_of_the_first_version_are_a_spent_list(version_1: Path):
-    """They were admitted after results were seen, so that nothing more can be planned beside them."""
-    with Ledger(version_1) as ledger:
-        with pytest.raises(BudgetExceeded, match="is spent"):
-            reserve(ledger)
-        reserve(ledger, "unlimited")
-        assert ledger.verify() == []
+LATE = {"gate": "adaptive", "order": 3.2, "import_delta": 0.0, "late": True, "by": "alice", "reason": "study 7"}
+OLD_LINKS = {  # kind, what is changed in the payload of a link, and the words that name it
+    "late order": ("budget", LATE, "late: true"),
+    "opened budget": ("gate", {**LATE, "opened_by": "bob", "why": "one more idea"}, "kind gate"),
+    "opened before results": ("gate", {**LATE, "late": False, "opened_by": "bob", "why": "x"}, "kind gate"),
+    "budget of version 1": ("budget", {}, "is of version 1"),
+}
 
 
-def test_a_migration_that_is_killed_leaves_the_first_version(version_1: Path):
-    code = """
-import os, sys
-from pathlib import Path
-from dpllm.ledger import store
-rows = store.SQLite.rows
-def dies(self, statement, *values):
-    if "UPDATE meta SET value = '2'" in statement:
-        os._exit(9)
-    return rows(self, statement, *values)
-store.SQLite.rows = dies
-store.SQLite(Path(sys.argv[1]))
-"""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code, str(version_1)], env=env).returncode == 9
-    with Ledger(version_1) as ledger:
-        assert ledger.verify() == []
+def _with_link(ledger: Ledger, kind: str, content: dict) -> None:
+    """Enters what an earlier version entered; the chain holds."""
+    with ledger.chain.writing():
+        ledger.chain.append(kind, "notes", {"epsilon": 8.0, "delta": DELTA, **TERMS, **content})
+
+
+@pytest.mark.parametrize("name", OLD_LINKS)
+def test_what_an_earlier_version_entered_is_refused_by_name_by_whatever_reads_it(ledger: Ledger, place: Place, name):
+    kind, content, words = OLD_LINKS[name]
+    claim = reserve(ledger, "other")
+    rows = f"SELECT {', '.join(Entry._fields)} FROM entries ORDER BY seq"
+    _with_link(ledger, kind, content)
+    links = [Entry._make(row)._asdict() for row in ledger.store.rows(rows)]
+    value = {"kind": "dpllm ledger", "entries": links, "progress": {claim.entry: 0}, "head": ledger.head()}
+    with place.open() as fresh:
+        reads = [
+            *(
+                lambda: fresh.account("notes"),
+                lambda: fresh.budget("other"),
+                fresh.datasets,
+                fresh.verify,
+                fresh.history,
+            ),
+            *(lambda: reserve(fresh), lambda: reserve(fresh, "other"), lambda: fresh.charge(claim.entry, 1)),
+            *(fresh.chain.export, lambda: verify_export(value), lambda: event_of(value, "other")),
+            lambda: read_export(value, Path("export.json")),
+        ]
+        for read in reads:
+            with pytest.raises(Refused, match=words) as refusal:
+                read()
+            assert "\n" not in str(refusal.value)
+            assert refusal.value.exit_code == 3
+            assert "would understate epsilon" in str(refusal.value)
+        assert fresh.store.rows("SELECT COUNT(*) FROM entries") == [(len(links),)]
+
+
+def test_a_run_that_version_1_reserved_is_refused_by_name(ledger: Ledger):
+    claim = {"entry": "e" * 16, "run": "old", "num_steps": 4, "event": EVENT, "config_hash": None}
+    _with_link(ledger, "reserve", claim)
+    with pytest.raises(Refused, match="is of version 1"):
+        ledger.history()
+
+
+def test_a_ledger_that_says_that_no_order_was_late_opens(ledger: Ledger, place: Place):
+    """Every budget said so until this version."""
+    _with_link(ledger, "budget", {**LATE, "late": False})
+    with place.open() as fresh:
+        assert fresh.budget("notes") == adaptive(8.0)
+        reserve(fresh)
+        assert fresh.verify() == []
 
 
 def test_default_path_is_in_the_users_data_directory(monkeypatch, tmp_path: Path):

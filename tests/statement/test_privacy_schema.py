@@ -102,6 +102,19 @@ def test_every_card_keeps_to_it(name: str) -> None:
     assert problems(render_card(*STATES[name][:4])[1]) == []
 
 
+@pytest.mark.parametrize("named", ["composed.budget.late", "schema_version"])
+def test_a_late_order_and_version_1_are_refused_by_name(block: Json, named: str) -> None:
+    """Neither is read as a statement of today: the part of delta that a late order had would be forgotten."""
+    old = copy.deepcopy(block)
+    if named == "schema_version":
+        old["schema_version"] = 1
+    else:
+        old["composed"]["budget"]["late"] = True
+    with pytest.raises(NotAStatement, match=re.escape(named)) as refusal:
+        privacy_record.read(old)
+    assert "\n" not in str(refusal.value)
+
+
 MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "groups", "weights", "accountants"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import subprocess
@@ -117,15 +118,27 @@ def test_a_trigger_of_a_stranger_never_runs(tmp_path: Path) -> None:
         reserve(ledger)
         head = ledger.head()
     with closing(sqlite3.connect(path)) as db:
-        # As a file of the first version, which is brought up to date where it is opened to write.
-        db.executescript(
-            "UPDATE meta SET value = '1' WHERE key = 'schema_version'; DROP TABLE records; DROP TABLE refusals"
-        )
         db.execute(
             f"CREATE TRIGGER t AFTER UPDATE ON meta BEGIN DELETE FROM meta WHERE key IN ({ENDLESS} n FROM more); END"
         )
         db.commit()
     check_ledger._open(str(path), head)
+
+
+@pytest.mark.parametrize("name", ["file", "export"])
+def test_a_late_order_is_refused_by_name_and_no_total_is_stated_without_its_delta(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "ledger.sqlite"
+    late = {"epsilon": 8.0, "delta": 1e-5, "unit": "example", "relation": "zero_out", "gate": "adaptive", "order": 3.2}
+    with Ledger(path) as ledger:
+        with ledger.chain.writing():
+            ledger.chain.append("budget", "notes", late | {"late": True})
+        value = {"kind": "dpllm ledger", "entries": [one._asdict() for one in ledger.chain._links], "progress": {}}
+        value["head"] = ledger.head()
+    if name == "export":
+        path.unlink()
+        path.write_text(json.dumps(value), encoding="utf-8")
+    with pytest.raises(Wrong, match=r"the ledger cannot be read .*late: true"):
+        last(published(tmp_path / "run", str(path)))
 
 
 def test_work_on_a_file_has_a_bound(tmp_path: Path) -> None:
