@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.auditing import attacks
-from dpllm.auditing.attacks import Coins, Floats
+from dpllm.auditing.attacks import Coins
 from dpllm.auditing.rates import Rates, epsilon_from_rates, many_runs
+from dpllm.auditing.statistics import Floats
 from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import CanaryScores
 

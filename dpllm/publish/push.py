@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
