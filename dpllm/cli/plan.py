@@ -1,4 +1,4 @@
-"""``dpllm plan`` and ``dpllm train``: what a recipe promises, costs and needs, and what would refuse it; then the run.
+"""``dpllm plan``, ``train`` and ``import-config``: what a recipe promises, costs and needs; its run; one out of another tool's.
 
 To plan takes no weights, no GPU and no torch; ``--model`` alone imports it, to build the model from its configuration.
 """
@@ -72,6 +72,11 @@ def add_commands(add: AddCommand) -> None:
         "--fresh-check", action="store_true", help="run the whole self-check, also where an earlier start has passed it"
     )
     trained.add_argument("--json", action="store_true", help="print the summary as one JSON object; the rest on stderr")
+    imported = add("import-config", import_config, "turn a LLaMA-Factory, axolotl or TRL configuration into a recipe")
+    imported.add_argument("file", help="their YAML file")
+    imported.add_argument(
+        "--output", metavar="RECIPE", help="write the recipe here (default: print it; the report goes to stderr)"
+    )
 
 
 def parse_recipe(known: argparse.Namespace, rest: list[str]) -> tuple[str, dict[str, Any]]:
@@ -247,6 +252,30 @@ def _json(seen: Decision, needs: Footprint | None, advice: list[str], refusals: 
         memory = {**asdict(needs.memory), "total": needs.memory.total} if needs.memory else None
         fields["model"] = {**asdict(needs), "refusals": [str(error) for error in needs.refusals], "memory": memory}
     return fields
+
+
+def import_config(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints or writes the recipe; reports on stderr what was carried over and what was not."""
+    from dpllm.recipe import imports
+
+    found = imports.import_config(Path(known.file))
+    report = [f"{found.tool} configuration {known.file}", "Carried over:", *(f"  {line}" for line in found.carried)]
+    report += ["Not carried over:", *(f"  {line}" for line in found.left)]
+    report.append(
+        "Choose privacy.epsilon, data.unit, train.batch_size and train.learning_rate anew; dpllm plan RECIPE advises."
+    )
+    print("\n".join(report), file=sys.stderr)
+    if known.output is None:
+        print(found.recipe, end="")
+        return 0
+    try:
+        with open(known.output, "x", encoding="utf-8") as file:
+            file.write(found.recipe)
+    except FileExistsError:
+        raise ConfigError(f"{known.output}: exists already, and would be lost. Type another --output.") from None
+    except OSError as error:
+        raise ConfigError(f"{known.output}: cannot be written ({error.strerror}). Type another --output.") from None
+    return 0
 
 
 def show(known: argparse.Namespace, found: dict[str, Any] | RenderableType, *lines: str) -> int:

@@ -56,13 +56,12 @@ def _same_file(bound: Spot, here: Spot) -> bool:
         return bound["file"] == here["file"]
     # Another file where this one was before would be taken for a backup that was put back. And this very file has a journal for
     # each of two hard links, of which SQLite reads one: what was reserved by the other name would be lost.
-    there = here["device"] and bound["host"] == here["host"] and os.path.exists(bound["path"])
-    return bound["device"] == here["device"] and (not there or _same_name(bound["path"], here["path"]))
-
-
-def _same_name(one: str, other: str) -> bool:
-    """Whether two paths lead to one name in one directory, which is mounted in two places."""
-    (folder, name), (other_folder, other_name) = os.path.split(one), os.path.split(other)
+    if bound["device"] != here["device"]:
+        return False
+    if not (here["device"] and bound["host"] == here["host"] and os.path.exists(bound["path"])):
+        return True
+    # One name in one directory, which is mounted in two places.
+    (folder, name), (other_folder, other_name) = os.path.split(bound["path"]), os.path.split(here["path"])
     return name == other_name and os.path.samefile(folder, other_folder)
 
 
