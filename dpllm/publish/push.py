@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DatasetInfo, HfApi, ModelInfo, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
@@ -34,6 +34,7 @@ from dpllm.verification.verify import insist
 # httpx in huggingface_hub 1, httpx2 in 2: the class of everything that goes wrong on the way.
 _ON_THE_WAY = cast(type[Exception], HfHubHTTPError.__bases__[0])
 _UNKNOWN = (401, 403, 404)
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _AT_ONCE = 16 * 2**20
 _OF_THE_HUB = frozenset({".gitattributes"})
 
@@ -125,8 +126,8 @@ def push(
         ConfigError: No such run, or no such name.
         DpllmError: The Hub could not be reached, or refused.
     """
-    with asking(repository):
-        validate_repo_id(repository)
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+        raise ConfigError(f"{repository}: is no name that the Hub allows. Type OWNER/NAME, such as alice/notes-dp.")
     source = _Source.of(path)
     statement = _statement(source, ledger, without_guarantee)
     try:
@@ -201,18 +202,7 @@ def _upload(source: _Source, found: Push, *, private: bool, replace: bool) -> Pu
             api.create_repo(found.repository, repo_type=source.kind, private=private or None, exist_ok=True).repo_id
         )
         there = api.dataset_info(name) if source.kind == "dataset" else api.model_info(name)
-        if private and there.private is False:
-            raise Refused(
-                f"{name}: exists and is public, and --private does not change that. Name another repository, or make that one "
-                "private in its settings first."
-            )
-        known = {file.path for file in found.files} | _OF_THE_HUB
-        stale = tuple(sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known))
-        if stale and not replace:
-            raise Refused(
-                f"{name}: already holds other files ({', '.join(stale[:3])}), which the card does not cover, so "
-                "it would not verify there. Name another repository, or type --replace to remove them."
-            )
+        stale = _stale(there, name, found.files, private=private, replace=replace)
         operations: list[CommitOperationAdd | CommitOperationDelete] = []
         for file in found.files:
             path = source.folder / file.path
@@ -227,6 +217,29 @@ def _upload(source: _Source, found: Push, *, private: bool, replace: bool) -> Pu
             warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
             done = api.create_commit(name, operations, commit_message="Upload with dpllm push", repo_type=source.kind)
     return dataclasses.replace(found, repository=name, stale=stale, url=str(done.commit_url))
+
+
+def _stale(
+    there: ModelInfo | DatasetInfo, name: str, files: tuple[Upload, ...], *, private: bool, replace: bool
+) -> tuple[str, ...]:
+    """What the repository holds beside these files.
+
+    Raises:
+        Refused: It is public and was to be private, or it holds files that are not among them.
+    """
+    if private and there.private is False:
+        raise Refused(
+            f"{name}: exists and is public, and --private does not change that. Name another repository, or make that one "
+            "private in its settings first."
+        )
+    known = {file.path for file in files} | _OF_THE_HUB
+    stale = tuple(sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known))
+    if stale and not replace:
+        raise Refused(
+            f"{name}: already holds other files ({', '.join(stale[:3])}), which the card does not cover, so "
+            "it would not verify there. Name another repository, or type --replace to remove them."
+        )
+    return stale
 
 
 def endpoint() -> str:
