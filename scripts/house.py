@@ -1,7 +1,6 @@
 """How large dpllm is, and how its rooms hang together.
 
-    scripts/house              a table
-    scripts/house --limits     beside the limits; exit code 1 where one is exceeded
+    scripts/house     a table beside the limits; exit code 1 where one is exceeded
 
 In: the source of dpllm/, not imported. Out: numbers, and imports of a room above. tests/test_architecture.py holds them.
 """
@@ -30,17 +29,42 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
         "run",
         "telemetry",
     ),
-    *("statement", "ledger", "canaries", "model", "privacy", "text", "recipe", "files", "progress", "errors"),
+    *("statement", "ledger", "canaries", "model", "text", "recipe", "privacy", "files", "progress", "errors"),
 )
+# Of a room: lines. A limit rises only together with a line in docs/decisions.md that says what users got for it: at most 550
+# lines for one feature. It falls with what it limits.
 LIMITS = {
-    "lines": 20_000,
-    "lines of lab": 2_000,
-    "modules": 100,
+    "front door": 293,
+    "cli": 1_933,
+    "lab": 1_101,
+    "comparison": 2_003,
+    "publish": 1_929,
+    "verification": 2_271,
+    "card": 706,
+    "auditing": 4_273,
+    "forecast": 1_189,
+    "run": 3_441,
+    "telemetry": 706,
+    "statement": 2_586,
+    "ledger": 2_585,
+    "canaries": 674,
+    "model": 1_750,
+    "text": 1_775,
+    "recipe": 1_399,
+    "privacy": 5_459,
+    "files": 338,
+    "progress": 45,
+    "errors": 74,
+    "modules": 182,
     "longest module": 400,
     "longest function": 60,
     "most parameters": 8,
+    "functions over 60 lines": 0,
+    "functions over 8 parameters": 0,
+    "upward arrows": 0,
     "rooms in cycles": 0,
 }
+MOST_LINES = 36_540  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -138,7 +162,7 @@ def numbers(modules: Modules) -> dict[str, tuple[int, str]]:
     return {
         "lines": (sum(module.lines for module in modules.values()), ""),
         "code lines": (sum(map(code_lines, modules.values())), ""),
-        "lines of lab": (sum(module.lines for module in modules.values() if room(module.name) == "lab"), ""),
+        **{name: (sum(one.lines for one in modules.values() if room(one.name) == name), "") for name in ROOMS},
         "modules": (len(modules), ""),
         "longest module": (longest.lines, longest.name),
         "longest function": (slow[1], slow[0]),
@@ -151,7 +175,7 @@ def numbers(modules: Modules) -> dict[str, tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    house, limits = read(), LIMITS if "--limits" in sys.argv else {}
+    house, limits = read(), {**LIMITS, "lines": MOST_LINES}
     table = numbers(house)
     for what, (value, where) in table.items():
         limit = f"at most {limits[what]:,}" if what in limits else ""

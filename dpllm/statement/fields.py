@@ -1,7 +1,6 @@
 """The parts of a privacy statement: frozen, typed, and closed to fields that nobody reads.
 
-Comes in: nothing. Goes out: types, of which ``dpllm.statement.privacy_record`` makes the statement. Must not know how
-a statement is made, worded or checked.
+Goes out: types, of which ``dpllm.statement.privacy_record`` makes the statement. Must not know how it is made, worded or checked.
 """
 
 from __future__ import annotations
@@ -9,19 +8,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    ValidationError,
-    WithJsonSchema,
-    WrapValidator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from dpllm.errors import ConfigError
-from dpllm.privacy import events
+from dpllm.statement.stored_events import Event, RunEvent
 
 Json = dict[str, Any]
 
@@ -48,32 +38,6 @@ AtLeast1 = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Value = TypeVar("_Value")
-
-
-def _event(value: Any) -> Any:
-    try:
-        return events.read(value) if isinstance(value, dict) else value
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-
-
-def _steps(value: Any) -> Any:
-    event = _event(value)
-    if not isinstance(event, events.CyclicPoisson):
-        inside = event.event if isinstance(event, events.SelfComposed) else event
-        if inside is event or not isinstance(inside, events.PoissonSampled):
-            raise ValueError("not the event of steps over Poisson samples")
-    return event
-
-
-_STORED = (
-    PlainSerializer(lambda event: event.to_json()),
-    WithJsonSchema({"type": "object", "additionalProperties": True}),
-)
-Event = Annotated[events.Event, PlainValidator(_event), *_STORED]
-"""An accounting event, see ``dpllm.privacy.events``."""
-RunEvent = Annotated[events.RunEvent, PlainValidator(_steps), *_STORED]
-"""That of a run's steps."""
 ByCopies = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], _Value]
 """By how often each canary was planted."""
 

@@ -30,9 +30,9 @@ from dpllm.statement.fields import (
     Number,
     Positive,
     Record,
-    RunEvent,
     Sha256,
 )
+from dpllm.statement.stored_events import RunEvent
 
 COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
 """What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""

@@ -1,0 +1,36 @@
+"""Accounting events as fields of files: read once, when the file is read; a malformed one makes the file invalid."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+
+from dpllm.errors import ConfigError
+from dpllm.privacy import events
+
+
+def _event(value: Any) -> Any:
+    try:
+        return events.read(value) if isinstance(value, dict) else value
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _steps(value: Any) -> Any:
+    event = _event(value)
+    if not isinstance(event, events.CyclicPoisson):
+        inside = event.event if isinstance(event, events.SelfComposed) else event
+        if inside is event or not isinstance(inside, events.PoissonSampled):
+            raise ValueError("not the event of steps over Poisson samples")
+    return event
+
+
+_STORED = (
+    PlainSerializer(lambda event: event.to_json()),
+    WithJsonSchema({"type": "object", "additionalProperties": True}),
+)
+Event = Annotated[events.Event, PlainValidator(_event), *_STORED]
+"""An accounting event, see ``dpllm.privacy.events``."""
+RunEvent = Annotated[events.RunEvent, PlainValidator(_steps), *_STORED]
+"""That of a run's steps."""
