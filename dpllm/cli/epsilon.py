@@ -113,7 +113,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs}
         if bands == 1
         else None,
-        "event": event,
+        "event": event.to_json(),
         "software": accounting.versions(),
     }
     if group > 1:

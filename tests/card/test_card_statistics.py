@@ -26,7 +26,7 @@ from dpllm.card.card import rerender, write_card
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, epsilon
-from dpllm.privacy.events import PureDP
+from dpllm.privacy.events import PureDP, read
 from dpllm.statement import section
 from dpllm.verification import check_promise
 from dpllm.verification.values import Published, Wrong
@@ -43,14 +43,14 @@ OTHERWISE: tuple[Json, ...] = (
     {"declared": {}},
     {"declared": {"values": ["yes", "no"], "numbers": [0, 1]}},
 )
-RUN_AND_TWO = compose([plan()["event"], PureDP(0.25), PureDP(0.25)])
+RUN_AND_TWO = compose([read(plan()["event"]), PureDP(0.25), PureDP(0.25)])
 
 
 def test_the_card_shows_each_release_and_the_epsilon_of_all_with_the_run() -> None:
     text, block = render_card(config(), plan(), record(), audit(), statistics=described())
     together = epsilon(RUN_AND_TWO, 1e-5, "zero_out")
     assert block["statistics"] == {**described(), "with_run": pytest.approx(together)}
-    assert epsilon(plan()["event"], 1e-5, "zero_out") < together
+    assert epsilon(read(plan()["event"]), 1e-5, "zero_out") < together
     part = section.parts(text)["privacy"].split("### What was released about the data")[1].split("\n## ")[0]
     assert "yes 60 = 58.3%, no 43 = 41.7%, other -3 = 0.0%" in part
     assert "44.25 (40.1 to 48.5)" in part
@@ -126,7 +126,7 @@ def test_verify_computes_both_epsilons_again() -> None:
         {"unit": "example"},
         {"neighbouring_relation": "add_or_remove_one"},
         {"releases": cheaper},
-        {"releases": [{**cheaper[0], "event": PureDP(1e6)}]},
+        {"releases": [{**cheaper[0], "event": PureDP(1e6).to_json()}]},
         {"releases": [{**cheaper[0], "value": None}]},
         *({"releases": [{**one, **change}, other]} for change in OTHERWISE),
         {"releases": [one, {**other, "error_95": 72.39236660867908}]},
@@ -143,7 +143,7 @@ def test_verify_computes_both_epsilons_again() -> None:
 @pytest.mark.parametrize(("delta", "good"), [(0.9, False), (1 / 640, False), (1 / 641, True)])
 def test_a_delta_of_one_in_n_or_more_fails(delta: float, good: bool) -> None:
     """N is 888 with 248 slots of canaries, which statistics do not have."""
-    alone = epsilon(compose([one["event"] for one in described()["releases"]]), delta, "zero_out")
+    alone = epsilon(compose([read(one["event"]) for one in described()["releases"]]), delta, "zero_out")
     block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
     block = forged(block, delta=delta, epsilon=alone)
     if good:

@@ -204,7 +204,7 @@ def test_export_verify_and_import_again(say, place: Place, tmp_path: Path, capsy
         assert taken.history()[0].facts["unit"] == "patient"
     assert main(["ledger", "import", "notes", "--from", str(export), *WHO, "--unit", "visit", "--ledger", other]) == 2
     event = tmp_path / "event.json"
-    event.write_text(json.dumps(dp_sgd_event(0.02, 0.8, 150)))
+    event.write_text(json.dumps(dp_sgd_event(0.02, 0.8, 150).to_json()))
     assert main(["ledger", "import", "more", "--event", str(event), *WHO, "--ledger", other]) == 0
     edited = export.read_text().replace("study 7", "study 8")
     export.write_text(edited)

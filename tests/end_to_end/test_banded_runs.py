@@ -14,6 +14,7 @@ from running import Place, done, dpllm_, fails_in_step, make_place
 
 from dpllm.ledger import Ledger
 from dpllm.privacy import accounting
+from dpllm.privacy.events import read
 from dpllm.privacy.noise import BandedNoise
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.statement import privacy_record
@@ -150,10 +151,10 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
         at = [number for number, drawn in executed if slot in drawn]
         assert all(later - earlier >= BANDS for earlier, later in itertools.pairwise(at))
     with Ledger(place.ledger) as book:
-        events = [link.facts["event"] for link in book.history("notes") if link.kind == "reserve"]
-    whole = accounting.epsilon(after["event"], after["delta"], "zero_out")
+        reserved = [read(link.facts["event"]) for link in book.history("notes") if link.kind == "reserve"]
+    whole = accounting.epsilon(read(after["event"]), after["delta"], "zero_out")
     assert after["epsilon"] == whole
-    assert accounting.epsilon(accounting.compose(events), after["delta"], "zero_out") >= whole
+    assert accounting.epsilon(accounting.compose(reserved), after["delta"], "zero_out") >= whole
     done("audit", place.run)
     done("card", place.run)
     assert "0 failed" in done("verify", place.run).out

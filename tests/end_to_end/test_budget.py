@@ -12,6 +12,7 @@ from running import STEPS, Place, contents, done, dpllm_, rows
 
 from dpllm.ledger import Ledger
 from dpllm.privacy import renyi
+from dpllm.privacy.events import read
 
 TERMS = ("--delta", "1e-3", "--reason", "a test", "--by", "Ada")
 
@@ -69,10 +70,10 @@ def test_under_an_adaptive_budget_the_noise_is_calibrated_to_what_is_left(place:
         assert budget is not None
         assert budget.order is not None
         whole = renyi.allowance(budget.epsilon, budget.delta, budget.order)
-        assert renyi.rdp(plan["event"], budget.order) <= whole  # although it was planned for the whole budget
+        assert renyi.rdp(read(plan["event"]), budget.order) <= whole  # although it was planned for the whole budget
         smaller = json.loads(json.dumps(plan["event"]))
         smaller["event"]["event"]["noise_multiplier"] -= 1e-3
-        assert renyi.rdp(smaller, budget.order) > whole
+        assert renyi.rdp(read(smaller), budget.order) > whole
     assert plan["epsilon"] < 7.9
     message = refused(place, *another(place, "second"))
     assert all(word in message for word in ("this run requests epsilon", "is spent", "remains", "Ask for a smaller"))

@@ -20,7 +20,7 @@ def test_a_run_that_samples_rows_is_accounted_for_units(place: Place) -> None:
     assert plan["sampling"] == "example"
     step = plan["event"]["event"]
     assert (step["type"], step["group_size"]) == ("poisson_sampled_group", cap)
-    assert plan["epsilon"] == epsilon(plan["event"], plan["delta"], plan["neighbouring_relation"]) <= 8.0
+    assert plan["epsilon"] == epsilon(read(plan["event"]), plan["delta"], plan["neighbouring_relation"]) <= 8.0
     assert plan["cross_check"] is None
     assert record["guarantee"]["holds"]
     assert math.isclose(record["epsilon_spent"], plan["epsilon"], rel_tol=1e-6)

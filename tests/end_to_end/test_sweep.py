@@ -223,7 +223,7 @@ def test_runs_under_an_adaptive_budget_train_with_the_noise_that_was_reserved(tm
         assert [run.state for run in runs] == ["completed", "completed"]
         for name, run in zip(("eps-2", "eps-6"), runs, strict=True):
             plan = json.loads((place.root / SWEEP / name / "plan.json").read_text())
-            assert plan["event"] == run.event
+            assert plan["event"] == run.event.to_json()
         assert book.verify() == []
 
 
