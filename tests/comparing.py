@@ -122,7 +122,7 @@ def make_run(
     )
     write_json(run.private / "summary.json", evaluated)
     if enabled:
-        promise = cards.plan(epsilon=epsilon, unit="example", max_examples_per_unit=None, event=EVENT)
+        promise = cards.plan(epsilon=epsilon, unit="example", max_examples_per_unit=None, event=EVENT.to_json())
         write_json(run.plan, promise)
     if audit:
         write_json(run.audit_dir(enabled) / "audit.json", measured_audit(epsilon, weights(root)))

@@ -105,6 +105,7 @@ import os, sys
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Budget, RunRequest, open_ledger, budgets
 from dpllm.ledger.values import Sealed
+from dpllm.privacy.events import Gaussian, PoissonSampled, SelfComposed
 location, arguments = sys.argv[1], sys.argv[2:]
 claim = RunRequest(event={EVENT!r}, delta={DELTA}, unit="patient", relation="zero_out", num_steps=4, run="child")
 """

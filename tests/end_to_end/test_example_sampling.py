@@ -8,6 +8,7 @@ import tiny
 from running import NUM_ROWS, Place, done, rows
 
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.events import read
 
 
 def test_a_run_that_samples_rows_is_accounted_for_units(place: Place) -> None:

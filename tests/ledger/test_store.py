@@ -363,7 +363,7 @@ def version_1(tmp_path: Path) -> Path:
     path, at = tmp_path / "old.sqlite", {"at": "2026-01-02T03:04:05Z"}
     wanted = {"epsilon": cost_of(3), "delta": DELTA, **TERMS}
     claim = {"entry": "e" * 16, "dataset": "notes", "run": "old", "num_steps": 4, "epsilon": cost_of(1), "delta": DELTA}
-    claim |= {**TERMS, "config_hash": None, "event": EVENT}
+    claim |= {**TERMS, "config_hash": None, "event": EVENT.to_json()}
     previous, rows = GENESIS, []
     for seq, (kind, content) in enumerate([("budget", wanted), ("reserve", claim)], start=1):
         payload = canonical({**content, **at})
@@ -438,7 +438,7 @@ def test_what_an_earlier_version_entered_is_refused_by_name_by_whatever_reads_it
 
 
 def test_a_run_that_version_1_reserved_is_refused_by_name(ledger: Ledger):
-    claim = {"entry": "e" * 16, "run": "old", "num_steps": 4, "event": EVENT, "config_hash": None}
+    claim = {"entry": "e" * 16, "run": "old", "num_steps": 4, "event": EVENT.to_json(), "config_hash": None}
     _with_link(ledger, "reserve", claim)
     with pytest.raises(Refused, match="is of version 1"):
         ledger.history()

@@ -23,7 +23,7 @@ from dpllm.run import checkpoint
 from dpllm.run.checkpoint import State, load_resume, newest, save_resume, weight_hashes
 from dpllm.run.directory import RunDir
 
-EVENT = dp_sgd_event(0.1, 1.2, 7)
+EVENT = dp_sgd_event(0.1, 1.2, 7).to_json()
 HEAD = {"hash": "ab" * 32, "count": 3}
 FILES = ["optimizer.pt", "state.json", "trainable.safetensors"]
 
