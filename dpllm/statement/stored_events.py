@@ -12,7 +12,7 @@ from dpllm.privacy import events
 
 def _event(value: Any) -> Any:
     try:
-        return events.read(value) if isinstance(value, dict) else value
+        return value if isinstance(value, events.Event) else events.read(value)
     except ConfigError as error:
         raise ValueError(str(error)) from None
 

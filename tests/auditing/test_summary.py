@@ -250,7 +250,7 @@ def test_the_limit_of_single_units_is_that_of_the_whole_mechanism_where_it_is_lo
 
 def test_the_line_in_the_roc_is_the_limit_of_the_whole_mechanism(seed):
     event = dp_sgd_event(0.1, 1.0, 20)
-    promise = {"event": event, "neighbouring_relation": "add_or_remove_one"}
+    promise = {"event": event.to_json(), "neighbouring_relation": "add_or_remove_one"}
     rows = make_table(np.random.default_rng([seed, 14]), 0.0, ((1, 40),))
     fpr, tpr = np.array(
         summarised(rows, CLAIM, alpha=0.05, guesses=(40,), beside=Beside(promise=promise))["roc_limit"]

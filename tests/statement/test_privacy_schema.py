@@ -20,7 +20,8 @@ from test_card_states import STATES
 
 from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
-from dpllm.statement.fields import BaseModelName, NotAStatement, Steps
+from dpllm.statement.fields import Ancestor, BaseModelName, NotAStatement, Steps
+from dpllm.statement.run_files import PlanRecord
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -202,3 +203,20 @@ def test_the_documentation_maps_items_to_fields_that_exist() -> None:
 def test_half_a_character_is_written_as_a_question_mark() -> None:
     assert Steps.pick({}, planned=1, taken=1) == Steps(planned=1, taken=1)
     assert BaseModelName.pick({}, name="caf\udce9", revision=None, covered=False).name == "caf?"
+
+
+WRONG_EVENTS = ["gaussian", 1, [], {}, {"type": "free"}, {"type": "gaussian", "noise_multiplier": 0.0}]
+
+
+@pytest.mark.parametrize("event", [*WRONG_EVENTS, None, {"type": "gaussian", "noise_multiplier": 1.0}])
+def test_an_event_of_no_steps_is_no_plan(event: Any) -> None:
+    with pytest.raises(NotAStatement, match="event"):
+        PlanRecord.pick(plan(event=event))
+
+
+@pytest.mark.parametrize("event", WRONG_EVENTS)
+def test_what_is_no_event_is_none_of_an_earlier_run(event: Any) -> None:
+    known = {**dict.fromkeys(Ancestor.model_fields), "name": "m", "guarantee": False, "adapter": True}
+    assert Ancestor.pick(known).event is None
+    with pytest.raises(NotAStatement, match="event"):
+        Ancestor.pick({**known, "event": event})
