@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.auditing import attacks
-from dpllm.auditing.attacks import Coins
 from dpllm.auditing.rates import Rates, epsilon_from_rates, many_runs
 from dpllm.auditing.statistics import Floats
 from dpllm.auditing.summary import CONFIDENCE, separation
@@ -29,7 +28,7 @@ class ShadowScores:
     """What K shadow runs say about the canaries of the target. Log-probabilities are sums over a secret, in nats."""
 
     canary_ids: tuple[str, ...]  # of the M candidates
-    coins_KM: Coins  # whether the shadow's own coin said in
+    coins_KM: attacks.Coins  # whether the shadow's own coin said in
     log_prob_KM: Floats
     num_tokens_M: NDArray[np.int64]  # scored tokens of each candidate
     reference_ids: tuple[str, ...]  # of the Q references, which no run was trained on

@@ -180,7 +180,7 @@ def test_other_numbers_are_the_same_mechanism(small: Plan) -> None:
     assert same == small.event
     grouped = plan(data={"unit": "author", "max_examples_per_unit": 3, "sampling": "example"}, batch_size=50, steps=60)
     other = forecast.with_numbers(grouped.event, 0.02, 1.5, 7)
-    assert other["event"]["group_size"] == 3
+    assert other.event.group_size == 3
     assert accounting.count_releases(other) == 7
 
 
