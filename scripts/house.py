@@ -50,7 +50,7 @@ LIMITS = {
     "canaries": 674,
     "model": 1_750,
     "text": 1_775,
-    "recipe": 1_399,
+    "recipe": 1_400,
     "privacy": 5_459,
     "files": 338,
     "progress": 45,

@@ -178,11 +178,11 @@ def test_imported_delta_is_set_aside_from_an_adaptive_budget(ledger: Ledger):
     budgets.set_budget(ledger, "notes", adaptive(8.0, import_delta=2e-6))
     assert admission.filter_left(ledger.account("notes")).allowance == renyi.allowance(8.0, DELTA - 2e-6, 3.2)
     budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
-    pure = {**ELSEWHERE, "delta": 0.0}
+    pure = replace(ELSEWHERE, delta=0.0)
     left = renyi.allowance(8.0, DELTA - 2e-6, 3.2) - renyi.rdp(pure, 3.2)
     assert admission.filter_left(ledger.account("notes")).allowance == pytest.approx(left)
     reserve(ledger)
-    budgets.import_run(ledger, "notes", event={**ELSEWHERE, "delta": 1.1e-6}, run="x", **TERMS, **WHO)
+    budgets.import_run(ledger, "notes", event=replace(ELSEWHERE, delta=1.1e-6), run="x", **TERMS, **WHO)
     with pytest.raises(BudgetExceeded, match="set aside"):
         reserve(ledger)
     assert ledger.remaining("notes") == 0.0
