@@ -211,7 +211,7 @@ def test_the_event_costs_ceil_t_over_b_rounds_at_b_times_the_rate() -> None:
         assert made.epsilon == pytest.approx(account.get_epsilon(made.delta), rel=1e-9)
         assert made.epsilon <= 4.0
         assert events.count_releases(made.event) == steps
-        assert events.accountants(made.event) == {"pld", "rdp", "prv"}
+        assert accounting.accountants(made.event) == {"pld", "rdp", "prv"}
 
 
 def test_fewer_steps_never_cost_more_than_is_stated() -> None:
