@@ -27,7 +27,7 @@ from ledger_stores import adopt
 
 from dpllm.cli import main
 from dpllm.ledger import default_path
-from dpllm.run import loop
+from dpllm.privacy.banded import LearningRate
 
 Json = dict[str, Any]
 # Words that a page may use for things of the reader's own.
@@ -192,7 +192,7 @@ def write_data(root: Path) -> None:
 @contextlib.contextmanager
 def stopped_after(steps: int) -> Iterator[None]:
     """Ctrl-C while the given step runs."""
-    rate = loop.learning_rate
+    rate = LearningRate.at
 
     def interrupt(settings: Any, step: int, num_steps: int) -> float:
         if step == steps - 1:
@@ -200,7 +200,7 @@ def stopped_after(steps: int) -> Iterator[None]:
         return rate(settings, step, num_steps)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "learning_rate", interrupt)
+        patch.setattr(LearningRate, "at", interrupt)
         yield
 
 

@@ -12,11 +12,11 @@ import pytest
 import tiny
 from running import SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, make_place
 
-import dpllm.run.loop
 from dpllm.auditing import run as audit_run
 from dpllm.errors import DpllmError, Refused
 from dpllm.ledger import Ledger
 from dpllm.ledger.reserving import group_total
+from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.events import mechanism_of
 
 CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
@@ -325,7 +325,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
     place = make(tmp_path / "place", base)
     who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
     done("ledger", "init", "notes", "--epsilon", 9, "--delta", 1e-3, *who)
-    rate, calls = dpllm.run.loop.learning_rate, []
+    rate, calls = LearningRate.at, []
 
     def interrupt(settings, step, num_steps):
         calls.append(step)
@@ -334,7 +334,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(
         return rate(settings, step, num_steps)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dpllm.run.loop, "learning_rate", interrupt)
+        patch.setattr(LearningRate, "at", interrupt)
         answer = swept_to(place, "2,8")
     assert answer.code == 1
     assert "eps-8 was interrupted after 2 steps" in answer.err
