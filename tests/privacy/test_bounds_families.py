@@ -21,7 +21,7 @@ from dpllm.auditing.rates import (
     profile_trade_off,
     rate_limits,
 )
-from dpllm.privacy.events import Gaussian
+from dpllm.privacy.events import Gaussian, compose
 
 COUNTS = Rates(400, 100, 50, 450)
 
@@ -154,5 +154,5 @@ def test_the_curve_of_a_gaussian_event_is_the_gaussian_and_allows_no_less(mu):
 
 
 def test_the_curve_of_nothing_allows_nothing():
-    nothing = event_trade_off({"type": "composed", "events": []}, "zero_out")
+    nothing = event_trade_off(compose([]), "zero_out")
     assert [nothing(tpr) for tpr in (0.0, 0.3, 1.0)] == pytest.approx([0.0, 0.3, 1.0])
