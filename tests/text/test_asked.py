@@ -11,7 +11,7 @@ import pytest
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text import control
-from dpllm.text.asked import EXAMPLES, Kind, Statistic, exact_values, parse
+from dpllm.text.asked import EXAMPLES, Kind, Statistic, columns_of, exact_values, parse
 from dpllm.text.data import Table, check_columns, group_rows, load_table
 
 ROWS: list[dict[str, Any]] = [
@@ -165,6 +165,6 @@ def test_token_lengths_are_those_of_training_before_they_are_cut(tmp_path: Path)
 def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
     table = table_of(tmp_path, ROWS)
     asked = [*parse("shares", "label=yes;age=1", ".5"), *parse("mean", "other=0:1", ".5"), *parse("units", "", ".5")]
-    check_columns([column for one in asked for column in one.columns], table.rows, table.name)
+    check_columns([column for one in asked for column in columns_of(one)], table.rows, table.name)
     with pytest.raises(DataError, match="no row has a column 'labels'"):
-        check_columns(parse("shares", "age=1;labels=yes", ".5")[0].columns, table.rows, table.name)
+        check_columns(columns_of(parse("shares", "age=1;labels=yes", ".5")[0]), table.rows, table.name)
