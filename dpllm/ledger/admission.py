@@ -32,9 +32,8 @@ from dpllm.privacy.events import (
     PureDP,
     SelfComposed,
     mechanism_of,
-    without_delta,
 )
-from dpllm.privacy.parts import imported_delta
+from dpllm.privacy.parts import imported_delta, without_delta
 
 LESS = "Ask for a smaller epsilon, more noise where the recipe sets it, or fewer steps; or use other data."
 

@@ -75,7 +75,7 @@ class Effect:
 class LearningRate:
     """How the learning rate goes with the steps: rises linearly over the warm-up, then falls to 0 as the shape says."""
 
-    peak: float = 1.0
+    peak: float = 1e-3
     shape: Shape = "linear"
     warmup: float = 0.0  # share of the steps, in [0, 1)
 
@@ -104,7 +104,7 @@ def strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ...
     <= t. Momentum is left out: it multiplies all weights of a step by nearly the same, but those of the last steps. The search
     has the same result for the same numpy and scipy; who goes on with a run reads its coefficients from plan.json.
     """
-    return _strategy(replace(rate, peak=1.0), min(num_steps, MOST_STEPS), bands)
+    return _strategy(replace(rate, peak=LearningRate.peak), min(num_steps, MOST_STEPS), bands)
 
 
 @lru_cache(maxsize=64)

@@ -48,10 +48,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from decimal import ROUND_DOWN, Context, Decimal
-from functools import cached_property
 from typing import Any, ClassVar, TypeGuard
 
 from dpllm.errors import ConfigError
@@ -59,6 +58,7 @@ from dpllm.errors import ConfigError
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
 MAX_GROUP_SIZE = 1024
+MAX_DEPTH = 32
 _SPLIT = Context(prec=60)
 
 
@@ -104,7 +104,7 @@ class GaussianPair(_Value):
         for name in self._stored():
             number(name, getattr(self, name), LEAST_NOISE, MOST_NOISE, including=True)
 
-    @cached_property
+    @property
     def noise_multiplier(self) -> float:
         """Of the Gaussian of equal cost."""
         return joint_noise_multiplier(self.gradient_noise_multiplier, self.count_noise_multiplier)
@@ -162,6 +162,7 @@ class SelfComposed(_Value):
 
     def __post_init__(self) -> None:
         integer("self_composed count", self.count, 0)
+        check_events(self.event)
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,9 @@ class Composed(_Value):
 
     type = "composed"
     events: tuple[Event, ...]
+
+    def __post_init__(self) -> None:
+        check_events(*self.events)
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,7 @@ class RepeatAndSelect(_Value):
     distribution: str
 
     def __post_init__(self) -> None:
+        check_events(self.event)
         if not isinstance(self.distribution, str) or self.distribution not in SHAPES:
             raise ConfigError(
                 f"repeat_and_select distribution is {self.distribution!r}. Use one of {', '.join(SHAPES)}."
@@ -230,12 +235,16 @@ _FIELDS |= {
 }
 
 
-def read(value: Any) -> Event:
+def read(value: Any, depth: int = MAX_DEPTH) -> Event:
     """An event from its JSON, by an allow-list.
 
     Raises:
-        ConfigError: an unknown type, a missing or unknown field, or a value out of range.
+        ConfigError: an unknown type, a missing or unknown field, a value out of range, or more than `depth` events in each other.
     """
+    if not depth:
+        raise ConfigError(
+            f"an accounting event lies in {MAX_DEPTH} others, which none of dpllm does. Write it shorter."
+        )
     kind = value.get("type") if isinstance(value, dict) else value
     if not isinstance(kind, str) or kind not in _FIELDS or set(value) != _FIELDS[kind] | {"type"}:
         raise ConfigError(
@@ -244,11 +253,11 @@ def read(value: Any) -> Event:
         )
     found = {name: part for name, part in value.items() if name != "type"}
     if "event" in found:
-        found["event"] = read(found["event"])
+        found["event"] = read(found["event"], depth - 1)
     if "events" in found:
         if not isinstance(found["events"], list | tuple):
             raise ConfigError(f"composed events are {type(found['events']).__name__}. Set a list of events.")
-        found["events"] = tuple(map(read, found["events"]))
+        found["events"] = tuple(read(part, depth - 1) for part in found["events"])
     event: Event = _KINDS.get(kind, PoissonSampled)(**found)
     return event
 
@@ -287,6 +296,7 @@ def count_releases(event: Event) -> int:
             return event.count * count_releases(event.event)
         case Composed():
             return sum(map(count_releases, event.events))
+    check_events(event)
     return 0
 
 
@@ -314,31 +324,6 @@ def mechanism_of(event: Event) -> Mechanism | None:
     while isinstance(event, PoissonSampled | CyclicPoisson | SelfComposed | RepeatAndSelect):
         event = event.event
     return event if isinstance(event, Gaussian | GaussianPair) else None
-
-
-def changed(event: Event, leaf: Callable[[Any], Any]) -> Event:
-    """The same event with each mechanism, import and pure_dp release in it as `leaf` gives it back."""
-    match event:
-        case PoissonSampled() | CyclicPoisson() | SelfComposed() | RepeatAndSelect():
-            return replace(event, event=changed(event.event, leaf))  # type: ignore[arg-type]  # a mechanism stays one
-        case Composed():
-            return compose([changed(part, leaf) for part in event.events])
-    return leaf(event)  # type: ignore[no-any-return]
-
-
-def scaled(event: Event, factor: float) -> Event:
-    """The same event with every noise multiplier times `factor`."""
-
-    def louder(part: Any) -> Any:
-        noise = {name: getattr(part, name) * factor for name in part._stored() if name.endswith("noise_multiplier")}
-        return replace(part, **noise)
-
-    return changed(event, louder)
-
-
-def without_delta(event: Event) -> Event:
-    """The same event with a delta of 0 for what was imported."""
-    return changed(event, lambda part: replace(part, delta=0.0) if isinstance(part, Imported) else part)
 
 
 def joint_noise_multiplier(gradient: float, count: float) -> float:
@@ -388,7 +373,18 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     return value
 
 
+def check_events(*parts: Event) -> None:
+    """Refuses what is no event, which would else cost nothing, with a ConfigError."""
+    for part in parts:
+        if not isinstance(part, Event):
+            raise ConfigError(
+                f"{str(part)[:50]!r} is no accounting event, so its cost is not known. Make one, or read its JSON, with "
+                "dpllm.privacy.events."
+            )
+
+
 def _within(outer: PoissonSampled | CyclicPoisson, *allowed: type) -> None:
+    check_events(outer.event)
     if not isinstance(outer.event, allowed):
         raise ConfigError(f"{outer.event.type!r} within {outer.type} has no known cost. Use gaussian.")
 

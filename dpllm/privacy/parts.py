@@ -7,8 +7,10 @@ accountant before one is needed.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.events import (
@@ -23,6 +25,8 @@ from dpllm.privacy.events import (
     PureDP,
     RepeatAndSelect,
     SelfComposed,
+    check_events,
+    compose,
 )
 
 if TYPE_CHECKING:
@@ -65,9 +69,14 @@ class Parts(NamedTuple):
     bounds: tuple[Bounds, ...] = ()
 
 
-@lru_cache(maxsize=65_536)
 def parts_of(event: Event) -> Parts:
     """The parts that an accountant adds up."""
+    check_events(event)
+    return _parts_of(event)
+
+
+@lru_cache(maxsize=65_536)
+def _parts_of(event: Event) -> Parts:
     sampled: Counter[tuple[float, float, int]] = Counter()
     selected: Counter[tuple[Parts, float, str]] = Counter()
     bounds: Counter[tuple[float, float]] = Counter()
@@ -102,6 +111,31 @@ def parts_of(event: Event) -> Parts:
         tuple(sorted(Selections(*key, n) for key, n in selected.items() if n)),
         tuple(sorted(Bounds(*key, n) for key, n in bounds.items() if n)),
     )
+
+
+def changed(event: Event, leaf: Callable[[Any], Any]) -> Event:
+    """The same event with each mechanism, import and pure_dp release in it as `leaf` gives it back."""
+    match event:
+        case PoissonSampled() | CyclicPoisson() | SelfComposed() | RepeatAndSelect():
+            return replace(event, event=changed(event.event, leaf))  # type: ignore[arg-type]  # a mechanism stays one
+        case Composed():
+            return compose([changed(part, leaf) for part in event.events])
+    return leaf(event)  # type: ignore[no-any-return]
+
+
+def scaled(event: Event, factor: float) -> Event:
+    """The same event with every noise multiplier times `factor`."""
+
+    def louder(part: Any) -> Any:
+        noise = {name: getattr(part, name) * factor for name in part._stored() if name.endswith("noise_multiplier")}
+        return replace(part, **noise)
+
+    return changed(event, louder)
+
+
+def without_delta(event: Event) -> Event:
+    """The same event with a delta of 0 for what was imported."""
+    return changed(event, lambda part: replace(part, delta=0.0) if isinstance(part, Imported) else part)
 
 
 def imported_delta(event: Event) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.privacy import accounting, banded, events, limits, renyi
@@ -331,8 +331,8 @@ def noise_multiplier_for(
 
 def _steps(mechanism: Mechanism, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> RunEvent:
     if bands > 1:
-        assert isinstance(mechanism, Gaussian)  # banded.check refuses adaptive clipping
-        return CyclicPoisson(bands, num_steps, group_rate(schedule, bands), mechanism)
+        # which refuses the pair of sums of adaptive clipping
+        return CyclicPoisson(bands, num_steps, group_rate(schedule, bands), cast(Gaussian, mechanism))
     return SelfComposed(num_steps, PoissonSampled(schedule.sampling_rate, mechanism, group_size))
 
 

@@ -25,8 +25,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.events import Event, number, scaled
-from dpllm.privacy.parts import Parts, SampledSums, dp_event_of, parts_of, require
+from dpllm.privacy.events import Event, number
+from dpllm.privacy.parts import Parts, SampledSums, dp_event_of, parts_of, require, scaled
 
 if TYPE_CHECKING:
     import numpy as np

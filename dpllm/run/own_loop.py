@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from operator import index
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -65,15 +66,21 @@ def promise(
         ConfigError: A number is impossible, or the target cannot be reached.
         Refused: The batch is larger than N, or than one of b groups; or there are fewer than b steps.
     """
-    units, batch = events.integer("num_units", num_units, 1), events.integer("batch_size", batch_size, 1)
-    schedule = make_schedule(units, batch, events.integer("steps", steps, 1))
+    units, batch = _whole("num_units", num_units), _whole("batch_size", batch_size)
+    schedule = make_schedule(units, batch, _whole("steps", steps))
     wanted = Settings(
         epsilon=events.number("epsilon", epsilon, 0.0),
         max_grad_norm=events.number("max_grad_norm", max_grad_norm, 1e-20, 1e20, including=True),
         banded=bands != 1,
-        bands=bands if bands == "auto" else events.integer("bands", bands, 1),
+        bands=bands if bands == "auto" else _whole("bands", bands),
     )
     return make_plan(wanted, schedule)
+
+
+def _whole(name: str, value: int) -> int:
+    """Of 1 or more; an integer of numpy is one."""
+    plain = isinstance(value, Integral) and not isinstance(value, bool)
+    return events.integer(name, int(value) if plain else value, 1)
 
 
 class Engine:

@@ -293,6 +293,22 @@ def test_a_recipe_that_contradicts_itself_is_refused(privacy: dict[str, Any], wo
         recipe(privacy=privacy)
 
 
+def test_coefficients_are_those_of_before_whatever_the_rate_is() -> None:
+    """To the last bit with the same numpy and scipy: the search stands in plan.json of finished runs."""
+    rate = banded.LearningRate(0.3, "linear", 0.1)
+    found = banded.strategy(rate, 38, 4)
+    assert found == banded.strategy(banded.LearningRate(1e-5, "linear", 0.1), 38, 4)
+    before = (0.7171054053011602, 0.47267975299455106, 0.3919318804647438, 0.32973184540204553)
+    assert found == pytest.approx(before, abs=1e-9)
+
+
+def test_coefficients_that_are_given_take_no_adaptive_clipping() -> None:
+    """As where plan.json was edited."""
+    config = recipe(privacy={"noise": "independent", "bands": "auto", "clipping": "adaptive"})
+    with pytest.raises(ConfigError, match="has no known cost"):
+        plan_of(config, UNITS, coefficients=(0.9, 0.4))
+
+
 def test_a_noise_multiplier_of_the_recipe_is_judged_with_its_bands() -> None:
     given: Callable[[float], Plan] = lambda sigma: plan(privacy={"noise_multiplier": sigma})  # noqa: E731
     needed = plan().noise_multiplier

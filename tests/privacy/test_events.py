@@ -22,16 +22,24 @@ from dpllm.privacy.events import (
     PureDP,
     RepeatAndSelect,
     SelfComposed,
-    changed,
     compose,
     count_releases,
     dp_sgd_event,
     gradient_noise_multiplier,
     joint_noise_multiplier,
     read,
+)
+from dpllm.privacy.parts import (
+    Parts,
+    accountants,
+    changed,
+    dp_event_of,
+    imported_delta,
+    parts_of,
+    require,
+    scaled,
     without_delta,
 )
-from dpllm.privacy.parts import Parts, accountants, dp_event_of, imported_delta, parts_of, require
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 GROUP = dp_sgd_event(0.02, 0.8, 150, 4)
@@ -70,11 +78,11 @@ def test_an_event_is_changed_everywhere_inside() -> None:
     assert [type(leaf).__name__ for leaf in seen] == [
         *("Gaussian", "Gaussian", "GaussianPair", "Gaussian", "Imported", "PureDP", "Gaussian", "Gaussian")
     ]
-    louder = parts_of(events.scaled(ALL, 2.0))
+    louder = parts_of(scaled(ALL, 2.0))
     assert [part.noise_multiplier for part in louder.sampled] != [
         part.noise_multiplier for part in parts_of(ALL).sampled
     ]
-    assert parts_of(events.scaled(BEST, 2.0)).selected[0].parts == parts_of(dp_sgd_event(0.02, 1.6, 150))
+    assert parts_of(scaled(BEST, 2.0)).selected[0].parts == parts_of(dp_sgd_event(0.02, 1.6, 150))
     assert imported_delta(without_delta(SelfComposed(3, ONCE))) == 0.0
 
 
@@ -264,3 +272,39 @@ def test_pure_dp_costs_what_dp_accounting_says_and_takes_no_delta() -> None:
 def test_a_malformed_pure_dp_has_no_cost(broken: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         read({**PURE.to_json(), **broken})
+
+
+@pytest.mark.parametrize("thing", [None, "gaussian", GAUSSIAN, [RUN], object(), 1.0], ids=repr)
+def test_what_is_no_event_is_never_free(thing: Any) -> None:
+    """A list of runs in place of their events would else cost nothing."""
+    for made in (
+        lambda: compose([RUN, thing]),
+        lambda: SelfComposed(3, thing),
+        lambda: RepeatAndSelect(thing, 2.0, "geometric"),
+        lambda: PoissonSampled(0.1, thing),
+        lambda: events.CyclicPoisson(2, 3, 0.1, thing),
+        lambda: count_releases(thing),
+        lambda: parts_of(thing),
+    ):
+        with pytest.raises(ConfigError, match="is no accounting event"):
+            made()
+
+
+def test_events_lie_in_each_other_only_so_deep() -> None:
+    """A recursion deeper than Python's would end in a traceback, when a ledger is read as well."""
+    deep = RUN.to_json()
+    for _ in range(events.MAX_DEPTH - 3):
+        deep = {"type": "self_composed", "count": 1, "event": deep}
+    assert parts_of(read(deep)) == parts_of(RUN)
+    for depth in (1, 500):
+        for _ in range(depth):
+            deep = {"type": "composed", "events": [deep]}
+        with pytest.raises(ConfigError, match="lies in"):
+            read(deep)
+
+
+def test_a_pair_of_sums_is_what_its_numbers_say() -> None:
+    pair = GaussianPair(1.2, 5.0)
+    with pytest.raises(AttributeError):
+        pair.noise_multiplier = 100.0  # type: ignore[misc]
+    assert pair.noise_multiplier == joint_noise_multiplier(1.2, 5.0)

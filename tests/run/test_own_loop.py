@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -407,6 +408,11 @@ def test_a_promise_of_impossible_numbers_is_one_line(num_units: Any, given: dict
     with pytest.raises(ConfigError) as refusal:
         dpllm.promise(num_units, **{"epsilon": 8.0, "batch_size": 4, "steps": 3, **given})
     assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    usual = dpllm.promise(N, epsilon=20, batch_size=4, steps=3, bands=3)
+    assert dpllm.promise(np.int64(N), epsilon=20, batch_size=np.int64(4), steps=np.int32(3), bands=np.int64(3)) == usual
 
 
 def test_arguments_of_another_kind_are_one_line(model: nn.Module, ledger: dpllm.Ledger) -> None:
