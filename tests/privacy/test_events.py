@@ -274,7 +274,9 @@ def test_a_malformed_pure_dp_has_no_cost(broken: dict[str, Any]) -> None:
         read({**PURE.to_json(), **broken})
 
 
-@pytest.mark.parametrize("thing", [None, "gaussian", GAUSSIAN, [RUN], object(), 1.0], ids=repr)
+@pytest.mark.parametrize(
+    "thing", [None, "gaussian", GAUSSIAN, [RUN], object(), 1.0], ids=str.split("none text json list object number")
+)
 def test_what_is_no_event_is_never_free(thing: Any) -> None:
     """A list of runs in place of their events would else cost nothing."""
     for made in (
