@@ -28,15 +28,7 @@ from dpllm.privacy.privacy_loss import Relation, privacy_loss
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 
 __all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "stated", "versions"]
-__all__ += [
-    "FINE_INTERVAL",
-    "Event",
-    "Relation",
-    "accountants",
-    "compose",
-    "count_releases",
-    "dp_sgd_event",
-]  # for callers
+__all__ += ["FINE_INTERVAL", "Event", "Relation", "accountants", "compose", "count_releases", "dp_sgd_event"]
 
 FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
 PRV_MAX_POINTS = 4_000_000  # about 0.8 GB

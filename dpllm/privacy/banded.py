@@ -104,6 +104,7 @@ def strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ...
     <= t. Momentum is left out: it multiplies all weights of a step by nearly the same, but those of the last steps. The search
     has the same result for the same numpy and scipy; who goes on with a run reads its coefficients from plan.json.
     """
+    # The peak does not matter, but for the last bits of the search: at one peak, equal shapes have equal coefficients.
     return _strategy(replace(rate, peak=LearningRate.peak), min(num_steps, MOST_STEPS), bands)
 
 

@@ -83,7 +83,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class Gaussian(_Value):
-    """One noisy sum. Raises ConfigError, as all events do, for a value from which no epsilon follows."""
+    """One noisy sum. Raises ConfigError, as all events do, for a value from which no guarantee follows."""
 
     type = "gaussian"
     noise_multiplier: float
@@ -173,6 +173,10 @@ class Composed(_Value):
     events: tuple[Event, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.events, tuple):
+            raise ConfigError(
+                f"composed events are {type(self.events).__name__}, which can change. Use compose(events)."
+            )
         check_events(*self.events)
 
 
@@ -310,13 +314,14 @@ def divisible(event: Event) -> TypeGuard[RunEvent]:
     )
 
 
-def step_of(event: RunEvent) -> PoissonSampled | CyclicPoisson:
-    """One of the steps, with its probability and mechanism; of cyclic_poisson, all of them."""
-    if isinstance(event, CyclicPoisson):
-        return event
-    if not isinstance(event.event, PoissonSampled):
-        raise ConfigError(f"{event.event.type!r} is no step of a run, over a Poisson sample. Use poisson_sampled.")
-    return event.event
+def step_of(event: Event) -> PoissonSampled | CyclicPoisson:
+    """One of a run's steps, with its probability and mechanism; of cyclic_poisson, all of them. ConfigError for other events."""
+    match event:
+        case CyclicPoisson():
+            return event
+        case SelfComposed(_, PoissonSampled() as step):
+            return step
+    raise ConfigError(f"{event.type!r} is not the event of steps over Poisson samples. Use that of a run's Plan.")
 
 
 def mechanism_of(event: Event) -> Mechanism | None:
@@ -360,7 +365,7 @@ def number(name: str, value: Any, above: float, most: float = sys.float_info.max
         limit = "" if most == sys.float_info.max else f" and at most {most:g}"
         least = "of at least" if including else "above"
         raise ConfigError(
-            f"{name} is {value!r}, from which no epsilon follows. Set a finite number {least} {above:g}{limit}."
+            f"{name} is {value!r}, from which no guarantee follows. Set a finite number {least} {above:g}{limit}."
         )
     return float(value)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,8 +127,8 @@ def scaled(event: Event, factor: float) -> Event:
     """The same event with every noise multiplier times `factor`."""
 
     def louder(part: Any) -> Any:
-        noise = {name: getattr(part, name) * factor for name in part._stored() if name.endswith("noise_multiplier")}
-        return replace(part, **noise)
+        names = [one.name for one in fields(part) if one.name.endswith("noise_multiplier")]
+        return replace(part, **{name: getattr(part, name) * factor for name in names})
 
     return changed(event, louder)
 

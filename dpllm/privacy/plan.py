@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dpllm.errors import BudgetExceeded, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.privacy import accounting, banded, events, limits, renyi
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.banded import LearningRate
@@ -30,17 +30,8 @@ from dpllm.privacy.events import (
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, group_rate
 
-__all__ = [
-    "CURVE_DELTAS",
-    "RELATION_IN_WORDS",
-    "AdaptiveClipping",
-    "Plan",
-    "Schedule",
-    "Settings",
-    "adaptive_clipping",
-    "auto_delta",
-]
-__all__ += ["check_delta", "make_plan", "noise_multiplier_for", "resolved_delta"]
+__all__ = ["CURVE_DELTAS", "RELATION_IN_WORDS", "AdaptiveClipping", "Plan", "Schedule", "Settings"]
+__all__ += ["adaptive_clipping", "auto_delta", "check_delta", "make_plan", "noise_multiplier_for", "resolved_delta"]
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 CONSTANT = LearningRate(shape="constant")
@@ -103,6 +94,14 @@ class Settings:
     sampling: Literal["unit", "example"] = "unit"
     max_examples_per_unit: int | None = None
     relation: Relation = "zero_out"
+
+    def __post_init__(self) -> None:
+        """Refuses what no promise would be about, with a ConfigError."""
+        for name in ("epsilon", "noise_multiplier", "max_grad_norm"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"{name} is {value!r}, from which no guarantee follows. Set a number above 0.")
+        if self.sampling == "example" and self.unit != "example" and not self.max_examples_per_unit:
+            raise ConfigError("rows are sampled, and nothing says how many a unit brings. Set max_examples_per_unit.")
 
     @property
     def group_size(self) -> int:

@@ -19,10 +19,10 @@ def _event(value: Any) -> Any:
 
 def _steps(value: Any) -> Any:
     event = _event(value)
-    if not isinstance(event, events.CyclicPoisson):
-        inside = event.event if isinstance(event, events.SelfComposed) else event
-        if inside is event or not isinstance(inside, events.PoissonSampled):
-            raise ValueError("not the event of steps over Poisson samples")
+    try:
+        events.step_of(event)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
     return event
 
 

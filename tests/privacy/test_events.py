@@ -310,3 +310,16 @@ def test_a_pair_of_sums_is_what_its_numbers_say() -> None:
     with pytest.raises(AttributeError):
         pair.noise_multiplier = 100.0  # type: ignore[misc]
     assert pair.noise_multiplier == joint_noise_multiplier(1.2, 5.0)
+
+
+def test_composed_events_cannot_change() -> None:
+    with pytest.raises(ConfigError, match="which can change"):
+        events.Composed([RUN])  # type: ignore[arg-type]
+
+
+def test_the_step_of_a_run_is_that_of_its_sampling() -> None:
+    assert events.step_of(GROUP) == PoissonSampled(0.02, Gaussian(0.8), 4)
+    assert events.step_of(BANDED) == BANDED
+    for other in (Gaussian(1.0), compose([RUN]), SelfComposed(3, Gaussian(1.0)), SelfComposed(3, RUN), BEST, PURE):
+        with pytest.raises(ConfigError, match="not the event of steps"):
+            events.step_of(other)

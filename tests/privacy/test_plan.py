@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import recipe
 
-from dpllm.errors import BudgetExceeded, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.privacy import accounting, events, limits, renyi
-from dpllm.privacy.plan import CURVE_DELTAS, Plan, auto_delta
+from dpllm.privacy.plan import CURVE_DELTAS, Plan, Settings, auto_delta
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.derived import plan_of, schedule_of
 from dpllm.text.data import count_units
@@ -290,3 +290,20 @@ def test_a_budgets_delta_must_be_below_one_over_n_too() -> None:
     with pytest.raises(Refused, match=r"the delta of the dataset's budget, 0\.02 is not below 1/N.* dpllm ledger init"):
         plan_of(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.02)
     assert plan_of(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.01).delta <= 0.01
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epsilon": 0.0},
+        {"epsilon": math.nan},
+        {"noise_multiplier": 0.0},
+        {"max_grad_norm": -1.0},
+        {"unit": "patient", "sampling": "example"},  # would be planned as if each brought one row
+        {"unit": "patient", "sampling": "example", "max_examples_per_unit": 0},
+    ],
+)
+def test_settings_of_no_promise_are_refused(wrong: dict[str, Any]) -> None:
+    Settings(epsilon=8.0, unit="patient", sampling="example", max_examples_per_unit=3)
+    with pytest.raises(ConfigError):
+        Settings(**{"epsilon": 8.0, **wrong})

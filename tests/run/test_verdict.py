@@ -398,6 +398,18 @@ def test_experts_are_computed_one_by_one() -> None:
     assert [shape.rows for shape in shapes] == [1, 1]
 
 
+def test_a_refusal_ends_what_is_known_of_other_shapes() -> None:
+    """Experts have one row; a verdict that names more of them shows nothing of that one, though its first batch agrees."""
+    net = tm.build("mixtral", {**LORA, "target_modules": ["q_proj"]})
+    _, whole, _ = start(net)
+    verdict.keep(
+        key(net, (Shape(8, 6), Shape(32, 4))), {Shape(8, 1): whole.digests[Shape(8, 1)], Shape(32, 4): "0" * 32}
+    )
+    shapes, found, _ = start(net)
+    assert [shape.rows for shape in shapes] == [1, 1]
+    assert (found.known, found.digests) == (False, whole.digests)
+
+
 def test_a_wrong_engine_is_found_though_a_verdict_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from dpllm.errors import Refused
 
