@@ -1,31 +1,52 @@
 """A configuration of LLaMA-Factory, axolotl or TRL as a recipe: what carries over, and what has no private counterpart.
 
 Comes in: their YAML file. Goes out: a recipe that parses, and a line for each of their keys. ``imports.yaml`` says where a key
-goes, or why it goes nowhere; ``import_datasets.py`` reads the datasets.
+goes, or why it goes nowhere. No data are opened; LLaMA-Factory's dataset_info.json names them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from dpllm.errors import ConfigError
-from dpllm.recipe.config import RETIRED, RunConfig
-from dpllm.recipe.import_datasets import Draft, Json, carry_datasets, listed, reason, refuse, tables
-from dpllm.recipe.section import explain, read_recipe
+from dpllm.recipe.config import make_config
+from dpllm.recipe.names import is_hub_id
+from dpllm.recipe.section import read_recipe
+
+Json = dict[str, Any]
+TABLES: Json = read_recipe(Path(__file__).with_name("imports.yaml"))
 
 
-class Imported(NamedTuple):
-    """A recipe and where it came from."""
+@dataclass
+class Imported:
+    """A configuration and what of it a recipe can hold, filled key by key."""
 
+    path: Path
     tool: str
-    recipe: str  # YAML
-    carried: list[str]
-    left: list[str]
+    special: Json = field(default_factory=dict)  # "@..." of imports.yaml -> value
+    found: Json = field(default_factory=dict)  # our key -> value
+    carried: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    recipe: str = ""  # YAML, at the end
+
+    def drop(self, *keys: str) -> list[str]:
+        """Takes back what was carried to keys that begin so, and returns its lines."""
+        for key in [key for key in self.found if key.startswith(keys)]:
+            del self.found[key]
+        dropped = [line for line in self.carried if line.partition(" -> ")[2].startswith(keys)]
+        self.carried = [line for line in self.carried if line not in dropped]
+        return dropped
+
+
+def _listed(value: Any) -> list[Any]:
+    """The parts of a list, or of a word with commas."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value or [])
 
 
 class _No(Exception):
@@ -66,8 +87,10 @@ def _one_adapter(value: Any) -> str:
 
 
 CONVERT: dict[str, Callable[[Any], Any]] = {
-    "adapter.target_modules": lambda value: "auto" if value in ("all", "all-linear", ["all-linear"]) else listed(value),
-    "adapter.modules_to_save": listed,
+    "adapter.target_modules": lambda value: (
+        "auto" if value in ("all", "all-linear", ["all-linear"]) else _listed(value)
+    ),
+    "adapter.modules_to_save": _listed,
     "adapter.dropout": _off("its masks follow a row's place in the batch, so dropout is refused in private training"),
     "adapter.use_dora": _off("the magnitude of DoRA gives no gradient of single rows to clip; LoRA and rsLoRA do"),
     "adapter.last_blocks": _whole,
@@ -78,7 +101,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "train.lr_scheduler": _one_of("linear", "cosine", "constant"),
     "train.eval_every": _whole,
     "train.checkpoint_every": _whole,
-    "telemetry.trackers": lambda value: sorted({"tensorboard", "wandb", "mlflow", "trackio"} & set(listed(value))),
+    "telemetry.trackers": lambda value: sorted({"tensorboard", "wandb", "mlflow", "trackio"} & set(_listed(value))),
     "model.quantization": lambda value: f"{value}bit",
     "model.gradient_checkpointing": bool,
     "model.adapter": _one_adapter,
@@ -92,33 +115,35 @@ def import_config(path: Path) -> Imported:
         ConfigError: No YAML, of none of the three tools, trains on preferences or rewards, or names no model or data.
     """
     raw = {key: value for key, value in read_recipe(path).items() if value is not None}
-    draft = Draft(path, _tool(path, raw))
+    draft = Imported(path, _tool(path, raw))
     try:
         for key, value in raw.items():
             if _outside(key, value):
-                refuse(path, f"{key}: {value}")
-        defaults = tables()["defaults"][draft.tool]
+                _refuse(path, f"{key}: {value}")
+        defaults = TABLES["defaults"][draft.tool]
         if draft.tool == "LLaMA-Factory":
             defaults = {**defaults, "lora_alpha": 2 * CONVERT["adapter.r"]({**defaults, **raw}["lora_rank"])}
         for key, value in {**defaults, **raw}.items():
             _carry(draft, key, value, "" if key in raw else f" ({draft.tool}'s default)")
         if draft.special.get("@stage", False) not in (False, "sft", "pt"):
-            refuse(path, f"stage: {draft.special['@stage']}")
-        for fill in (_method, _length, carry_datasets):
+            _refuse(path, f"stage: {draft.special['@stage']}")
+        for fill in (_method, _length, _datasets):
             fill(draft)
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{path}: holds a value of another kind than {draft.tool} documents, so it cannot be read ({error}). Mend it."
         ) from None
-    return Imported(draft.tool, _to_yaml(draft), draft.carried, list(dict.fromkeys(draft.left)))
+    draft.left = list(dict.fromkeys(draft.left))
+    draft.recipe = _to_yaml(draft)
+    return draft
 
 
-def _carry(draft: Draft, key: str, value: Any, note: str) -> None:
+def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
     """One key with its value: to the recipe's key, to those that several keys decide, or to what is left out."""
-    ours = tables()[draft.tool].get(key) or tables()["trainer"].get(key)
+    ours = TABLES[draft.tool].get(key) or TABLES["trainer"].get(key)
     try:
         if ours is None:
-            raise _No(reason(key))
+            raise _No(_reason(key))
         ready = CONVERT.get(ours, lambda same: same)(value)
     except _No as why:
         draft.left.append(f"{key}: {why}.")
@@ -144,14 +169,31 @@ def _tool(path: Path, raw: Json) -> str:
 
 def _outside(key: str, value: Any) -> bool:
     """Of a training on preferences or rewards; 0 is a value too."""
-    names = tables()["outside"].split()
+    names = TABLES["outside"].split()
     outside = key in names or key.startswith(tuple(name for name in names if name.endswith("_")))
     if key == "loss_type":
-        outside = not str(value).startswith(tuple(tables()["supervised_losses"].split()))
+        outside = not str(value).startswith(tuple(TABLES["supervised_losses"].split()))
     return outside and value is not False
 
 
-def _method(draft: Draft) -> None:
+def _reason(key: str) -> str:
+    """Why a key has no place in a recipe."""
+    for entry in TABLES["no_counterpart"]:
+        if key in entry["keys"].split():
+            return str(entry["why"])
+    if key.startswith(tuple(TABLES["no_matter"].split())):
+        return "changes logs, speed or files, and nothing that a recipe says"
+    return "unknown to this table, and not read; dpllm plan --keys lists what a recipe can say"
+
+
+def _refuse(path: Path, what: str) -> None:
+    raise ConfigError(
+        f"{path}: {what} trains on preferences or rewards, whose loss compares several texts of several people, and dpllm clips "
+        "the cross-entropy of one person's text. Import the configuration of the supervised stage (sft)."
+    )
+
+
+def _method(draft: Imported) -> None:
     """What trains, and in which precision."""
     special, found = draft.special, draft.found
     method = special.get("@method", False)
@@ -159,7 +201,7 @@ def _method(draft: Draft) -> None:
         found["adapter.method"] = "lora"
         found.pop("adapter.last_blocks", None)
         if special.get("@new_adapter"):
-            _drop(draft, "model.adapter")
+            draft.drop("model.adapter")
             draft.left.append("create_new_adapter: the old adapter becomes part of the base; name the sum of both.")
         if special.get("@linear"):
             found["adapter.target_modules"] = "auto"
@@ -169,7 +211,7 @@ def _method(draft: Draft) -> None:
             found["model.quantization"] = "8bit"
     else:
         last_blocks = found.get("adapter.last_blocks", 2)
-        _drop(draft, "adapter.", "model.adapter", "model.quantization")
+        draft.drop("adapter.", "model.adapter", "model.quantization")
         found |= {"adapter.method": "frozen", "adapter.last_blocks": last_blocks}
         if method != "freeze":
             why = "full fine-tuning: noise grows with the number of weights that train"
@@ -183,14 +225,7 @@ def _method(draft: Draft) -> None:
             draft.carried.append(f"{precision} -> train.precision: {precision}")
 
 
-def _drop(draft: Draft, *keys: str) -> None:
-    """Takes back what was carried to keys that begin so."""
-    for key in [key for key in draft.found if key.startswith(keys)]:
-        del draft.found[key]
-    draft.carried = [line for line in draft.carried if not line.partition(" -> ")[2].startswith(keys)]
-
-
-def _length(draft: Draft) -> None:
+def _length(draft: Imported) -> None:
     """Batch, epochs or steps, warm-up."""
     special, found = draft.special, draft.found
     rows, times = int(special["@rows"]), int(special.get("@accumulated", 1))
@@ -213,14 +248,92 @@ def _length(draft: Draft) -> None:
     draft.carried.append(f"warm-up -> train.warmup: {found['train.warmup']:g}")
 
 
-def _to_yaml(draft: Draft) -> str:
+def _datasets(draft: Imported) -> None:
+    """data.train and data.eval, their columns and format."""
+    special, found, known = draft.special, draft.found, _dataset_info(draft)
+    evaluated = special.get("@eval")
+    if str(special.get("@evaluate", "no")).lower() not in ("no", "false"):  # which is what YAML makes of no
+        evaluated = special.get("@train")
+        found.setdefault("data.eval_split", "test")
+    if special.get("@text", "text") != "text":
+        found["data.columns"] = {"text": special["@text"]}
+    sources: dict[str, list[str]] = {}
+    for key, value in (("data.train", special.get("@train")), ("data.eval", evaluated)):
+        named = [name for entry in _listed(value) for name in _entry(draft, key, known.get(str(entry), entry))]
+        again = set(named) & set(sources.get("data.train", []))
+        one_split = found.get("data.train_split", "train") == found.get("data.eval_split", "train")
+        if again and (one_split or not all(map(is_hub_id, again))):  # a file has no splits
+            draft.left.append("data.eval: would be rows that train; name a file of held-out rows there.")
+        elif named:
+            found[key] = named[0] if len(named) == 1 else named
+            draft.carried.append(f"datasets -> {key}: {', '.join(named)}")
+        sources[key] = named
+    if "data.eval" not in found:
+        draft.left += [f"{line.split(':')[0]}: nothing is evaluated." for line in draft.drop("data.eval_split")]
+
+
+def _dataset_info(draft: Imported) -> Json:
+    """LLaMA-Factory's names of datasets -> what it says of them."""
+    if draft.tool != "LLaMA-Factory":
+        return {}
+    wanted = Path(draft.special.get("@folder", "data"))
+    for folder in (wanted, draft.path.parent / wanted):
+        if (folder / "dataset_info.json").is_file():
+            known = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+            return {name: {"folder": str(folder), **entry} for name, entry in known.items()}
+    draft.left.append("dataset: there is no dataset_info.json here, so names stand for files; type the files.")
+    return {}
+
+
+def _entry(draft: Imported, key: str, entry: Any) -> list[str]:
+    """The files or Hub id of one of their datasets; its columns and its format go to the recipe."""
+    if not isinstance(entry, dict):
+        return [str(entry)]
+    if entry.get("ranking"):
+        _refuse(draft.path, "ranking: true")
+    known, kind = TABLES["datasets"], entry.get("type")
+    parts = [entry, *(part for part in (entry.get("columns"), kind) if isinstance(part, dict))]
+    said = {name: value for part in parts for name, value in part.items() if value is not None}
+    renamed = {ours: said[theirs] for theirs, ours in known["columns"].items() if isinstance(said.get(theirs), str)}
+    fmt = known["formats"].get(str(entry.get("formatting", kind)).split(".")[0].split(":")[0])
+    unread = said.keys() - known["columns"].keys() - set(known["read"].split())
+    unread |= {name for name in ("type", "formatting") if isinstance(said.get(name), str) and not fmt}
+    unread |= {"columns"} if isinstance(said.get("columns"), list) else set()  # TRL: those to keep
+    if fmt != "messages" and renamed.pop("system", None):
+        unread |= {"system", "field_system"} & said.keys()
+    draft.left += [f"datasets.{name}: {_reason(name)}." for name in sorted(unread)]
+    if draft.special.get("@stage") == "pt" and "instruction" in renamed:
+        renamed = {"text": renamed["instruction"]}
+    if fmt:
+        draft.found["data.format"] = fmt if draft.found.get("data.format", fmt) == fmt else "auto"
+    for ours, name in renamed.items():
+        if name not in (ours, "messages"):
+            _agree(draft, draft.found.setdefault("data.columns", {}), ours, name)
+    named = entry.get("data_files") or entry.get("hf_hub_url") or entry.get("path")
+    if "file_name" in entry:
+        named = str(Path(entry.get("folder", "")) / entry["file_name"])
+    files = [named] if isinstance(named, str) else list(named or [])
+    named_apart = draft.tool == "TRL"  # dataset_test_split
+    split = said.get("split", "train" if not named_apart and any(map(is_hub_id, files)) else None)
+    if split is not None and not (named_apart and key == "data.eval"):
+        _agree(draft, draft.found, f"{key}_split", split)
+    return files
+
+
+def _agree(draft: Imported, table: Json, key: str, value: Any) -> None:
+    """Sets what a recipe says once for all its data."""
+    if table.setdefault(key, value) != value:
+        raise ConfigError(
+            f"{draft.path}: its datasets name {table[key]!r} and {value!r} for {key}, and a recipe names one for all, so rows "
+            "would be misread. Write the datasets as files with the same columns."
+        )
+
+
+def _to_yaml(draft: Imported) -> str:
     recipe: Json = {"model": {}, "adapter": {}, "data": {}, "privacy": {"epsilon": 8.0}, "train": {}}
     for key, value in draft.found.items():
         section, _, name = key.rpartition(".")
         (recipe.setdefault(section, {}) if section else recipe)[name] = value
     recipe["output_dir"] = recipe.pop("output_dir", f"runs/{draft.path.stem}")
-    try:
-        RunConfig.model_validate(recipe)
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{draft.path}: {line}" for line in explain(error, RunConfig, RETIRED))) from None
+    make_config(recipe, None, str(draft.path))  # refuses what no recipe may hold
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)

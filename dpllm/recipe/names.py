@@ -34,11 +34,6 @@ def listed(source: Source) -> list[str]:
     return [source] if isinstance(source, str) else source
 
 
-def in_words(source: Source) -> str:
-    """A source as messages name it."""
-    return ", ".join(listed(source))
-
-
 def public_name(source: Source) -> str:
     """A dataset by its Hub id or builtin name, and a local path by its last part; several with commas between them."""
     return ", ".join(name if is_builtin(name) or is_hub_id(name) else last_part(name) for name in listed(source))
@@ -99,22 +94,23 @@ def digest(config: RunConfig) -> str:
     del recipe["output_dir"]
     for key in ("process_timeout", "sample_prompts", "sample_every"):  # they say nothing of the result
         del recipe["train"][key]
-    if not recipe["audit"]["gradient_canaries"]:  # so that recipes from before there were any keep their digest
-        del recipe["audit"]["gradient_canaries"]
-    if recipe["audit"]["canaries"]:  # a retired key, so that recipes of earlier runs keep their digest
-        recipe["audit"]["canaries"]["temperature"] = 1.0
-    if recipe["privacy"]["noise"] == "independent":
-        del recipe["privacy"]["noise"], recipe["privacy"]["bands"]
-    if not recipe["model"]["adapter"]:
-        del recipe["model"]["adapter"]
-    if not recipe["train"]["momentum"]:
-        del recipe["train"]["momentum"]
-    if recipe["adapter"].get("lora_a") == "trained":
-        del recipe["adapter"]["lora_a"]
+    # Published runs state their digests: later keys count only where they are used, and a retired one still counts.
+    for section, key in (
+        ("audit", "gradient_canaries"),
+        ("model", "adapter"),
+        ("train", "momentum"),
+        ("data", "control"),
+    ):
+        if not recipe[section][key]:
+            del recipe[section][key]
     if not any(recipe["data"]["csv"].values()):
         del recipe["data"]["csv"]
-    if not recipe["data"]["control"]:
-        del recipe["data"]["control"]
+    if recipe["privacy"]["noise"] == "independent":
+        del recipe["privacy"]["noise"], recipe["privacy"]["bands"]
+    if recipe["adapter"].get("lora_a") == "trained":
+        del recipe["adapter"]["lora_a"]
+    if recipe["audit"]["canaries"]:
+        recipe["audit"]["canaries"]["temperature"] = 1.0
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
         if value := recipe[section][name]:
             recipe[section][name] = _each(lambda one: one if is_builtin(one) else last_part(one), value)

@@ -79,7 +79,7 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
     """
     rows, layout, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
     sizes: list[tuple[str, int]] = []
-    told = names.in_words(source)
+    told = ", ".join(names.listed(source))
     for name in files(source, data, split, cache_dir):
         number = 0
         for number, raw in enumerate(read_rows(name, data, split, cache_dir), start=1):
@@ -123,10 +123,10 @@ def check_columns(columns: Iterable[str], rows: Iterable[Row], name: str) -> Non
         DataError: The column is named.
     """
     missing = set(columns)
-    for row in rows if missing else ():
-        missing -= row.keys()
+    for row in rows:
         if not missing:
             return
+        missing -= row.keys()
     if missing:
         raise DataError(
             f"{name}: no row has a column {min(missing)!r}, so that there is nothing to read from it. Name a column of the data."
@@ -237,33 +237,31 @@ def iter_units(
     groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
 ) -> Iterator[Unit]:
     """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out."""
+    source = name or ", ".join(names.listed(data.train))
 
-    def finished(waiting: list[list[_Rendered]], last: int) -> Iterator[Unit]:
-        encoded = iter(_tokenise([one for unit in waiting for one in unit], tokenizer))
-        for number, unit in enumerate(waiting, start=last - len(waiting) + 1):
+    def finished(waiting: dict[int, list[_Rendered]]) -> Iterator[Unit]:
+        encoded = iter(_tokenise([one for unit in waiting.values() for one in unit], tokenizer))
+        for number, unit in waiting.items():
             sequences: list[TokenSequence] = []
-            for one in unit:
-                try:
+            try:
+                for one in unit:
                     sequences += _cut(one, *next(encoded), tokenizer.eos_token_id, data.max_length, data.long_examples)
-                except DataError as error:
-                    raise DataError(f"{name or names.in_words(data.train)}: unit {number}: {error}") from None
+            except DataError as error:
+                raise DataError(f"{source}: unit {number}: {error}") from None
             yield Unit(tuple(sequences))
 
-    waiting: list[list[_Rendered]] = []
-    number = characters = 0
+    waiting, characters = dict[int, list[_Rendered]](), 0
     for number, rows in enumerate(groups, start=1):
-        waiting.append([])
-        for row in rows:
-            try:
-                waiting[-1].append(_render(row, fmt, tokenizer))
-            except DataError as error:
-                yield from finished(waiting, number)  # an error in a row before it comes first
-                raise DataError(f"{name or names.in_words(data.train)}: unit {number}: {error}") from None
-            characters += len(waiting[-1][-1].text)
+        try:
+            waiting[number] = [_render(row, fmt, tokenizer) for row in rows]
+        except DataError as error:
+            yield from finished(waiting)  # an error in a unit before it comes first
+            raise DataError(f"{source}: unit {number}: {error}") from None
+        characters += sum(len(one.text) for one in waiting[number])
         if characters > AT_ONCE:
-            yield from finished(waiting, number)
-            waiting, characters = [], 0
-    yield from finished(waiting, number)
+            yield from finished(waiting)
+            waiting, characters = {}, 0
+    yield from finished(waiting)
 
 
 def encode(

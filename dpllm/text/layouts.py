@@ -109,9 +109,7 @@ def _of_chats(row: Row) -> Row:
 
 
 LAYOUTS = (
-    Layout("messages", "messages", {"messages": ("messages",)}, True),
-    Layout("prompt_completion", "prompt_completion", {"prompt": ("prompt",), "completion": ("completion",)}, False),
-    Layout("text", "text", {"text": ("text",)}, False),
+    *(Layout(fmt, fmt, {field: (field,) for field in fields}, fmt == "messages") for fmt, fields in FIELDS.items()),
     Layout("ShareGPT", "messages", {"messages": ("system", "conversations")}, True, _of_sharegpt),
     Layout(
         "Alpaca",

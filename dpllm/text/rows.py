@@ -51,10 +51,6 @@ class OpenFile:
             start, size = start + len(part), size - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def size(self) -> int:
-        """Bytes."""
-        return os.fstat(self._descriptor).st_size
-
     def __del__(self) -> None:
         os.close(self._descriptor)
 

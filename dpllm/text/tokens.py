@@ -175,14 +175,14 @@ def _open(path: Path) -> Units | None:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         index_U3 = np.load(path / "index.npy", allow_pickle=False)
         file = OpenFile(os.open(path / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC))
-        fits = index_U3.shape == (meta["units"] + 1, 3) and file.size() == meta["bytes"] == index_U3[-1, 0]
-        digest, size = hashlib.blake2b(digest_size=32), file.size()
+        size, digest = (path / "tokens.bin").stat().st_size, hashlib.blake2b(digest_size=32)
         for start in range(0, size, _PIECE):
             digest.update(file.read(start, min(_PIECE, size - start)))
         digest.update(index_U3.tobytes())
-        if not fits or digest.hexdigest() != meta["digest"]:
-            return None
-        return Units(path, digest.hexdigest(), index_U3, file)
+        fits = index_U3.shape == (meta["units"] + 1, 3) and size == meta["bytes"] == index_U3[-1, 0]
+        return (
+            Units(path, digest.hexdigest(), index_U3, file) if fits and digest.hexdigest() == meta["digest"] else None
+        )
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
 
