@@ -75,12 +75,6 @@ class OneRunBound(Record):
     ceiling: Number
     """The most that an attack which is always right would have shown."""
 
-    @property
-    def level(self) -> float:
-        """Of each test."""
-        tests = len(self.guesses) + len(self.guesses_in) + len(self.falling) + len(self.falling_in)
-        return self.alpha / max(1, tests)
-
 
 @dataclass(frozen=True)
 class GroupClaim:
@@ -93,43 +87,66 @@ class GroupClaim:
     """k."""
 
 
-def one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, epsilon: float, delta: float) -> float:
-    """Probability, under (epsilon, delta)-DP, of at least so many right guesses about coins.
+def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: float, delta: float) -> float:
+    """Bound on the probability, under (epsilon, delta)-DP, of right guesses about coins with so large a sum of weights.
 
     Guarantee:
         For any attacker who sees the output of a mechanism that is (epsilon, delta)-DP in each of ``num_canaries``
-        independent fair coins, and who commits to ``num_guesses`` guesses and abstains on the rest,
-        P[right guesses >= num_correct] <= the returned value.
+        independent fair coins, and who commits to guesses of these weights and abstains on the rest,
+        P[W >= weight] <= the returned value, which may exceed 1.
 
     Args:
         num_canaries: m, all coins, guessed or not.
-        num_guesses: r <= m, fixed before the coins are looked at.
-        num_correct: v <= r.
+        counts_K: How many guesses have weight 1, 2, ..., K, fixed before the coins are looked at; at most m in all.
+        weight: v, of the right ones.
         epsilon: At least 0.
         delta: At least 0, of the same neighbouring relation: one canary added, removed or zeroed out.
 
     References:
-        Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run" (arXiv 2305.08846), the bound
-        for (epsilon, delta)-DP: P[B >= v] + 2 m delta max_i P[v - i <= B < v] / i, B ~ Bin(r, e^eps / (1 + e^eps)).
+        Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run" (arXiv 2305.08846), theorem 5.2 and the
+        lemmas behind it: given the output, W is stochastically dominated by W* + K F, where W* is the same sum with every
+        guess right by a coin of its own, with probability e^eps / (1 + e^eps), and F >= 0 is a count with mean at most
+        2 m delta over all outputs. The law of W* is the same for every output, so that
+        P[W >= v] <= g(0) + 2 m delta max_i (g(i) - g(0)) / i, g(i) = P[W* >= v - i K].
+        With K = 1, W* is Bin(r, e^eps / (1 + e^eps)).
     """
-    return min(1.0, _p_value(num_canaries, (num_guesses,), num_correct, epsilon, delta))
+    law_W = _law(counts_K, epsilon)
+    tail = float(law_W[weight:].sum())
+    if delta == 0 or weight == 0:
+        return tail
+    # P[v - i K <= W* < v] for i = 1, 2, ...; the last one is all that is below, which a larger i only divides by more.
+    most = len(counts_K)
+    below = np.cumsum(law_W[:weight][::-1])
+    below = below[np.minimum(np.arange(most - 1, len(below) + most - 1, most), len(below) - 1)]
+    return tail + 2 * num_canaries * delta * float((below / np.arange(1, len(below) + 1)).max())
 
 
+@lru_cache(maxsize=100_000)  # one simulation: m, the tests, delta and level stay, the weight takes some hundred values
 def epsilon_of(num_canaries: int, side: Side, num_guesses: int, weight: int, *, delta: float, alpha: float) -> float:
     """The largest epsilon that right guesses of that ``weight`` refute at level alpha, at most 1e-9 too small; 0 if none.
 
     Guarantee:
-        Under the assumptions of ``one_run_p_value``, the test chosen in advance: exceeds epsilon with probability <= alpha.
-
-    References:
-        Steinke, Nasr and Jagielski 2023, theorem 5.2 and the lemmas behind it: given the output, W is stochastically
-        dominated by W* + K F, where W* is the same sum with every guess right by a coin of its own, with probability
-        e^eps / (1 + e^eps), and F >= 0 is a count with mean at most 2 m delta over all outputs. The law of W* is the same for
-        every output, so that P[W >= v] <= g(0) + 2 m delta max_i (g(i) - g(0)) / i, g(i) = P[W* >= v - i K]; with K = 1 this
-        is ``one_run_p_value``. It is inverted: the largest P[W* + K F >= v] over all laws of F grows with epsilon, because
-        W* does. The p-value is never below it, so whatever epsilon the p-value refutes, all smaller ones are refuted too.
+        Under the assumptions of ``p_value``, the test chosen in advance: exceeds epsilon with probability <= alpha. The
+        largest P[W* + K F >= v] over all laws of F grows with epsilon, because W* does, and the p-value is never below it: so
+        whatever epsilon the p-value refutes, all smaller ones are refuted too.
     """
-    return _inverse(num_canaries, _counts(side, num_guesses), weight, delta, alpha)
+    counts_K = _counts(side, num_guesses)
+
+    def gap(epsilon: float) -> float:
+        """Below 0 where epsilon is refuted; logarithms make it nearly straight."""
+        return math.log(max(p_value(num_canaries, counts_K, weight, epsilon, delta), 1e-300) / alpha)
+
+    if gap(0.0) > 0:
+        return 0.0
+    low, high = 0.0, 1.0
+    while gap(high) <= 0:
+        low, high = high, 2 * high
+        if high > LARGEST_EPSILON:
+            return LARGEST_EPSILON
+    root = float(optimize.brentq(gap, low, high, xtol=_TOLERANCE / 4))
+    while root > 0 and gap(root) > 0:  # brentq ends on either side of the root: never on the one that claims too much
+        root = max(0.0, root - _TOLERANCE / 2)
+    return root
 
 
 def epsilon_lower_bound(
@@ -173,11 +190,7 @@ def epsilon_lower_bound(
     grids = {"guesses": guesses, "guesses_in": guesses_in, "falling": falling, "falling_in": falling_in}
     played, level = outcomes(scores, inserted, delta=delta, alpha=alpha, **grids)
     num_canaries = np.size(inserted)
-    value, best = 0.0, played[-1] if played else None
-    for one in reversed(played):
-        counts = _counts(one.side, one.guesses)
-        if _p_value(num_canaries, counts, one.weight, value, delta) < level:
-            value, best = max(value, _inverse(num_canaries, counts, one.weight, delta, level)), one
+    value, best = _best(num_canaries, played, delta, level)
     told: dict[str, Any] = {"weight": best.weight if best and best.side.startswith("falling") else None}
     told |= {name: tuple(one.guesses for one in played if one.side == side) for side, name in _GRIDS.items()}
     return OneRunBound(
@@ -196,13 +209,18 @@ def epsilon_lower_bound(
 def one_run_ceiling(num_canaries: int, *, delta: float, alpha: float, **grids: Sequence[int]) -> float:
     """The most that ``epsilon_lower_bound`` can show: its value where every guess is right. Needs no scores."""
     ways, level = _ways(num_canaries, delta, alpha, grids)
-    ceiling = 0.0
-    for side, r in reversed(ways):
-        counts = _counts(side, r)
-        most = sum(weight * count for weight, count in enumerate(counts, start=1))
-        if _p_value(num_canaries, counts, most, ceiling, delta) < level:
-            ceiling = max(ceiling, _inverse(num_canaries, counts, most, delta, level))
-    return ceiling
+    perfect = [Outcome(side, r, r, sum(k * count for k, count in enumerate(_counts(side, r), 1))) for side, r in ways]
+    return _best(num_canaries, perfect, delta, level)[0]
+
+
+def _best(num_canaries: int, played: Sequence[Outcome], delta: float, level: float) -> tuple[float, Outcome | None]:
+    """The largest bound of several tests, and the one that gives it; a test is inverted only where it shows more."""
+    value, best = 0.0, played[-1] if played else None
+    for one in reversed(played):
+        if p_value(num_canaries, _counts(one.side, one.guesses), one.weight, value, delta) < level:
+            found = epsilon_of(num_canaries, one.side, one.guesses, one.weight, delta=delta, alpha=level)
+            value, best = max(value, found), one
+    return value, best
 
 
 def outcomes(
@@ -301,6 +319,7 @@ def _windows(side: Side, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     top, bottom = (r, 0) if side.endswith("in") else (r // 2, r - r // 2)
     parts = min(_WEIGHTS, max(top, bottom)) if side.startswith("falling") else 1
     shares = np.arange(1, parts + 1)
+    # Rounded up, so that the smallest window is not empty and the largest holds all r.
     return -(-top * shares // parts), -(-bottom * shares // parts)
 
 
@@ -309,28 +328,6 @@ def _counts(side: Side, r: int) -> tuple[int, ...]:
     """How many guesses have weight 1, 2, ..., K: between two windows, all of those that are as large or larger."""
     above, below = (np.diff(windows, prepend=0)[::-1] for windows in _windows(side, r))
     return tuple(int(count) for count in above + below)
-
-
-@lru_cache(maxsize=100_000)  # one simulation: m, the tests, delta and level stay, the weight takes some hundred values
-def _inverse(num_canaries: int, counts_K: tuple[int, ...], weight: int, delta: float, alpha: float) -> float:
-    """See ``epsilon_of``."""
-
-    def gap(epsilon: float) -> float:
-        """Below 0 where epsilon is refuted; logarithms make it nearly straight."""
-        p = _p_value(num_canaries, counts_K, weight, epsilon, delta)
-        return math.log(max(p, 1e-300) / alpha)
-
-    if gap(0.0) > 0:
-        return 0.0
-    low, high = 0.0, 1.0
-    while gap(high) <= 0:
-        low, high = high, 2 * high
-        if high > LARGEST_EPSILON:
-            return LARGEST_EPSILON
-    root = float(optimize.brentq(gap, low, high, xtol=_TOLERANCE / 4))
-    while root > 0 and gap(root) > 0:
-        root = max(0.0, root - _TOLERANCE / 2)
-    return root
 
 
 @lru_cache(maxsize=256)
@@ -361,6 +358,7 @@ def _law(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
     if len(counts_K) == 1:
         r = counts_K[0]
         return np.exp(_log_choose(r) + (np.arange(r + 1) * epsilon + r * log_rest))
+    # Fourier transforms of independent sums multiply: a guess of weight w has rest + (1 - rest) exp(i w f).
     waves, length = _waves(counts_K)
     rest = math.exp(log_rest)
     spectrum_F: Any = 1.0
@@ -368,16 +366,3 @@ def _law(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
         spectrum_F = spectrum_F * (rest + (1 - rest) * waves_KF).prod(axis=0) ** count
     law_W: NDArray[np.float64] = fft.irfft(spectrum_F, fft.next_fast_len(length, real=True))[:length]
     return law_W
-
-
-def _p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: float, delta: float) -> float:
-    """The p-value before it is cut at 1."""
-    law_W = _law(counts_K, epsilon)
-    tail = float(law_W[weight:].sum())
-    if delta == 0 or weight == 0:
-        return tail
-    # P[v - i K <= W* < v] for i = 1, 2, ...; the last one is all that is below, which a larger i only divides by more.
-    most = len(counts_K)
-    below = np.cumsum(law_W[:weight][::-1])
-    below = below[np.minimum(np.arange(most - 1, len(below) + most - 1, most), len(below) - 1)]
-    return tail + 2 * num_canaries * delta * float((below / np.arange(1, len(below) + 1)).max())

@@ -157,7 +157,8 @@ def test_a_perfect_attack_shows_the_ceiling_and_nothing_shows_more(num_canaries,
     bound = epsilon_lower_bound(coins + rng.random(num_canaries) / 2, coins, delta=delta, alpha=ALPHA, **ways)
     assert bound.value == bound.ceiling == ceiling
     if delta == 0:  # all right, whatever their weights
-        q = bound.level ** (1 / max(*bound.guesses, *bound.falling))
+        tests = (*bound.guesses, *bound.guesses_in, *bound.falling, *bound.falling_in)
+        q = (ALPHA / len(tests)) ** (1 / max(*bound.guesses, *bound.falling))
         assert ceiling == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
     for epsilon in (1.0, 8.0):
         bounds = audits(Mechanism(gaussian, 1e-5), epsilon, num_canaries, 50, rng, delta=delta, **ways)
