@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound, shuffled
 from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Summary
-from dpllm.auditing.statistics import Floats
+from dpllm.auditing.statistics import Floats, shown
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.errors import ConfigError
@@ -45,7 +45,7 @@ class Beside:
             mechanism; None: it is not looked at.
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
-        slope: Of ``attacks.slope``; None: fitted on the candidates.
+        stand_ins: Canaries that were left out stand in for references, where a stranger's manifest has none.
         gradient: Of the gradient canaries; None: there were none.
         version: Of audit.json: by which intervals an earlier one was made, see ``record.SCHEMA_VERSION``.
     """
@@ -53,7 +53,7 @@ class Beside:
     promise: Mapping[str, Any] | None = None
     words: Mapping[str, Any] | None = None
     twin: str | None = None
-    slope: float | None = None
+    stand_ins: bool = False
     version: int = SCHEMA_VERSION
     gradient: GradientTable | None = None
 
@@ -63,6 +63,9 @@ class _Scored:
     """The tables, sorted, with the sums that the scores read, and how they are looked at."""
 
     groups: Mapping[int, Sequence[CanaryScores]]
+    """Candidates by repetitions, with their coins."""
+    ranked: Mapping[int, Sequence[CanaryScores]]
+    """Those that are not references, see ``_ranked``."""
     references: Sequence[CanaryScores]
     by_token: Mapping[str, Mapping[str, float]]
     """The attacks that need tokens: name -> canary -> score."""
@@ -70,7 +73,7 @@ class _Scored:
     intervals: int
 
     def negatives(self, group: int) -> list[CanaryScores]:
-        return [*attacks.held_out(self.groups[group]), *self.references]
+        return [*attacks.held_out(self.ranked.get(group, [])), *self.references]
 
     def calibrated(self, rows: Sequence[CanaryScores]) -> Floats:
         return attacks.calibrated(rows, self.slope)
@@ -108,14 +111,14 @@ def summarise(
     controls = _controls(scored, attacked, beside, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
     word, reason = judge(claim, bound, tests, once, controls, gradient)
-    smallest, secrets = min(scored.groups, default=1), by_group(scores)
+    smallest, secrets = min(scored.groups, default=1), by_group(_ranked(scores, beside))
     values = {
         "schema_version": beside.version,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
         "exposure": {str(group): _exposure(rows, secrets[0]) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
-        "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
+        "sampling": extraction.summary(tokens.secrets(), _ranked(scores, beside)) if tokens is not None else None,
         "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings), "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
@@ -138,20 +141,29 @@ def summarise(
     return Summary.pick(values)
 
 
+def _ranked(rows: Sequence[CanaryScores], beside: Beside) -> Sequence[CanaryScores]:
+    """The rows as scores are ranked among them.
+
+    A canary that stands in for a reference is counted once: as a candidate too, it would be two observations.
+    """
+    if not beside.stand_ins:
+        return rows
+    return [row if row.inserted else replace(row, group=0, inserted=None) for row in rows]
+
+
 def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: Beside, version: int) -> _Scored:
     groups = by_group(scores)
-    references = groups.pop(0, [])
-    if not references:
+    groups.pop(0, [])
+    ranked = by_group(_ranked(scores, beside))
+    if not (references := ranked.pop(0, [])):
         raise ConfigError("the score table holds no references, so nothing can be ranked; run dpllm audit again.")
     by_token = {}
     if tokens is not None:
         read = tokens if version > 1 else tokens.secrets()
         found = {name: attack(read).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
-    slope = beside.slope
-    if slope is None:
-        slope = attacks.slope(row for rows in groups.values() for row in rows)
-    return _Scored(groups, references, by_token, slope, 1 if beside.version == 1 else statistics.INTERVALS)
+    slope = attacks.slope(row for rows in groups.values() for row in rows)
+    return _Scored(groups, ranked, references, by_token, slope, 1 if beside.version == 1 else statistics.INTERVALS)
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, Test]]:
@@ -248,8 +260,7 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
         "positives": len(inside),
         "negatives": len(outside),
         "confidence": CONFIDENCE,
-        "base_control_auc": control.value if control else None,
-        "base_control_auc_interval": [control.low, control.high] if control else None,
+        **shown("base_control_auc", control),
         "limits": limits,
     }
     return {name: {**shared, **separation(*sides, scored.intervals)} for name, sides in scores.items()}
@@ -257,14 +268,10 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
 
 def separation(positives: Floats, negatives: Floats, intervals: int = statistics.INTERVALS) -> Json:
     """How well a score separates: AUC and true positive rates with intervals; None where there are too few of a side."""
-    found = {"auc": statistics.auc(positives, negatives, CONFIDENCE, intervals=intervals)}
+    values = shown("auc", statistics.auc(positives, negatives, CONFIDENCE, intervals=intervals))
     for fpr, name in ((0.01, "1_percent"), (0.001, "0.1_percent")):
         rate = statistics.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE, intervals=intervals)
-        found[f"tpr_at_{name}_fpr"] = rate
-    values: Json = {}
-    for name, estimate in found.items():
-        values[name] = estimate.value if estimate else None
-        values[f"{name}_interval"] = [estimate.low, estimate.high] if estimate else None
+        values |= shown(f"tpr_at_{name}_fpr", rate)
     return values
 
 

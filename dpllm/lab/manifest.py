@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scipy import stats
 
-from dpllm.auditing import attacks
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.record import Bound, Summary
@@ -46,10 +45,6 @@ _NO_COINS = (
     'from it and no claim is tested. If they were, put {"coins": "independent"} into its first line.'
 )
 _SHIFT = " The words alone, or the base model, already tell planted texts from the others, so no score shows what was learned."
-_NOT_SEEN = (
-    "The lower bound does not exceed the claimed epsilon, but the attack was seen to work nowhere, so finding nothing means "
-    "nothing. Plant a group with 32 repetitions."
-)
 
 
 @dataclass(frozen=True)
@@ -157,14 +152,13 @@ def summarise_manifest(
 ) -> Summary:
     """What ``dpllm.auditing.summary.summarise`` concludes, from the scores of a manifest's canaries and a stranger's claim.
 
-    Without references the canaries that were left out are ranked among; without independent coins the bound is 0, for want of
+    Without references the canaries that were left out stand in for them; without independent coins the bound is 0, for want of
     a theorem, and the verdict inconclusive or no_claim.
     """
     ways = default_ways(sum(one.group == 1 for one in planned.canaries))
     settings = AuditSettings.pick({**AuditConfig().fixed(), **ways})  # nobody fixed them before, so nobody chooses them
-    beside = Beside(words=words_control(planned.canaries))
-    chosen: dict[str, Any] = {"settings": settings, "tokens": tokens, "beside": beside}
-    report = summarise(rows, claim, **chosen) if planned.references else _without_references(rows, claim, chosen)
+    beside = Beside(words=words_control(planned.canaries), stand_ins=not planned.references)
+    report = summarise(rows, claim, settings, tokens=tokens, beside=beside)
     if planned.independent_coins:
         return report
     nothing = epsilon_lower_bound([], [], delta=report.epsilon_lower_bound.delta, alpha=settings.alpha)
@@ -177,25 +171,3 @@ def summarise_manifest(
         "verdict_reason": _NO_COINS + (_SHIFT if shift else ""),
     }
     return report.model_copy(update=changes)
-
-
-def _without_references(rows: Sequence[CanaryScores], claim: Claim | None, chosen: dict[str, Any]) -> Summary:
-    """Canaries that were left out stand in for references wherever scores are ranked; the test needs their coins instead.
-
-    So the report is made of two: in one they are references and have no coins, in the other, of which only what rests on
-    coins is taken, they are both.
-    """
-    beside = replace(chosen["beside"], slope=attacks.slope(attacks.of_version(rows, chosen["tokens"], 2)))
-    chosen = {**chosen, "beside": beside}
-    stand_ins = [replace(row, group=0, inserted=None) for row in rows if not row.inserted]
-    ranked = summarise([*(row for row in rows if row.inserted), *stand_ins], claim, **chosen)
-    tested = summarise([*rows, *stand_ins], claim, **chosen)
-    changes: dict[str, Any] = {name: getattr(ranked, name) for name in ("attacks", "exposure", "sampling")}
-    changes["repeated"] = {
-        group: seen.model_copy(update={"attacks": ranked.repeated[group].attacks}) if group in ranked.repeated else seen
-        for group, seen in tested.repeated.items()
-    }
-    changes["controls"] = tested.controls.model_copy(update={"positive": ranked.controls.positive})
-    if tested.verdict == "consistent" and ranked.controls.positive is None:
-        changes |= {"verdict": "inconclusive", "verdict_reason": _NOT_SEEN}
-    return tested.model_copy(update=changes)
