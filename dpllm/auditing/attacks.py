@@ -249,6 +249,7 @@ def windows(table: TokenTable) -> Floats:
         fits_S = lengths >= width if width > 1 else lengths == 1
         if not fits_S.any():
             continue
+        # A vote for every window of the whole table; those that cross from one sequence into the next are never read.
         likelier = (total_N1[width:] - total_N1[: len(total_N1) - width] > 0).astype(np.float64)
         before = np.concatenate(([0.0], np.cumsum(likelier)))
         last_S = starts + np.maximum(lengths - width + 1, 0)
@@ -315,6 +316,7 @@ def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
     ins_M, outs_M = in_KM.sum(0), (~in_KM).sum(0)
     mean_in_M, mean_out_M = _mean(shadow_KM, in_KM), _mean(shadow_KM, ~in_KM)
     square_KM = (shadow_KM - np.where(in_KM, mean_in_M, mean_out_M)) ** 2
+    # One variance for all: divided by its own, which a handful of shadows hardly tells, a candidate would rank by chance.
     freedom = int(np.maximum(ins_M - 1, 0).sum() + np.maximum(outs_M - 1, 0).sum())
     # Without two shadows that agree on a candidate's coin the spread is unknown; it does not change the order.
     variance = max(float(square_KM.sum()) / freedom, VARIANCE_FLOOR) if freedom else 1.0
@@ -327,10 +329,12 @@ def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
     error_M = variance * (1 / np.maximum(ins_M, 1) + 1 / np.maximum(outs_M, 1))
     if both_M.any():
         lift = float(found_M[both_M].mean())
+        # Lifts that are found vary as the true ones do, and by their errors: what the errors leave is what is true.
         true_variance = max(0.0, float(((found_M - lift) ** 2 - error_M)[both_M].mean()))
     else:
         lift, true_variance = float(shadow_KM[in_KM].mean() - shadow_KM[~in_KM].mean()), 0.0
     trust_M = np.where(both_M, true_variance / (true_variance + error_M), 0.0)
+    # Above 0 whatever the shadows say, so that the direction is never learned.
     lift_M = np.maximum(lift + trust_M * (found_M - lift), LIFT_FLOOR * math.sqrt(variance))
     level_M = (shadow_KM - in_KM * lift_M).mean(0)
     var_in_M, var_out_M = (_own_variance(square_KM, side_KM, variance) for side_KM in (in_KM, ~in_KM))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from scipy import sparse, special
 
 from dpllm.auditing import statistics
-from dpllm.auditing.statistics import Floats
+from dpllm.auditing.statistics import Estimate, Floats
 from dpllm.auditing.verdict import CONTROL_LEVEL
 from dpllm.canaries.canaries import Canary
 
@@ -34,33 +33,15 @@ _INFLATION = 1 + FOLDS / (FOLDS - 1)
 _WORD = re.compile(r"\w+|[^\w ]|  +")  # words, each other sign, line breaks, and more than one space
 
 
-@dataclass(frozen=True)
-class BlindControl:
-    """How well words and lengths alone separate two sets of texts."""
-
-    auc: float
-    """Of the first side above the second, each text scored by a classifier that was trained without its fold."""
-    low: float
-    high: float
-
-    @property
-    def succeeds(self) -> bool:
-        """The interval lies above 1/2; by chance at most (1 - confidence) / 2 of the time, see ``blind``."""
-        return self.low > 0.5
-
-    def to_json(self) -> dict[str, Any]:
-        """As an audit of real rows shows it."""
-        return {"auc": self.auc, "auc_interval": [self.low, self.high]}
-
-
-def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float = 0.95) -> BlindControl | None:
+def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float = 0.95) -> Estimate | None:
     """Cross-validated naive Bayes over which words a text has, how long it is, and how it begins and ends.
 
-    The folds are stratified and drawn with a fixed seed; the AUC is taken within each fold and averaged, because scores
-    of different classifiers have no common scale. None with fewer than 20 texts on a side.
+    The area is that of the first side above the second, each text scored by a classifier that was trained without its fold.
+    Folds are stratified and drawn with a fixed seed; areas are taken within each and averaged, because scores of different
+    classifiers have no common scale. None with fewer than 20 texts on a side.
 
     Guarantee:
-        Where all texts are exchangeable, ``succeeds`` is true with probability about (1 - confidence) / 2 or less. This is
+        Where all texts are exchangeable, the area is ``above_half`` with probability about (1 - confidence) / 2 or less. This is
         shown by simulation and not by a theorem: see the tests.
 
     Args:
@@ -88,8 +69,8 @@ def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float =
     value, variance, miss = float(np.mean(areas)), _INFLATION * float(np.sum(variances)) / FOLDS**2, 1 - confidence
     if variance <= 1e-18 or not 0 < value < 1:
         reach = statistics.hoeffding(min(len(texts_in), len(texts_out)), miss)
-        return BlindControl(value, max(0.0, value - reach), min(1.0, value + reach))
-    return BlindControl(value, *statistics.logit_interval(value, special.ndtri(1 - miss / 2) * math.sqrt(variance)))
+        return Estimate(value, max(0.0, value - reach), min(1.0, value + reach))
+    return Estimate(value, *statistics.logit_interval(value, special.ndtri(1 - miss / 2) * math.sqrt(variance)))
 
 
 def _features(text: str) -> set[str]:
@@ -127,4 +108,4 @@ def words_control(canaries: Sequence[Canary]) -> dict[str, Any] | None:
     found = blind(sides[0], sides[1], confidence=1 - CONTROL_LEVEL)
     if found is None:
         return None
-    return {"auc": found.auc, "interval": [found.low, found.high], "succeeds": found.succeeds}
+    return {"auc": found.value, "interval": [found.low, found.high], "succeeds": found.above_half}

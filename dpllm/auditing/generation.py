@@ -57,17 +57,11 @@ def generate_attacks(
 ) -> dict[str, Any]:
     """Everything about the canaries that needs a model to write.
 
-    Args:
-        models: Tuned and base, in eval mode.
-        plan: The canaries, with their coins.
-        fmt: How training rows read.
-        max_length: Tokens in a sequence.
-        long_examples: As in training.
-        prompts: At most so many inserted canaries of each group are asked about, and as many held-out ones: those with
-            the smallest ids.
+    Rows are encoded as in training. At most ``prompts`` inserted canaries of each group are asked about, and as many held-out
+    ones: those with the smallest ids. Deterministic for one kind of device.
 
     Returns:
-        Counts only, see ``record.Generation``. Deterministic for one kind of device.
+        Counts only, see ``record.Generation``.
 
     Raises:
         ConfigError: A canary that training could not have learned (see ``encode_secret``).
@@ -123,15 +117,9 @@ def _compare(
 ) -> dict[str, Any]:
     """Counts of one side. A secret that the prompt itself holds would be no extraction, so it is left out."""
     asked = [index for index in chosen if cases[index].target_text.strip() not in cases[index].prompt_text]
-    matches = [
-        extraction.compare(
-            completions[index],
-            tokenizer.decode(completions[index]),
-            cases[index].target,
-            cases[index].target_text,
-        )
-        for index in asked
-    ]
+    matches = []
+    for case, written in ((cases[index], completions[index]) for index in asked):
+        matches.append(extraction.compare(written, tokenizer.decode(written), case.target, case.target_text))
     return {
         "prompts": len(asked),
         "in_prompt": len(chosen) - len(asked),
@@ -155,9 +143,9 @@ def complete(
 
     Args:
         model: A causal language model of transformers, with or without a PEFT adapter, in eval mode.
-        tokenizer: Names the padding token, if there is one.
+        tokenizer: Names the padding and the end token.
         prompts_ids: At least one token each.
-        num_tokens: How many to write for each prompt, >= 1.
+        num_tokens: For each prompt, >= 1.
         beams: 1: greedy; more: beam search, of which the likeliest beam is returned.
         ends: Whether an end token ends a text; beams of unequal length are then compared by log p for each token. If not, it is a
             token like any other, so a greedy completion is the target exactly if each of the target's tokens is the arg max

@@ -99,6 +99,7 @@ def tabulate(
         turn_TM = (np.flatnonzero(seen_T)[:, None] % bands == turns.group_M).astype(float)
         proj_TM = proj_TM.copy()
         proj_TM[seen_T] = white_TM
+    # Disjoint, so that squares of differences are independent; a slow drift of the gradients cancels in each.
     pairs = [step for step in range(0, len(seen_T) - 1, 2) if seen_T[step] and seen_T[step + 1]]
     differences = proj_TM[[step + 1 for step in pairs]] - proj_TM[pairs]
     return GradientTable(
@@ -162,8 +163,7 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
             "alpha": of_bound,
             "delta": delta,
             "ceiling": bound.ceiling,
-            "auc": area.value if area else None,
-            "auc_interval": [area.low, area.high] if area else None,
+            **statistics.shown("auc", area),
             "noise": math.sqrt(square / degrees) if degrees else None,
             "noise_interval": [float(low), float(high)] if degrees else None,
             "noise_planned": table.noise,

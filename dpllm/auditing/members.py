@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpllm.auditing import attacks, statistics
-from dpllm.auditing.blind import BlindControl, blind
-from dpllm.auditing.statistics import Floats
+from dpllm.auditing.blind import blind
+from dpllm.auditing.statistics import Estimate, Floats, shown
 from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError
@@ -124,7 +124,7 @@ def audit_members(
     units, first = [*sides[0], *sides[1]], len(sides[0])
     texts = [_read(unit, models.tokenizer) for unit in units]
     tokens = _score(models, units, texts)
-    base_S = base_loss(tokens)
+    base_S = _mean(tokens, tokens.base_log_prob_N)  # the control: the base model saw neither side
     base = statistics.auc(base_S[:first], base_S[first:], CONFIDENCE)
     words = blind(texts[:first], texts[first:], CONFIDENCE)
     word, reason = _judge(base, words, settings.unit)
@@ -138,7 +138,7 @@ def audit_members(
         non_members_available=len(non_members),
         confidence=CONFIDENCE,
         scores=_separations(tokens, first),
-        controls={"base_model": _area("auc", base), "blind": words and words.to_json()},
+        controls={"base_model": shown("auc", base), "blind": words and shown("auc", words)},
         overlap=overlap,
     )
 
@@ -232,32 +232,19 @@ def _runs(words: Sequence[str]) -> set[int]:
     return {hash(tuple(words[start : start + NGRAM])) for start in range(len(words) - NGRAM + 1)}
 
 
-def loss(table: TokenTable) -> Floats:
-    """Shape (S,): mean log p_tuned of a unit's tokens, in nats; real texts differ in length, secrets do not."""
-    return _mean(table, table.tuned_log_prob_N)
+def scores(table: TokenTable) -> dict[str, Floats]:
+    """Shape (S,) by name; higher = more likely a member.
 
-
-def base_loss(table: TokenTable) -> Floats:
-    """Shape (S,): the same before training: the control, which must find nothing."""
-    return _mean(table, table.base_log_prob_N)
-
-
-def ratio(table: TokenTable) -> Floats:
-    """Shape (S,): mean log p_tuned - log p_base of a unit's tokens, in nats."""
-    return _mean(table, table.tuned_log_prob_N - table.base_log_prob_N)
-
-
-def calibrated(table: TokenTable) -> Floats:
-    """Shape (S,): what the base model's mean log-probability does not explain of the tuned model's, in nats.
-
-    The slope is fitted on members and others alike, without knowing which is which (see ``attacks.slope``).
+    Log-probabilities are means over a unit's tokens, in nats: real texts differ in length, secrets do not. The slope of
+    ``calibrated`` is fitted on members and others alike, without knowing which is which (see ``attacks.slope``).
     """
-    before, after = base_loss(table), loss(table)
-    return after - statistics.fit_slope(before, after) * before
-
-
-SCORES = {"calibrated": calibrated, "ratio": ratio, "loss": loss, **attacks.TOKEN_ATTACKS}
-"""Scores by name; higher = more likely a member."""
+    after, before = _mean(table, table.tuned_log_prob_N), _mean(table, table.base_log_prob_N)
+    return {
+        "calibrated": after - statistics.fit_slope(before, after) * before,
+        "ratio": _mean(table, table.tuned_log_prob_N - table.base_log_prob_N),
+        "loss": after,
+        **{name: attack(table) for name, attack in attacks.TOKEN_ATTACKS.items()},
+    }
 
 
 def _draw(groups: Sequence[Rows], limit: int) -> list[Rows]:
@@ -322,23 +309,20 @@ def _separations(tokens: TokenTable, first: int) -> dict[str, dict[str, Any]]:
     """Each score on the tuned model, and on the base model in its place; None where a score compares the two."""
     columns = [field.name.removeprefix("base_") for field in fields(tokens) if field.name.startswith("base_")]
     before = replace(tokens, **{f"tuned_{name}": getattr(tokens, f"base_{name}") for name in columns})
-    result = {}
-    for name, attack in SCORES.items():
-        after_S, before_S = attack(tokens), attack(before)
-        control = statistics.auc(before_S[:first], before_S[first:], CONFIDENCE) if np.ptp(before_S) > 1e-9 else None
-        result[name] = {**separation(after_S[:first], after_S[first:]), **_area("base_auc", control)}
+    result, before_S = {}, scores(before)
+    for name, after_S in scores(tokens).items():
+        own_S = before_S[name]
+        control = statistics.auc(own_S[:first], own_S[first:], CONFIDENCE) if np.ptp(own_S) > 1e-9 else None
+        result[name] = {**separation(after_S[:first], after_S[first:]), **shown("base_auc", control)}
     return result
 
 
-def _area(name: str, found: statistics.Estimate | None) -> dict[str, Any]:
-    return {name: found.value if found else None, f"{name}_interval": [found.low, found.high] if found else None}
-
-
-def _judge(base: statistics.Estimate | None, words: BlindControl | None, unit: str) -> tuple[str, str]:
+def _judge(base: Estimate | None, words: Estimate | None, unit: str) -> tuple[str, str]:
     seen = []
-    if words is None or words.succeeds:
-        found = f"AUC {words.auc:.3f} ({words.low:.3f} to {words.high:.3f})" if words else "too few texts"
+    if words is None or words.above_half:
+        found = f"AUC {words.value:.3f} ({words.low:.3f} to {words.high:.3f})" if words else "too few texts"
         seen.append(f"a classifier that sees the words and no model separates them ({found})")
+    # On both sides of 1/2: an attack's direction is fixed, that of a control is not.
     if base is None or not base.low <= 0.5 <= base.high:
         found = f"AUC {base.value:.3f} ({base.low:.3f} to {base.high:.3f})" if base else "no score"
         seen.append(f"the base model, which saw neither, separates them ({found})")

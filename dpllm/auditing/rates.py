@@ -109,6 +109,7 @@ def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha
         raise ValueError(
             f"half of the runs choose a threshold; got {len(positive_P)} with and {len(negative_N)} without"
         )
+    # A threshold that was chosen on the runs it is counted on would fit their noise, and the guarantee would be gone.
     tried_P, tried_N = np.sort(positive_P[::2]), np.sort(negative_N[::2])
     cuts = np.concatenate((tried_P, tried_N))
     below_P, below_N = np.searchsorted(tried_P, cuts, side="right"), np.searchsorted(tried_N, cuts, side="right")

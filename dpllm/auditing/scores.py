@@ -150,7 +150,7 @@ def score_sequences(
         models: Both, in eval mode.
         ids: A name for each sequence, all different.
         texts: What each was encoded from; only its length under zlib is kept.
-        sequences: What to score.
+        sequences: As training reads them.
         masks: Which tokens of each are scored: at least one, never the first.
 
     Raises:

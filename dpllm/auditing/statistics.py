@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,6 +32,16 @@ class Estimate:
     value: float
     low: float
     high: float
+
+    @property
+    def above_half(self) -> bool:
+        """Of an area: whether the interval lies above 1/2, so that the first side ranks higher by more than chance."""
+        return self.low > 0.5
+
+
+def shown(name: str, found: Estimate | None) -> dict[str, Any]:
+    """An estimate as reports have it; None where there was nothing to estimate from."""
+    return {name: found.value if found else None, f"{name}_interval": [found.low, found.high] if found else None}
 
 
 def exposure(scores: ArrayLike, reference_scores: ArrayLike) -> Floats:
@@ -119,7 +130,7 @@ def auc(
         freedom = variance**2 / (of_p**2 / (num_p - 1) + of_n**2 / (num_n - 1))
         quantile = float(special.stdtrit(freedom, 1 - miss / 2))
     low, high = logit_interval(value, quantile * math.sqrt(variance))
-    if intervals > 1:
+    if intervals > 1:  # each fails where the other one holds, see above
         least, most = _areas(value, num_p, num_n, normal)
         low, high = min(low, least), max(high, most)
     return Estimate(value, low, high)
@@ -192,7 +203,7 @@ def tpr_at_fpr(
 
     allowed = math.floor(fpr * num_n + 1e-9)
     few, many, miss_low, miss_high = allowed, allowed, (1 - confidence) / 2, (1 - confidence) / 2
-    if intervals > 1:
+    if intervals > 1:  # the threshold is estimated too, and takes its part of the error
         few, many, miss_low, miss_high = _around(num_n, fpr, 1 - confidence)
     low = 1 - float(upper_limit(num_p - caught(few), caught(few), miss_low))
     high = float(upper_limit(caught(many), num_p - caught(many), miss_high))

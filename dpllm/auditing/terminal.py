@@ -7,27 +7,23 @@ sums.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Column, Table
+from rich.text import Text
 
 from dpllm.auditing.record import Attack, AuditRecord, Summary
 from dpllm.statement import audit_rows
 from dpllm.statement.audit_rows import Row
 from dpllm.statement.formatting import bound, by_number, estimate, measured
 
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
-
 Json = Mapping[str, Any]
 
 
 def table(report: Summary) -> Group:
     """A report for the terminal, readable at 80 columns: the verdict, one row for each finding, attacks and secrets."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     claim, gradient, groups = report.claim, report.gradient, report.by_group()
     beside = f", beside ε = {bound(claim.epsilon)} claimed" if claim else ""
     rows = audit_rows.findings(
@@ -75,9 +71,6 @@ def _secrets(report: Summary) -> Table:
 
 
 def _columns(*header: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
     return Table(*header, box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
 
 
@@ -129,8 +122,6 @@ def _attempts(value: float | None) -> str:
 
 def members_table(report: Json) -> Table:
     """Membership of real rows."""
-    from rich.table import Table
-
     result = Table(
         *("score", "AUC", "the same on the base model", "caught at 1 % false alarms"),
         title=f"Members and others: {report['word']}",
@@ -155,8 +146,6 @@ def members_table(report: Json) -> Table:
 
 def part_table(name: str, values: Json) -> Table:
     """One attack: for a score its row for each group; else every number by its place in the report."""
-    from rich.table import Column, Table
-
     first = next(iter(values.values()), None)
     if isinstance(first, Mapping) and "auc" in first:
         return _attacks([(name, Attack.pick(dict(one))) for one in values.values()])

@@ -123,9 +123,9 @@ def judge(
 
     Args:
         claim: None for a run that makes none.
-        bound: Of the once-inserted candidates, of which ``num_inserted`` were inserted.
+        bound: Of the once-inserted candidates, of which ``num_inserted`` were inserted by their coins.
         repeated: The tests of the other groups.
-        num_inserted: By their coins.
+        num_inserted: See ``bound``.
         controls: Of this audit.
         gradient: What gradient canaries show; None: there were none.
     """
