@@ -40,9 +40,9 @@ def test_alike_sides_are_told_apart_no_more_often_than_stated(kind, seed, full):
     for _ in range(repeats):
         everything = texts(rng, 100, kind)
         found = blind(everything[:50], everything[50:])
-        alarms += found.succeeds
+        alarms += found.above_half
         width = (logit(found.high) - logit(found.low)) / 2 / stats.norm.ppf(0.975)
-        squares.append((logit(found.auc) / width) ** 2)
+        squares.append((logit(found.value) / width) ** 2)
     assert alarms <= stats.binom.isf(SIGNIFICANCE, repeats, 0.025)
     assert sum(squares) < stats.chi2.isf(SIGNIFICANCE, repeats)
 
@@ -51,8 +51,8 @@ def test_the_confidence_is_the_one_asked_for(seed):
     rng = np.random.default_rng(seed)
     everything = texts(rng, 200)
     wide, narrow = (blind(everything[:100], everything[100:], confidence) for confidence in (0.998, 0.95))
-    assert wide.auc == narrow.auc
-    assert wide.low < narrow.low < narrow.auc < narrow.high < wide.high
+    assert wide.value == narrow.value
+    assert wide.low < narrow.low < narrow.value < narrow.high < wide.high
     ratio = (logit(wide.high) - logit(wide.low)) / (logit(narrow.high) - logit(narrow.low))
     assert ratio == pytest.approx(stats.norm.ppf(0.999) / stats.norm.ppf(0.975))
 
@@ -72,15 +72,15 @@ def test_a_difference_in_words_or_form_is_found(change, seed):
     rng = np.random.default_rng(seed)
     everything = [text + " w0 w1" for text in texts(rng, 400)]
     found = blind(everything[:200], [change(text, place) for place, text in enumerate(everything[200:])])
-    assert found.succeeds
+    assert found.above_half
 
 
 def test_a_text_is_never_judged_by_a_classifier_that_saw_it():
     """Every text has words of its own alone, by which whoever trained on it would know it."""
     own = [" ".join(f"x{place:03d}y{word}" for word in range(6)) for place in range(200)]
     found = blind(own[:100], own[100:])
-    assert abs(found.auc - 0.5) < 0.1
-    assert not found.succeeds
+    assert abs(found.value - 0.5) < 0.1
+    assert not found.above_half
 
 
 def test_a_word_that_nobody_has_seen_weighs_nothing(seed):
@@ -89,23 +89,23 @@ def test_a_word_that_nobody_has_seen_weighs_nothing(seed):
     everything = [" ".join(f"n{rng.integers(10**9)}" for _ in range(rng.integers(10, 60))) for _ in range(360)]
     marked = [text + " mark" * (place % 2) + " end" for place, text in enumerate(everything)]
     found = blind(marked[:60], [text + " end" for text in everything[60:]])
-    assert found.auc == pytest.approx(0.75, abs=0.07)
+    assert found.value == pytest.approx(0.75, abs=0.07)
 
 
 def test_equal_texts_say_nothing_and_perfect_separation_says_so():
     same = blind(["a b c"] * 50, ["a b c"] * 50)
-    assert (same.auc, same.succeeds) == (0.5, False)
+    assert (same.value, same.above_half) == (0.5, False)
     assert same.low < 0.4 < 0.6 < same.high
     apart = blind(["a b c"] * 50, ["d e f"] * 50)
-    assert (apart.auc, apart.high, apart.succeeds) == (1.0, 1.0, True)
+    assert (apart.value, apart.high, apart.above_half) == (1.0, 1.0, True)
     turned = blind(["", *["d e f"] * 49], ["a b c"] * 50)
-    assert turned.auc == 1.0
+    assert turned.value == 1.0
 
 
 def test_few_texts_give_no_answer():
     assert blind(["a"] * (FEWEST_TEXTS - 1), ["b"] * 100) is None
     assert blind(["a"] * 100, ["b"] * (FEWEST_TEXTS - 1)) is None
-    assert blind(["a"] * FEWEST_TEXTS, ["b"] * FEWEST_TEXTS).succeeds
+    assert blind(["a"] * FEWEST_TEXTS, ["b"] * FEWEST_TEXTS).above_half
 
 
 def test_the_same_texts_give_the_same_answer(seed):

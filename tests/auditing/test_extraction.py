@@ -11,30 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from score_tables import token_table
 
 from dpllm.auditing import extraction
 from dpllm.auditing.extraction import ATTEMPTS, PROBABILITIES, SCHEMES, attempts, greedy, log_prob, summary
-from dpllm.auditing.table import CanaryScores, TokenTable
+from dpllm.auditing.table import CanaryScores
 
 
-def make_table(tuned, base, tuned_top_k=None, base_top_k=None, tuned_argmax=None):
-    """A table from lists of log-probabilities, one list for each sequence."""
-    lengths = [len(one) for one in tuned]
-    flat = {"tuned": np.concatenate(tuned), "base": np.concatenate(base)}
-    top = {
-        "tuned": flat["tuned"] if tuned_top_k is None else np.concatenate(tuned_top_k),
-        "base": flat["base"] if base_top_k is None else np.concatenate(base_top_k),
-    }
-    columns = {}
-    for which, values in flat.items():
-        columns[f"{which}_log_prob_N"] = values
-        columns[f"{which}_mean_N"] = columns[f"{which}_variance_N"] = np.zeros(len(values))
-        columns[f"{which}_argmax_N"] = np.zeros(len(values), dtype=bool)
-        columns[f"{which}_top_k_log_prob_N"] = top[which]
-    if tuned_argmax is not None:
-        columns["tuned_argmax_N"] = np.concatenate(tuned_argmax)
-    ids = tuple(f"c{index}" for index in range(len(lengths)))
-    return TokenTable(ids, np.full(len(lengths), 40), np.repeat(np.arange(len(lengths)), lengths), **columns)
+def make_table(tuned, base, **columns):
+    """A table from lists of log-probabilities, and of other columns, one list for each sequence."""
+    return token_table(tuned, base, **{f"{name}_N": np.concatenate(values) for name, values in columns.items()})
 
 
 def row(index, group, inserted):
@@ -86,32 +72,10 @@ def test_attempts_lose_nothing_at_the_ends():
         assert low == pytest.approx(high, rel=1e-8)
 
 
-@settings(derandomize=True, deadline=None)
-@given(st.lists(st.floats(-800, 0), min_size=2, max_size=20))
-def test_more_likely_secrets_need_no_more_attempts(log_p):
-    found = attempts(sorted(log_p), 0.5)
-    assert (np.diff(found[np.isfinite(found)]) <= 0).all()
-    assert (found >= 1).all()
-    assert (attempts(sorted(log_p), 0.9) >= found).all()
-
-
 @pytest.mark.parametrize(("log_p", "p"), [(-1.0, 0.0), (-1.0, 1.0), (0.1, 0.5), (math.nan, 0.5), (-1.0, math.nan)])
 def test_values_out_of_range_are_refused(log_p, p):
     with pytest.raises(ValueError, match="attempts needs"):
         attempts(log_p, p)
-
-
-def test_sampling_finds_a_secret_as_often_as_stated(seed):
-    """Drawn, not computed: sequences of three tokens over a small vocabulary, p_z and n from their probabilities."""
-    rng = np.random.default_rng([seed, 1])
-    token_p = rng.dirichlet(np.ones(4), size=3)
-    p_z = float(np.prod(token_p[:, 1]))
-    n = int(attempts(math.log(p_z), 0.5))
-    repeats = 4000
-    draws = np.stack([rng.choice(4, size=(repeats, n), p=token_p[place]) for place in range(3)])
-    found = (draws == 1).all(axis=0).any(axis=1).mean()
-    assert abs(found - (1 - (1 - p_z) ** n)) < 6 * 0.5 / math.sqrt(repeats)
-    assert 1 - (1 - p_z) ** n >= 0.5
 
 
 # The table.
@@ -119,7 +83,10 @@ def test_sampling_finds_a_secret_as_often_as_stated(seed):
 
 def test_a_sequence_is_the_product_of_its_tokens():
     table = make_table(
-        [[-1.0, -2.0], [-0.5]], [[-3.0, -4.0], [-5.0]], [[-0.5, -np.inf], [-0.25]], [[-1.0, -1.0], [-np.inf]]
+        [[-1.0, -2.0], [-0.5]],
+        [[-3.0, -4.0], [-5.0]],
+        tuned_top_k_log_prob=[[-0.5, -np.inf], [-0.25]],
+        base_top_k_log_prob=[[-1.0, -1.0], [-np.inf]],
     )
     assert log_prob(table, "tuned").tolist() == [-3.0, -0.5]
     assert log_prob(table, "base").tolist() == [-7.0, -5.0]
@@ -172,7 +139,7 @@ def test_counts_stand_beside_their_controls():
 
 def test_what_can_never_be_drawn_is_counted_and_is_no_infinity():
     tuned = [one[0] for one in SECRETS]
-    table = make_table(tuned, [one[1] for one in SECRETS], tuned_top_k=[[-np.inf, 0.0]] * 5)
+    table = make_table(tuned, [one[1] for one in SECRETS], tuned_top_k_log_prob=[[-np.inf, 0.0]] * 5)
     found = summary(table, [one[2] for one in SECRETS])
     assert found["1"]["top_k"]["never"] == {"inserted": 2, "base": 0, "held_out": 2}
     assert found["1"]["top_k"]["median_attempts"]["inserted"] is None

@@ -207,16 +207,6 @@ def test_what_was_learned_by_heart_comes_out_and_the_controls_do_not(report, pla
     assert max(other["mean_common_share"] for other in others) < 0.4
 
 
-def test_greedy_completion_agrees_with_the_token_table(models, plan, report, tokenizer):
-    canaries = [one for one in plan.canaries if one.inserted]
-    encoded = [encode_secret(one, "text", tokenizer, MAX_LENGTH, "truncate") for one in canaries]
-    scored = score(models.tuned, [one[0] for one in encoded], [one[1] for one in encoded], 2048)
-    matches = {16: 0, 1: 0}
-    for one, result in zip(canaries, scored, strict=True):
-        matches[one.group] += bool(result.is_argmax.all())
-    assert {16: report["completion"]["16"]["greedy"]["inserted"]["exact"], 1: 0} == matches
-
-
 def test_a_report_is_json_repeats_itself_and_holds_no_text(models, plan, report, tokenizer):
     written = json.dumps(report, allow_nan=False)
     assert json.loads(written) == report

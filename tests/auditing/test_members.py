@@ -12,11 +12,11 @@ import pytest
 import tiny
 import yaml
 from scipy import stats
+from score_tables import token_table
 
 from dpllm.auditing import members as audit
 from dpllm.auditing import scores
 from dpllm.auditing.members import MEMBERSHIP, SHIFT, audit_members, audit_run_members, check_overlap, rows_of_run
-from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import RunDir
@@ -59,19 +59,8 @@ def scoring(monkeypatch, gain=None, drift=None):
         assert all(len(found) for found in chosen)
         base = [log_probs(found, drift(place) if drift else 0.0) for place, found in enumerate(chosen)]
         tuned = [values + (gain(place) if gain else 0.0) for place, values in enumerate(base)]
-        columns = {}
-        for name, values in (("tuned", np.concatenate(tuned)), ("base", np.concatenate(base))):
-            zeros = np.zeros(len(values))
-            columns |= {
-                f"{name}_log_prob_N": values,
-                f"{name}_mean_N": zeros - 2,
-                f"{name}_variance_N": zeros + 1,
-                f"{name}_argmax_N": zeros > 1,
-                f"{name}_top_k_log_prob_N": values,
-            }
-        sequence_N = np.repeat(np.arange(len(ids)), [len(found) for found in chosen])
         seen["sequences"] = sequences
-        return TokenTable(tuple(ids), np.ones(len(ids), dtype=np.int64), sequence_N, **columns)
+        return token_table(tuned, base, ids)
 
     monkeypatch.setattr(scores, "score_sequences", score_sequences)
     return seen
@@ -190,20 +179,11 @@ def test_a_unit_is_one_observation_of_all_its_tokens(models, monkeypatch, seed):
             (sequence,) = data.encode(row, "text", models.tokenizer, 128, "refuse")
             ids += sequence.input_ids[1:]
             gains += [0.1 * ((3 * place + number) % 7)] * (len(sequence.input_ids) - 1)
-        assert audit.loss(tokens)[place] == pytest.approx(np.mean(log_probs(ids) + gains))
-        assert audit.base_loss(tokens)[place] == pytest.approx(np.mean(log_probs(ids)))
-        assert audit.ratio(tokens)[place] == pytest.approx(np.mean(gains))
+        found = audit.scores(tokens)
+        assert found["loss"][place] == pytest.approx(np.mean(log_probs(ids) + gains))
+        assert found["ratio"][place] == pytest.approx(np.mean(gains))
         text = "\n".join(row["text"] for row in groups[place])
         assert tokens.zlib_bytes_S[place] == len(zlib.compress(text.encode()))
-
-
-def test_long_units_are_not_likelier_members_than_short_ones(models, monkeypatch, seed):
-    """A sum over tokens would rank by length."""
-    rng = random.Random(seed)
-    scoring(monkeypatch, gain=lambda place: 0.3)
-    short = [[{"text": row["text"][:12]}] for (row,) in rows(rng, 60)]
-    report = audit_members(models, rows(rng, 60), short, "text", settings())
-    assert report.scores["ratio"]["auc"] == pytest.approx(0.5, abs=0.2)
 
 
 def test_at_most_the_limit_is_drawn_at_random_and_always_the_same(models, monkeypatch, seed):

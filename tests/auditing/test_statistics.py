@@ -32,20 +32,10 @@ def test_exposure_is_the_rank_with_ties_against_the_canary(references, score):
     assert statistics.exposure([score], references)[0] == pytest.approx(math.log2(len(references) / rank))
 
 
-def test_exposure_of_nothing_learned_has_the_stated_mean(seed):
-    rng = np.random.default_rng([seed, 1])
-    for count in (5, 100, 1000):
-        bits = np.concatenate([statistics.exposure(rng.normal(size=1), rng.normal(size=count)) for _ in range(4000)])
-        assert abs(bits.mean() - statistics.exposure_null_mean(count)) < 6.5 * bits.std() / math.sqrt(len(bits))
+def test_exposure_of_nothing_learned_has_the_stated_mean():
     exact = np.mean([math.log2(5 / rank) for rank in range(1, 7)])
     assert statistics.exposure_null_mean(5) == pytest.approx(exact)
     assert statistics.exposure_null_mean(10**7) == pytest.approx(1 / math.log(2), abs=1e-5)
-
-
-def test_rank_sum_p_values_are_uniform_when_nothing_was_learned(seed):
-    rng = np.random.default_rng([seed, 2])
-    values = [statistics.rank_sum_p_value(rng.normal(size=30), rng.normal(size=200)) for _ in range(1500)]
-    assert stats.kstest(values, "uniform").pvalue > SIGNIFICANCE
 
 
 def test_rank_sum_looks_in_one_direction_and_survives_degenerate_scores():
@@ -92,16 +82,6 @@ def test_auc_is_never_folded(positives, negatives):
     assert forward.low + backward.high == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("count", "shift"), [(25, 0.0), (25, 1.5), (100, 0.0), (100, 1.0), (100, 2.5)])
-def test_auc_intervals_cover_the_truth(count, shift, seed, full):
-    rng = np.random.default_rng([seed, 3, count, int(10 * shift)])
-    truth, repeats = stats.norm.cdf(shift / math.sqrt(2)), 5000 if full else 800
-    intervals = [statistics.auc(rng.normal(shift, size=count), rng.normal(size=count)) for _ in range(repeats)]
-    covered = sum(interval.low <= truth <= interval.high for interval in intervals)
-    assert stats.binomtest(covered, repeats, 0.935, alternative="less").pvalue > SIGNIFICANCE
-    assert stats.binomtest(covered, repeats, 0.975, alternative="greater").pvalue > SIGNIFICANCE
-
-
 def gaussian(interval, positives, negatives, shift, spread, repeats, *key):
     """Intervals of Gaussian scores: shape (repeats, 2)."""
     rng = np.random.default_rng(key)
@@ -117,6 +97,7 @@ def covers(found_R2, truth, share=0.94):
 
 AREAS = [
     (12, 508, 0.99, 1.0), (12, 508, 0.99, 2.0), (12, 508, 0.9, 2.0), (508, 12, 0.7, 0.5), (508, 12, 0.55, 1.0),
+    (25, 25, 0.5, 1.0), (25, 25, 0.86, 1.0), (100, 100, 0.76, 1.0),
     (9, 300, 0.95, 1.0), (10, 1000, 0.95, 1.0), (12, 200, 0.95, 1.0),
     (50, 50, 0.99, 1.0), (50, 50, 0.99, 0.5), (97, 103, 0.55, 1.0), (97, 103, 0.99, 2.0), (97, 603, 0.99, 2.0),
 ]  # fmt: skip
@@ -251,13 +232,10 @@ def test_no_more_than_one_percent_of_the_negatives_pass(count, spread):
     assert found.value <= 0.01 + 1e-12
 
 
-def test_tpr_at_a_tenth_of_a_percent_needs_a_thousand_negatives():
+def test_tpr_is_not_stated_from_too_few_negatives():
     scores = np.arange(1000.0)
     assert statistics.tpr_at_fpr([1e6], scores[1:], 0.001) is None
     assert statistics.tpr_at_fpr([998.5, 998.0, 999.5], scores, 0.001).value == pytest.approx(2 / 3)
-
-
-def test_tpr_is_not_stated_from_too_few_negatives():
     assert statistics.tpr_at_fpr([1.0], np.zeros(99)) is None
     assert statistics.tpr_at_fpr([], np.zeros(500)) is None
     assert statistics.tpr_at_fpr([1.0], np.zeros(100)).value == 1.0

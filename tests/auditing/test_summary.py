@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
+from score_tables import row, token_table
 
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import OneRunBound
 from dpllm.auditing.record import parse_audit
 from dpllm.auditing.summary import Beside, summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, read_scores, sum_up
+from dpllm.auditing.table import read_scores, sum_up
 from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryConfig
@@ -37,10 +38,6 @@ SIGNIFICANCE = 1e-8
 COUNTED = {"guesses": (40, 120), "guesses_in": (30,)}
 DEFAULT = {"guesses": (), "guesses_in": (), **{name: tuple(ways) for name, ways in default_ways(200).items()}}
 SOUND = Controls(base_separates=False, words_separate=False, positive="AUC 0.99 on the canaries planted 32 times")
-
-
-def row(name, group=1, inserted=True, tuned=-10.0, base=-12.0, tuned_greedy=False, base_greedy=False):
-    return CanaryScores(name, group, inserted, 4, tuned, base, tuned_greedy, base_greedy)
 
 
 def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), falling=(), falling_in=(), version=1, **given):
@@ -192,21 +189,9 @@ def rows_of_tokens(rng, answers, coins, *, noise, references=20, tokens=8):
     lifts = np.append(answers, np.zeros(references))[sequence_N]
     base_N = np.round(-6 - np.sin(word_N), 1)
     tuned_N = base_N + np.cos(word_N) + 0.5 * lifts + rng.uniform(-noise, noise, len(word_N))
-    same = {
-        "mean_N": np.full(len(word_N), -7.0),
-        "variance_N": np.ones(len(word_N)),
-        "argmax_N": np.zeros(len(word_N), dtype=bool),
-    }
-    both = {f"{which}_{name}": column for which in ("tuned", "base") for name, column in same.items()}
-    return TokenTable(
-        tuple(f"c{index:05d}" for index in range(size)),
-        np.full(size, 40),
-        sequence_N,
-        tuned_log_prob_N=tuned_N,
-        base_log_prob_N=base_N,
-        tuned_top_k_log_prob_N=tuned_N,
-        base_top_k_log_prob_N=base_N,
-        **both,
+    return token_table(
+        tuned_N.reshape(size, tokens),
+        base_N.reshape(size, tokens),
         groups=(1,) * len(answers) + (0,) * references,
         coins=(*map(bool, coins), *([None] * references)),
         secret_N=np.tile(np.arange(tokens) == tokens - 1, size),
@@ -262,31 +247,6 @@ def test_the_line_in_the_roc_is_the_limit_of_the_whole_mechanism(seed):
 
 
 # The summary.
-
-
-def test_a_summary_has_what_reports_read_and_is_json(seed):
-    report = summarised(make_table(np.random.default_rng([seed, 4]), 0.0), CLAIM, alpha=0.05, guesses=(10, 50))
-    json.dumps(report, allow_nan=False)
-    assert report["claim"] == {"epsilon": 4.0, "delta": 1e-5, "unit": "example"}
-    assert set(report["attacks"]) == {"calibrated", "ratio", "loss", "rmia"}
-    for attack in report["attacks"].values():
-        wanted = {
-            "group",
-            "auc",
-            "auc_interval",
-            "confidence",
-            "tpr_at_1_percent_fpr",
-            "tpr_at_0.1_percent_fpr",
-            "limits",
-        }
-        assert wanted | {"positives", "negatives", "base_control_auc"} <= set(attack)
-        assert attack["positives"] + attack["negatives"] == 500
-    assert set(report["exposure"]) == set(report["extraction"]) == {"1", "4"}
-    assert {"mean", "null_mean", "p_value", "maximum", "base_mean", "inserted"} <= set(report["exposure"]["1"])
-    wanted = {"value", "alpha", "delta", "method", "guesses", "best_guesses", "correct", "num_canaries", "ceiling"}
-    assert set(report["epsilon_lower_bound"]) == wanted | {"guesses_in", "best_side", "slope"}
-    assert report["epsilon_lower_bound"]["num_canaries"] == 200
-    assert 0.9 < report["attacker_limits"]["auc"] < 1
 
 
 def test_a_summary_finds_what_was_memorised_and_only_that(seed):
@@ -412,15 +372,9 @@ def test_every_changed_column_of_an_earlier_score_table_is_seen(column, tmp_path
         "num_tokens": lambda text: str(int(text) + 1),
         "group": lambda text: {"1": "4", "4": "1", "32": "1"}[text],
     }.get(table[0][column], lambda text: {"0": "1", "1": "0"}[text])
-    for row in table[1:]:
-        if row[2]:
-            row[column] = forge(row[column])
+    for line in table[1:]:
+        if line[2]:
+            line[column] = forge(line[column])
     path.write_text("\n".join(map(",".join, table)))
     with pytest.raises(Wrong):
         checked(card, read_json(card / "audit" / "audit.json"))
-
-
-@pytest.mark.parametrize("name", ["clinic-epsilon-1", "clinic-epsilon-8", "e2e-epsilon-8"])
-def test_every_published_audit_follows_from_its_scores(name, tmp_path):
-    card = shutil.copytree(MODEL_CARDS / name / "export", tmp_path / "card")
-    assert checked(card, read_json(card / "audit" / "audit.json"))["audit: statistics"] == "verified"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import stat
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,15 +63,12 @@ def test_coins_are_fair_and_independent_of_group_and_neighbour(seed):
         assert stats.binomtest(int(part.sum()), len(part), 0.5).pvalue > 1e-8 / 8
 
 
-def test_secrets_are_uniform_digits_and_candidates_are_like_references(seed):
+def test_secrets_are_uniform_digits(seed):
     generator = random.Random(seed)
     plan = plan_canaries(CanaryConfig(groups={1: 5000}, digits=8, references=5000), generator=generator)
     for place in range(8):
-        counts = [
-            np.bincount([int(c.secret[place]) for c in part], minlength=10) for part in (plan.canaries, plan.references)
-        ]
-        assert stats.chisquare(counts[0]).pvalue > 1e-8 / 8
-        assert stats.chi2_contingency(counts).pvalue > 1e-8 / 8
+        counts = np.bincount([int(canary.secret[place]) for canary in everyone(plan)], minlength=10)
+        assert stats.chisquare(counts).pvalue > 1e-8 / 8
 
 
 def test_entropy_is_the_operating_systems_whatever_the_user_seeds():
@@ -87,30 +82,22 @@ def test_entropy_is_the_operating_systems_whatever_the_user_seeds():
     assert [c.inserted for c in plans[0].canaries] != [c.inserted for c in plans[1].canaries]
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.dictionaries(st.integers(1, 20), st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(groups, entropy):
-    config = CanaryConfig(groups=groups, references=100)
-    plan = plan_canaries(config, generator=random.Random(entropy))
-    filled = slots(plan, ROWS)
-    assert len(filled) == num_slots(AuditConfig(canaries=config), ROWS) == sum(k * n for k, n in groups.items())
-    for canary in plan.canaries:
-        held = sum(slot == (canary,) for slot in filled)
-        assert held == (canary.group if canary.inserted else 0)
-
-
 UNITS = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=8)
 
 
+@pytest.mark.parametrize("data", [ROWS, UNITS], ids=["rows", "units"])
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.dictionaries(st.integers(1, 8), st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_where_units_are_drawn_a_canary_is_one_unit(groups, entropy):
+@given(
+    groups=st.dictionaries(st.integers(1, 8), st.integers(1, 30), min_size=1, max_size=4), draw=st.integers(0, 2**32)
+)
+def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(data, groups, draw):
+    """A row of each repetition holds one; where units are drawn, a canary is one unit."""
     config = CanaryConfig(groups=groups, references=100)
-    plan = plan_canaries(config, generator=random.Random(entropy))
-    filled = slots(plan, UNITS)
-    assert len(filled) == num_slots(AuditConfig(canaries=config), UNITS) == sum(groups.values())
-    for canary, slot in zip(plan.canaries, filled, strict=True):
-        assert slot == ((canary,) * canary.group if canary.inserted else ())
+    plan, each = plan_canaries(config, generator=random.Random(draw)), {k: k if data is ROWS else 1 for k in groups}
+    filled = slots(plan, data)
+    assert len(filled) == num_slots(AuditConfig(canaries=config), data) == sum(each[k] * n for k, n in groups.items())
+    held = [[(one,) * (one.group // each[one.group])] * each[one.group] for one in plan.canaries if one.inserted]
+    assert [slot for slot in filled if slot] == [slot for own in held for slot in own]
 
 
 def test_where_rows_are_drawn_each_repetition_holds_a_slot_and_one_unit_brings_them_all():
@@ -152,13 +139,6 @@ def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
         check_fits(replace(plan, settings={}), ONLY_TEXT, path)
     with pytest.raises(ConfigError, match=r"audit\.gradient_canaries"):
         check_fits(plan, AuditConfig(canaries=SMALL, gradient_canaries=3), path)
-
-
-def test_references_hold_no_slot():
-    plan = plan_canaries(SMALL)
-    assert not {held.canary_id for slot in slots(plan, ROWS) for held in slot} & {
-        canary.canary_id for canary in plan.references
-    }
 
 
 def test_a_saved_plan_comes_back_and_is_for_its_owner_alone(tmp_path):
@@ -270,11 +250,6 @@ def test_more_canaries_than_secrets_are_refused():
         plan_canaries(CanaryConfig(groups={1: 9_950}, digits=4, references=100))
 
 
-def test_planning_and_statistics_do_not_import_torch():
-    code = "import sys, dpllm.canaries.canaries, dpllm.auditing.summary; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_gradient_canaries_hold_slots_have_coins_of_their_own_and_are_committed_to(tmp_path):
     both = AuditConfig(canaries=SMALL, gradient_canaries=400)
     assert num_slots(both, ROWS) == num_slots(ONLY_TEXT, ROWS) + 400
@@ -286,11 +261,6 @@ def test_gradient_canaries_hold_slots_have_coins_of_their_own_and_are_committed_
     assert load(tmp_path / "canaries.json") == plan
     again = redraw_coins(plan)
     assert (again.gradient_key, again.gradient_coins) != (plan.gradient_key, plan.gradient_coins)
-    edited = json.loads((tmp_path / "canaries.json").read_text())
-    edited["gradient_coins"][0] = not edited["gradient_coins"][0]
-    (tmp_path / "canaries.json").write_text(json.dumps(edited))
-    with pytest.raises(ConfigError, match="its own commitment"):
-        load(tmp_path / "canaries.json")
 
 
 def test_gradient_canaries_stand_beside_canaries_of_text():

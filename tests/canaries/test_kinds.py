@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpllm.canaries import kinds
-from dpllm.canaries.canaries import encode_secret, plan_canaries, redraw_coins, slots
+from dpllm.canaries.canaries import encode_secret, plan_canaries, redraw_coins
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import RunConfig, dump_config, load_config
-from dpllm.text.data import encode_units
 
 KINDS = ("digits", "random_tokens", "new_tokens", "pii")
 HEAD = {"method": "lora", "modules_to_save": ["lm_head"]}
@@ -340,18 +339,10 @@ def test_new_coins_keep_the_texts_and_forget_the_old_coins(source, seed):
     assert not any(canary.inserted for canary in again.references)
 
 
-def test_planted_rows_are_encoded_as_any_row(source, tokenizer):
-    data = recipe().data
-    plan = plan_canaries(config("random_tokens"), source=source, generator=random.Random(12))
-    for slot in slots(plan, data):
-        for canary in slot:
-            unit = encode_units([[canary.example("text")]], "text", tokenizer, data)[0]
-            assert unit.sequences == (encode_secret(canary, "text", tokenizer, 64, "refuse")[0],)
-
-
-def test_planning_without_a_model_imports_neither_torch_nor_transformers():
+def test_neither_planning_without_a_model_nor_statistics_import_torch():
     code = (
-        "import sys; from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.audit import CanaryConfig\n"
+        "import sys, dpllm.auditing.summary\n"
+        "from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.audit import CanaryConfig\n"
         "plan_canaries(CanaryConfig(kind='pii', groups={1: 5}, references=100))\n"
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )

@@ -95,6 +95,11 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
         (["--attack", "telepathy"], "Type one of"),
         (["--train.steps", "3"], "audited as it was trained"),
         (["--twin", "nowhere"], "holds no run"),
+        (["--attack", "loss", "--members"], "two separate audits"),
+        (["--attack", "loss", "--twin", "run"], "two separate audits"),
+        (["--leakage", "--members"], "two separate audits"),
+        (["--members", "--shadows", "2"], "two separate audits"),
+        (["--leakage", "--scores-only"], "two separate audits"),
     ],
 )
 def test_mistakes_with_a_run_are_one_message(finished: Place, arguments: list[str], words: str) -> None:
@@ -113,29 +118,12 @@ def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path)
     assert "is a part of a run" in refused(finished.run / "export")
     assert f"Type: dpllm audit {finished.run}" in refused(finished.root)
     assert "Type the directory of the run" in refused(finished.run / "config.yaml")
+    (tmp_path / "planned" / "private").mkdir(parents=True)
+    (tmp_path / "planned" / "private" / "canaries.json").write_text("{}")
+    assert "nothing is trained yet" in refused(tmp_path / "planned")
     adapter = tmp_path / "adapter"
     shutil.copytree(finished.run / "export", adapter)
     assert "is a model trained elsewhere" in refused(adapter, "--base", "builtin:tiny")
-
-
-def test_canaries_that_are_planned_are_no_run(tmp_path: Path, base: Path) -> None:
-    place = make_place(tmp_path / "planned", base, {"audit.canaries": {"groups": {1: 3}, "references": 100}})
-    done("canaries", "plan", place.recipe)
-    assert "nothing is trained yet" in refused(place.run)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--attack", "loss", "--members"),
-        ("--attack", "loss", "--twin", "run"),
-        ("--leakage", "--members"),
-        ("--members", "--shadows", "2"),
-        ("--leakage", "--scores-only"),
-    ],
-)
-def test_no_option_is_left_out_without_a_word(finished: Place, options: tuple[str, ...]) -> None:
-    assert "two separate audits" in refused(finished.run, *options)
 
 
 def test_an_audit_keeps_what_the_one_before_found_on_the_same_weights(copy: Place) -> None:
@@ -160,8 +148,8 @@ def test_a_promise_that_was_edited_is_not_tested(copy: Place, edit: dict[str, ob
 def test_weights_of_another_run_are_refused(copy: Place) -> None:
     path = copy.run / "export" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert "not the weights that the run wrote" in refused(copy.run)
-    assert "not the weights that the run wrote" in refused(copy.run, "--members")
+    for options in ((), ("--members",)):
+        assert "not the weights that the run wrote" in refused(copy.run, *options)
 
 
 def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
@@ -169,14 +157,6 @@ def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
     path.write_bytes(b"\xff not a line that was written here\n" + path.read_bytes())
     report = json.loads(done("audit", copy.run, "--scores-only", "--json").out)
     assert report["audits_run"] == 3
-
-
-def test_canaries_of_another_run_are_refused(copy: Place, tmp_path: Path, base: Path) -> None:
-    stranger = canaries.plan_canaries(RunDir(copy.run).load_config().audit.canaries)
-    canaries.save(stranger, RunDir(copy.run).canaries)
-    before = contents(copy.run / "export")
-    assert "committed to before training" in refused(copy.run)
-    assert contents(copy.run / "export") == before
 
 
 def test_a_run_goes_on_with_the_canaries_it_began_with(copy: Place) -> None:

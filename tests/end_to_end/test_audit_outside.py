@@ -107,14 +107,6 @@ def test_a_model_that_learned_nothing_gives_nothing_away(stranger: Stranger, tmp
     assert found["scores"]["loss"]["auc"] == found["scores"]["loss"]["base_auc"]
 
 
-def test_without_coins_there_is_no_bound_and_still_an_attack(stranger: Stranger, tmp_path: Path) -> None:
-    path = manifest(tmp_path / "m.jsonl", stranger.canaries, None)
-    report = audit_outside_canaries(stranger.adapter, path, claim=CLAIM).to_json()
-    assert (report["verdict"], report["epsilon_lower_bound"]["value"]) == ("inconclusive", 0)
-    assert report["attacks"]["ratio"]["auc"] > 0.8
-    assert report["canaries"]["coins"] == "not stated"
-
-
 def test_rows_that_trained_are_told_from_rows_that_did_not(stranger: Stranger) -> None:
     files = (str(stranger.members), str(stranger.non_members))
     report = audit_outside_members(stranger.adapter, *files)
@@ -125,11 +117,3 @@ def test_rows_that_trained_are_told_from_rows_that_did_not(stranger: Stranger) -
         assert low <= 0.5 <= high
     turned = audit_outside_members(stranger.adapter, *reversed(files))
     assert turned["scores"]["loss"]["auc"] == pytest.approx(1 - report["scores"]["loss"]["auc"])
-
-
-def test_rows_of_another_kind_are_no_members(stranger: Stranger, tmp_path: Path) -> None:
-    others = [{"text": f"Rain is likely on day {number} in the north."} for number in range(60)]
-    path = tiny.write_rows(tmp_path / "others.jsonl", others)
-    report = audit_outside_members(stranger.adapter, str(stranger.members), str(path))
-    assert report["word"] == "distribution shift"
-    assert "of different kinds" in report["reason"]

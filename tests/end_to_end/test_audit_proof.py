@@ -102,14 +102,3 @@ def test_a_twin_without_privacy_is_a_positive_control_and_keeps_the_report_priva
     assert report["verdict"] == "consistent"
     assert place.json("export/audit/audit.json")["verdict"] == "inconclusive"
     assert place.json("private/audit/audit.json")["verdict"] == "consistent"
-
-
-def test_one_attack_writes_nothing_and_does_not_count(plain: tuple[Place, Json]) -> None:
-    place, report = plain
-    before = {path: path.read_bytes() for path in place.run.rglob("*") if path.is_file()}
-    answer = done("audit", place.run, "--attack", "min_k")
-    assert f"min_k {report['attacks']['min_k']['auc']:.2f} (" in " ".join(answer.out.split())
-    assert {path: path.read_bytes() for path in place.run.rglob("*") if path.is_file()} == before
-    wrong = dpllm_("audit", place.run, "--attack", "mink")
-    assert wrong.code == 2
-    assert "Did you mean min_k?" in wrong.err

@@ -12,12 +12,10 @@ import cards
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from dpllm.auditing import attacks, statistics, summary, terminal
-from dpllm.auditing.record import parse_audit
+from dpllm.auditing import attacks, statistics, summary
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_scores
 from dpllm.auditing.verdict import Claim
@@ -207,22 +205,6 @@ def test_no_canary_text_leaves_the_private_directory(memorised):
     assert stat.S_IMODE(run.canaries.stat().st_mode) == 0o600
 
 
-def test_the_terminal_table_can_be_shown(memorised):
-    _, _, report = memorised
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(terminal.table(parse_audit(report, "audit.json")))
-    text = console.export_text()
-    assert "falsified" in text
-    assert "Mean exposure (bits)" in text
-    assert "planted 8 times" in text
-    assert "an attack that is always right" in text
-
-
-def test_every_audit_is_counted(memorised):
-    run, _, report = memorised
-    assert audit(run).audits_run == report["audits_run"] + 1
-
-
 def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
     run, _ = make_run(base, tmp_path, adapter="lora", epsilon=4.0)
     adapter = get_peft_model(
@@ -256,20 +238,11 @@ def test_what_cannot_be_audited_is_refused(base, tmp_path):
         audit(run)
     canaries.save(plan, run.canaries)
     promise = read_json(run.plan)
-    write_json(run.plan, {name: value for name, value in promise.items() if name != "audit"})
-    with pytest.raises(ConfigError, match="not the Plan that the run trained under"):
-        audit(run)
     for key, value in (("epsilon", "?"), ("epsilon", -1.0), ("delta", 7)):
         write_json(run.plan, {**promise, key: value})
         write_json(run.run, {**read_json(run.run), "plan_digest": digest(read_json(run.plan))})
         with pytest.raises(ConfigError, match=f"{key} is not what a run writes there"):
             audit(run)
-    write_json(run.plan, promise)
-    write_json(run.run, {**read_json(run.run), "plan_digest": digest(read_json(run.plan))})
-    export(run, GPT2LMHeadModel.from_pretrained(base))
-    write_json(run.run, {**read_json(run.run), "artifacts": {"model.safetensors": "0" * 64}})
-    with pytest.raises(ConfigError, match="not the weights that the run wrote"):
-        audit(run)
     run.plan.unlink()
     with pytest.raises(ConfigError, match="disagree on whether the run promises"):
         audit(run)

@@ -8,7 +8,6 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import tiny_models as tm
@@ -72,12 +71,6 @@ def test_noise_is_what_protects(plan, monkeypatch, seed):
     monkeypatch.setattr(GaussianNoise, "draw", lambda self, size: torch.zeros(size))
     report = leak("llama", plan, seed)
     assert report.noised.span_recall == 1.0
-
-
-def test_on_average_the_noised_gradient_is_chance(plan, full, seed):
-    areas = [leak("llama", plan, 50 * seed + number).noised.span_auc for number in range(60 if full else 12)]
-    assert stats.ttest_1samp(areas, 0.5).pvalue > 1e-8
-    assert abs(np.mean(areas) - 0.5) < 0.1
 
 
 def test_more_tokens_than_rank_hide_some(plan, seed):

@@ -7,10 +7,11 @@ import random
 
 import numpy as np
 import pytest
+from score_tables import token_table
 
 from dpllm.auditing import attacks, statistics
 from dpllm.auditing.bounds import epsilon_lower_bound
-from dpllm.auditing.table import CanaryScores, TokenTable
+from dpllm.auditing.table import CanaryScores
 from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
@@ -168,18 +169,8 @@ def scored(planned, lift, seed, base_shift=0.0):
         CanaryScores(one.canary_id, one.group, one.inserted if one.group else None, 2, tuned, base, False, False)
         for one, tuned, base in zip(everyone, tuned_S.tolist(), base_S.tolist(), strict=True)
     ]
-    columns = {}
-    for name, values in (("tuned", tuned_S), ("base", base_S)):
-        halves = np.repeat(values / 2, 2)
-        columns |= {
-            f"{name}_log_prob_N": halves,
-            f"{name}_mean_N": halves * 0 - 3,
-            f"{name}_variance_N": halves * 0 + 1,
-            f"{name}_argmax_N": halves > 0,
-            f"{name}_top_k_log_prob_N": halves,
-        }
-    names = tuple(one.canary_id for one in everyone)
-    return rows, TokenTable(names, np.full(len(names), 40), np.repeat(np.arange(len(names)), 2), **columns)
+    halves = (np.repeat(values_S[:, None] / 2, 2, axis=1) for values_S in (tuned_S, base_S))
+    return rows, token_table(*halves, [one.canary_id for one in everyone])
 
 
 def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
@@ -265,19 +256,6 @@ def test_without_coins_a_shift_is_said(seed):
     )
     rows, tokens = scored(with_words, 0.0, seed)
     assert "already tell" in summarise_manifest(rows, tokens, with_words, None).verdict_reason
-
-
-def test_coins_that_the_words_give_away_falsify_nothing(seed):
-    planned = manifest()
-    given = tuple(
-        canaries.Canary(one.canary_id, 1, f"{one.carrier} {'yes' if one.inserted else 'no'}", one.secret, one.inserted)
-        for one in planned.canaries
-    )
-    planned = Manifest(given, (), True, "independent")
-    rows, tokens = scored(planned, 8.0, seed)
-    report = summarise_manifest(rows, tokens, planned, Claim(0.1, 1e-5, "example")).to_json()
-    assert report["verdict"] == "inconclusive"
-    assert report["controls"]["words"]["succeeds"]
 
 
 def test_repeated_canaries_are_judged_without_references_too(seed):
