@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import fft, optimize
 from scipy.special import gammaln
 
+from dpllm.privacy.limits import attacker_limits
 from dpllm.statement.fields import AtLeast1, Between0And1, Count, Number, Record, Share
 
 # A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies.
@@ -85,6 +86,33 @@ class GroupClaim:
     """At most 1, and 1 says nothing."""
     repetitions: int
     """k."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the Plan promises for one privacy unit."""
+
+    epsilon: float
+    delta: float
+    unit: str
+
+    def units(self, repetitions: int) -> int:
+        """How many privacy units a canary with so many repetitions holds: one each where rows are the unit, else one."""
+        return repetitions if self.unit == "example" else 1
+
+    def of(self, repetitions: int) -> GroupClaim:
+        """The claim that a canary with so many repetitions is under."""
+        return group_claim(self.epsilon, self.delta, self.units(repetitions))
+
+    def limits(self, repetitions: int, whole: Mapping[str, float | None] | None) -> dict[str, float]:
+        """What no attack on such a canary can exceed, see ``attacker_limits``.
+
+        ``whole`` is the same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
+        """
+        target = self.of(repetitions)
+        known = (whole or {}) if self.units(repetitions) == 1 else {}
+        pair = attacker_limits(target.epsilon, target.delta)
+        return {name: min(value, known.get(name) or value) for name, value in pair.items()}
 
 
 def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: float, delta: float) -> float:

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from dpllm.auditing.bounds import Claim
 from dpllm.auditing.summary import PRIMARY_ATTACK, summarise
 from dpllm.auditing.table import CanaryScores
-from dpllm.auditing.verdict import Claim
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.statement.run_files import AuditSettings
 

@@ -25,7 +25,7 @@ from dpllm.files import write_json
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.text import data
-from dpllm.text.data import TokenSequence, Unit, unit_name
+from dpllm.text.data import Unit, unit_name
 from dpllm.text.layouts import FIELDS, Format
 
 if TYPE_CHECKING:
@@ -293,15 +293,14 @@ def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -
     """The token table with one entry for each unit."""
     from dpllm.auditing.scores import score_sequences, zlib_bytes
 
-    owners = [(index, sequence) for index, unit in enumerate(units) for sequence in unit.sequences]
-    sequences: list[TokenSequence] = [sequence for _, sequence in owners]
-    names = [f"s{place:06d}" for place in range(len(sequences))]
-    table = score_sequences(models, names, [""] * len(sequences), sequences, [one.loss_mask for one in sequences])
-    return replace(
-        table,
+    sequences = [sequence for unit in units for sequence in unit.sequences]
+    masks = [one.loss_mask for one in sequences]
+    owners = np.repeat(np.arange(len(units)), [len(unit.sequences) for unit in units])
+    return TokenTable(
         canary_ids=tuple(f"u{index:06d}" for index in range(len(units))),
         zlib_bytes_S=np.array([zlib_bytes(text) for text in texts], dtype=np.int64),
-        sequence_N=np.array([index for index, _ in owners], dtype=np.int64)[table.sequence_N],
+        sequence_N=np.repeat(owners, [sum(mask) for mask in masks]),
+        **score_sequences(models, sequences, masks),
     )
 
 

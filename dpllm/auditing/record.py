@@ -12,8 +12,7 @@ from typing import Generic, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from dpllm.auditing.bounds import GroupClaim, OneRunBound
-from dpllm.auditing.verdict import Claim
+from dpllm.auditing.bounds import Claim, GroupClaim, OneRunBound
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.statement import privacy_record

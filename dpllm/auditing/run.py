@@ -21,13 +21,13 @@ import torch
 
 from dpllm.auditing import attacks
 from dpllm.auditing.blind import words_control
+from dpllm.auditing.bounds import Claim
 from dpllm.auditing.generation import generate_attacks
 from dpllm.auditing.gradient import GradientTable, tabulate, write_gradient
 from dpllm.auditing.record import AuditRecord, Summary, read_audit
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, write_tokens
-from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError
@@ -86,8 +86,7 @@ def audit(
     examined = _examine(run, config, plan, claim, generate=generate)
     given = {}
     if shadows:
-        version = AuditSettings.pick(examined.beside["settings"]).version
-        scored = attacks.of_version(examined.table, examined.tokens, version)
+        scored = attacks.of_version(examined.table, examined.tokens, examined.settings.version)
         given["shadows"] = shadows(run, config, plan, scored, claim.delta if claim else DELTA_WITHOUT_CLAIM)
     count = _count(run)
     published = config.privacy.enabled and public
@@ -99,7 +98,8 @@ def audit(
 
 
 def _record(examined: _Examined, twin: str | None, **given: Any) -> AuditRecord:
-    return AuditRecord.pick({**_summary(examined, twin).to_json(), **examined.beside, **given})
+    parts = {"settings": examined.settings, **examined.beside, **given}
+    return AuditRecord.pick(_summary(examined, twin).to_json(), **parts)
 
 
 def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord:
@@ -189,6 +189,7 @@ class _Examined:
     promise: dict[str, Any] | None
     words: dict[str, Any] | None
     gradient: GradientTable | None
+    settings: AuditSettings
     beside: dict[str, Any]
     """Parts of the report beside the summary."""
 
@@ -205,10 +206,10 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
         promise=promise,
         words=words_control(plan.canaries),
         gradient=_gradient(run, plan) if claim and plan.gradient_coins else None,
+        settings=AuditSettings.pick(promise["audit"] if promise else config.audit.fixed()),
         beside={
             "generation": generate_attacks(models, plan, *encoding) if generate else None,
             "canaries": _describe(plan),
-            "settings": promise["audit"] if promise else config.audit.fixed(),
             "weights": checkpoint.weight_hashes(run.export),
         },
     )
@@ -232,8 +233,7 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:
     beside = Beside(promise=examined.promise, words=examined.words, twin=twin, gradient=examined.gradient)
-    settings = AuditSettings.pick(examined.beside["settings"])
-    return summarise(examined.table, examined.claim, settings, tokens=examined.tokens, beside=beside)
+    return summarise(examined.table, examined.claim, examined.settings, tokens=examined.tokens, beside=beside)
 
 
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:

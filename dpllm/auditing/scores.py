@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,10 @@ _LOGITS_PER_CHUNK = {"cpu": 2**20, "cuda": 2**25}
 """Elements of one float32 chunk of the softmax: 4 MiB, which a processor keeps in its cache, and 128 MiB."""
 
 
+Mask = Sequence[bool] | NDArray[np.bool_]
+"""Which tokens of a sequence are meant."""
+
+
 @dataclass(frozen=True)
 class TokenScores:
     """The scored tokens of one sequence, in order."""
@@ -54,7 +58,10 @@ class TokenScores:
 
 
 def score(
-    model: torch.nn.Module, sequences: Sequence[TokenSequence], masks: Sequence[Sequence[bool]], token_budget: int
+    model: torch.nn.Module,
+    sequences: Sequence[TokenSequence],
+    masks: Sequence[Mask],
+    token_budget: int,
 ) -> list[TokenScores]:
     """Log-probability and greedy match of every masked token.
 
@@ -120,36 +127,27 @@ def score_encoded(
     models: ScoringModels, canaries: Sequence[Canary], encoded: Sequence[tuple[TokenSequence, Sequence[bool]]]
 ) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     """The same of canaries that are encoded already, each with the mask of its secret's tokens."""
-    tokens = score_sequences(
-        models,
-        [canary.canary_id for canary in canaries],
-        [canary.text for canary in canaries],
-        [sequence for sequence, _ in encoded],
-        [sequence.loss_mask for sequence, _ in encoded],
+    sequences, secrets = zip(*encoded, strict=True)
+    masks = [np.array(sequence.loss_mask, dtype=np.bool_) for sequence in sequences]
+    ids_N = np.concatenate([np.array(one.input_ids)[mask] for one, mask in zip(sequences, masks, strict=True)])
+    tokens = TokenTable(
+        canary_ids=tuple(canary.canary_id for canary in canaries),
+        zlib_bytes_S=np.array([zlib_bytes(canary.text) for canary in canaries]),
+        sequence_N=np.repeat(np.arange(len(masks)), [mask.sum() for mask in masks]),
+        **score_sequences(models, sequences, masks),
+        groups=tuple(canary.group for canary in canaries),
+        coins=tuple(canary.inserted if canary.group else None for canary in canaries),
+        secret_N=np.concatenate([np.array(secret)[mask] for secret, mask in zip(secrets, masks, strict=True)]),
+        word_N=np.unique(ids_N, return_inverse=True)[1],
     )
-    coins = tuple(canary.inserted if canary.group else None for canary in canaries)
-    trained = [(sequence, secret, np.array(sequence.loss_mask)) for sequence, secret in encoded]
-    secret_N = np.concatenate([np.array(secret)[mask] for _, secret, mask in trained])
-    ids_N = np.concatenate([np.array(sequence.input_ids)[mask] for sequence, _, mask in trained])
-    word_N = np.unique(ids_N, return_inverse=True)[1]
-    groups = tuple(canary.group for canary in canaries)
-    tokens = replace(tokens, groups=groups, coins=coins, secret_N=secret_N, word_N=word_N)
     return sum_up(tokens), tokens
 
 
-def score_sequences(
-    models: ScoringModels,
-    ids: Sequence[str],
-    texts: Sequence[str],
-    sequences: Sequence[TokenSequence],
-    masks: Sequence[Sequence[bool]],
-) -> TokenTable:
-    """One pass of the tuned and one of the base model over any sequences.
+def score_sequences(models: ScoringModels, sequences: Sequence[TokenSequence], masks: Sequence[Mask]) -> dict[str, Any]:
+    """One pass of the tuned and one of the base model over any sequences: the scored columns of a token table.
 
     Args:
         models: Both, in eval mode.
-        ids: A name for each sequence, all different.
-        texts: What each was encoded from; only its length under zlib is kept.
         sequences: As training reads them.
         masks: Which tokens of each are scored: at least one, never the first.
 
@@ -160,17 +158,11 @@ def score_sequences(
     tuned = score(models.tuned, sequences, masks, budget)
     with models.base() as base_model:
         base = score(base_model, sequences, masks, budget)
-    values: dict[str, Any] = {
+    return {
         f"{which}_{field.name.removeprefix('is_')}_N": np.concatenate([getattr(one, field.name) for one in scores])
         for which, scores in (("tuned", tuned), ("base", base))
         for field in fields(TokenScores)
     }
-    return TokenTable(
-        canary_ids=tuple(ids),
-        zlib_bytes_S=np.array([zlib_bytes(text) for text in texts]),
-        sequence_N=np.repeat(np.arange(len(ids)), [len(one.log_prob) for one in tuned]),
-        **values,
-    )
 
 
 def zlib_bytes(text: str) -> int:

@@ -15,13 +15,13 @@ import numpy as np
 
 from dpllm.auditing import attacks, extraction, statistics
 from dpllm.auditing import gradient as gradient_canaries
-from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound, shuffled
+from dpllm.auditing.bounds import Claim, OneRunBound, epsilon_lower_bound, shuffled
 from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.rates import event_trade_off
-from dpllm.auditing.record import SCHEMA_VERSION, Summary
+from dpllm.auditing.record import SCHEMA_VERSION, Controls, GroupTest, Summary
 from dpllm.auditing.statistics import Floats, shown
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
-from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
+from dpllm.auditing.verdict import grid, group_test, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import read
 from dpllm.privacy.limits import attacker_limits
@@ -108,9 +108,10 @@ def summarise(
     attacked = {
         group: _attacks(scored, group, claim.limits(group, whole) if claim else None) for group in scored.groups
     }
-    controls = _controls(scored, attacked, beside, settings)
+    controls, tried = _controls(scored, attacked, beside, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
-    word, reason = judge(claim, bound, tests, once, controls, gradient)
+    whole_rows = settings.version > 1
+    word, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried, whole_rows=whole_rows)
     smallest, secrets = min(scored.groups, default=1), by_group(_ranked(scores, beside))
     values = {
         "schema_version": beside.version,
@@ -128,13 +129,7 @@ def summarise(
         },
         "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
         "roc_limit": _roc_limit(beside.promise or {}),
-        "controls": {
-            "base_separates": controls.base_separates,
-            "words": dict(beside.words) if beside.words else None,
-            "positive": controls.positive,
-            "twin": beside.twin,
-            "level": settings.control_level,
-        },
+        "controls": controls,
         "verdict": word,
         "verdict_reason": reason,
     }
@@ -166,7 +161,7 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
     return _Scored(groups, ranked, references, by_token, slope, 1 if beside.version == 1 else statistics.INTERVALS)
 
 
-def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, Test]]:
+def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
     """The bound of the once-planted candidates, and the tests of the repeated groups that can refute the claim."""
 
     def bound(rows: Sequence[CanaryScores], **test: Any) -> OneRunBound:
@@ -183,7 +178,7 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
     for group, own_level in level.items():
         if group > 1 and claim:
             target, ways = claim.of(group), grid(sizes[group], settings)
-            tests[group] = Test(target, bound(scored.groups[group], delta=target.delta, alpha=own_level, **ways))
+            tests[group] = group_test(target, bound(scored.groups[group], delta=target.delta, alpha=own_level, **ways))
     return once, tests
 
 
@@ -203,11 +198,11 @@ def _gradient(table: GradientTable | None, claim: Claim | None, settings: AuditS
     return gradient_canaries.examine(table, delta=claim.delta, alpha=settings.alpha)
 
 
-def _repeated(group: int, claim: Claim | None, attacked: Json, test: Test | None) -> Json:
+def _repeated(group: int, claim: Claim | None, attacked: Json, test: GroupTest | None) -> Json:
     return {
         "claim": asdict(claim.of(group)) if claim else None,
         "attacks": {name: attacked[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
-        "test": {**test.bound.to_json(), "refuted": test.refuted} if test else None,
+        "test": test,
     }
 
 
@@ -218,8 +213,10 @@ def _roc_limit(promise: Mapping[str, Any]) -> list[list[float]] | None:
     return [[trade_off(tpr), tpr] for tpr in ROC_GRID]
 
 
-def _controls(scored: _Scored, attacked: Mapping[int, Json], beside: Beside, settings: AuditSettings) -> Controls:
-    """The base model on the same split, and the group where the attack is seen best."""
+def _controls(
+    scored: _Scored, attacked: Mapping[int, Json], beside: Beside, settings: AuditSettings
+) -> tuple[Controls, list[str]]:
+    """The base model on the same split and the group where the attack is seen best; the canaries it was tried on."""
     level = settings.control_level
     rows = [row for own in scored.groups.values() for row in own]
     sides = attacks.base_loss(attacks.members(rows)), attacks.base_loss(attacks.held_out(rows))
@@ -236,11 +233,11 @@ def _controls(scored: _Scored, attacked: Mapping[int, Json], beside: Beside, set
         best = max(seen, key=lambda group: seen[group])
         positive = f"AUC {seen[best]:.2f}" + (f" on the canaries planted {best} times" if best > 1 else "")
     tried = [f"planted {max(scored.groups)} times"] * bool(scored.groups) + ["of the twin"] * (beside.twin == "")
-    succeeds = bool(beside.words and beside.words["succeeds"])
     positive = positive or beside.twin
     if beside.gradient is not None and not positive:
         positive = gradient_canaries.seen(beside.gradient, level)
-    return Controls(separates, succeeds, positive or None, tuple(tried), whole_rows=settings.version > 1)
+    found = {"base_separates": separates, "words": beside.words or None, "positive": positive or None}
+    return Controls.pick(found, twin=beside.twin, level=level), tried
 
 
 def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) -> Json:

@@ -6,11 +6,10 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from dpllm.auditing.bounds import GroupClaim, OneRunBound, group_claim, one_run_ceiling
-from dpllm.privacy.limits import attacker_limits
+from dpllm.auditing.bounds import Claim, GroupClaim, OneRunBound, one_run_ceiling
+from dpllm.auditing.record import Controls, GroupTest
 from dpllm.recipe.audit import default_ways
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
@@ -19,61 +18,9 @@ CONTROL_LEVEL = 0.001
 """A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What the Plan promises for one privacy unit."""
-
-    epsilon: float
-    delta: float
-    unit: str
-
-    def units(self, repetitions: int) -> int:
-        """How many privacy units a canary with so many repetitions holds: one each where rows are the unit, else one."""
-        return repetitions if self.unit == "example" else 1
-
-    def of(self, repetitions: int) -> GroupClaim:
-        """The claim that a canary with so many repetitions is under."""
-        return group_claim(self.epsilon, self.delta, self.units(repetitions))
-
-    def limits(self, repetitions: int, whole: Mapping[str, float | None] | None) -> dict[str, float]:
-        """What no attack on such a canary can exceed, see ``attacker_limits``.
-
-        ``whole`` is the same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
-        """
-        target = self.of(repetitions)
-        known = (whole or {}) if self.units(repetitions) == 1 else {}
-        pair = attacker_limits(target.epsilon, target.delta)
-        return {name: min(value, known.get(name) or value) for name, value in pair.items()}
-
-
-@dataclass(frozen=True)
-class Test:
-    """The one-run test of one repetition group against the claim that this group is under."""
-
-    __test__ = False  # not one of pytest's
-    claim: GroupClaim
-    bound: OneRunBound
-
-    @property
-    def refuted(self) -> bool:
-        """Whether the bound exceeds the claim; of a true claim with probability at most ``bound.alpha``."""
-        return self.bound.value > self.claim.epsilon
-
-
-@dataclass(frozen=True)
-class Controls:
-    """What has to hold before an audit that finds nothing means anything."""
-
-    base_separates: bool
-    """The base model, which saw no canary, tells planted ones from the others (at CONTROL_LEVEL)."""
-    words_separate: bool
-    """A classifier that sees the words and no model does."""
-    positive: str | None
-    """Where the attack was seen to work; None: nowhere."""
-    tried: tuple[str, ...] = ()
-    """Which canaries it was tried on."""
-    whole_rows: bool = False
-    """The attacks read carrier and secret; the controls always do."""
+def group_test(claim: GroupClaim, bound: OneRunBound) -> GroupTest:
+    """The one-run test of a group against the claim that it is under; refutes a true one with probability <= ``bound.alpha``."""
+    return GroupTest.pick(bound.to_json(), refuted=bound.value > claim.epsilon)
 
 
 def levels(sizes: Mapping[int, int], claim: Claim, settings: AuditSettings) -> dict[int, float]:
@@ -110,10 +57,13 @@ def grid(size: int, settings: AuditSettings) -> dict[str, list[int]]:
 def judge(
     claim: Claim | None,
     bound: OneRunBound,
-    repeated: Mapping[int, Test],
+    repeated: Mapping[int, GroupTest],
     num_inserted: int,
     controls: Controls,
     gradient: GradientAudit | None = None,
+    *,
+    tried: Sequence[str] = (),
+    whole_rows: bool = False,
 ) -> tuple[str, str]:
     """What the tests say about the claim: falsified, inconclusive, consistent or no_claim, with the reason.
 
@@ -128,6 +78,8 @@ def judge(
         num_inserted: See ``bound``.
         controls: Of this audit.
         gradient: What gradient canaries show; None: there were none.
+        tried: Which canaries the attack was tried on.
+        whole_rows: The attacks read carrier and secret; the controls always do.
     """
     shown = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
     if claim is None:
@@ -136,15 +88,15 @@ def judge(
     if wrong := _contradiction(gradient, claim.epsilon):
         return "falsified", f"{wrong}, so {claimed} does not hold."
     # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
-    if failed := _failed(controls):
+    if failed := _failed(controls, whole_rows):
         return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
     if bound.value > claim.epsilon:
         return "falsified", f"The {shown} exceeds {claimed}."
     for group, test in repeated.items():
         if test.refuted:
             return "falsified", (
-                f"The lower bound {test.bound.value:.3g} of the canaries planted {group} times, at confidence "
-                f"{1 - test.bound.alpha:.4g}, exceeds {test.claim.epsilon:.3g}, which is what {claimed} allows for them."
+                f"The lower bound {test.value:.3g} of the canaries planted {group} times, at confidence "
+                f"{1 - test.alpha:.4g}, exceeds {claim.of(group).epsilon:.3g}, which is what {claimed} allows for them."
             )
     if not 0 < num_inserted < bound.num_canaries:
         return "inconclusive", (
@@ -159,7 +111,7 @@ def judge(
     if controls.positive is None:
         return "inconclusive", (
             f"The {shown} does not exceed {claimed}, but the attack was seen to work nowhere"
-            + (f", not on the canaries {' nor on those '.join(controls.tried)}" if controls.tried else "")
+            + (f", not on the canaries {' nor on those '.join(tried)}" if tried else "")
             + ", so finding nothing means nothing. Plant more canaries 32 times (audit.canaries.groups), train longer, or "
             "attack a twin that was trained without privacy and remembers them."
         )
@@ -198,15 +150,15 @@ def _seen(positive: str, gradient: GradientAudit | None) -> str:
     )
 
 
-def _failed(controls: Controls) -> str:
+def _failed(controls: Controls, whole_rows: bool) -> str:
     if controls.base_separates:
         return (
             "the base model, which never saw the canaries, already tells the planted ones from the others, so they were "
             "not planted by coins of their own or the base was trained on them"
         )
-    if controls.words_separate:
+    if controls.words and controls.words.succeeds:
         return (
-            f"a classifier that sees the words{' of carrier and secret' * controls.whole_rows} and no model tells the planted "
+            f"a classifier that sees the words{' of carrier and secret' * whole_rows} and no model tells the planted "
             "canaries from the others, so they were not planted by coins of their own"
         )
     return ""

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from dpllm.auditing.bounds import Claim
 from dpllm.auditing.rates import gaussian_epsilon
 from dpllm.auditing.record import AuditRecord, Canaries
-from dpllm.auditing.verdict import Claim
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, finite, stated
 from dpllm.privacy.events import step_of

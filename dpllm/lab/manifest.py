@@ -18,11 +18,10 @@ from typing import Any
 from scipy import stats
 
 from dpllm.auditing.blind import words_control
-from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.bounds import Claim, epsilon_lower_bound
 from dpllm.auditing.record import Bound, Summary
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable
-from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import Canary
 from dpllm.errors import ConfigError

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from dpllm.auditing.bounds import Claim
 from dpllm.auditing.members import audit_members
 from dpllm.auditing.record import Summary
 from dpllm.auditing.scores import score_encoded
-from dpllm.auditing.verdict import Claim
 from dpllm.canaries.canaries import Canary, count_groups, encode_secret
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import scratch, write_json

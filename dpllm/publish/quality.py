@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.auditing import echo
+from dpllm.auditing.bounds import Claim
 from dpllm.auditing.rates import upper_limit
-from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.errors import DataError, DpllmError
 from dpllm.files import read_json, write_json

@@ -14,11 +14,11 @@ from scipy import stats
 from score_tables import row, token_table
 
 from dpllm.auditing.blind import words_control
-from dpllm.auditing.bounds import OneRunBound
-from dpllm.auditing.record import parse_audit
+from dpllm.auditing.bounds import Claim, OneRunBound
+from dpllm.auditing.record import Controls, parse_audit
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import read_scores, sum_up
-from dpllm.auditing.verdict import Claim, Controls, Test, grid, judge, levels
+from dpllm.auditing.verdict import grid, group_test, judge, levels
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryConfig
 from dpllm.card import claim
@@ -37,7 +37,11 @@ CLAIM = Claim(epsilon=4.0, delta=1e-5, unit="example")
 SIGNIFICANCE = 1e-8
 COUNTED = {"guesses": (40, 120), "guesses_in": (30,)}
 DEFAULT = {"guesses": (), "guesses_in": (), **{name: tuple(ways) for name, ways in default_ways(200).items()}}
-SOUND = Controls(base_separates=False, words_separate=False, positive="AUC 0.99 on the canaries planted 32 times")
+
+
+def controls(*, base=False, words=False, positive="AUC 0.99 on the canaries planted 32 times"):
+    seen = {"auc": 0.5, "interval": [0.4, 0.6], "succeeds": words}
+    return Controls.pick({"base_separates": base, "words": seen, "positive": positive, "twin": None, "level": 0.001})
 
 
 def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), falling=(), falling_in=(), version=1, **given):
@@ -83,24 +87,24 @@ def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
     ],
 )
 def test_the_verdict_says_no_more_than_was_shown(claim, found, num_inserted, word):
-    said, reason = judge(claim, found, {}, num_inserted, SOUND)
+    said, reason = judge(claim, found, {}, num_inserted, controls())
     assert said == word
     assert "private" not in said + reason
     assert reason.endswith(".")
 
 
 def test_nothing_found_means_nothing_without_a_positive_control():
-    said, reason = judge(CLAIM, bound(0.0), {}, 100, Controls(False, False, None))
+    said, reason = judge(CLAIM, bound(0.0), {}, 100, controls(positive=None))
     assert said == "inconclusive"
     assert "seen to work nowhere" in reason
     # What was found needs no proof that anything can be found.
-    assert judge(CLAIM, bound(5.0), {}, 100, Controls(False, False, None))[0] == "falsified"
+    assert judge(CLAIM, bound(5.0), {}, 100, controls(positive=None))[0] == "falsified"
 
 
-@pytest.mark.parametrize("controls", [Controls(True, False, "seen"), Controls(False, True, "seen")])
+@pytest.mark.parametrize("failed", ["base", "words"])
 @pytest.mark.parametrize("value", [0.0, 9.0])
-def test_coins_that_were_none_give_no_verdict(controls, value):
-    said, reason = judge(CLAIM, bound(value), {}, 100, controls)
+def test_coins_that_were_none_give_no_verdict(failed, value):
+    said, reason = judge(CLAIM, bound(value), {}, 100, controls(**{failed: True}))
     assert said == "inconclusive"
     assert "cannot be trusted" in reason
 
@@ -120,10 +124,10 @@ def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):
 
 
 def test_a_repeated_group_refutes_what_the_claim_allows_for_it_and_no_less():
-    tests = {8: Test(Claim(0.1, 1e-6, "example").of(8), bound(0.79))}
-    assert judge(Claim(0.1, 1e-6, "example"), bound(0.0), tests, 100, SOUND)[0] == "consistent"
-    tests = {8: Test(Claim(0.1, 1e-6, "example").of(8), bound(0.81, alpha=0.025))}
-    said, reason = judge(Claim(0.1, 1e-6, "example"), bound(0.0), tests, 100, SOUND)
+    tests = {8: group_test(Claim(0.1, 1e-6, "example").of(8), bound(0.79))}
+    assert judge(Claim(0.1, 1e-6, "example"), bound(0.0), tests, 100, controls())[0] == "consistent"
+    tests = {8: group_test(Claim(0.1, 1e-6, "example").of(8), bound(0.81, alpha=0.025))}
+    said, reason = judge(Claim(0.1, 1e-6, "example"), bound(0.0), tests, 100, controls())
     assert said == "falsified"
     assert "planted 8 times, at confidence 0.975" in reason
 
@@ -219,12 +223,6 @@ def test_a_base_model_that_tells_the_coins_is_noticed(seed):
     assert report["verdict"] == "inconclusive"
 
 
-def test_limits_stand_beside_every_attack(seed):
-    report = summarised(make_table(np.random.default_rng([seed, 11]), 0.0), CLAIM, alpha=0.05, guesses=(40,))
-    assert report["attacks"]["ratio"]["limits"]["auc"] < report["repeated"]["4"]["attacks"]["ratio"]["limits"]["auc"]
-    assert report["repeated"]["4"]["claim"]["epsilon"] == 16.0
-
-
 def test_the_limit_of_single_units_is_that_of_the_whole_mechanism_where_it_is_lower():
     rows, people = Claim(2.0, 1e-5, "example"), Claim(2.0, 1e-5, "patient_id")
     pair, whole = rows.limits(1, None), {"auc": 0.6, "tpr_at_fpr_0.01": 1.0, "gdp_mu": None}
@@ -292,21 +290,6 @@ def test_groups_of_which_none_or_all_were_inserted_are_summarised():
 def test_a_table_without_references_is_refused():
     with pytest.raises(ConfigError, match="no references"):
         summarised([row("a")], CLAIM, alpha=0.05, guesses=(10,))
-
-
-@pytest.mark.parametrize("left", [0.0, 0.9])
-def test_fitting_the_score_to_the_candidates_does_not_cost_validity(left, seed, full):
-    """A true claim of randomised response, behind base scores that explain all or nothing of the noise."""
-    rng, audits, false = np.random.default_rng([seed, 13]), 2000 if full else 300, 0
-    claim = Claim(1.0, 0.0, "example")
-    for _ in range(audits):
-        rows = [row(f"r{index}", 0, None, 0.0, 0.0) for index in range(2)]
-        coins, base = rng.random(100) < 0.5, rng.normal(size=100)
-        answers = np.where(rng.random(100) < 1 / (1 + np.exp(-claim.epsilon)), coins, ~coins)
-        tuned = left * base + 100.0 * answers + rng.uniform(0, 0.1, 100)
-        rows += [row(f"c{i}", 1, bool(coins[i]), tuned[i], base[i]) for i in range(100)]
-        false += summarised(rows, claim, alpha=0.05, guesses=(40, 100))["verdict"] == "falsified"
-    assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
 
 # What is computed again.

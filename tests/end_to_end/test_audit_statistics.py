@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dpllm.auditing import attacks, statistics, summary
+from dpllm.auditing.bounds import Claim
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_scores
-from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import encode_secret
 from dpllm.errors import ConfigError

@@ -10,9 +10,8 @@ import pytest
 from score_tables import token_table
 
 from dpllm.auditing import attacks, statistics
-from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.bounds import Claim, epsilon_lower_bound
 from dpllm.auditing.table import CanaryScores
-from dpllm.auditing.verdict import Claim
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab.manifest import FEWEST_OUT, Manifest, read_manifest, summarise_manifest
