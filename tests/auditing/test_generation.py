@@ -7,7 +7,6 @@ import json
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -119,7 +118,7 @@ def test_an_end_token_and_the_defaults_of_a_model_change_nothing(tokenizer):
     assert model.generation_config is own
 
 
-def test_a_beam_search_is_as_good_as_it_can_be_and_no_worse_than_greedy(base, tokenizer):
+def test_a_beam_search_is_as_good_as_it_can_be(tokenizer):
     """Two tokens with as many beams as there are first tokens: the search is exhaustive."""
     torch.manual_seed(0)
     small = GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=1, n_head=2, n_positions=32)).eval()
@@ -133,17 +132,6 @@ def test_a_beam_search_is_as_good_as_it_can_be_and_no_worse_than_greedy(base, to
             log_p = torch.log_softmax(small(ids).logits, dim=-1)
         best = (log_p[:, len(prompt) - 1].gather(1, ids[:, -1:]) + log_p[:, -1]).flatten().argmax().item()
         assert written == divmod(best, 12)
-    prompts = random_prompts(20)
-    sides = [complete(base, tokenizer, prompts, 6, beams=beams) for beams in (1, 6)]
-    greedy, beam = (log_prob(base, prompts, side) for side in sides)
-    assert (beam >= greedy - 1e-3).mean() > 0.8
-    assert beam.mean() > greedy.mean()
-
-
-def log_prob(model, prompts, texts):
-    sequences = [TokenSequence((*p, *t), (False,) * (len(p) + 6), 6) for p, t in zip(prompts, texts, strict=True)]
-    masks = [(*[False] * len(prompt), *[True] * 6) for prompt in prompts]
-    return np.array([one.log_prob.sum() for one in score(model, sequences, masks, 2048)])
 
 
 def test_reading_prompts_once_for_all_beams_changes_no_completion(base, tokenizer, monkeypatch):

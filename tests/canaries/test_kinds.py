@@ -27,13 +27,12 @@ from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import RunConfig, dump_config, load_config
 
 KINDS = ("digits", "random_tokens", "new_tokens", "pii")
-HEAD = {"method": "lora", "modules_to_save": ["lm_head"]}
 
 
-def recipe(adapter=HEAD, **data):
+def recipe(**data):
     value = {
         "model": {"name_or_path": "builtin:tiny"},
-        "adapter": adapter,
+        "adapter": {"method": "lora", "modules_to_save": ["lm_head"]},
         "data": {"train": "rows.jsonl", "format": "text", "max_length": 64, **data},
         "train": {"steps": 1},
         "output_dir": "run",
@@ -194,18 +193,15 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
-@pytest.mark.parametrize("adapter", [HEAD, {"method": "lora"}, {"method": "frozen"}])
-def test_where_single_tokens_are_too_few_rare_ones_stand_in_a_run(adapter, tokenizer):
+def test_where_single_tokens_are_too_few_rare_ones_stand_in_a_run(source, tokenizer):
     """The builtin vocabulary has a thousand tokens; a recipe's default is two thousand canaries and references."""
-    own = ModelSource(recipe(adapter), tokenizer, torch.device("cpu"))
-    plan = plan_canaries(CanaryConfig(kind="new_tokens"), source=own, generator=random.Random(9))
+    plan = plan_canaries(CanaryConfig(kind="new_tokens"), source=source, generator=random.Random(9))
     used = [encoded(canary, tokenizer) for canary in everyone(plan)]
     assert len({tuple(ids) for ids in used}) == 2040
-    lengths = {len(ids) for ids in used}
-    assert lengths == {3}
+    assert {len(ids) for ids in used} == {3}
     asked = random.Random(0).sample(range(kinds.NUM_CARRIERS), kinds.SENTENCES_ASKED)
     expected = mean_log_probs(tokenizer, [kinds.carrier(index) for index in asked])
-    rare = np.quantile(expected[own.ordinary_ids], kinds.RAREST)
+    rare = np.quantile(expected[source.ordinary_ids], kinds.RAREST)
     assert max(expected[ids[1:]].max() for ids in used) <= rare
     assert math.log2(kinds.SPARE * 2040) <= plan.log2_secrets < math.log2(len(tokenizer)) * 3
 

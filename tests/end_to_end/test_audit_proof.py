@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Json, Place, done, dpllm_, make_place
+from running import Json, Place, done, make_place
 
 from dpllm.auditing.run import audit
 from dpllm.canaries import canaries
@@ -78,17 +78,6 @@ def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base:
         assert report["verdict"] in ("consistent", "inconclusive")
         bounds.append(report["epsilon_lower_bound"]["value"])
     assert sum(value > 1 for value in bounds) <= 1
-
-
-def test_what_is_no_twin_is_refused(plain: tuple[Place, Json], tmp_path: Path, base: Path, seed: int) -> None:
-    place = trained(tmp_path / "dp", base, seed + 7, {"privacy.epsilon": 0.5, "privacy.delta": 1e-6, "train.steps": 4})
-    alone = audit(RunDir(place.run), generate=False).to_json()
-    assert alone["verdict"] == "inconclusive"
-    for twin, said in ((place.run, "was trained with differential privacy"), (plain[0].run, "section train")):
-        answer = dpllm_("audit", place.run, "--twin", twin)
-        assert answer.code == 2
-        assert said in answer.err
-    assert place.json("export/audit/audit.json")["audits_run"] == 1
 
 
 @pytest.mark.full

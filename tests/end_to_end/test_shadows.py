@@ -137,7 +137,7 @@ def test_the_report_says_what_was_found_and_what_it_assumes(shadowed: tuple[Plac
 
 
 def test_finished_shadows_are_kept_and_unfinished_ones_started_over(
-    shadowed: tuple[Place, dict[str, object]], tmp_path: Path
+    shadowed: tuple[Place, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place(tmp_path / "copy", shadowed[0].base)
     shutil.copytree(shadowed[0].root, place.root)  # the run's path is no part of what a shadow is
@@ -157,6 +157,10 @@ def test_finished_shadows_are_kept_and_unfinished_ones_started_over(
     again = canaries.load(second.canaries)
     assert again.commitment == read_json(second.plan)["canary_commitment"]
     assert [canary.inserted for canary in again.canaries] != coins  # equal once in 65,536 times
+    second.run.write_text(json.dumps({**record, "status": "interrupted"}), encoding="utf-8")
+    monkeypatch.setattr(shadows, "train", lambda config, console: SimpleNamespace(status="interrupted"))
+    with pytest.raises(DpllmError, match="shadow 2 of 2 was interrupted"):
+        audit(place, 2)
 
 
 @pytest.mark.parametrize("why", ["recipe", "canaries", "weights", "damaged"])
@@ -182,14 +186,6 @@ def test_a_shadow_of_something_else_is_not_taken_for_one(
     assert not shadows._finished(copy, recipe, plan)
 
 
-def test_an_interrupted_shadow_stops_the_audit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.write(QUICK)
-    done("train", place.recipe)
-    monkeypatch.setattr(shadows, "train", lambda config, console: SimpleNamespace(status="interrupted"))
-    with pytest.raises(DpllmError, match="shadow 1 of 2 was interrupted"):
-        audit(place, 2)
-
-
 def test_private_data_have_no_shadows(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write({**QUICK, "data.public": False})
     done("train", place.recipe)
@@ -203,11 +199,24 @@ def test_private_data_have_no_shadows(place: Place, monkeypatch: pytest.MonkeyPa
         audit(place, 2)
 
 
-def test_public_data_with_a_budget_have_none_either(place: Place) -> None:
+def test_a_run_that_no_shadow_can_be_like_is_refused_and_public_data_with_a_budget(place: Place) -> None:
     place.write(QUICK)
     done("train", place.recipe)
     run = RunDir(place.run)
     config = run.load_config()
+    record = run.run.read_text("utf-8")
+    for changed in ({"status": "interrupted"}, {"resumes": ["1 charged steps were lost"]}):
+        run.run.write_text(json.dumps({**json.loads(record), **changed}), encoding="utf-8")
+        with pytest.raises(ConfigError, match="without --shadows"):
+            shadows.may_train(run, config)
+    run.run.write_text(record, encoding="utf-8")
+    rows = place.train.read_text("utf-8")
+    place.train.write_text(rows.replace("red boat", "raft"), encoding="utf-8")
+    shutil.rmtree(run.private / "cache", ignore_errors=True)
+    with pytest.raises(ConfigError, match="another mechanism"):
+        shadows.may_train(run, config)
+    place.train.write_text(rows, encoding="utf-8")
+    shutil.rmtree(run.private / "cache", ignore_errors=True)
     shadows.may_train(run, config)
     own = ("--ledger", place.ledger, "--by", "Ada", "--reason", "a test")
     budget = (
@@ -222,29 +231,10 @@ def test_public_data_with_a_budget_have_none_either(place: Place) -> None:
         "--data",
         place.train,
     )
-    done("ledger", "init", "notes", *budget, *own)
-    with pytest.raises(Refused, match="has a privacy budget"):
-        shadows.may_train(run, config)
-    done("ledger", "except", "notes", *own)
-    with pytest.raises(Refused, match="has a privacy budget"):
-        shadows.may_train(run, config)
-
-
-def test_a_run_that_no_shadow_can_be_like_is_refused(place: Place) -> None:
-    place.write(QUICK)
-    done("train", place.recipe)
-    run = RunDir(place.run)
-    config = run.load_config()
-    record = run.run.read_text("utf-8")
-    for changed in ({"status": "interrupted"}, {"resumes": ["1 charged steps were lost"]}):
-        run.run.write_text(json.dumps({**json.loads(record), **changed}), encoding="utf-8")
-        with pytest.raises(ConfigError, match="without --shadows"):
+    for change in (("init", "notes", *budget), ("except", "notes")):
+        done("ledger", *change, *own)
+        with pytest.raises(Refused, match="has a privacy budget"):
             shadows.may_train(run, config)
-    run.run.write_text(record, encoding="utf-8")
-    place.train.write_text(place.train.read_text("utf-8").replace("red boat", "raft"), encoding="utf-8")
-    shutil.rmtree(run.private / "cache", ignore_errors=True)
-    with pytest.raises(ConfigError, match="another mechanism"):
-        shadows.may_train(run, config)
 
 
 def test_runs_of_another_mechanism_are_not_compared(shadowed: tuple[Place, dict[str, object]], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dpllm.auditing.verdict import Claim
+from dpllm.auditing.bounds import Claim
 from dpllm.errors import ConfigError, DataError, DpllmError
 from dpllm.lab.outside import (
     audit_outside_canaries,
@@ -23,7 +23,6 @@ from dpllm.lab.outside import (
     write_outside,
 )
 from dpllm.model.elsewhere import positions
-from dpllm.text import builtin
 
 TARGETS = ["q_proj", "v_proj"]
 SECRET = "Sigrid Forsberg owes 4711"
@@ -361,10 +360,3 @@ def test_a_report_is_its_owners_alone_and_never_lies_in_the_model(adapter, tmp_p
             write_outside(report, inside, adapter)
     with pytest.raises(ConfigError, match="cannot be written to"):
         write_outside(report, path, adapter)
-
-
-def test_the_embedded_model_is_a_base_like_any_other(tmp_path):
-    path = save_adapter(builtin.path("builtin:tiny"), tmp_path / "adapter")
-    models, described = load_outside(path, "builtin:tiny")
-    assert (described["base"], described["base_matches_name"]) == ("builtin:tiny", True)
-    assert positions(models.tuned) == 256
