@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from dpllm.auditing.summary import PRIMARY_ATTACK
 from dpllm.comparison.compared_runs import Side
 from dpllm.comparison.rows import copies
-from dpllm.comparison.values import Figure, Figures, extracted
+from dpllm.comparison.values import UTILITY, Figure, Figures, Measure, extracted
 from dpllm.files import write_whole
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ SHADES = ("#56B4E9", "#0072B2", "#CC79A7", "#D55E00", "#222222")
 MARKERS = ("o", "s", "^", "D", "v")
 GAP = 0.3  # decades between the largest epsilon and the runs without, and between neighbours there
 DODGE = 0.03  # of the axis, between runs above one tick
-UTILITY = {
-    "loss": ("Held-out loss", "nats per target token", "{:.2f}", 1.0),
-    "bleu": ("BLEU", "", "{:.1f}", 1.0),
-    "rouge_l": ("ROUGE-L", "%", "{:.1f}", 100.0),
-}
 
 
 @dataclass(frozen=True)
@@ -66,9 +61,10 @@ Panel = Callable[["Axes", Figures, Axis], None]
 
 def draw(figures: Figures, folder: Path) -> list[str]:
     """Draws what there is to draw; returns the names of the files."""
-    utility = [_utility(measure) for measure in UTILITY if any(measure in found for found in figures.utility)]
+    measured = {name for found in figures.utility for name in found}
+    utility = [_utility(name, one) for name, one in UTILITY.items() if one.panel and name in measured]
     leakage: list[Panel] = [_auc, _extraction] if any(side.statement.audit for side in figures.sides) else []
-    loss = utility[:1] if any("loss" in found for found in figures.utility) else []
+    loss = utility[:1] if "loss" in measured else []
     drawn = []
     for name, panels in {"comparison": [*loss, *leakage], "utility": utility, "leakage": leakage}.items():
         if panels:
@@ -155,13 +151,14 @@ def _scale(ax: Axes, axis: Axis) -> None:
         ax.plot(ends, [-0.022, 0.022], color=INK, linewidth=1, transform=across, clip_on=False, zorder=6)
 
 
-def _utility(measure: str) -> Panel:
-    title, unit, form, factor = UTILITY[measure]
+def _utility(name: str, measure: Measure) -> Panel:
+    assert measure.panel is not None
+    (title, unit, form), factor = measure.panel, measure.factor
 
     def panel(ax: Axes, figures: Figures, axis: Axis) -> None:
         _style(ax, title, unit)
-        _points(ax, _marks(figures, axis, [found.get(measure) for found in figures.utility], factor), form)
-        base = figures.base.get(measure)
+        _points(ax, _marks(figures, axis, [found.get(name) for found in figures.utility], factor), form)
+        base = figures.base.get(name)
         if base and base.value is not None:
             _line(ax, factor * base.value, f"base model\n{form.format(factor * base.value)}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dpllm.auditing.summary import PRIMARY_ATTACK
 from dpllm.comparison.compared_runs import Side
-from dpllm.comparison.values import CONFIDENCE, Figure, Figures, Together, cost, shown_attacks
+from dpllm.comparison.values import CONFIDENCE, UTILITY, Figure, Figures, Together, cost, shown_attacks
 from dpllm.statement.fields import Composed
 from dpllm.statement.formatting import bound, cell, count, interval, measured, number_text, percent
 from dpllm.statement.privacy_record import Attack, Audit, Bound
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _Part = TypeVar("_Part")
-# Label, decimals (None: four significant digits, at most two decimals) and factor.
-UTILITY: dict[str, tuple[str, int | None, float]] = {
-    "loss": ("Held-out loss (nats per token)", 3, 1.0),
-    "perplexity": ("Held-out perplexity", None, 1.0),
-    "accuracy": ("Next token right (%)", 1, 100.0),
-    "bleu": ("BLEU", 2, 1.0),
-    "nist": ("NIST", 2, 1.0),
-    "rouge_l": ("ROUGE-L (%)", 1, 100.0),
-    "cider": ("CIDEr", 2, 1.0),
-}
 SECTIONS = {"privacy": "Privacy", "utility": "Utility", "leakage": "Leakage", "cost": "Cost"}
 PICTURES = {
     "utility.png": "Held-out loss against epsilon",
@@ -122,7 +112,7 @@ def _privacy(sides: Sequence[Side]) -> list[Row]:
 
 def _utility(figures: Figures) -> list[Row]:
     found = []
-    for measure, (label, decimals, factor) in UTILITY.items():
+    for measure, (label, decimals, factor, _) in UTILITY.items():
 
         def show(one: Figure, decimals: int | None = decimals, factor: float = factor) -> Cell:
             if one.value is None:

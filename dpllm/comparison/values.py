@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dpllm.auditing.attacks import ATTACKS
 from dpllm.auditing.summary import PRIMARY_ATTACK
 from dpllm.card.claim import Json
-from dpllm.comparison import compared_runs
 from dpllm.comparison.compared_runs import Side
 from dpllm.errors import DpllmError
 from dpllm.files import as_json
@@ -31,7 +30,25 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 _AT_ONCE = 4_000_000  # numbers of one block of resamples
 
-UTILITY = ("loss", "perplexity", "accuracy", *compared_runs.PROTOCOL["scores"])
+
+class Measure(NamedTuple):
+    """How a held-out figure is shown, on every page and picture."""
+
+    label: str
+    decimals: int | None  # None: four significant digits, at most two decimals
+    factor: float = 1.0  # 100 for a share that is shown in percent
+    panel: tuple[str, str, str] | None = None  # title, unit and format in a picture; None: it has none
+
+
+UTILITY = {
+    "loss": Measure("Held-out loss (nats per token)", 3, panel=("Held-out loss", "nats per target token", "{:.2f}")),
+    "perplexity": Measure("Held-out perplexity", None),
+    "accuracy": Measure("Next token right (%)", 1, 100.0),
+    "bleu": Measure("BLEU", 2, panel=("BLEU", "", "{:.1f}")),
+    "nist": Measure("NIST", 2),
+    "rouge_l": Measure("ROUGE-L (%)", 1, 100.0, ("ROUGE-L", "%", "{:.1f}")),
+    "cider": Measure("CIDEr", 2),
+}
 _BOUND = {"value", "ceiling", "alpha", "delta"}
 _ATTACK = {"group", "auc", "auc_interval", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval"}
 _EXPOSURE = {"mean", "null_mean", "base_mean", "inserted"}

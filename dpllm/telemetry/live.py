@@ -153,7 +153,7 @@ class Telemetry:
         self._shown.now = tuple(metrics.run_families(self._values))
         try:
             if self._directory:
-                metrics.write(metrics.run_file(self._directory, self._values.model), self._shown.now)
+                metrics.write(metrics.file_of(self._directory, "run", self._values.model), self._shown.now)
         except OSError as error:
             self._tell(error)
 
@@ -207,7 +207,8 @@ def publish_audit(run: RunPaths, config: RunConfig, audited: AuditFigures | None
         return
     try:
         values = metrics.of_record(run, config, audited=audited)
-        metrics.write(metrics.run_file(Path(config.telemetry.textfile), values.model), metrics.run_families(values))
+        path = metrics.file_of(Path(config.telemetry.textfile), "run", values.model)
+        metrics.write(path, metrics.run_families(values))
     except (OSError, DpllmError) as error:
         _tell(error)
 
@@ -218,7 +219,7 @@ def publish_baseline(run: RunPaths, config: RunConfig, baseline: RunPaths, accur
         return
     model, beside = run.root.resolve().name, baseline.root.resolve().name
     try:
-        path = metrics.baseline_file(Path(config.telemetry.textfile), model)
+        path = metrics.file_of(Path(config.telemetry.textfile), "baseline", model)
         metrics.write(path, metrics.baseline_families(model, beside, accuracy_delta))
     except OSError as error:
         _tell(error)

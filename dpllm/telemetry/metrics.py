@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from prometheus_client import generate_latest, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -346,24 +346,12 @@ def write(path: Path, families: Iterable[Metric]) -> None:
     path.chmod(0o644)
 
 
-def run_file(directory: Path, model: str) -> Path:
-    """The file of a run; runs of one name share it, because their series do."""
-    return directory / f"dpllm-run-{_slug(model)}.prom"
+def file_of(directory: Path, kind: Literal["run", "baseline", "dataset"], name: str) -> Path:
+    """The file of a run, of its comparison with a baseline, or of a dataset's account; another name has another file.
 
-
-def baseline_file(directory: Path, model: str) -> Path:
-    """The file of a run's comparison with its baseline, of which the latest counts."""
-    return directory / f"dpllm-baseline-{_slug(model)}.prom"
-
-
-def dataset_file(directory: Path, dataset: str) -> Path:
-    """The file of a dataset's account."""
-    return directory / f"dpllm-dataset-{_slug(label(dataset))}.prom"
-
-
-def _slug(name: str) -> str:
-    """A name as a part of a file name, different for different names."""
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}-{_short_hash(name)}"
+    What has the same name shares a file, because its series are the same; the latest counts.
+    """
+    return directory / f"dpllm-{kind}-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}-{_short_hash(name)}.prom"
 
 
 def _short_hash(name: str) -> str:

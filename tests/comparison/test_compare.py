@@ -74,7 +74,8 @@ def numbers(value: Any) -> set[float]:
 
 
 def test_each_figure_stands_in_its_own_column(runs: list[RunDir]) -> None:
-    table = shown(compare(runs))  # the base model, the run with privacy, the one without
+    result = compare(runs)
+    table = shown(result)  # the base model, the run with privacy, the one without
     assert table["Held-out loss (nats per token)"] == ["3.912", "2.354", "1.954"]
     assert table["Held-out perplexity"] == ["50.00", "10.53", "7.06"]
     assert table["Epsilon at delta 1e-05"] == ["-", "3", "no guarantee"]
@@ -86,16 +87,21 @@ def test_each_figure_stands_in_its_own_column(runs: list[RunDir]) -> None:
     assert table["Epsilon lower bound (95% sure)"] == ["-", "0.86 (ceiling 2.76)", "1.80 (ceiling 2.76)"]
     assert table["Steps"] == ["-", "100", "100"]
     assert "Peak memory (GiB)" not in table  # not recorded
+    assert result.values["runs"][0]["utility"]["loss"]["interval"] is None
+    assert "No intervals" in (result.output / "comparison.md").read_text()
+
+
+def change_audit(run: RunDir, **changes: Any) -> None:
+    path = run.audit_dir(run.load_config().privacy.enabled) / "audit.json"
+    audit = json.loads(path.read_text())
+    changes = {name: {**audit[name], **new} if isinstance(new, dict) else new for name, new in changes.items()}
+    write_json(path, {**audit, **changes})
 
 
 def test_bounds_of_several_confidences_each_say_their_own(tmp_path: Path) -> None:
     made = [make_run(tmp_path / str(number), 3.0) for number in range(2)]
     for run, alpha in zip(made, (0.025, 0.05), strict=True):
-        path = run.audit_dir(True) / "audit.json"
-        audit = json.loads(path.read_text())
-        write_json(
-            path, {**audit, "epsilon_lower_bound": {**audit["epsilon_lower_bound"], "alpha": alpha, "value": 0.5}}
-        )
+        change_audit(run, epsilon_lower_bound={"alpha": alpha, "value": 0.5})
     assert shown(compare(made))["Epsilon lower bound"][1:] == [
         "0.50 (97.5% sure, ceiling 2.76)",
         "0.50 (95% sure, ceiling 2.76)",
@@ -107,11 +113,8 @@ def test_runs_may_come_in_any_order(four: list[RunDir]) -> None:
     assert [run["name"] for run in result.values["runs"]] == ["eps-1", "eps-3", "eps-8", "none"]
     assert result.output == four[1].private / "compare"
     assert compare(four[::-1]).values == result.values
-
-
-def test_without_a_baseline_epsilons_are_compared(four: list[RunDir]) -> None:
-    result = compare([run for run in four if run.root.name != "none"])
-    assert [run["name"] for run in result.values["runs"]] == ["eps-1", "eps-3", "eps-8"]
+    without = compare([run for run in four if run.root.name != "none"])
+    assert [run["name"] for run in without.values["runs"]] == ["eps-1", "eps-3", "eps-8"]
 
 
 def test_equal_epsilons_are_runs_of_their_own(tmp_path: Path) -> None:
@@ -218,12 +221,6 @@ def test_intervals_come_from_losses_by_example(four: list[RunDir]) -> None:
     assert found["base"]["utility"]["loss"]["interval"] is not None
 
 
-def test_without_them_the_page_says_so(runs: list[RunDir]) -> None:
-    result = compare(runs)
-    assert result.values["runs"][0]["utility"]["loss"]["interval"] is None
-    assert "No intervals" in (result.output / "comparison.md").read_text()
-
-
 def test_losses_of_other_weights_are_not_taken(tmp_path: Path) -> None:
     made = [make_run(tmp_path / "a", 3.0, held_out=True), make_run(tmp_path / "b", INF)]
     write_held_out(made[1], 0.5, weights={"adapter_model.safetensors": "f" * 64})
@@ -275,18 +272,13 @@ def test_output_in_a_published_directory_is_refused(
     assert files(tmp_path) == before
 
 
-def test_another_output_is_taken(runs: list[RunDir], tmp_path: Path) -> None:
-    compare(runs, output=tmp_path / "elsewhere")
-    assert files(tmp_path / "elsewhere") == FILES
-    assert (tmp_path / "elsewhere").stat().st_mode & 0o077 == 0
-
-
 def test_the_python_form_writes_the_same(runs: list[RunDir], tmp_path: Path) -> None:
     baseline, dp = (run.root for run in runs)
     other = make_run(tmp_path / "more", 8.0).root
     written = dpllm.DPComparison(baseline_dir=baseline, dp_dir=str(dp)).generate_report(tmp_path / "one")
     assert {path.name for path in written} == FILES
     assert all(path.parent == tmp_path / "one" and path.stat().st_size > 0 for path in written)
+    assert (tmp_path / "one").stat().st_mode & 0o077 == 0
     several = dpllm.DPComparison(baseline_dir=str(baseline), dp_dir=[dp, other])
     several.generate_report(str(tmp_path / "several"))
     assert len(json.loads((tmp_path / "several" / "comparison.json").read_text())["runs"]) == 3
@@ -297,12 +289,8 @@ def test_the_python_form_writes_the_same(runs: list[RunDir], tmp_path: Path) -> 
 
 
 def test_import_dpllm_stays_light() -> None:
-    code = (
-        "import sys, dpllm; print(len([n for n in sys.modules if n.split('.')[0] in ('torch', 'numpy', 'pydantic')]))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "0"
-    )
+    code = "import sys, dpllm; print([n for n in ('torch', 'numpy', 'pydantic') if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -327,8 +315,6 @@ def test_what_is_no_comparison_is_refused(runs: list[RunDir], tmp_path: Path) ->
     ("arguments", "words"),
     [
         ([], "required"),
-        (["dp"], "nothing to compare"),
-        (["dp", "dp"], "named twice"),
         (["dp", "baseline", "--tasks", "-1"], "fewer than 0 prompts"),
         (["dp", "absent"], "holds no run"),
     ],
@@ -358,31 +344,28 @@ def test_the_command_compares_without_a_model(
 
 
 @pytest.mark.parametrize(
-    ("sections", "key"),
+    ("changes", "words"),
     [
-        ({"model": {"name_or_path": "org/other"}}, "model.name_or_path"),
-        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
-        ({"data": {"train": "org/other"}}, "data.train"),
-        ({"data": {"eval": "org/other"}}, "data.eval"),
-        ({"data": {"max_length": 64}}, "data.max_length"),
-        ({"audit": {"canaries": {"groups": {1: 100}}}}, "audit.canaries.groups.1"),
-        ({"audit": {"canaries": {"digits": 6}}}, "audit.canaries"),
+        ({"sections": {"model": {"name_or_path": "org/other"}}}, "model.name_or_path"),
+        ({"sections": {"model": {"dtype": "bfloat16"}}}, "model.dtype"),
+        ({"sections": {"data": {"train": "org/other"}}}, "data.train"),
+        ({"sections": {"data": {"eval": "org/other"}}}, "data.eval"),
+        ({"sections": {"data": {"max_length": 64}}}, "data.max_length"),
+        ({"sections": {"audit": {"canaries": {"groups": {1: 100}}}}}, "audit.canaries.groups.1"),
+        ({"sections": {"audit": {"canaries": {"digits": 6}}}}, "audit.canaries"),
+        ({"record": {"model": {**cards.record()["model"], "commit": "5c"}}}, "model.commit"),
+        ({"summary": {"eval_tokens": 3}}, "eval_tokens"),
+        ({"audit": False}, "dpllm audit"),
+        ({"record": {"artifacts": {"adapter_model.safetensors": "ff" * 32}}}, "other weights"),
+        ({"record": {"status": "refused"}}, "refused"),
     ],
 )
-def test_other_model_data_or_canaries_are_refused(tmp_path: Path, sections: dict[str, Json], key: str) -> None:
+def test_runs_of_another_model_or_data_or_without_an_audit_are_refused(
+    tmp_path: Path, changes: Json, words: str
+) -> None:
     others = [make_run(tmp_path / "baseline", INF), make_run(tmp_path / "eps-1", 1.0)]
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        compare([*others, make_run(tmp_path / "dp", 3.0, sections)])
-
-
-def test_other_commit_or_evaluation_tokens_are_refused(tmp_path: Path) -> None:
-    baseline = make_run(tmp_path / "baseline", INF)
-    with pytest.raises(ConfigError, match=r"model\.commit"):
-        compare(
-            [baseline, make_run(tmp_path / "a", 3.0, record={"model": {**cards.record()["model"], "commit": "5c"}})]
-        )
-    with pytest.raises(ConfigError, match="eval_tokens"):
-        compare([baseline, make_run(tmp_path / "b", 3.0, summary={"eval_tokens": 3})])
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        compare([*others, make_run(tmp_path / "dp", 3.0, **changes)])
 
 
 def test_other_settings_are_listed(tmp_path: Path) -> None:
@@ -395,24 +378,11 @@ def test_other_settings_are_listed(tmp_path: Path) -> None:
     assert "| train.steps | 150 | 100 |" in (result.output / "comparison.md").read_text()
 
 
-def test_a_missing_or_foreign_audit_is_refused(tmp_path: Path) -> None:
-    baseline = make_run(tmp_path / "baseline", INF)
-    with pytest.raises(ConfigError, match="dpllm audit"):
-        compare([baseline, make_run(tmp_path / "a", 3.0, audit=False)])
-    other = {"artifacts": {"adapter_model.safetensors": "ff" * 32}}
-    with pytest.raises(ConfigError, match="other weights"):
-        compare([baseline, make_run(tmp_path / "b", 3.0, record=other)])
-    with pytest.raises(ConfigError, match="refused"):
-        compare([baseline, make_run(tmp_path / "c", 3.0, record={"status": "refused"})])
-
-
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        ("run.json", "status"),
-        ("run.json", "artifacts"),
-        ("plan.json", "canary_commitment"),
-        ("export/audit/audit.json", "attacks"),
+        *(("run.json", "status"), ("run.json", "artifacts")),
+        *(("plan.json", "canary_commitment"), ("export/audit/audit.json", "attacks")),
     ],
 )
 @pytest.mark.parametrize("public", [False, True])
@@ -462,12 +432,8 @@ def test_a_broken_guarantee_shows_no_epsilon(tmp_path: Path) -> None:
     assert "dp: no guarantee" in page
 
 
-def test_an_audit_that_contradicts_takes_the_epsilon_away(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / "baseline", INF), make_run(tmp_path / "dp", 3.0)]
-    path = runs[1].export / "audit" / "audit.json"
-    audit = json.loads(path.read_text())
-    audit["epsilon_lower_bound"]["value"] = 3.4
-    write_json(path, {**audit, "verdict": "falsified", "verdict_reason": "found"})
+def test_an_audit_that_contradicts_takes_the_epsilon_away(runs: list[RunDir]) -> None:
+    change_audit(runs[1], epsilon_lower_bound={"value": 3.4}, verdict="falsified", verdict_reason="found")
     assert shown(compare(runs))["Epsilon"][1] == "no guarantee"
 
 
@@ -476,9 +442,8 @@ def test_an_interrupted_run_is_named(tmp_path: Path) -> None:
     assert "dp is interrupted." in " ".join(rows.caption(compare(runs).figures))
 
 
-def test_a_group_in_which_no_coin_said_in_is_compared(tmp_path: Path) -> None:
+def test_a_group_in_which_no_coin_said_in_is_compared(runs: list[RunDir]) -> None:
     """Of four candidates all stay out in one run of sixteen; nothing can then be measured, and nothing may break."""
-    runs = [make_run(tmp_path / "baseline", INF), make_run(tmp_path / "dp", 3.0)]
     path = runs[1].audit_dir(True) / "audit.json"
     audit = json.loads(path.read_text())
     for seen in audit["exposure"].values():

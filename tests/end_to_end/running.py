@@ -99,6 +99,15 @@ def as_trained(run: Path) -> None:
     (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
 
 
+def edit_recipe(run: Path, section: str, **changes: Any) -> Path:
+    """Changes a section of a run's recipe, as if the run had trained with it."""
+    value = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+    value[section] |= changes
+    (run / "config.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
+    as_trained(run)
+    return run
+
+
 def rows(count: int = NUM_ROWS, start: int = 0) -> list[Json]:
     return [{"text": f"{SENTINEL}. {tiny.sentence(number)}"} for number in range(start, start + count)]
 

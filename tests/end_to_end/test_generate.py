@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
-from running import Place, as_trained, contents, done, dpllm_
+from running import Place, contents, done, dpllm_, edit_recipe
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.publish import generate
@@ -39,13 +38,8 @@ def merged(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def talker(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The finished run, as if it had been trained on conversations."""
-    run = tmp_path_factory.mktemp("talker") / "run"
-    shutil.copytree(finished.run, run)
-    value = yaml.safe_load((run / "config.yaml").read_text())
-    value["data"]["format"] = "messages"
-    (run / "config.yaml").write_text(yaml.safe_dump(value))
-    as_trained(run)
-    return run
+    run = Path(shutil.copytree(finished.run, tmp_path_factory.mktemp("talker") / "run"))
+    return edit_recipe(run, "data", format="messages")
 
 
 def test_a_seed_decides_everything(finished: Place) -> None:
@@ -137,10 +131,8 @@ def test_what_it_says_about_privacy(finished: Place, baseline: Place, merged: Pa
     (tmp_path / "stranger" / "privacy.json").unlink()
     assert "no privacy statement lies beside it" in done("generate", tmp_path / "stranger", *FEW).err
     shutil.copytree(finished.run, tmp_path / "run")
-    block = json.loads((tmp_path / "run" / "export" / "privacy.json").read_text())
-    (tmp_path / "run" / "export" / "privacy.json").write_text(
-        json.dumps({**block, "guarantee": False, "reason": "x y"})
-    )
+    block = tmp_path / "run" / "export" / "privacy.json"
+    block.write_text(json.dumps({**json.loads(block.read_text()), "guarantee": False, "reason": "x y"}))
     assert "guarantee (x y)" in done("generate", tmp_path / "run", *FEW).err
 
 

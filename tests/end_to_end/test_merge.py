@@ -13,7 +13,7 @@ import tiny
 import torch
 import transformers
 import yaml
-from running import SENTINEL, Place, as_trained, contents, done, dpllm_
+from running import SENTINEL, Place, as_trained, contents, done, dpllm_, edit_recipe
 from safetensors.torch import load_file, save_file
 
 from dpllm.auditing.scores import score_canaries
@@ -58,13 +58,6 @@ def refused(place: Place, *arguments: object, code: int = 2) -> str:
     assert not answer.out
     assert contents(place.root) == before
     return answer.err
-
-
-def edit(place: Place, **sections: Json) -> None:
-    path = place.run / "config.yaml"
-    value = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**value, **{name: {**value[name], **new} for name, new in sections.items()}}))
-    as_trained(place.run)
 
 
 def block_of(directory: Path) -> Json:
@@ -205,11 +198,8 @@ def test_the_card_is_that_of_a_plain_model(finished: Place, merged: Path) -> Non
     assert section.parts(text)["banner"] == banner
 
 
-def test_it_verifies(merged: Path) -> None:
+def test_it_verifies_unless_its_weights_are_changed(merged: Path, tmp_path: Path) -> None:
     done("verify", merged)
-
-
-def test_changed_weights_do_not_verify(merged: Path, tmp_path: Path) -> None:
     shutil.copytree(merged, tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -256,10 +246,6 @@ def _frozen(place: Place) -> None:
     as_trained(place.run)
 
 
-def _no_card(place: Place) -> None:
-    (place.run / "export" / "README.md").unlink()
-
-
 def _other_weights(place: Place) -> None:
     path = place.run / "export" / "adapter_model.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
@@ -279,8 +265,8 @@ def _occupied(place: Place) -> None:
     ("mistake", "arguments", "code", "message"),
     [
         (_frozen, (), 2, "trained whole layers"),
-        (lambda place: edit(place, model={"quantization": "4bit"}), (), 3, "trained on a base in 4bit"),
-        (_no_card, (), 2, "dpllm card"),
+        (lambda place: edit_recipe(place.run, "model", quantization="4bit"), (), 3, "trained on a base in 4bit"),
+        (lambda place: (place.run / "export" / "README.md").unlink(), (), 2, "dpllm card"),
         (_other_weights, (), 2, "dpllm card"),
         (_edited_block, (), 2, "dpllm card"),
         (_occupied, (), 2, "already holds something"),

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import tiny
-import yaml
 from published import carry, read
-from running import Place, as_trained, contents, done, dpllm_, make_place
+from running import Place, contents, done, dpllm_, edit_recipe, make_place
 
 import dpllm
 from dpllm.cli import _parser
@@ -32,6 +31,7 @@ from dpllm.text.prompts import keep_rows, private_among
 Json = dict[str, Any]
 BRIEF = ("--rows", 9, "--max-new-tokens", 8, "--keep-unfinished", "--seed", 3)
 FEW = (*BRIEF, "--no-quality")
+UNSEEDED = tuple(one for one in FEW if one not in ("--seed", 3))
 CODES = ["visit", "age"]
 SHARES = "visit=home,clinic;age=old,young"
 
@@ -102,8 +102,7 @@ def test_a_seed_decides_and_python_writes_the_same(finished: Place, tmp_path: Pa
     )
     assert contents(again) == contents(tmp_path / "a")
     assert made(finished.run, tmp_path / "c", *FEW, "--seed", 4)[0] != first[0]
-    without = [one for one in FEW if one not in ("--seed", 3)]
-    drawn = [made(finished.run, tmp_path / name, *without) for name in "de"]
+    drawn = [made(finished.run, tmp_path / name, *UNSEEDED) for name in "de"]
     assert drawn[0][0] != drawn[1][0]
     assert drawn[0][1]["sampling"]["seed"] is None
 
@@ -124,10 +123,8 @@ def test_texts_are_those_of_generate(finished: Place, tmp_path: Path) -> None:
 def test_an_interrupted_data_set_ends_in_the_same_bytes(
     finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeded: bool, torn: bytes
 ) -> None:
-    order = FEW if seeded else [one for one in FEW if one not in ("--seed", 3)]
-    if not seeded:
-        monkeypatch.setattr(draft.secrets, "randbits", lambda bits: 77)
-    order = (*order, "--min-words", 2)
+    order = (*(FEW if seeded else UNSEEDED), "--min-words", 2)
+    monkeypatch.setattr(draft.secrets, "randbits", lambda bits: 77)
     whole = tmp_path / "whole"
     made(finished.run, whole, *order)
     sample, calls = generate.sample, []
@@ -149,8 +146,7 @@ def test_an_interrupted_data_set_ends_in_the_same_bytes(
     other = dpllm_("synthesize", finished.run, "--output", part, *order, "--temperature", 0.5, "--min-words", 1)
     assert other.code == 2
     assert "another min_words, temperature" in other.err
-    if not seeded:  # the draft's seed counts
-        monkeypatch.setattr(draft.secrets, "randbits", lambda bits: 78)
+    monkeypatch.setattr(draft.secrets, "randbits", lambda bits: 78)  # the draft's seed counts
     made(finished.run, part, *order)
     assert contents(part) == contents(whole)
     assert not left.exists()
@@ -282,9 +278,8 @@ def test_rows_are_a_function_of_what_the_run_released(
         if name == "gone":
             shutil.rmtree(root / "run" / "private")
         outputs.append(root / "set")
-    kept = place.root.rename(
-        place.root.with_name("elsewhere")
-    )  # the training data and the ledger, as the recipe names them
+    # The training data and the ledger lie where the recipe says no more.
+    kept = place.root.rename(place.root.with_name("elsewhere"))
     try:
         for output in outputs:
             made(output.parent / "run", output, *BRIEF)
@@ -411,11 +406,7 @@ def test_codes_without_released_shares_are_refused_with_what_to_type(coded: Plac
 def as_format(finished: Place, run: Path, fmt: str) -> Path:
     """The finished run, as if it had been trained on such rows."""
     shutil.copytree(finished.run, run)
-    value = yaml.safe_load((run / "config.yaml").read_text())
-    value["data"]["format"] = fmt
-    (run / "config.yaml").write_text(yaml.safe_dump(value))
-    as_trained(run)
-    return run
+    return edit_recipe(run, "data", format=fmt)
 
 
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
@@ -440,10 +431,7 @@ def test_private_data_of_the_run_are_no_prompts(
     for name in ("train", "eval"):
         rows = [{"prompt": f"Anna bought\nin {name}", "completion": "a hat"}, {"prompt": "Who?", "completion": name}]
         tiny.write_rows(data / f"{name}.jsonl", rows)
-    value = yaml.safe_load((run / "config.yaml").read_text())
-    value["data"] |= {"train": "data/t*.jsonl", "eval": "data/eval.jsonl", "eval_public": False}
-    (run / "config.yaml").write_text(yaml.safe_dump(value))
-    as_trained(run)
+    edit_recipe(run, "data", train="data/t*.jsonl", eval="data/eval.jsonl", eval_public=False)
     (data / "link.jsonl").symlink_to(data / "train.jsonl")
     (data / "hard.jsonl").hardlink_to(data / "train.jsonl")
     edited = [{"prompt": "Public"}, {"prompt": " anna  BOUGHT in train!"}]
@@ -472,10 +460,7 @@ def test_private_data_of_the_run_are_no_prompts(
 
 def test_prompts_of_a_run_on_public_data_are_not_compared(finished: Place, tmp_path: Path) -> None:
     run = as_format(finished, tmp_path / "run", "prompt_completion")
-    value = yaml.safe_load((run / "config.yaml").read_text())
-    value["data"] |= {"public": True}
-    (run / "config.yaml").write_text(yaml.safe_dump(value))
-    as_trained(run)
+    edit_recipe(run, "data", public=True)
     RunDir(run).rows.unlink()
     done("card", run)
     (tmp_path / "public.txt").write_text("Anna bought\n")
@@ -504,13 +489,9 @@ def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> 
         (("--rows", 0), "give no data set"),
         (("--attempts", 0), "give no data set"),
         (("--seed", -1), "the seed is not negative"),
-        (("--temperature", -1), "ask for no text"),
         (("--temperature", "1e-300"), "ask for no text"),
-        (("--top-p", 0), "ask for no text"),
         (("--max-new-tokens", 500), "more than the 128"),
-        (("--max-new-tokens", 0), "ask for no text"),
         (("--min-words", 5, "--max-words", 4), "no text has so many words"),
-        (("--max-words", 0), "no text has so many words"),
         (("--schema", "nowhere.json"), "missing"),
         (("--prompts", "nowhere.txt"), "cannot be read"),
     ],

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import socket
 import time
 import urllib.error
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 import tiny
 from metrics_text import Series, free_port, promtool_is_silent, scrape, series, value
-from running import SENTINEL, STEPS, Place, done, dpllm_, make_place, python, rows
+from running import SENTINEL, STEPS, Place, done, dpllm_, fails_in_step, make_place, rows
 
 from dpllm.auditing.record import read_audit
 from dpllm.auditing.run import figures
@@ -34,14 +32,8 @@ LOSS, UNITS, CLIPPED, HELD_OUT, ACCURACY = 765.4321, 1009, 31079, 654.321, 17.65
 SECRETS = (LOSS, UNITS, CLIPPED, CLIPPED / UNITS, 1 - CLIPPED / UNITS, HELD_OUT, ACCURACY)
 # Every metric of a private run that keeps its figures to itself, and the labels whose values are names.
 PUBLIC = {
-    "dp_training_info",
-    "dp_training_state",
-    "dp_training_epsilon_consumed",
-    "dp_training_step",
-    "dp_training_steps_planned",
-    "dp_stated_epsilon",
-    "dp_stated_delta",
-    "dp_noise_multiplier",
+    *("dp_training_info", "dp_training_state", "dp_training_epsilon_consumed", "dp_training_step"),
+    *("dp_training_steps_planned", "dp_stated_epsilon", "dp_stated_delta", "dp_noise_multiplier"),
 }
 RELEASED = {"dp_gradient_clip_fraction"}
 TAGS = {"epsilon_consumed", "learning_rate", "unclipped_fraction", "max_grad_norm"}
@@ -160,10 +152,8 @@ def test_files_of_trackers_are_private_and_name_no_path(watched: Watched) -> Non
 
 def test_private_figures_leave_where_the_recipe_says_so_and_the_record_names_it(opened: Watched) -> None:
     tags = opened.tracked()
-    assert set(tags) == {
-        *("epsilon_consumed", "learning_rate", "private_loss", "private_clip_fraction"),
-        *("eval_loss", "eval_accuracy"),
-    }
+    shown = {"epsilon_consumed", "learning_rate", "private_loss", "private_clip_fraction", "eval_loss", "eval_accuracy"}
+    assert set(tags) == shown
     assert all(math.isclose(number, LOSS, rel_tol=1e-6) for number in tags["private_loss"])
     last = series("".join(opened.files().values()))
     assert value(last, "dp_training_private_loss") == LOSS
@@ -178,12 +168,9 @@ def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, ope
     shown = value(series("".join(opened.files().values())), "dp_training_accuracy_delta")
     assert shown == public["eval_accuracy_after"] - public["eval_accuracy_before"]
     config = RunDir(opened.place.run).load_config()
-    unprotected = config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"public": False}),
-            "privacy": config.privacy.model_copy(update={"insecure_seed": 3}),
-        }
-    )
+    data = config.data.model_copy(update={"public": False})
+    seeded = config.privacy.model_copy(update={"insecure_seed": 3})
+    unprotected = config.model_copy(update={"data": data, "privacy": seeded})
     promised = derived.deviations(unprotected)[0] is None
     assert metrics.of_record(RunDir(opened.place.run), unprotected, promised=promised).accuracy_delta is None
     assert watched.place.json("run.json")["metrics"]["public"] == {}
@@ -197,11 +184,8 @@ def test_what_a_run_took_is_private(finished: Place) -> None:
     assert 2**26 < took["peak_memory_bytes"] < 2**40
     assert took["peak_memory_bytes"] % 2**20 == 0
     assert took["duration_seconds"] > 0
-    for path in [
-        finished.run / "run.json",
-        *(finished.run / "export").rglob("*.json"),
-        finished.run / "export" / "README.md",
-    ]:
+    export = finished.run / "export"
+    for path in [finished.run / "run.json", *export.rglob("*.json"), export / "README.md"]:
         # When it began is told, to the second, and a run may end within that second.
         text = re.sub(r'"started_at": "[^"]*"', "", path.read_text("utf-8"))
         assert not any(word in text for word in ("peak", "duration", str(took["finished_at"]))), path
@@ -216,7 +200,7 @@ def audited(place: Place, tmp_path: Path) -> Series:
     config = load_config(run.config, {"telemetry.textfile": str(tmp_path)})
     path = run.audit_dir(True) / "audit.json"
     publish_audit(run, config, figures(read_audit(path)) if path.exists() else None)
-    text = metrics.run_file(tmp_path, run.root.name).read_text("utf-8")
+    text = metrics.file_of(tmp_path, "run", run.root.name).read_text("utf-8")
     promtool_is_silent(text.encode())
     return series(text)
 
@@ -294,54 +278,17 @@ def test_a_refused_run_is_counted(place: Place) -> None:
     assert found["dp_training_budget", (("dataset", "notes"),)] == 0.5
 
 
-@pytest.fixture
-def crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, count = Engine.step, iter(range(100))
-
-    def fails(engine: Engine, *batches: Any) -> Diagnostics:
-        if next(count) == 2:
-            raise RuntimeError("the device is gone")
-        return step(engine, *batches)
-
-    monkeypatch.setattr(Engine, "step", fails)
-
-
-def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(place: Place, crash: None) -> None:
+def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (place.root / "collector").mkdir()
     place.write({"telemetry.textfile": str(place.root / "collector")})
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    fails_in_step(monkeypatch, 3)
+    with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)
     found = series("".join(path.read_text() for path in (place.root / "collector").iterdir()))
     assert found["dp_training_state", (("model", "run"), ("state", "interrupted"))] == 1
     assert value(found, "dp_training_step") == 2
     assert 0 < value(found, "dp_training_epsilon_consumed") < value(found, "dp_stated_epsilon")
-    printed = series(done("ledger", "metrics", "--ledger", place.ledger).out)
-    assert value(printed, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600
-
-
-KILLED = """
-import os, signal, sys
-from dpllm.cli import main
-from dpllm.privacy.engine import Engine
-from dpllm.telemetry import live
-live.INTERVAL_SECONDS = 0.0
-step, count = Engine.step, iter(range(100))
-def killed(engine, *batches):
-    if next(count) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(engine, *batches)
-Engine.step = killed
-main(["train", sys.argv[1]])
-"""
-
-
-@pytest.mark.full
-def test_a_run_that_is_killed_leaves_its_last_file(place: Place) -> None:
-    (place.root / "collector").mkdir()
-    place.write({"telemetry.textfile": str(place.root / "collector")})
-    assert python(KILLED, place.recipe, **os.environ).returncode == -signal.SIGKILL
-    found = series("".join(path.read_text() for path in (place.root / "collector").glob("*.prom")))
-    assert found["dp_training_state", (("model", "run"), ("state", "running"))] == 1
-    assert value(found, "dp_training_step") == 2
     printed = series(done("ledger", "metrics", "--ledger", place.ledger).out)
     assert value(printed, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600

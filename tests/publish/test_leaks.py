@@ -22,6 +22,15 @@ ROWS = [(number, f"{TEMPLATE} {name} owes {number} crowns to the bakery near the
         for number, name in enumerate(("Aino", "Bertil", "Cilla", "Doris", "Erik"), start=1)]  # fmt: skip
 
 
+def a_run(root: Path, train: Any) -> RunDir:
+    """A run directory with a recipe alone."""
+    recipe = {"model": {"name_or_path": "m"}, "data": {"train": train}, "train": {"steps": 1}, "output_dir": "run"}
+    run = RunDir(root / "run")
+    run.private.mkdir(parents=True)
+    run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
+    return run
+
+
 def test_words_of_one_row_are_found_and_those_of_a_template_are_not() -> None:
     texts = {"README.md": f"# Card\n\n{TEMPLATE}\n", "chat.jinja": "owes 3 crowns to the bakery near the OLD harbour!"}
     assert leaks._matches(ROWS, texts, most=3) == {"chat.jinja": 3}
@@ -43,10 +52,7 @@ def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: 
     )
     inside = folder.parent if source == "ward" else folder
     train = [str(inside / one) for one in source] if isinstance(source, list) else str(inside / source)
-    recipe = {"model": {"name_or_path": "m"}, "data": {"train": train}, "train": {"steps": 1}, "output_dir": "run"}
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
-    run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
+    run = a_run(tmp_path, train)
     with pytest.raises(Refused, match=r"training text: .* stands in chat.jinja"):
         list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
 
@@ -57,15 +63,7 @@ def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
     monkeypatch.setattr(leaks, "MOST_ROWS", 10)
     tiny.write_rows(tmp_path / "a.jsonl", [{"text": "nothing of note"}] * 90)
     tiny.write_rows(tmp_path / "b.jsonl", [{"text": ROWS[2][1]}] * 10)
-    recipe = {
-        "model": {"name_or_path": "m"},
-        "data": {"train": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]},
-        "train": {"steps": 1},
-        "output_dir": "run",
-    }
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
-    run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
+    run = a_run(tmp_path, [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
     assert list(leaks._rows(run, {"chat.jinja": "nothing"}, run.export)) == [
         "training text: only 10 of 100 rows, evenly spread, were searched for."
     ]
@@ -79,13 +77,10 @@ def test_the_rows_are_found_from_another_directory_and_not_mistaken_for_others(
     """A relative name may be another file where one stands now."""
     tiny.write_rows(tmp_path / "at" / "a.jsonl", [{"text": text} for _, text in ROWS])
     tiny.write_rows(tmp_path / "else" / "a.jsonl", [{"text": "nothing of note"}])
-    recipe = {"model": {"name_or_path": "m"}, "data": {"train": "a.jsonl"}, "train": {"steps": 1}, "output_dir": "run"}
-    run = RunDir(tmp_path / "run")
-    run.private.mkdir(parents=True)
-    config = RunConfig.model_validate(recipe)
-    run.config.write_text(dump_config(config))
+    run = a_run(tmp_path, "a.jsonl")
+    data = run.load_config().data
     monkeypatch.chdir(tmp_path / "at")
-    keep_rows(run.rows, config.data, load_table("a.jsonl", config.data, "train", tmp_path / "cache"), None)
+    keep_rows(run.rows, data, load_table("a.jsonl", data, "train", tmp_path / "cache"), None)
     for place in ("/", tmp_path / "else"):
         monkeypatch.chdir(place)
         with pytest.raises(Refused, match=r"training text: .* stands in chat.jinja"):

@@ -34,35 +34,16 @@ from dpllm.telemetry import EpsilonSpent, Telemetry, metrics, publish_audit
 from dpllm.telemetry.metrics import RunValues, dataset_families, exposition, ledger_families, run_families
 
 VALUES = RunValues(
-    model="notes-lora",
-    base_model="openai-community/gpt2",
-    dataset="notes",
-    run_id="0f0f",
-    state="running",
-    step=3,
-    steps_planned=9,
-    epsilon_consumed=1.25,
-    stated_epsilon=3.0,
-    delta=1e-5,
-    noise_multiplier=0.8,
-    clip_fraction=0.4,
-    accuracy_delta=0.02,
-    auc=0.53,
-    auc_lower=0.49,
-    auc_upper=0.57,
-    auc_allowed=0.95,
-    epsilon_lower_bound=0.2,
-)
+    model="notes-lora", base_model="openai-community/gpt2", dataset="notes", run_id="0f0f", state="running", step=3,
+    steps_planned=9, epsilon_consumed=1.25, stated_epsilon=3.0, delta=1e-5, noise_multiplier=0.8, clip_fraction=0.4,
+    accuracy_delta=0.02, auc=0.53, auc_lower=0.49, auc_upper=0.57, auc_allowed=0.95, epsilon_lower_bound=0.2,
+)  # fmt: skip
 
 
 def of_ledger(book: Ledger) -> Series:
     """Everything that is shown of a ledger."""
     families, names = ledger_families(book)
     return series(exposition([*families, *dataset_families(book, names)]))
-
-
-def labels(text: bytes | str) -> dict[str, set[str]]:
-    return {name: {label for label, _ in pairs} for name, pairs in series(text)}
 
 
 # --- names and values ------------------------------------------------------------------------------------------------
@@ -75,28 +56,23 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
         book.count_refusal("notes", "over_budget")
         families, names = ledger_families(book)
         text = exposition([*run_families(VALUES), *families, *dataset_families(book, names)])
-    model, dataset = {"model"}, {"dataset"}
-    wanted = {
+    of_model = (
+        *("noise_multiplier", "gradient_clip_fraction", "membership_inference_auc", "membership_inference_auc_lower"),
+        *("membership_inference_auc_upper", "audit_epsilon_lower_bound", "stated_epsilon", "training_accuracy_delta"),
+        "training_step",
+    )
+    wanted = {f"dp_{name}": {"model"} for name in of_model} | {
         "dp_training_epsilon_consumed": {"model", "dataset", "run_id"},
-        "dp_training_budget_remaining": dataset,
-        "dp_training_budget": dataset,
-        "dp_noise_multiplier": model,
-        "dp_gradient_clip_fraction": model,
-        "dp_membership_inference_auc": model,
-        "dp_membership_inference_auc_lower": model,
-        "dp_membership_inference_auc_upper": model,
-        "dp_audit_epsilon_lower_bound": model,
-        "dp_stated_epsilon": model,
-        "dp_training_accuracy_delta": model,
+        "dp_training_budget_remaining": {"dataset"},
+        "dp_training_budget": {"dataset"},
         "dp_ledger_refused_total": {"reason"},
         "dp_ledger_reservations": {"dataset", "state"},
         "dp_reservation_heartbeat_timestamp_seconds": {"dataset", "run_id", "state"},
         "dp_ledger_entries": set(),
         "dp_ledger_chain_valid": set(),
         "dp_training_state": {"model", "state"},
-        "dp_training_step": model,
     }
-    found = labels(text)
+    found = {name: {label for label, _ in pairs} for name, pairs in series(text)}
     assert {name: found[name] for name in wanted} == wanted
     promtool_is_silent(text)
 
@@ -289,7 +265,7 @@ def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
 def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        path = metrics.run_file(tmp_path, "notes-lora")
+        path = metrics.file_of(tmp_path, "run", "notes-lora")
         metrics.write(path, run_families(VALUES))
     finally:
         os.umask(before)
@@ -300,7 +276,7 @@ def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> No
 
 
 def test_a_disk_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = metrics.run_file(tmp_path, "notes-lora")
+    path = metrics.file_of(tmp_path, "run", "notes-lora")
     metrics.write(path, run_families(VALUES))
     before = path.read_bytes()
 
@@ -316,7 +292,7 @@ def test_a_disk_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
 @given(st.text(min_size=1), st.text(min_size=1))
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_two_names_have_two_files(one: str, other: str) -> None:
-    paths = [metrics.run_file(Path(), name) for name in (one, other)]
+    paths = [metrics.file_of(Path(), "run", name) for name in (one, other)]
     assert (paths[0] == paths[1]) == (one == other)
     for path in paths:
         assert path.parent == Path()
