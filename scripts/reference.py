@@ -114,7 +114,8 @@ def exit_codes() -> list[tuple[str, str, str]]:
 def metric_families() -> list[tuple[str, str, str]]:
     """Every metric: name, labels, meaning."""
     floats = {part.name: 0.5 for part in fields(metrics.RunValues) if part.name in metrics.GAUGES}
-    run = metrics.RunValues(model="a", base_model="b", dataset="c", run_id="d", state="running", **floats)
+    audited = metrics.AuditFigures(0.5, 0.5, 0.5, 0.5, 0.5)
+    run = metrics.RunValues("a", base_model="b", dataset="c", run_id="d", state="running", audited=audited, **floats)
     entry = SimpleNamespace(state="running", reservation=SimpleNamespace(entry="d"), heartbeat=0.0)
     book: Any = SimpleNamespace(
         verify=list,

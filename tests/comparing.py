@@ -9,7 +9,7 @@ from typing import Any
 
 import cards
 
-from dpllm.files import write_json
+from dpllm.files import read_json, write_json
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
@@ -129,6 +129,17 @@ def make_run(
     if held_out:
         write_held_out(run, after)
     return run
+
+
+def change_audit(run: RunDir, every: Json | None = None, **changes: Any) -> None:
+    """Changes keys of a run's audit; ``every`` maps a key to what changes in each of its parts."""
+    path = run.audit_dir(run.load_config().privacy.enabled) / "audit.json"
+    audit = read_json(path)
+    for name, new in (every or {}).items():
+        changes[name] = {part: {**one, **new} for part, one in audit[name].items()}
+    write_json(
+        path, audit | {name: audit[name] | new if isinstance(new, dict) else new for name, new in changes.items()}
+    )
 
 
 def write_held_out(run: RunDir, loss: float, **changes: Any) -> None:

@@ -26,7 +26,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What arrived, and how to answer."""
+    """What arrived, and how to answer; the name of a dataset begins with ``datasets/``."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -42,9 +42,14 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
         pass
 
-    def do_GET(self) -> None:
+    def _asked(self) -> str:
+        """The path, in which a dataset is a model of its name."""
         path = self.path.partition("?")[0]
         self.hub.asked.append(f"{self.command} {path}")
+        return path.replace("/api/datasets/", "/api/models/datasets/")
+
+    def do_GET(self) -> None:
+        path = self._asked()
         if path.startswith("/api/models/"):
             name = path.removeprefix("/api/models/").split("/revision/")[0].split("/tree/")[0]
             found = self.hub.repositories.get(name)
@@ -76,8 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({})
 
     def do_POST(self) -> None:
-        path = self.path.partition("?")[0]
-        self.hub.asked.append(f"POST {path}")
+        path = self._asked()
         body = self._body()
         if self.hub.refuse:
             return self._answer({"error": "no"}, self.hub.refuse)
@@ -85,11 +89,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else f"me/{asked['name']}"
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            name = f"datasets/{name}" if asked.get("type") == "dataset" else name
             known = name in self.hub.repositories
             private = bool(asked.get("private") or asked.get("visibility") == "private")
             self.hub.repositories.setdefault(name, Repository(private))
-            return self._answer({"url": f"{self.hub.endpoint}/{name}", "id": name}, 409 if known else 200)
+            return self._answer(
+                {"url": f"{self.hub.endpoint}/{name}", "id": name.removeprefix("datasets/")}, 409 if known else 200
+            )
         if path.endswith("/info/lfs/objects/batch"):
             objects = [
                 {"oid": one["oid"], "size": one["size"],

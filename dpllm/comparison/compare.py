@@ -35,15 +35,18 @@ class Comparison:
 
     Attributes:
         figures: Every figure.
-        rows: The same as text, in the order of the table.
         output: Where the files lie.
         files: What was written there.
     """
 
     figures: values.Figures
-    rows: tuple[Row, ...]
     output: Path
     files: tuple[Path, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The figures as text, in the order of the table."""
+        return rows.rows(self.figures)
 
     @property
     def values(self) -> Json:
@@ -57,7 +60,7 @@ class Comparison:
 
     def table(self) -> Table:
         """The measures as a table for the terminal."""
-        return rows.table(self.figures, self.rows)
+        return rows.table(self.figures)
 
 
 def compare(
@@ -94,10 +97,9 @@ def compare(
     with _readable(runs):
         sides, differences, target = _checked(runs, output, public)
         found = values.figures(sides, differences, public=public)
-        shown = rows.rows(found)
         if any(side.config.telemetry.textfile for side in sides):
             _publish_accuracy(sides if public else compared_runs.read(runs, public=True))
-        return Comparison(found, shown, target, _write(found, shown, target))
+        return Comparison(found, target, _write(found, target))
 
 
 def public_comparison(runs: Sequence[RunDir]) -> tuple[Json, Table]:
@@ -109,7 +111,7 @@ def public_comparison(runs: Sequence[RunDir]) -> tuple[Json, Table]:
     with _readable(runs):
         sides, differences, _ = _checked(runs, None, True)
         found = values.figures(sides, differences, public=True)
-        return found.to_json(), rows.table(found, rows.rows(found))
+        return found.to_json(), rows.table(found)
 
 
 class DPComparison:
@@ -181,20 +183,18 @@ def _publish_accuracy(sides: Sequence[compared_runs.Side]) -> None:
             publish_baseline(side.run, side.config, baseline.run, after - before)
 
 
-def _write(found: values.Figures, shown: Sequence[Row], target: Path) -> tuple[Path, ...]:
+def _write(found: values.Figures, target: Path) -> tuple[Path, ...]:
     from dpllm.comparison import figures
 
-    cells = [
-        {"section": row.section, "measure": row.measure, "cells": [cell.line() for cell in row.cells]} for row in shown
-    ]
-    whole = {**found.to_json(), "columns": rows.headings(found.sides), "rows": cells}
+    shown = [{**vars(row), "cells": [cell.line() for cell in row.cells]} for row in rows.rows(found)]
+    whole = {**found.to_json(), "columns": rows.headings(found.sides), "rows": shown}
     try:
         target.mkdir(mode=0o755 if found.public else 0o700, parents=True, exist_ok=True)
         for name in FILES:  # of an earlier comparison
             (target / name).unlink(missing_ok=True)
         write_json(target / "comparison.json", whole)
         pictures = figures.draw(found, target)
-        write_whole(target / "comparison.md", rows.markdown(found, shown, pictures))
+        write_whole(target / "comparison.md", rows.markdown(found, pictures))
         files = tuple(target / name for name in FILES if (target / name).exists())
         for path in files:
             path.chmod(0o644 if found.public else 0o600)

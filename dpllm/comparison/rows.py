@@ -166,7 +166,7 @@ def _leakage(audits: Sequence[Audit | None]) -> list[Row]:
     return [*found, _row("leakage", "The audit's verdict", verdicts, lambda one: Cell(one.replace("_", " ")))]
 
 
-def table(figures: Figures, shown: Sequence[Row]) -> Table:
+def table(figures: Figures) -> Table:
     """The rows as a table for the terminal, up to five runs in 100 columns: figures above, how sure they are below."""
     from rich import box
     from rich.table import Table
@@ -177,7 +177,7 @@ def table(figures: Figures, shown: Sequence[Row]) -> Table:
     for name in headings(figures.sides):
         made.add_column(name.replace(": ", "\n").replace("epsilon ", "eps "), justify="right", overflow="fold")
     section = ""
-    for row in shown:
+    for row in rows(figures):
         if section and row.section != section:
             made.add_section()
         section = row.section
@@ -204,13 +204,13 @@ def caption(figures: Figures) -> list[str]:
     return lines
 
 
-def markdown(figures: Figures, shown: Sequence[Row], pictures: Sequence[str]) -> str:
+def markdown(figures: Figures, pictures: Sequence[str]) -> str:
     """The page."""
 
     def picture(name: str) -> list[str]:
         return [f"![{PICTURES[name]}]({name})", ""] if name in pictures else []
 
-    columns = headings(figures.sides)
+    shown, columns = rows(figures), headings(figures.sides)
     lines = ["# Runs side by side", "", " ".join(caption(figures)), ""]
     for section, title in SECTIONS.items():
         part = [row for row in shown if row.section == section]

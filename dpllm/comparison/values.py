@@ -139,9 +139,13 @@ def shown_attacks(audit: Audit) -> dict[str, Attack]:
 
 
 def extracted(seen: Extraction) -> Figure:
-    """Share of the planted secrets that were extracted."""
-    value = seen.tuned / seen.inserted if seen.inserted else None
-    return Figure(value=value, interval=share(seen.tuned, seen.inserted))
+    """Share of the planted secrets that were extracted, with Clopper and Pearson's interval; None of nothing."""
+    if not seen.inserted:
+        return Figure(value=None)
+    from scipy import stats
+
+    limits = stats.binomtest(seen.tuned, seen.inserted).proportion_ci(CONFIDENCE, method="exact")
+    return Figure(value=seen.tuned / seen.inserted, interval=(float(limits.low), float(limits.high)))
 
 
 def cost(side: Side) -> Json:
@@ -190,12 +194,9 @@ def _leakage(audit: Audit) -> Json:
         "attacks": {name: seen.model_dump(include=_ATTACK) for name, seen in shown_attacks(audit).items()},
         "exposure": {group: seen.model_dump(include=_EXPOSURE) for group, seen in audit.exposure.items()},
         "extraction": {
-            group: {
-                **seen.model_dump(include=_EXTRACTION),
-                "share": extracted(seen).value,
-                "interval": extracted(seen).interval,
-            }
+            group: {**seen.model_dump(include=_EXTRACTION), "share": share.value, "interval": share.interval}
             for group, seen in audit.extraction.items()
+            for share in [extracted(seen)]
         },
     }
 
@@ -274,13 +275,3 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[f
         found.append(above_B[below_B > 0] / below_B[below_B > 0])
     low, high = np.quantile(np.concatenate(found), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
-
-
-def share(part: int, whole: int) -> tuple[float, float] | None:
-    """Clopper and Pearson's interval of a share; None of nothing."""
-    if whole < 1:
-        return None
-    from scipy import stats
-
-    found = stats.binomtest(part, whole).proportion_ci(CONFIDENCE, method="exact")
-    return float(found.low), float(found.high)

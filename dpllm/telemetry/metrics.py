@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -53,13 +53,25 @@ def _gauge(name: str, meaning: str, default: float | None = None) -> Any:
 
 @dataclass(frozen=True)
 class AuditFigures:
-    """What a published audit found, as ``RunValues`` has it."""
+    """What a published audit found, as metrics show it."""
 
-    auc: float | None
-    auc_lower: float | None
-    auc_upper: float | None
-    auc_allowed: float | None
-    epsilon_lower_bound: float | None
+    auc: float | None = _gauge(
+        "dp_membership_inference_auc",
+        "Area under the ROC curve of the audit's primary attack on planted canaries.",
+    )
+    auc_lower: float | None = _gauge(
+        "dp_membership_inference_auc_lower", "Lower end of that area's 95 % confidence interval."
+    )
+    auc_upper: float | None = _gauge(
+        "dp_membership_inference_auc_upper", "Upper end of that area's 95 % confidence interval."
+    )
+    auc_allowed: float | None = _gauge(
+        "dp_membership_inference_auc_allowed", "The largest area that the stated guarantee allows any attack."
+    )
+    epsilon_lower_bound: float | None = _gauge(
+        "dp_audit_epsilon_lower_bound",
+        "Epsilon that the audit shows to be exceeded or met, with the confidence that the recipe fixed.",
+    )
 
 
 @dataclass(frozen=True)
@@ -87,23 +99,7 @@ class RunValues:
     step: int = _gauge("dp_training_step", "Logical batches executed.", 0)
     steps_planned: int = _gauge("dp_training_steps_planned", "Logical batches planned.", 0)
     accuracy_delta: float | None = _gauge(*ACCURACY_DELTA)
-    auc: float | None = _gauge(
-        "dp_membership_inference_auc",
-        "Area under the ROC curve of the audit's primary attack on planted canaries.",
-    )
-    auc_lower: float | None = _gauge(
-        "dp_membership_inference_auc_lower", "Lower end of that area's 95 % confidence interval."
-    )
-    auc_upper: float | None = _gauge(
-        "dp_membership_inference_auc_upper", "Upper end of that area's 95 % confidence interval."
-    )
-    auc_allowed: float | None = _gauge(
-        "dp_membership_inference_auc_allowed", "The largest area that the stated guarantee allows any attack."
-    )
-    epsilon_lower_bound: float | None = _gauge(
-        "dp_audit_epsilon_lower_bound",
-        "Epsilon that the audit shows to be exceeded or met, with the confidence that the recipe fixed.",
-    )
+    audited: AuditFigures | None = None
     # Un-noised, outside any guarantee: None, unless the recipe sets telemetry.private_metrics.
     private_loss: float | None = _gauge(
         "dp_training_private_loss",
@@ -112,8 +108,8 @@ class RunValues:
     private_clip_fraction: float | None = None
 
 
-GAUGES = {part.name: part.metadata["gauge"] for part in fields(RunValues) if part.metadata}
-"""Field of RunValues -> name and meaning of its metric: the list of what leaves."""
+GAUGES = {one.name: one.metadata["gauge"] for kind in (RunValues, AuditFigures) for one in fields(kind) if one.metadata}
+"""Field of RunValues or of its audit -> name and meaning of its metric: the list of what leaves."""
 
 
 def gauge(name: str, meaning: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> list[Metric]:
@@ -140,8 +136,9 @@ def run_families(run: RunValues) -> list[Metric]:
         ),
         *gauge("dp_training_state", "1 for the state that the run is in, 0 for the others.", states),
     ]
+    known = vars(run) | (vars(run.audited) if run.audited else {})
     for key, (metric, meaning) in GAUGES.items():
-        value = getattr(run, key)
+        value = known.get(key)
         if value is not None and math.isfinite(value):
             families += gauge(metric, meaning, [(names if key == "epsilon_consumed" else model, value)])
     return families
@@ -181,7 +178,7 @@ def of_record(
         steps_planned=record.steps_planned,
         noise_multiplier=plan.noise_multiplier if plan else None,
         accuracy_delta=after - before if shown and before is not None and after is not None else None,
-        **(asdict(audited) if audited else {}),
+        audited=audited,
         **(_last_step(run, clips=plan is not None) if config.telemetry.private_metrics else {}),
     )
     if plan is None or not promised:

@@ -15,7 +15,7 @@ from typing import Any
 
 import cards
 import pytest
-from comparing import EVENT, Json, make_run, measured_audit, without_pictures, write_held_out
+from comparing import EVENT, Json, change_audit, make_run, measured_audit, without_pictures, write_held_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -28,6 +28,7 @@ from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, stated
 from dpllm.run.directory import RunDir
+from dpllm.statement.privacy_record import Extraction
 
 INF = math.inf
 FILES = {"comparison.json", "comparison.md", "comparison.png", "utility.png", "leakage.png"}
@@ -89,13 +90,6 @@ def test_each_figure_stands_in_its_own_column(runs: list[RunDir]) -> None:
     assert "Peak memory (GiB)" not in table  # not recorded
     assert result.values["runs"][0]["utility"]["loss"]["interval"] is None
     assert "No intervals" in (result.output / "comparison.md").read_text()
-
-
-def change_audit(run: RunDir, **changes: Any) -> None:
-    path = run.audit_dir(run.load_config().privacy.enabled) / "audit.json"
-    audit = json.loads(path.read_text())
-    changes = {name: {**audit[name], **new} if isinstance(new, dict) else new for name, new in changes.items()}
-    write_json(path, {**audit, **changes})
 
 
 def test_bounds_of_several_confidences_each_say_their_own(tmp_path: Path) -> None:
@@ -242,8 +236,9 @@ def test_a_bootstrap_covers_the_mean() -> None:
     assert 180 <= hits <= 199  # 95 % of 200; outside with probability below 1e-4 for a sound interval
     assert values.ratio([1.0], [1.0]) is None
     assert values.ratio([], []) is None
-    assert values.share(0, 0) is None
-    assert values.share(0, 10) == pytest.approx([0.0, 0.3085], abs=1e-4)
+    seen = Extraction.model_construct(tuned=0, inserted=0)
+    assert values.extracted(seen).interval is None
+    assert values.extracted(seen.model_copy(update={"inserted": 10})).interval == pytest.approx([0, 0.3085], abs=1e-4)
 
 
 # --- where it lies ---------------------------------------------------------------------------------------------------
@@ -444,13 +439,8 @@ def test_an_interrupted_run_is_named(tmp_path: Path) -> None:
 
 def test_a_group_in_which_no_coin_said_in_is_compared(runs: list[RunDir]) -> None:
     """Of four candidates all stay out in one run of sixteen; nothing can then be measured, and nothing may break."""
-    path = runs[1].audit_dir(True) / "audit.json"
-    audit = json.loads(path.read_text())
-    for seen in audit["exposure"].values():
-        seen.update(mean=None, maximum=None, base_mean=None, p_value=None, inserted=0)
-    for got in audit["extraction"].values():
-        got.update(inserted=0, tuned=0, base=0)
-    write_json(path, audit)
+    nothing = {"mean": None, "maximum": None, "base_mean": None, "p_value": None, "inserted": 0}
+    change_audit(runs[1], every={"exposure": nothing, "extraction": {"inserted": 0, "tuned": 0, "base": 0}})
     result = compare(runs)
     assert files(result.output) == FILES
     assert {cells[1] for name, cells in shown(result).items() if "Exposure" in name} == {"not measured"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparing import make_run, weights, without_pictures, write_held_out
+from comparing import change_audit, make_run, weights, without_pictures, write_held_out
 from metrics_text import Series, series
 
 from dpllm.comparison.compare import compare
@@ -43,14 +43,8 @@ def plant(run: RunDir) -> None:
 
 
 def plant_audit(run: RunDir) -> None:
-    path = run.private / "audit" / "audit.json"
-    audit = json.loads(path.read_text())
-    for attack in audit["attacks"].values():
-        attack["auc"] = SECRET / 2  # 0.993825
-    for seen in audit["exposure"].values():
-        seen["mean"] = SECRET
-    audit["epsilon_lower_bound"]["value"] = SECRET
-    write_json(path, audit)
+    every = {"attacks": {"auc": SECRET / 2}, "exposure": {"mean": SECRET}}  # 0.993825
+    change_audit(run, every, epsilon_lower_bound={"value": SECRET})
 
 
 def written(output: Path) -> str:
@@ -137,8 +131,7 @@ def test_one_undeclared_evaluation_set_is_enough(tmp_path: Path) -> None:
 
 def test_an_unpublished_audit_in_export_is_refused(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a", 3.0, PRIVATE), make_run(tmp_path / "b", 8.0, PRIVATE)]
-    path = runs[0].export / "audit" / "audit.json"
-    write_json(path, {**json.loads(path.read_text()), "published": False})
+    change_audit(runs[0], published=False)
     with pytest.raises(ConfigError, match="may not be published"):
         compare(runs, public=True)
 

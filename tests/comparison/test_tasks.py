@@ -6,6 +6,7 @@ import io
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -92,9 +93,7 @@ def test_scores_of_another_protocol_are_made_again_and_not_shown(
 
 
 def test_a_run_without_losses_is_compared_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(run: Any, config: Any, base: bool) -> Any:
-        raise ConfigError("the base model is not at hand. Fetch it.")
-
+    fails = Mock(side_effect=ConfigError("the base model is not at hand. Fetch it."))
     monkeypatch.setattr(tasks, "_losses", fails)
     run, console = make_run(tmp_path / "a", 3.0), Console(file=io.StringIO(), width=200)
     tasks.measure([run], console=console)

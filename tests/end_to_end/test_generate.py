@@ -163,15 +163,11 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--num", "0"), "ask for no text"),
-        (("--max-new-tokens", "0"), "ask for no text"),
-        (("--temperature", "-1"), "ask for no text"),
-        (("--temperature", "nan"), "ask for no text"),
+        *(((f"--{key}", "0"), "ask for no text") for key in ("num", "max-new-tokens", "top-p", "beams")),
+        *((("--temperature", value), "ask for no text") for value in ("-1", "nan")),
         (("--seed", "99999999999999999999"), "beyond what torch takes"),
         (("--prompt", "a\udc80b"), "half of a character"),
-        (("--top-p", "0"), "ask for no text"),
         (("--top-p", "1.5"), "ask for no text"),
-        (("--beams", "0"), "ask for no text"),
         (("--beams", "101", "--temperature", "0"), "beams at most 100"),
         (("--beams", "5"), "a beam search looks for the likeliest text"),
         (("--max-new-tokens", "500"), "more than the 128"),

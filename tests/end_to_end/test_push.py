@@ -11,7 +11,7 @@ import hub_stand_in
 import pytest
 from hub_stand_in import Hub, Repository
 from published import carry, read
-from running import Place, as_trained, contents, done, dpllm_
+from running import Place, contents, done, dpllm_, edit_recipe
 
 NAME = "alice/notes-dp"
 
@@ -102,10 +102,7 @@ def test_what_must_not_be_published_is_refused(run: Path, hub: Hub, how: str) ->
 def test_a_run_whose_ledger_is_gone_is_refused_until_it_is_named(
     run: Path, hub: Hub, finished: Place, tmp_path: Path
 ) -> None:
-    config = run / "config.yaml"
-    config.write_text(
-        config.read_text("utf-8").replace(str(finished.ledger), str(tmp_path / "gone.sqlite")), encoding="utf-8"
-    )
+    edit_recipe(run, "privacy", ledger=str(tmp_path / "gone.sqlite"))
     answer = dpllm_("push", run, NAME)
     assert answer.code == 3
     assert "--ledger" in answer.err
@@ -126,10 +123,7 @@ def test_a_run_without_a_guarantee_is_published_on_public_data_or_if_somebody_in
 ) -> None:
     done("push", baseline.run, NAME, "--dry-run")
     run = Path(shutil.copytree(baseline.run, tmp_path / "run"))
-    config = run / "config.yaml"
-    text = config.read_text("utf-8")
-    config.write_text(text.replace("  public: true", "  public: false"), encoding="utf-8")
-    as_trained(run)  # by an exception
+    edit_recipe(run, "data", public=False)  # by an exception
     done("card", run)
     answer = dpllm_("push", run, NAME)
     assert answer.code == 3

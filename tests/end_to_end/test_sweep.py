@@ -7,6 +7,7 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -161,17 +162,6 @@ def test_a_finished_sweep_is_kept(swept: tuple[Place, Answer]) -> None:
     assert "already holds a sweep" in swept_to(place, "2,8,inf").err
     assert "another list of epsilons" in swept_to(place, "2,8", "--resume").err
     assert "another recipe" in swept_to(place, "2,8,inf", "--resume", "--train.steps", 9).err
-
-
-def test_a_public_report_of_public_data(swept: tuple[Place, Answer]) -> None:
-    place, _ = swept
-    runs = [place.root / SWEEP / name for name in ("eps-inf", "eps-2", "eps-8")]
-    output = place.root / "public"
-    done("compare", *runs, "--public", "--no-intervals", "--output", output)
-    text = (output / "comparison.md").read_text() + (output / "comparison.json").read_text()
-    assert "not every run declares its evaluation data public" in text  # public: true is about the training data
-    assert str(place.root) not in text
-    assert SENTINEL not in text
 
 
 # --- refused before anything is trained ------------------------------------------------------------------------------
@@ -351,10 +341,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(place: Place, monke
 
 def test_a_run_that_fails_leaves_the_others_their_places(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def fails(*_, **__):
-        raise DpllmError("the machine went away")
-
-    monkeypatch.setattr("dpllm.run.loop.train", fails)
+    monkeypatch.setattr("dpllm.run.loop.train", Mock(side_effect=DpllmError("the machine went away")))
     answer = swept_to(place, "2,8")
     assert answer.code == 1
     assert "--resume goes on" in answer.out
@@ -399,11 +386,8 @@ def test_a_run_that_lost_its_steps_is_not_trained_for_nothing(place: Place, monk
 def reserved_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A sweep that was killed between its reservations and its first run; returns its sweep.json."""
 
-    def killed(point, entry, console):
-        raise DpllmError("killed")
-
     with monkeypatch.context() as patch:
-        patch.setattr("dpllm.comparison.sweep._train", killed)
+        patch.setattr("dpllm.comparison.sweep._train", Mock(side_effect=DpllmError("killed")))
         assert swept_to(place, "2,8").code == 1
     return place.root / SWEEP / "sweep.json"
 

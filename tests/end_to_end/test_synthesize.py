@@ -8,9 +8,10 @@ import shutil
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import hub_stand_in
 import pytest
 import tiny
 from published import carry, read
@@ -20,7 +21,7 @@ import dpllm
 from dpllm.cli import _parser
 from dpllm.errors import ConfigError
 from dpllm.files import sha256
-from dpllm.publish import draft, filters, generate, push, synthesize
+from dpllm.publish import draft, filters, generate, synthesize
 from dpllm.publish.synthesize import Order
 from dpllm.run.directory import RunDir
 from dpllm.statement.fields import Terms
@@ -174,9 +175,7 @@ def refused(run: Path, *arguments: object, code: int = 2) -> str:
 def test_what_fails_while_it_is_written_leaves_no_folder(
     finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*arguments: Any) -> None:
-        raise RuntimeError
-
+    fails = Mock(side_effect=RuntimeError)
     with monkeypatch.context() as patch:
         patch.setattr(synthesize, "write_json", fails)
         with pytest.raises(RuntimeError):
@@ -316,32 +315,16 @@ def test_each_row_is_asked_for_by_its_codes(coded: Place, tmp_path: Path, monkey
 def test_a_data_set_with_a_guarantee_is_pushed_as_it_verifies(
     coded: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrived: dict[str, bytes] = {}
-
-    def commit(_: object, name: str, operations: list[Any], *, repo_type: str, **__: object) -> SimpleNamespace:
-        assert (name, repo_type) == ("alice/notes", "dataset")
-        for one in operations:
-            with one.as_file() as file:
-                arrived[one.path_in_repo] = file.read()
-        return SimpleNamespace(commit_url="commit")
-
-    monkeypatch.setattr(push.HfApi, "create_repo", lambda _, name, **__: SimpleNamespace(repo_id=name))
-    monkeypatch.setattr(push.HfApi, "dataset_info", lambda *_: SimpleNamespace(private=False, siblings=[]))
-    monkeypatch.setattr(push.HfApi, "create_commit", commit)
     made(coded.run, tmp_path / "set", *FEW)
     ledger = ("--ledger", coded.ledger)
-    refused = dpllm_("push", tmp_path / "set", "alice/notes")
-    assert (refused.code, arrived) == (3, {})
-    done("push", tmp_path / "set", "alice/notes", *ledger)
-    assert arrived == {
-        path.relative_to(tmp_path / "set").as_posix(): path.read_bytes()
-        for path in (tmp_path / "set").rglob("*")
-        if path.is_file()
-    }
-    for name, content in arrived.items():
-        (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "got" / name).write_bytes(content)
-    assert ", 0 failed" in done("verify", tmp_path / "got", *ledger).out
+    with hub_stand_in.running(monkeypatch) as hub:
+        refused = dpllm_("push", tmp_path / "set", "alice/notes")
+        assert (refused.code, hub.asked) == (3, [])
+        done("push", tmp_path / "set", "alice/notes", *ledger)
+        arrived = dict(hub.repositories["datasets/alice/notes"].files)
+        del arrived[".gitattributes"]
+        assert arrived == contents(tmp_path / "set")
+        assert ", 0 failed" in done("verify", "datasets/alice/notes", *ledger).out
 
 
 def test_without_guarantee_codes_are_as_often_as_in_training_rows(coded: Place, tmp_path: Path) -> None:
@@ -395,8 +378,7 @@ def test_codes_follow_the_noisy_counts_without_other_and_negative_ones(coded: Pl
 
 def test_codes_without_released_shares_are_refused_with_what_to_type(coded: Place, tmp_path: Path) -> None:
     run = Path(shutil.copytree(coded.run, tmp_path / "run"))
-    done("card", run)
-    (run / "describe.json").unlink(missing_ok=True)
+    (run / "describe.json").unlink()
     done("card", run)
     said = refused(run, *FEW)
     assert f"Type dpllm describe {run / 'config.yaml'} --epsilon E --shares 'visit=VALUE,VALUE;age=VALUE,VALUE'" in said

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from running import Place, contents, done, dpllm_
@@ -90,9 +91,7 @@ def test_a_place_that_cannot_be_written_costs_private_figures_only(run: Path) ->
 
 
 def test_a_failure_of_quality_loses_no_row(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any, **more: Any) -> None:
-        raise RuntimeError
-
+    fails = Mock(side_effect=RuntimeError)
     with monkeypatch.context() as patch:
         patch.setattr(quality, "measure", fails)
         with pytest.raises(RuntimeError):

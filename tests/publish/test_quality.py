@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,8 @@ def a_run(
         "audit": {"canaries": {"groups": GROUPS, "references": 100}} if planted else {},
     }
     config = RunConfig.model_validate(recipe)
-    tables = [
-        load_table(one, config.data, "train", root) if one else None for one in (config.data.train, config.data.eval)
-    ]
-    keep_rows(run.rows, config.data, tables[0], tables[1])
+    sources = (config.data.train, config.data.eval)
+    keep_rows(run.rows, config.data, *(load_table(one, config.data, "train", root) if one else None for one in sources))
     if config.audit.canaries:
         canaries.save(canaries.plan_canaries(config.audit.canaries, generator=random.Random(3)), run.canaries)
     return run, config
@@ -88,12 +87,10 @@ def test_public_figures_are_the_same_whatever_the_training_rows_and_coins_are(tm
     changed, other = measured(tmp_path / "b", OTHER, HELD, MADE, planted=False, **data)
     assert public == changed
     ours, theirs = private["figures"], other["figures"]
-    about_training = [name for name in ours if "training" in name or "as asked" in name or "TRTR" in name]
+    about_training = [name for name in ours if re.search("training|TRTR|as asked", name)]
     # All but those that are 0 or 1 on both sides can tell the two sets apart, so the equality above says something.
     assert sum(ours[name] != theirs.get(name) for name in about_training) > 0.7 * len(about_training)
-    assert not {
-        name for name in json.loads(public)["figures"] if "training" in name or "TRTR" in name or "asked" in name
-    }
+    assert not [name for name in json.loads(public)["figures"] if re.search("training|TRTR|asked", name)]
     assert json.loads(public)["evaluation"] == ("eval.jsonl" if data else None)
 
 
@@ -220,15 +217,10 @@ def test_what_is_damaged_changes_no_figure_that_does_not_read_it(tmp_path: Path)
 def test_released_statistics_stand_beside_the_rows(tmp_path: Path) -> None:
     base = cards.described()["releases"][0]
     shares = {**base, "statistic": "shares of visit", "declared": {"values": ["home", "clinic"]}}
-    lengths = {
-        **base,
-        "statistic": "quantile 0.5 of token lengths",
-        "declared": {"numbers": [64, 128], "quantile": 0.5},
-    }
-    releases = [
-        {**shares, "value": {"home": 30, "clinic": 70, "other": -4}},
-        {**lengths, "value": {"candidate": 64}, "entry": "2c3d"},
-    ]
+    shares |= {"value": {"home": 30, "clinic": 70, "other": -4}}
+    declared = {"numbers": [64, 128], "quantile": 0.5}
+    lengths = {"statistic": "quantile 0.5 of token lengths", "declared": declared, "value": {"candidate": 64}}
+    releases = [shares, {**base, **lengths, "entry": "2c3d"}]
     record = statement(releases=releases)
     found = quality.measure(*a_run(tmp_path, TRAIN, HELD, control=["visit"]), MADE, record)[0].figures
     assert (found["share of home: released"], found["share of other: released"]) == (0.3, 0)
@@ -271,9 +263,8 @@ def test_texts_of_another_kind_lie_further_away(tmp_path: Path) -> None:
     assert name.format("synthetic") in public.figures.keys() - private["figures"].keys()
     assert name.format("training") in private["figures"].keys() - public.figures.keys()
     run, config = a_run(tmp_path, TRAIN, HELD)
-    far = quality.measure(
-        run, config, [{"visit": "home", "text": f"{n} * {n}"} for n in range(80)], statement(), embedding="builtin:tiny"
-    )
+    sums = [{"visit": "home", "text": f"{n} * {n}"} for n in range(80)]
+    far = quality.measure(run, config, sums, statement(), embedding="builtin:tiny")
     assert far[1]["figures"][name.format("synthetic")] > 3 * near[name.format("training")]
 
 
@@ -291,6 +282,5 @@ def test_the_statement_decides_what_is_public_and_a_name_tells_it(
     assert all(synthetic.reads(name) <= sides for name in found.figures)
     assert not any(synthetic.reads(name) <= sides for name in private["figures"])
     assert len(found.figures) + len(private["figures"]) > 60
-    assert all(
-        synthetic.reads(name) > sides for name in ("MAUVE", "share of x: people", "") if not (public and eval_public)
-    )
+    if not (public and eval_public):
+        assert all(synthetic.reads(name) > sides for name in ("MAUVE", "share of x: people", ""))

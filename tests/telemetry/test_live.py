@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import cards
 import pytest
@@ -143,6 +144,12 @@ def prepared(tmp_path: Path) -> SimpleNamespace:
     return SimpleNamespace(config=config, run=run)
 
 
+def begun(p: SimpleNamespace, **more: Any) -> Telemetry:
+    telemetry = Telemetry(p.config, p.run, **more)
+    telemetry.begin(0, 0.0, base_holds=True)
+    return telemetry
+
+
 def shown(p: SimpleNamespace) -> Series:
     found: Series = {}
     for file in sorted((p.run.root.parent / "collector").glob("*.prom")):
@@ -158,8 +165,7 @@ def a_step(telemetry: Telemetry, number: int, **changes: Any) -> None:
 
 
 def test_a_run_that_is_killed_leaves_its_last_file(prepared: SimpleNamespace, stub: type[Stub]) -> None:
-    telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(0, 0.0, base_holds=True)
+    telemetry = begun(prepared)
     model, names = (("model", "run"),), (("dataset", "notes"), ("run_id", "0f0f"))
     assert shown(prepared)["dp_training_state", (("model", "run"), ("state", "running"))] == 1
     telemetry._due = 0.0
@@ -177,8 +183,7 @@ def test_files_are_written_every_few_seconds_at_most(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
-    telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(0, 0.0, base_holds=True)
+    telemetry = begun(prepared)
     seen = []
     for number in range(1, 101):  # ten seconds of steps
         clock[0] += 0.1
@@ -191,12 +196,8 @@ def test_files_are_written_every_few_seconds_at_most(
 def test_a_full_disk_is_told_once_and_the_run_goes_on(
     prepared: SimpleNamespace, stub: type[Stub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(metrics, "write", full)
-    with Telemetry(prepared.config, prepared.run) as telemetry:
-        telemetry.begin(0, 0.0, base_holds=True)
+    monkeypatch.setattr(metrics, "write", Mock(side_effect=OSError(28, "No space left on device")))
+    with begun(prepared) as telemetry:
         for number in (1, 2):
             telemetry._due = 0.0
             a_step(telemetry, number)
@@ -206,8 +207,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(
 
 
 def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stub: type[Stub], tmp_path: Path) -> None:
-    with Telemetry(prepared.config, prepared.run) as telemetry:
-        telemetry.begin(0, 0.0, base_holds=True)
+    with begun(prepared) as telemetry:
         a_step(telemetry, 1)
         telemetry.evaluated(1, 3.25, 0.5)  # of private data
     calls = stub.made[0].calls
@@ -218,8 +218,7 @@ def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stu
 
 
 def test_only_the_main_process_shows_anything(prepared: SimpleNamespace, stub: type[Stub]) -> None:
-    with Telemetry(prepared.config, prepared.run, main=False) as telemetry:
-        telemetry.begin(0, 0.0, base_holds=True)
+    with begun(prepared, main=False) as telemetry:
         a_step(telemetry, 1)
         telemetry.end()
     assert shown(prepared) == {}
@@ -250,8 +249,7 @@ def test_evaluations_tell_of_private_data_only_through_weights_with_a_guarantee(
     data = config.data.model_copy(update={"public": public, "eval": "held_out.jsonl", "eval_public": True})
     privacy = config.privacy.model_copy(update={"insecure_seed": insecure})
     prepared.config = config.model_copy(update={"data": data, "privacy": privacy})
-    telemetry = Telemetry(prepared.config, prepared.run)
-    telemetry.begin(0, 0.0, base_holds=True)
+    telemetry = begun(prepared)
     telemetry.evaluated(1, 2.5, 0.25)
     assert (("log", 1, {"eval_loss": 2.5, "eval_accuracy": 0.25}) in stub.made[0].calls) == told
 
@@ -267,12 +265,9 @@ def test_datasets_of_two_places_are_two_series() -> None:
 def test_remaining_is_nothing_where_no_accountant_knows_the_total(
     prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unknown(self: Ledger, dataset: str) -> float:
-        raise Refused("no accountant knows all of them together")
-
     with Ledger(prepared.run.root / "other.sqlite") as book:
         budgets.set_budget(book, "notes", budget(8.0))
-        monkeypatch.setattr(Ledger, "remaining", unknown)
+        monkeypatch.setattr(Ledger, "remaining", Mock(side_effect=Refused("no accountant knows all of them together")))
         found = series(exposition(dataset_families(book, ["notes"])))
         assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == 0.0
 

@@ -14,6 +14,7 @@ import urllib.request
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -31,12 +32,13 @@ from dpllm.recipe import derived
 from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
 from dpllm.telemetry import EpsilonSpent, Telemetry, metrics, publish_audit
-from dpllm.telemetry.metrics import RunValues, dataset_families, exposition, ledger_families, run_families
+from dpllm.telemetry.metrics import AuditFigures, RunValues, dataset_families, exposition, ledger_families, run_families
 
+AUDITED = AuditFigures(auc=0.53, auc_lower=0.49, auc_upper=0.57, auc_allowed=0.95, epsilon_lower_bound=0.2)
 VALUES = RunValues(
     model="notes-lora", base_model="openai-community/gpt2", dataset="notes", run_id="0f0f", state="running", step=3,
     steps_planned=9, epsilon_consumed=1.25, stated_epsilon=3.0, delta=1e-5, noise_multiplier=0.8, clip_fraction=0.4,
-    accuracy_delta=0.02, auc=0.53, auc_lower=0.49, auc_upper=0.57, auc_allowed=0.95, epsilon_lower_bound=0.2,
+    accuracy_delta=0.02, audited=AUDITED,
 )  # fmt: skip
 
 
@@ -83,7 +85,8 @@ def test_what_metrics_can_show_of_a_run_is_this_list() -> None:
     public |= {"stated_epsilon", "delta", "noise_multiplier", "accuracy_delta"}
     audited = {"auc", "auc_lower", "auc_upper", "auc_allowed", "epsilon_lower_bound"}
     private = {"private_loss", "private_clip_fraction"}
-    assert {field.name for field in fields(RunValues)} == public | audited | {"clip_fraction"} | private
+    assert {field.name for field in fields(RunValues)} == public | {"audited", "clip_fraction"} | private
+    assert {field.name for field in fields(AuditFigures)} == audited
 
 
 def test_a_share_without_noise_is_shown_only_where_there_is_none_with() -> None:
@@ -100,7 +103,7 @@ def test_a_share_without_noise_is_shown_only_where_there_is_none_with() -> None:
 @given(st.floats(), st.floats())
 @settings(derandomize=True, max_examples=40, deadline=None)
 def test_what_is_no_number_is_left_out(epsilon: float, auc: float) -> None:
-    changed = replace(VALUES, epsilon_consumed=epsilon, auc=auc, epsilon_lower_bound=None)
+    changed = replace(VALUES, epsilon_consumed=epsilon, audited=replace(AUDITED, auc=auc, epsilon_lower_bound=None))
     found = {name: value for (name, _), value in series(exposition(run_families(changed))).items()}
     assert found.get("dp_training_epsilon_consumed") == (epsilon if math.isfinite(epsilon) else None)
     assert found.get("dp_membership_inference_auc") == (auc if math.isfinite(auc) else None)
@@ -280,10 +283,7 @@ def test_a_disk_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
     metrics.write(path, run_families(VALUES))
     before = path.read_bytes()
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "rename", full)
+    monkeypatch.setattr(os, "rename", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         metrics.write(path, run_families(replace(VALUES, step=4)))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: before}
