@@ -359,8 +359,7 @@ def _metrics(ledger: Ledger, known: argparse.Namespace) -> int:
     try:
         metrics.write(folder / metrics.LEDGER, families)
         for name in names:
-            path = metrics.file_of(folder, "dataset", metrics.label(name))
-            metrics.write(path, metrics.dataset_families(ledger, [name]))
+            metrics.write(metrics.file_of(folder, "dataset", name), metrics.dataset_families(ledger, [name]))
     except OSError as error:
         raise ConfigError(
             f"--textfile {known.textfile}: cannot be written to ({error.strerror}), so there would be no metrics. Type the "

@@ -348,6 +348,7 @@ def file_of(directory: Path, kind: Literal["run", "baseline", "dataset"], name: 
 
     What has the same name shares a file, because its series are the same; the latest counts.
     """
+    name = label(name) if kind == "dataset" else name
     return directory / f"dpllm-{kind}-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}-{_short_hash(name)}.prom"
 
 
