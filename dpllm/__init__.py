@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from dpllm.errors import ConfigError
 
+if TYPE_CHECKING:
     from dpllm.auditing.record import AuditRecord
     from dpllm.comparison.compare import Comparison
     from dpllm.comparison.compare import DPComparison as DPComparison
@@ -89,7 +91,6 @@ def load_recipe(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Non
     Raises:
         ConfigError: A key is unknown, or a value impossible.
     """
-    from dpllm.errors import ConfigError
     from dpllm.recipe.config import load_config
 
     if not isinstance(path, str | os.PathLike):
@@ -102,7 +103,6 @@ def load_recipe(path: str | os.PathLike[str], overrides: Mapping[str, Any] | Non
 
 def _read(recipe: RunConfig) -> RunConfig:
     """The same, if it is a recipe that was read."""
-    from dpllm.errors import ConfigError
     from dpllm.recipe.config import RunConfig
 
     if not isinstance(recipe, RunConfig):
@@ -139,8 +139,6 @@ def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, m
         ConfigError: The recipe or the data cannot be used.
         Refused: A guard or the ledger's budget refuses.
     """
-    from pathlib import Path
-
     from dpllm.run import loop
     from dpllm.run.directory import Run, RunDir
     from dpllm.run.promise import Start
@@ -180,8 +178,6 @@ def compare(
     Raises:
         ConfigError: They cannot be compared.
     """
-    from pathlib import Path
-
     from dpllm.comparison.compare import compare as side_by_side
 
     return side_by_side([_directory(run) for run in runs], Path(output) if output else None, public=public)
@@ -214,8 +210,6 @@ def verify(
     Returns:
         ``checks``, each verified, asserted or failed.
     """
-    from pathlib import Path
-
     from dpllm.verification.verify import verify as check
 
     return check(_directory(path).root, ledger=ledger, signers=Path(signers) if signers else None)
@@ -264,9 +258,6 @@ def synthesize(
         ConfigError: No card, settings that allow no text, a folder that holds something, or too few texts that passed.
         Refused: A run without guarantee on data that are not public.
     """
-    import warnings
-    from pathlib import Path
-
     from dpllm.publish.quality import writer
     from dpllm.publish.synthesize import Order
     from dpllm.publish.synthesize import synthesize as write
@@ -278,8 +269,6 @@ def synthesize(
 
 def _directory(run: Any) -> Any:
     """The run directory of a run, or of a path."""
-    from pathlib import Path
-
     from dpllm.run.directory import Run, RunDir
 
     return run.directory if isinstance(run, Run) else RunDir(Path(run))

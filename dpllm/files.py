@@ -301,32 +301,23 @@ class RunPaths:
 
     root: Path
 
-    config = _Below("config.yaml")
-    """The resolved recipe."""
-    plan = _Below("plan.json")
-    """The promise."""
-    run = _Below("run.json")
-    """What happened."""
-    describe = _Below("describe.json")
-    """Statistics of the data that were released, where the card shows some."""
-    export = _Below("export")
-    """The only directory that is ever uploaded."""
-    private = _Below("private")
-    """Mode 0700; never leaves."""
-    canaries = _Below("private/canaries.json")
-    """Canary texts, coins and references: secret."""
-    rows = _Below("private/rows.json")
-    """Where the training data lay, and digests of all rows that are not declared public."""
-    groups = _Below("private/groups.json")
-    """With banded noise: the key from which each slot's group follows, and the steps with which attempts began."""
-    projections = _Below("private/gradient_canaries.npy")
-    """What each step released along each gradient canary."""
-    resume = _Below("private/resume")
-    """The checkpoints that a resumed run starts from: secret."""
-    audits = _Below("private/audits.jsonl")
-    """One line for each audit that was made: private."""
-    metrics = _Below("private/metrics.jsonl")
-    """Un-noised diagnostics, one JSON value a line: private."""
+    config = _Below("config.yaml")  # the resolved recipe
+    plan = _Below("plan.json")  # the promise
+    run = _Below("run.json")  # what happened
+    describe = _Below("describe.json")  # statistics of the data that were released, where the card shows some
+    export = _Below("export")  # the only directory that is ever uploaded
+    private = _Below("private")  # mode 0700; never leaves
+    canaries = _Below("private/canaries.json")  # canary texts, coins and references: secret
+    rows = _Below(
+        "private/rows.json"
+    )  # where the training data lay, and digests of all rows that are not declared public
+    groups = _Below(
+        "private/groups.json"
+    )  # banded noise: the key of the groups, and the steps with which attempts began
+    projections = _Below("private/gradient_canaries.npy")  # what each step released along each gradient canary
+    resume = _Below("private/resume")  # the checkpoints that a resumed run starts from: secret
+    audits = _Below("private/audits.jsonl")  # one line for each audit that was made: private
+    metrics = _Below("private/metrics.jsonl")  # un-noised diagnostics, one JSON value a line: private
 
     def checkpoints(self) -> list[Path]:
         """Their directories, such as step-00000040, of the highest step first; none that is still being written."""

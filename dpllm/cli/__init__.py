@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import dpllm
 from dpllm.cli import audit, canaries, compare, describe, epsilon, ledger, plan, publish, synthesize
-from dpllm.cli.plan import Call
+from dpllm.cli.plan import Call, take_json
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
 # What a command no longer takes -> what to type instead.
@@ -119,16 +119,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dpllm {dpllm.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, call: Call, text: str) -> argparse.ArgumentParser:
+    def add(name: str, call: Call, text: str, json: str | None = "what it says") -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.set_defaults(call=call)
+        if json:
+            take_json(sub, json)
         return sub
 
     for module in (plan, describe, canaries, audit, compare, publish, synthesize, epsilon):
         module.add_commands(add)
-    ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs"))
-    env = add("env", _env, "versions and hardware, for a bug report")
-    env.add_argument("--json", action="store_true", help="one JSON object, as without it")
+    ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs", None))
+    add("env", _env, "versions and hardware, for a bug report")
     return parser
 
 

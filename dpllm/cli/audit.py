@@ -23,39 +23,37 @@ ELSEWHERE = ("base", "canaries", "non_members", "format", "epsilon", "delta", "u
 def add_commands(add: AddCommand) -> None:
     """The command and what it takes."""
     parser = add("audit", run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
-    parser.add_argument("run", help="run directory; a recipe with --leakage; a model trained elsewhere")
-    parser.add_argument("--attack", metavar="NAME", help="this attack alone; nothing is written, no bound is computed")
-    parser.add_argument(
+    option = parser.add_argument
+    option("run", help="run directory; a recipe with --leakage; a model trained elsewhere")
+    option("--attack", metavar="NAME", help="this attack alone; nothing is written, no bound is computed")
+    option(
         "--twin", metavar="RUN", help="audited run of the same recipe without privacy: where the attack has to succeed"
     )
-    parser.add_argument(
+    option(
         "--scores-only", action="store_true", help="only what one pass of scoring shows; the models generate nothing"
     )
-    parser.add_argument("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA and RMIA (public data)")
-    parser.add_argument(
+    option("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA and RMIA (public data)")
+    option(
         "--members",
         nargs="?",
         const="",
         metavar="FILE",
         help="membership of real rows: the run's own training and evaluation data, or of FILE; private",
     )
-    parser.add_argument("--non-members", metavar="FILE", help="with --members FILE: rows that were not trained on")
-    parser.add_argument(
-        "--leakage", action="store_true", help="what one step's gradient gives away, raw against clipped and noised"
-    )
-    other = parser.add_argument_group("a model trained elsewhere (PEFT adapter or model directory)")
-    other.add_argument("--base", metavar="NAME", help="its base model")
-    other.add_argument("--canaries", metavar="FILE", help="which canaries were planted in it")
-    other.add_argument(
+    option("--non-members", metavar="FILE", help="with --members FILE: rows that were not trained on")
+    option("--leakage", action="store_true", help="what one step's gradient gives away, raw against clipped and noised")
+    option = parser.add_argument_group("a model trained elsewhere (PEFT adapter or model directory)").add_argument
+    option("--base", metavar="NAME", help="its base model")
+    option("--canaries", metavar="FILE", help="which canaries were planted in it")
+    option(
         "--format",
         choices=("text", "prompt_completion", "messages"),
         help="how canaries read in training (default: text)",
     )
-    other.add_argument("--epsilon", type=float, help="the epsilon that is claimed for one unit, if any")
-    other.add_argument("--delta", type=float, help="its delta")
-    other.add_argument("--unit", default=None, help="its unit (default: example)")
-    other.add_argument("--output", metavar="DIR", help="where the report goes; it is private (default: printed only)")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    option("--epsilon", type=float, help="the epsilon that is claimed for one unit, if any")
+    option("--delta", type=float, help="its delta")
+    option("--unit", default=None, help="its unit (default: example)")
+    option("--output", metavar="DIR", help="where the report goes; it is private (default: printed only)")
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import OVERRIDES, AddCommand, load_recipe, show
+from dpllm.cli.plan import AddCommand, load_recipe, show, take_json, take_recipe
 from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,15 +22,13 @@ PLAN = "draw the canaries of a recipe and their coins, for the run that is to tr
 
 def add_commands(add: AddCommand) -> None:
     """The command, its action and what that takes."""
-    parser = add("canaries", run, "draw what a recipe plants for its audit, before training")
+    parser = add("canaries", run, "draw what a recipe plants for its audit, before training", None)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog="dpllm canaries")
     plan = actions.add_parser("plan", help=PLAN, allow_abbrev=False)
     plan.description = PLAN[0].upper() + PLAN[1:] + "."
-    plan.usage = f"dpllm canaries plan RECIPE [options] [{OVERRIDES} ...]"
-    plan.add_argument("recipe", nargs="?", help="YAML file, such as recipes/lora/e2e.yaml")
-    plan.add_argument("--config", help="the same as RECIPE")
+    take_recipe(plan, "canaries plan RECIPE")
+    take_json(plan)
     plan.add_argument("--overwrite", action="store_true", help="draw them again, in place of those planned before")
-    plan.add_argument("--json", action="store_true", help="print what the table says as one JSON object")
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 from pathlib import Path
 
-from dpllm.cli.plan import OVERRIDES, AddCommand, parse_recipe, plain_console, show
+from dpllm.cli.plan import AddCommand, by_this_user, parse_recipe, plain_console, show, take_recipe
 from dpllm.errors import ConfigError
 
 
@@ -17,20 +16,13 @@ def add_commands(add: AddCommand) -> None:
     compared.add_argument("--output", help="where the report goes (default: RUN/private/compare, or RUN/comparison)")
     compared.add_argument("--public", action="store_true", help="only what may be published; says what is left out")
     swept = add("sweep", sweep, "train a recipe at several epsilons as one tuning group, and compare")
-    swept.usage = f"dpllm sweep RECIPE --privacy.epsilon 1,3,8,inf [options] [{OVERRIDES} ...]"
-    swept.add_argument("recipe", nargs="?", help="YAML file; its output_dir gets one directory for each epsilon")
-    swept.add_argument("--config", help="the same as RECIPE")
+    text = "; its output_dir gets one directory for each epsilon"
+    take_recipe(swept, "sweep RECIPE --privacy.epsilon 1,3,8,inf", text)
     swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
     swept.add_argument("--by", help="who answers for the list of runs in the ledger (default: this user)")
     for parser in (compared, swept):
-        parser.add_argument(
-            "--tasks",
-            type=int,
-            default=0,
-            metavar="N",
-            help="BLEU and the like on N evaluation prompts (extra: tasks)",
-        )
-        parser.add_argument("--json", action="store_true", help="print what the table says as one JSON object")
+        text = "BLEU and the like on N evaluation prompts (extra: tasks)"
+        parser.add_argument("--tasks", type=int, default=0, metavar="N", help=text)
     compared.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")
 
 
@@ -65,10 +57,7 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
 
     path, overrides = parse_recipe(known, rest)
     _check_tasks(known)
-    try:
-        by = known.by or getpass.getuser()
-    except (OSError, KeyError):
-        raise ConfigError("this user has no name, and the list of runs needs one who answers: --by NAME") from None
+    by = known.by or by_this_user("the list of runs needs one who answers")
     console = plain_console(stderr=known.json)
     comparison = train_all(path, overrides, by=by, resume=known.resume, tasks=known.tasks, console=console)
     root = comparison.output.parent

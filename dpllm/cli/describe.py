@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import AddCommand, show
+from dpllm.cli.plan import AddCommand, show, take_ledger
 from dpllm.errors import ConfigError
 from dpllm.files import scratch
 
@@ -57,11 +57,10 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument("--unit", help="column that says whose row it is (default: the recipe's, or each row)")
     parser.add_argument("--max-examples-per-unit", type=int, metavar="N", help="rows of one unit that count")
     parser.add_argument("--dataset", help="name of the data in the ledger")
-    parser.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
+    take_ledger(parser)
     parser.add_argument("--tokenizer", metavar="MODEL", help="whose tokens are counted (default: the recipe's model)")
     parser.add_argument("--output", type=Path, default=Path("describe.json"), help="default: describe.json")
     parser.add_argument("--dry-run", action="store_true", help="show costs and errors, and spend nothing")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def describe(known: argparse.Namespace, rest: list[str]) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from fractions import Fraction
 from typing import Any
 
-from dpllm.cli.plan import AddCommand, plain_console
+from dpllm.cli.plan import AddCommand, dump, plain_console
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import as_json
 
@@ -24,8 +23,9 @@ LIMITS_IN_WORDS = {
 def add_commands(add: AddCommand) -> None:
     """The command and the numbers that it takes."""
     parser = add("epsilon", run, "what DP-SGD with given numbers guarantees, or the noise for a given epsilon")
-    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="how many units can be sampled")
-    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="how many are expected in a batch")
+    option = parser.add_argument
+    option("--dataset-size", type=int, required=True, metavar="N", help="how many units can be sampled")
+    option("--batch-size", type=int, required=True, metavar="B", help="how many are expected in a batch")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", metavar="E", help="expected passes over the data, such as 3 or 0.5")
     length.add_argument("--steps", type=int, metavar="T", help="number of steps")
@@ -34,23 +34,18 @@ def add_commands(add: AddCommand) -> None:
         "--noise-multiplier", type=float, metavar="S", help="noise over clipping norm: what does it give?"
     )
     noise.add_argument("--epsilon", type=float, metavar="EPS", help="target: which noise multiplier does it take?")
-    parser.add_argument(
-        "--delta", default="auto", metavar="D", help="below 1/N; auto: 1/(10 N), rounded down to a digit"
-    )
-    parser.add_argument("--group-size", type=int, default=1, metavar="K", help="units protected together (default: 1)")
-    parser.add_argument(
+    option("--delta", default="auto", metavar="D", help="below 1/N; auto: 1/(10 N), rounded down to a digit")
+    option("--group-size", type=int, default=1, metavar="K", help="units protected together (default: 1)")
+    option(
         "--bands", type=int, default=1, metavar="B", help="of banded noise, with as many groups in turn (default: 1)"
     )
-    parser.add_argument(
+    option(
         "--relation",
         default="zero_out",
         choices=["zero_out", "add_or_remove_one"],
         help="neighbouring relation (default: zero_out)",
     )
-    parser.add_argument(
-        "--accountant", metavar="NAME", help="ask prv (Opacus', imports torch) beside pld, which is stated, and rdp"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    option("--accountant", metavar="NAME", help="ask prv (Opacus', imports torch) beside pld, which is stated, and rdp")
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
@@ -60,7 +55,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     answer = answer_to(known)
     answer["statement"] = epsilon_in_prose(answer)
     if known.json:
-        print(json.dumps(answer, indent=2, sort_keys=True, allow_nan=False))
+        print(dump(answer))
     else:
         _show(answer)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.describe import listed, reference_event
-from dpllm.cli.plan import show
+from dpllm.cli.plan import by_this_user, show, take_json, take_ledger, writing
 from dpllm.errors import ConfigError, LedgerContradiction, Refused
 
 if TYPE_CHECKING:
@@ -41,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made = {}
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
-        action.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
+        take_ledger(action)
         made[name] = action
     for name in ("init", "seal", "except", "import"):
         made[name].add_argument("dataset", help="name of the dataset")
     for name in ("show", "history", "verify"):
-        made[name].add_argument("--json", action="store_true", help="print what it says as one JSON object")
+        take_json(made[name])
     for name in ("show", "history"):
         made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
     for name in ("init", "seal", "except", "reconcile", "adopt", "import"):
@@ -95,10 +94,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     if known.action == "verify" and known.file:
         return _verify(None, known)
     if "by" in known:
-        try:
-            known.by = getpass.getuser() if known.by is None else known.by
-        except (OSError, KeyError):
-            raise ConfigError("this user has no name, and an entry needs one: --by NAME") from None
+        known.by = by_this_user("an entry needs one") if known.by is None else known.by
         check_person("an entry is made", known.by, known.reason)
     if known.action == "init":  # nothing is made for a budget that cannot be
         known.wanted = _wanted(known)
@@ -337,10 +333,8 @@ def _export(ledger: Ledger, known: argparse.Namespace) -> int:
 
     value = ledger.chain.export()
     if known.output:
-        try:
+        with writing(known.output):
             write_json(Path(known.output), value)
-        except OSError as error:
-            raise ConfigError(f"{known.output}: cannot be written ({error.strerror}). Type another --output.") from None
         print(f"{known.output}: {value['head']['count']} entries")
     else:
         print(json.dumps(value, indent=2, sort_keys=True))

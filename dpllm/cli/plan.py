@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import getpass
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import as_json
@@ -29,54 +31,67 @@ if TYPE_CHECKING:
 OVERRIDES = "--SECTION.KEY VALUE"
 Call = Callable[[argparse.Namespace, list[str]], int]
 """One command: of the arguments that the parser knows, and the overrides of a recipe's keys, to an exit code."""
-AddCommand = Callable[[str, Call, str], argparse.ArgumentParser]
-"""Name, what it calls, and its help -> its parser."""
+
+
+class AddCommand(Protocol):
+    """Makes the parser of one command, with --json for what ``json`` names; None for a command that prints no table."""
+
+    def __call__(self, name: str, call: Call, text: str, json: str | None = ...) -> argparse.ArgumentParser:
+        """``text`` is its help."""
+
+
+def take_json(parser: argparse.ArgumentParser, what: str = "what it says") -> None:
+    """Declares --json."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as one JSON object")
+
+
+def take_recipe(parser: argparse.ArgumentParser, usage: str, text: str = ", such as recipes/lora/e2e.yaml") -> None:
+    """Declares a recipe, by position or as --config; ``load_recipe`` reads it."""
+    parser.usage = f"dpllm {usage} [options] [{OVERRIDES} ...]"
+    parser.add_argument("recipe", nargs="?", help=f"YAML file{text}")
+    parser.add_argument("--config", help="the same as RECIPE")
+
+
+def take_ledger(parser: argparse.ArgumentParser) -> None:
+    """Declares the ledger that is opened."""
+    parser.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
 
 
 def add_commands(add: AddCommand) -> None:
     """The commands and their arguments."""
-    planned = add("plan", plan, "what a recipe promises and what the ledger would say: no weights, no GPU")
-    trained = add("train", train, "run a recipe (as accelerate launch recipes/train.py does)")
+    text = "what a recipe promises and what the ledger would say: no weights, no GPU"
+    planned = add("plan", plan, text, "plan.json, with ledger, refusals and advice,")
+    text = "run a recipe (as accelerate launch recipes/train.py does)"
+    trained = add("train", train, text, "the summary (the rest goes to stderr)")
     for name, parser in (("plan", planned), ("train", trained)):
-        parser.usage = f"dpllm {name} RECIPE [options] [{OVERRIDES} ...]"
-        parser.add_argument("recipe", nargs="?", help="YAML file, such as recipes/lora/e2e.yaml")
-        parser.add_argument("--config", help="the same as RECIPE")
+        take_recipe(parser, f"{name} RECIPE")
         parser.add_argument("--keys", action="store_true", help="list every key of a recipe, and stop")
-    planned.add_argument(
-        "--json", action="store_true", help="print plan.json with ledger, refusals and advice, as one object"
-    )
-    planned.add_argument(
-        "--model", action="store_true", help="what trains, noise, memory and time, from the model's config alone"
-    )
-    planned.add_argument(
-        "--device", metavar="GPU", help="with --model: memory on an a100 or h100 of 80 GB, not on this machine"
-    )
-    planned.add_argument(
+    option = planned.add_argument
+    option("--model", action="store_true", help="what trains, noise, memory and time, from the model's config alone")
+    option("--device", metavar="GPU", help="with --model: memory on an a100 or h100 of 80 GB, not on this machine")
+    option(
         "--sweep",
         action="append",
         default=[],
         metavar="KEY=V1,V2",
         help="plan every combination; may be given several times",
     )
-    planned.add_argument(
-        "--after", metavar="RUN", help="an earlier run, whose released clip fraction the advice may use"
-    )
-    trained.add_argument("--resume", action="store_true", help="go on with the interrupted run in output_dir")
-    trained.add_argument(
+    option("--after", metavar="RUN", help="an earlier run, whose released clip fraction the advice may use")
+    option = trained.add_argument
+    option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
+    option(
         "--make-up-lost-steps",
         action="store_true",
         help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
     )
-    trained.add_argument("--overwrite", action="store_true", help="replace the run in output_dir")
-    trained.add_argument(
+    option("--overwrite", action="store_true", help="replace the run in output_dir")
+    option(
         "--fresh-check", action="store_true", help="run the whole self-check, also where an earlier start has passed it"
     )
-    trained.add_argument("--json", action="store_true", help="print the summary as one JSON object; the rest on stderr")
-    imported = add("import-config", import_config, "turn a LLaMA-Factory, axolotl or TRL configuration into a recipe")
-    imported.add_argument("file", help="their YAML file")
-    imported.add_argument(
-        "--output", metavar="RECIPE", help="write the recipe here (default: print it; the report goes to stderr)"
-    )
+    text = "turn a LLaMA-Factory, axolotl or TRL configuration into a recipe"
+    option = add("import-config", import_config, text, None).add_argument
+    option("file", help="their YAML file")
+    option("--output", metavar="RECIPE", help="write the recipe here (default: print it; the report goes to stderr)")
 
 
 def parse_recipe(known: argparse.Namespace, rest: list[str]) -> tuple[str, dict[str, Any]]:
@@ -268,14 +283,28 @@ def import_config(known: argparse.Namespace, rest: list[str]) -> int:
     if known.output is None:
         print(found.recipe, end="")
         return 0
-    try:
-        with open(known.output, "x", encoding="utf-8") as file:
-            file.write(found.recipe)
-    except FileExistsError:
-        raise ConfigError(f"{known.output}: exists already, and would be lost. Type another --output.") from None
-    except OSError as error:
-        raise ConfigError(f"{known.output}: cannot be written ({error.strerror}). Type another --output.") from None
+    with writing(known.output), open(known.output, "x", encoding="utf-8") as file:
+        file.write(found.recipe)
     return 0
+
+
+@contextmanager
+def writing(output: str) -> Iterator[None]:
+    """Turns what the system refuses while the file that --output names is written into an error of the command."""
+    try:
+        yield
+    except FileExistsError:
+        raise ConfigError(f"{output}: exists already, and would be lost. Type another --output.") from None
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written ({error.strerror}). Type another --output.") from None
+
+
+def by_this_user(needs: str) -> str:
+    """The name of whoever types, for an entry of the ledger without --by; ``needs`` says what needs one."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        raise ConfigError(f"this user has no name, and {needs}: --by NAME") from None
 
 
 def show(known: argparse.Namespace, found: dict[str, Any] | RenderableType, *lines: str) -> int:

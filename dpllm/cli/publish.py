@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dpllm.cli.plan import AddCommand
+from dpllm.cli.plan import AddCommand, show
 from dpllm.errors import AuditContradiction, ConfigError
 
 _DATASETS = "datasets/"
@@ -24,57 +24,51 @@ NOTE = (
 
 def add_commands(add: AddCommand) -> None:
     """The commands and their arguments."""
-    parser = add("card", card, "write the model card into RUN/export, and sign it")
-    parser.add_argument("run", help="run directory; RUN/synthetic: the card of the data set there")
-    parser.add_argument("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
-    parser.add_argument("--describe", metavar="FILE", type=Path, help="show these statistics of its data too")
-    parser = add("verify", verify, "recompute every number that a card states")
-    parser.add_argument("path", help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); paths first")
-    parser.add_argument(
+    option = add("card", card, "write the model card into RUN/export, and sign it", None).add_argument
+    option("run", help="run directory; RUN/synthetic: the card of the data set there")
+    option("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
+    option("--describe", metavar="FILE", type=Path, help="show these statistics of its data too")
+    option = add("verify", verify, "recompute every number that a card states").add_argument
+    option("path", help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); paths first")
+    option(
         "--ledger",
         metavar="FILE",
         help="a ledger, an export of one, or a postgresql:// URL (default: what the run names)",
     )
-    parser.add_argument("--signers", metavar="FILE", help="allowed signers, as ssh-keygen(1) describes them")
-    parser.add_argument("--revision", help="of a Hub id: branch, tag or commit")
-    parser.add_argument("--json", action="store_true", help="print the checks as one JSON object")
-    parser = add("push", push, "upload RUN/export or a data set to the Hub, once it verifies")
-    parser.add_argument("run", help="run directory, or the folder of a synthetic data set")
-    parser.add_argument("repository", help="OWNER/NAME on the Hub; made if it does not exist")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be uploaded, and contact nobody")
-    parser.add_argument("--private", action="store_true", help="make the repository a private one")
-    parser.add_argument(
+    option("--signers", metavar="FILE", help="allowed signers, as ssh-keygen(1) describes them")
+    option("--revision", help="of a Hub id: branch, tag or commit")
+    option = add("push", push, "upload RUN/export or a data set to the Hub, once it verifies").add_argument
+    option("run", help="run directory, or the folder of a synthetic data set")
+    option("repository", help="OWNER/NAME on the Hub; made if it does not exist")
+    option("--dry-run", action="store_true", help="list what would be uploaded, and contact nobody")
+    option("--private", action="store_true", help="make the repository a private one")
+    option(
         "--without-guarantee",
         action="store_true",
         help="publish a run that gives no guarantee, although its data are not declared public",
     )
-    parser.add_argument(
-        "--replace", action="store_true", help="remove files of the repository that are not among these"
-    )
-    parser.add_argument("--ledger", metavar="FILE", help="where the ledger or an export of it lies now")
-    parser.add_argument("--json", action="store_true", help="print the list as one JSON object")
+    option("--replace", action="store_true", help="remove files of the repository that are not among these")
+    option("--ledger", metavar="FILE", help="where the ledger or an export of it lies now")
     parser = add("generate", generate, "sample text from a tuned model")
-    parser.add_argument("run", help="run directory, its export, or a merged model")
+    option = parser.add_argument
+    option("run", help="run directory, its export, or a merged model")
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", metavar="TEXT", help="what the model continues (a user's turn, for a chat model)")
     given.add_argument(
         "--prompts", metavar="FILE", help="file with a prompt on each line; jsonl: a prompt, or messages"
     )
-    parser.add_argument("--num", type=int, default=8, help="texts for each prompt (default: 8)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest text, in tokens (default: 64)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
-    parser.add_argument(
-        "--beams", type=int, default=1, help="of a beam search, at temperature 0 (default: 1, no search)"
-    )
-    parser.add_argument("--seed", type=int, help="the same seed and prompts give the same texts")
-    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="whether prompts are a user's turns")
-    parser.add_argument("--base", metavar="MODEL", help="base model of an adapter that lies elsewhere than it says")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser = add("merge", merge, "write weights with the adapter merged in, with the same card")
-    parser.add_argument("run", help="run directory of a finished run with its card")
-    parser.add_argument("--output", metavar="DIR", help="where the merged model goes (default: RUN/merged)")
-    parser.add_argument(
+    option("--num", type=int, default=8, help="texts for each prompt (default: 8)")
+    option("--max-new-tokens", type=int, default=64, help="longest text, in tokens (default: 64)")
+    option("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
+    option("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
+    option("--beams", type=int, default=1, help="of a beam search, at temperature 0 (default: 1, no search)")
+    option("--seed", type=int, help="the same seed and prompts give the same texts")
+    option("--chat", action=argparse.BooleanOptionalAction, help="whether prompts are a user's turns")
+    option("--base", metavar="MODEL", help="base model of an adapter that lies elsewhere than it says")
+    option = add("merge", merge, "write weights with the adapter merged in, with the same card", None).add_argument
+    option("run", help="run directory of a finished run with its card")
+    option("--output", metavar="DIR", help="where the merged model goes (default: RUN/merged)")
+    option(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
@@ -131,7 +125,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             raise ConfigError(f"--revision {known.revision}: {known.path} is no Hub id. Leave it out.")
         found = check_all(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
     if known.json:
-        print(json.dumps(found.to_json(), indent=2, sort_keys=True))
+        show(known, found.to_json())
     else:
         for check in found.checks:
             print(f"{check.status:<8}  {check.name}: {check.detail}")
@@ -184,8 +178,7 @@ def push(known: argparse.Namespace, rest: list[str]) -> int:
         ledger=known.ledger,
     )
     if known.json:
-        print(json.dumps(done.to_json(), indent=2, sort_keys=True))
-        return 0
+        return show(known, done.to_json())
     for file in done.files:
         print(f"{file.size:>12,}  {file.sha256}  {file.path}")
     for path in done.stale:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import fields
 from pathlib import Path
 
-from dpllm.cli.plan import AddCommand
+from dpllm.cli.plan import AddCommand, show
 
 
 def add_commands(add: AddCommand) -> None:
     """The command and its arguments."""
     parser = add("synthesize", synthesize, "write a data set with a tuned model")
-    parser.add_argument("run", help="run directory with its card")
-    parser.add_argument("--rows", type=int, required=True, help="how many rows to write")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="a new folder (default: RUN/synthetic)")
-    parser.add_argument(
-        "--prompts", metavar="FILE", type=Path, help="public prompts to answer, as dpllm generate reads them"
-    )
+    option = parser.add_argument
+    option("run", help="run directory with its card")
+    option("--rows", type=int, required=True, help="how many rows to write")
+    option("--output", metavar="DIR", type=Path, help="a new folder (default: RUN/synthetic)")
+    option("--prompts", metavar="FILE", type=Path, help="public prompts to answer, as dpllm generate reads them")
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
     group.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
@@ -44,12 +42,8 @@ def add_commands(add: AddCommand) -> None:
     )
     group.add_argument("--no-quality", action="store_true", help="measure nothing")
     group.add_argument("--embedding", metavar="MODEL", help="compare mean-pooled states of this model too")
-    parser.add_argument(
-        "--without-guarantee",
-        action="store_true",
-        help="write into RUN/private/ what may repeat private text",
-    )
-    parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
+    text = "write into RUN/private/ what may repeat private text"
+    option("--without-guarantee", action="store_true", help=text)
 
 
 def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
@@ -83,8 +77,7 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
         return 1
     record = read_json(output / RECORD)
     if known.json:
-        print(json.dumps(record, indent=2, sort_keys=True))
-        return 0
+        return show(known, record)
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['attempts']} texts drawn; dropped ({dropped}).")
     if measure:

@@ -107,8 +107,7 @@ def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> st
             f"{whose}: imported runs spent more delta than the {budget.import_delta:g} that was set aside "
             "for them, so the filter admits nothing more. Use other data."
         )
-    costs = [divergence(run.event, order) for run in runs]
-    together = math.fsum(costs)
+    together = math.fsum(divergence(run.event, order) for run in runs)
     if together <= left.allowance:
         return None
     if math.isinf(left.allowance):
@@ -124,17 +123,14 @@ def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> st
         )
     remains = f"{max(0.0, left.allowance):.4f} remains of the {max(0.0, whole):.4f}"
     limit = f"{remains} that a budget of epsilon {budget.epsilon:g} allows"
-    event, wanted = next(
-        ((run.event, cost) for run, cost in zip(runs, costs, strict=True) if cost > left.allowance), (None, 0.0)
-    )
-    if event is None:  # each alone would fit
+    if len(runs) > 1:
         return (
             f"{whose}: these {len(runs)} runs request {together:.4f} of Renyi divergence at order {order:g} together, and "
             f"{limit}. Ask for fewer runs or smaller epsilons, or use other data."
         )
     return (
-        f"{whose}: this run requests epsilon {_epsilon([event], budget):.4f} at delta {budget.delta:g}, which is {wanted:.4f} of "
-        f"Renyi divergence at order {order:g}; {whole - left.allowance:.4f} is spent and {limit}. {LESS}"
+        f"{whose}: this run requests epsilon {_epsilon([runs[0].event], budget):.4f} at delta {budget.delta:g}, which is "
+        f"{together:.4f} of Renyi divergence at order {order:g}; {whole - left.allowance:.4f} is spent and {limit}. {LESS}"
     )
 
 

@@ -56,6 +56,7 @@ class Entry(NamedTuple):
         texts = (self.kind, self.dataset, self.payload, self.prev_hash)
         if type(self.seq) is not int or not all(type(text) is str for text in texts):
             return ""
+        # As each hash enters the next one, an edit of one link shows unless all that follow are computed anew.
         row = [self.seq, self.kind, self.dataset, self.payload]
         return hashlib.sha256((self.prev_hash + canonical(row)).encode()).hexdigest()
 

@@ -125,6 +125,7 @@ class Ledger:
                     f"run {claim.run!r} reserved {claim.num_steps} steps, so step {step} is not "
                     "paid for. Reserve a new run for more steps."
                 )
+            # Before the step is applied: a crash in between leaves a step that is paid and was never released, not the reverse.
             done = "UPDATE progress SET steps = ?, updated_at = ? WHERE entry = ?"
             self.store.rows(done, step, time.time(), entry)
             if step % claim.mark == 0:  # so that steps which are set back contradict the chain

@@ -118,6 +118,7 @@ class SQLite:
             raise self.unusable(getattr(error, "strerror", error)) from error
         try:
             self.rows("PRAGMA journal_mode = WAL")
+            # NORMAL, usual with a WAL, would lose the last charges when the power fails, of steps that were released.
             self.rows("PRAGMA synchronous = FULL")
             self._make()
         except BaseException:

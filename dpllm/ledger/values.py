@@ -99,6 +99,7 @@ class Run:
     @property
     def kept(self) -> Event:
         """What an adaptive gate still counts: the executed part of a reconciled run, all of any other."""
+        # An interrupted run may go on, so all of it counts until somebody closes it, after which no step can be charged.
         if self.state != "reconciled" or not events.divisible(self.event):
             return self.event
         return replace(self.event, count=min(self.steps, self.event.count))
