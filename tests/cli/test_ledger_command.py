@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import yaml
+from commands import write_recipe
 from ledger_stores import EVENT, TERMS, Place, budget, reserve
 
 from dpllm.cli import main
 from dpllm.errors import Refused
-from dpllm.ledger import Ledger, admission, budgets
+from dpllm.ledger import Ledger, budgets
 from dpllm.ledger.values import Sealed
 from dpllm.privacy.accounting import dp_sgd_event
 
@@ -42,18 +42,7 @@ def say(place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    rows = [{"text": tiny.sentence(number)} for number in range(50)]
-    tiny.write_rows(tmp_path / "rows.jsonl", rows)
-    value = {
-        "model": {"name_or_path": "some/model"},
-        "data": {"train": str(tmp_path / "rows.jsonl")},
-        "privacy": {"noise_multiplier": 4.0, "dataset": "notes"},
-        "train": {"steps": 3, "batch_size": 5},
-        "output_dir": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(value))
-    return path
+    return write_recipe(tmp_path, noise_multiplier=4.0, ledger=None)
 
 
 def test_the_way_of_a_planned_budget(say, place: Place):
@@ -66,6 +55,7 @@ def test_the_way_of_a_planned_budget(say, place: Place):
         ledger.charge(entry, 1)
     _, out = say("show", "notes")
     assert "1/4" in out
+    assert "chain unbroken" in out
     assert "This figure gates" in out
     assert "Sealed list: 1 runs, of which 1 reserved" in out
     assert say("init", "notes", *BUDGET)[0] == 0  # the same again
@@ -81,26 +71,12 @@ def test_the_way_of_a_planned_budget(say, place: Place):
     assert "by bob: because" in out
 
 
-def test_a_run_that_is_closed_gives_an_adaptive_budget_its_rest_back(say, place: Place):
-    say("init", "notes", *BUDGET, *REFERENCE)
-    with place.open() as ledger:
-        entry = reserve(ledger).entry
-    code, out = say("reconcile", entry, *WHO)
-    assert (code, "given back" in out) == (0, True)
-
-
-def _together(ledger: Ledger) -> float:
-    account = ledger.account("notes")
-    assert account.budget
-    return admission.planned_epsilon(account, account.budget, account.sealed or ())
-
-
 def test_what_is_sealed_and_waits_is_shown(say, place: Place):
     say("init", "notes", *BUDGET)
     with place.open() as ledger:
-        budgets.seal(ledger, "notes", [Sealed(EVENT, 4), Sealed(dp_sgd_event(0.5, 30.0, 3), 3)], "alice", "two")
+        runs = [Sealed(EVENT, 4), Sealed(dp_sgd_event(0.5, 30.0, 3), 3)]
+        together = budgets.seal(ledger, "notes", runs, "alice", "two")
         reserve(ledger, run="first-run")
-        together = _together(ledger)
         with pytest.raises(Refused, match=r"1 have not run: q 0\.5, sigma 30, 3 steps"):
             reserve(ledger, event=dp_sgd_event(0.5, 29.0, 3), num_steps=3)
     _, out = say("show")
@@ -137,15 +113,14 @@ def test_nothing_is_made_for_a_budget_that_cannot_be(tmp_path: Path, capsys: pyt
         assert not ledger.exists()
 
 
-def test_a_head_of_no_entries_shows_nothing(say):
-    say("init", "notes", *BUDGET)
-    assert say("verify", "--head", "0" * 64 + ":0")[0] == 2
-
-
-def test_the_way_of_an_adaptive_budget(say):
+def test_the_way_of_an_adaptive_budget(say, place: Place):
     code, out = say("init", "notes", *BUDGET, *REFERENCE)
     assert code == 0
     assert "The filter adds up Renyi divergences at order 3." in out
+    with place.open() as ledger:
+        entry = reserve(ledger).entry
+    code, out = say("reconcile", entry, *WHO)
+    assert (code, "given back" in out) == (0, True)
     code, out = say("import", "notes", "--epsilon", "0.5", "--unit", "patient", *WHO)
     assert (code, "the total is now epsilon" in out) == (0, True)
     code, out = say("import", "notes", "--epsilon", "9", "--unit", "patient", *WHO)
@@ -177,6 +152,19 @@ def test_sealing_asks_nothing_that_only_a_run_can_know(say, place: Place, recipe
     say("init", "notes", *BUDGET, "--unit", "example")
     code, out = say("seal", "notes", recipe, *WHO)
     assert (code, "1 runs sealed" in out) == (0, True)
+
+
+def test_what_is_shown_is_one_object(say):
+    say("init", "notes", *BUDGET)
+    say("import", "notes", "--epsilon", "1", "--delta", "1e-7", *WHO)
+    found = {action: json.loads(say(action, "--json")[1]) for action in ("show", "history", "verify")}
+    shown = found["show"]["datasets"]["notes"]
+    assert shown["budget"]["epsilon"] == 8
+    assert [entry["event"]["epsilon"] for entry in shown["imports"]] == [1]
+    assert any("Budget: epsilon 8" in line for line in shown["says"])
+    assert [entry["entry"] for entry in found["history"]["entries"]] == ["budget", "import"]
+    assert found["verify"]["problems"] == []
+    assert found["verify"]["head"] == found["show"]["head"]
 
 
 def test_exceptions_are_the_owners(say):
@@ -317,6 +305,7 @@ BAD = {
     "verify no file": (["verify", "--file", "absent.json"], 2, "absent.json"),
     "verify no export": (["verify", "--file", "odd.json"], 2, "no export"),
     "verify no head": (["verify", "--head", "abc"], 2, "--head"),
+    "verify a head of no entries": (["verify", "--head", f"{'0' * 64}:0"], 2, "--head"),
     "verify a head of words": (["verify", "--head", f"{'0' * 64}:²"], 2, "--head"),
     "verify a long head": (["verify", "--head", "x" * 5000], 2, "--head"),
     "verify a run without": (["verify", "--head", "odd.json"], 2, "no head"),
@@ -334,7 +323,7 @@ def test_bad_input_is_one_line_and_an_exit_code(name, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     Path("list.json").write_text("[]")
     Path("odd.json").write_text('{"type": "free", "ledger": 3}')
-    if name not in ("no such ledger",):
+    if name != "no such ledger":
         with Ledger(tmp_path / "ledger.sqlite") as ledger:
             reserve(ledger, "known")
     if "--ledger" not in words:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -104,29 +103,6 @@ def test_resuming_under_an_adaptive_budget_keeps_the_noise(place: Place, monkeyp
         assert [run.steps for run in book.runs("notes")] == [STEPS]
 
 
-@pytest.mark.parametrize("disguise", ["renamed", "reordered", "another format"])
-def test_a_copy_of_budgeted_data_is_the_same_dataset(place: Place, disguise: str) -> None:
-    init(place, "--data", place.train)
-    copied = rows()
-    random.Random(3).shuffle(copied)
-    path = place.root / "elsewhere" / "copy.jsonl"
-    if disguise == "renamed":
-        tiny.write_rows(path, rows())
-    elif disguise == "reordered":
-        tiny.write_rows(path, copied)
-    else:
-        path = path.with_suffix(".csv")
-        path.parent.mkdir()
-        path.write_text("id,text\n" + "".join(f'{n},"{row["text"]}"\n' for n, row in enumerate(copied)))
-    assert "these very records are dataset 'notes'" in refused(
-        place, "--data.train", path, "--privacy.dataset", "fresh"
-    )
-    # Without a name of its own it is charged to the budget.
-    place.write({"data.train": str(path), "privacy.dataset": None})
-    done("train", place.recipe)
-    assert place.json("run.json")["ledger"]["dataset"] == "notes"
-
-
 def test_a_subset_or_an_extended_copy_charges_its_parent_and_cannot_hide(place: Place) -> None:
     init(place, "--gate", "adaptive", "--reference", "q=0.2,sigma=1,steps=4", "--data", place.train)
     subset, extended = place.root / "subset.jsonl", place.root / "extended.jsonl"
@@ -174,16 +150,6 @@ def test_training_without_privacy_on_budgeted_data_needs_an_exception_of_the_own
     assert "permitted by Ada" in (place.run / "export" / "README.md").read_text()
 
 
-def test_refusals_are_counted_by_reason(place: Place) -> None:
-    init(place, "--data", place.train)
-    refused(place, "--privacy.enabled", "false")
-    refused(place, "--privacy.dataset", "fresh")
-    refused(place, "--data.unit", "text", "--data.max_examples_per_unit", 1)
-    with Ledger(place.ledger) as book:
-        reasons = {reason for _, reason in book.refusals()}
-    assert reasons == {"no_privacy", "renamed", "other_unit"}
-
-
 def test_no_fingerprint_leaves_the_ledger(place: Place) -> None:
     init(place, "--data", place.train)
     done("train", place.recipe)
@@ -195,28 +161,3 @@ def test_no_fingerprint_leaves_the_ledger(place: Place) -> None:
     exported = done("ledger", "export", "--ledger", place.ledger).out
     for name, data in {**contents(place.run), "export": exported.encode()}.items():
         assert not any(secret.encode() in data for secret in secrets), name
-
-
-def test_the_plan_says_what_the_ledger_would(place: Place) -> None:
-    init(place, "--data", place.train)
-    before = json.loads(done("plan", place.recipe, "--json").out)
-    assert (before["ledger"]["gate"], before["refusals"]) == ("planned", [])
-    done("train", place.recipe)
-    answer = dpllm_("plan", place.recipe, "--json", *another(place, "second"))
-    assert answer.code == 3
-    after = json.loads(answer.out)
-    assert any("is spent" in refusal["message"] for refusal in after["refusals"])
-    with Ledger(place.ledger) as book:
-        assert book.refusals() == {}  # planning is not trying
-
-
-def test_a_total_that_no_epsilon_bounds_is_written_down_as_infinite(place: Place) -> None:
-    """An import at a larger delta than the run's: at the run's own, nothing can be said of both."""
-    place.write({"privacy.delta": 1e-4})
-    spent = ("--epsilon", 1, "--delta", 1e-2, "--reason", "a test", "--by", "Ada")
-    done("ledger", "import", "notes", "--ledger", place.ledger, *spent)
-    done("train", place.recipe)
-    assert place.json("run.json")["ledger"]["spent_epsilon"] is None
-    done("card", place.run)
-    assert "No ε covers all runs on this dataset" in (place.run / "export" / "README.md").read_text("utf-8")
-    done("verify", place.run, "--ledger", place.ledger)

@@ -187,6 +187,21 @@ def test_a_refusal_does_not_tell_how_much_is_shared(tmp_path: Path, common: int)
             assert not any(letter.isdigit() for letter in str(refused.value).replace(tmp_path.name, ""))
 
 
+@pytest.mark.parametrize("disguise", ["renamed", "reordered", "another format"])
+def test_a_copy_of_budgeted_data_is_the_same_dataset(tmp_path: Path, disguise: str) -> None:
+    texts = TEXTS[::-1] if disguise == "reordered" else TEXTS
+    copy = recipe(tmp_path, texts, "copy.jsonl")
+    if disguise == "another format":
+        path = tmp_path / "copy.csv"
+        path.write_text("id,text\n" + "".join(f'{n},"{text}"\n' for n, text in enumerate(texts)))
+        copy = copy.model_copy(update={"data": copy.data.model_copy(update={"train": str(path)})})
+    with with_budget(tmp_path / "ledger.sqlite", recipe(tmp_path)) as book:
+        assert ask(copy, book).dataset == "notes"  # without a name of its own it is charged to the budget
+        named = copy.model_copy(update={"privacy": copy.privacy.model_copy(update={"dataset": "fresh"})})
+        with pytest.raises(Refused, match="these very records are dataset 'notes'"):
+            ask(named, book)
+
+
 def test_a_parent_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
     config = recipe(tmp_path, privacy={"derived_from": "letters"})
     with pytest.raises(ConfigError, match="there is no ledger yet"):

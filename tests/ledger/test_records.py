@@ -114,12 +114,8 @@ def test_derived_data_charge_the_parent_and_grandparents(ledger: Ledger):
     # What was declared once holds when it is not declared again, with or without records.
     assert reserve(ledger, "subsub").dataset == "notes"
     assert reserve(ledger, "sub", records=of(ledger, ROWS[:100])).dataset == "notes"
-    assert [e.facts["data"] for e in ledger.history("notes") if e.kind == "reserve"] == [
-        "sub",
-        "subsub",
-        "subsub",
-        "sub",
-    ]
+    reserved = [entry.facts["data"] for entry in ledger.history("notes") if entry.kind == "reserve"]
+    assert reserved == ["sub", "subsub", "subsub", "sub"]
     # A copy of the derived data under a new name is found too.
     with pytest.raises(Refused, match="these very records"):
         reserve(ledger, "new", records=of(ledger, ROWS[:50]))
@@ -152,12 +148,8 @@ def test_derivation_is_no_way_out_of_an_account(ledger: Ledger):
             reserve(ledger, "notes" if parent == "notes" else "copy", derived_from=parent)
     with pytest.raises(ConfigError, match="from itself"):
         reserve(ledger, "rich", derived_from="sub")
-    assert [ledger.records.account_name(name) for name in ("notes", "plain", "sub", "copy")] == [
-        "notes",
-        "plain",
-        "rich",
-        "copy",
-    ]
+    accounts = [ledger.records.account_name(name) for name in ("notes", "plain", "sub", "copy")]
+    assert accounts == ["notes", "plain", "rich", "copy"]
 
 
 def test_two_names_for_the_same_records_at_once_cannot_both_succeed(place: Place):
