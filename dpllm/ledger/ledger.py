@@ -39,11 +39,9 @@ DECIDING = ("budget", "seal", "reserve", "reconcile", "import", "data")
 
 
 def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True) -> Ledger | None:
-    """Opens the ledger that a recipe names.
+    """Opens the ledger that a recipe names: a path, a ``postgresql://`` URL, or None for the file in the user's data directory.
 
-    Args:
-        location: A path, a ``postgresql://`` URL, or None for the file in the user's data directory.
-        create: Make the file if there is none; otherwise None is returned.
+    Without ``create``, a file that is not there is not made, and the answer is None.
 
     Raises:
         ConfigError: It cannot be opened, or the URL holds a password.
@@ -157,10 +155,7 @@ class Ledger:
         Under an adaptive budget the steps that were never executed are given back. Otherwise they stay charged, because a
         list that is composed as if fixed in advance may not be cut short afterwards.
 
-        Args:
-            entry: Of the reservation; the start of it will do where only one begins so, and so will the run's name.
-            by: Who takes responsibility.
-            reason: Why the run will not go on.
+        For ``entry``, the start of it will do where only one begins so, and so will the run's name.
 
         Raises:
             Refused: The run is finished already.

@@ -42,12 +42,10 @@ class Fingerprint:
 
 
 def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes) -> Fingerprint:
-    """Hashes the text of every row, of which 32 bytes each stay in memory; the same for a reordered or reformatted copy.
+    """Hashes the text of every row under the ledger's ``key``; the same for a reordered or reformatted copy.
 
-    Args:
-        rows: With the columns of their format.
-        fields: The columns that hold text; others (ids, dates) do not count, so that adding one makes no new dataset.
-        key: The ledger's secret.
+    Columns other than ``fields`` (ids, dates) do not count, so that adding one makes no new dataset. 32 bytes of each row stay in
+    memory.
     """
     import numpy as np
 

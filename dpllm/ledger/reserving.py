@@ -45,14 +45,9 @@ def reserve_all(
 ) -> list[Reservation]:
     """Charges whole runs before the first of them starts, or refuses them all and writes nothing.
 
-    Args:
-        ledger: Where.
-        dataset: Name of the data in it.
-        requests: The runs, of one unit and relation.
-        group: Whose runs they are; None for a single run.
-        extends: The reservation whose lost steps a single run makes up.
-        records: What the name stands for.
-        derived_from: The dataset of which ``dataset`` is a subset or a changed copy; it is charged.
+    All have one unit and relation; without a ``group`` there is one of them, which may make up the lost steps of a reservation
+    that it ``extends``. The name ``dataset`` stands for ``records``; a subset or a changed copy is charged to the dataset that
+    it is ``derived_from``.
 
     Raises:
         BudgetExceeded: The gate does not admit all of them.

@@ -93,11 +93,9 @@ class SQLite:
     """The ledger in one file, for one thread."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        """Opens the file; makes it, readable by its owner only, and its directories if absent.
+        """Opens the file, which may be a stranger's if ``read_only``; else makes it, for its owner only, and its directories.
 
-        Args:
-            path: On a local disk; the locks of SQLite do not hold on most network file systems.
-            read_only: Make and change nothing; the file may be a stranger's.
+        It lies on a local disk: the locks of SQLite do not hold on most network file systems.
 
         Raises:
             ConfigError: The path cannot be written, or holds something other than a ledger.
@@ -248,12 +246,9 @@ class Postgres:
     """The ledger in a schema of a PostgreSQL database, the first one of the connection's search path; for one thread."""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
-        """Connects; makes the tables if absent.
+        """Connects to ``postgresql://user@host/database``; makes the tables if absent, unless ``read_only``.
 
-        Args:
-            url: ``postgresql://user@host/database``, without a password: a recipe is copied into the run directory. libpq
-                takes passwords from PGPASSWORD or ~/.pgpass.
-            read_only: Make and change nothing.
+        The URL has no password, since a recipe is copied into the run directory; libpq takes one from PGPASSWORD or ~/.pgpass.
 
         Raises:
             ConfigError: The URL holds a password, psycopg is missing, the server cannot be reached, or the tables are

@@ -72,7 +72,7 @@ def newest(place: Place) -> Path:
 
 
 def commits(place: Place) -> list[tuple[str, int]]:
-    """How runs ended; marks on the way are tests/ledger/test_charges.py's."""
+    """How runs ended; marks on the way are tests/ledger/test_ledger.py's."""
     with Ledger(place.ledger) as book:
         assert book.verify() == []
         found = [(e.facts["status"], e.facts["steps"]) for e in book.history("notes") if e.kind == "commit"]
