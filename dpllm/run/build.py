@@ -47,19 +47,19 @@ from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.statement.run_files import PlanRecord, read_plan
 from dpllm.text import data, prompts, tokens
-from dpllm.text.rows import each_row
+from dpllm.text.rows import Groups, each_row
 
 PLACES = {"output_dir", "data.train", "data.eval", "model.name_or_path", "model.adapter", "privacy.ledger"}
 PLACES |= {"telemetry.textfile"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """What stands before the first gradient."""
 
     decision: Decision  # recipe, Plan, schedule and lineage
     run: RunDir
-    units: Sequence[data.Unit | None]  # what is sampled, canary slots last; None for a slot without data
+    units: tokens.Units  # what is sampled, canary slots last
     held_out: list[data.TokenSequence]
     samples: Samples  # prompts of texts that are written during training
     tokenizer: Any
@@ -69,7 +69,6 @@ class Prepared:
     autocast: Autocast
     sampler: PoissonSampler
     payment: Payment
-    first_step: int  # steps taken before a resume
     shapes: Sequence[Shape]  # of physical batches, by ascending length
     checked: Checked  # what the self-check found
     notes: list[str]  # what the card must name
@@ -84,6 +83,11 @@ class Prepared:
     def plan(self) -> Plan | None:
         """The promise; None without differential privacy."""
         return self.decision.plan
+
+    @property
+    def first_step(self) -> int:
+        """Steps taken before a resume."""
+        return self.decision.resumed.charged if self.decision.resumed else 0
 
     @property
     def physical_batch_size(self) -> int:
@@ -184,7 +188,9 @@ def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
 
 def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, console: Console) -> Prepared:
     main, cache, device = state.is_main_process, run.private / "cache", state.device
-    decision: Decision = shared(decide(config, start, fetch=True, cache=cache).obeyed() if main else None)
+    decided = decide(config, start, fetch=True, cache=cache).obeyed() if main else None
+    rows = decided.subject.rows if decided and decided.subject else None  # rank 0 reads the data once
+    decision: Decision = shared(decided.without_rows() if decided else None)
     # With places of this machine, not of rank 0's.
     config = config.model_copy(update={"data": config.data.model_copy(update={"format": decision.config.data.format})})
     decision = replace(decision, config=config)
@@ -194,49 +200,50 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     plants = main and config.audit.canaries is not None
     planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
     promise = _promise(decision, planted)
-    table, units = _units(config, decision, tokenizer, planted, cache)
+    table, units = _units(decision, rows, tokenizer, planted, run)
     evaluation, held_out = _held_out(config, tokenizer, cache)
     samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
-    told = {"training": units.digest, "held-out": repr(held_out)}
-    processes.check_equal({f"the {name} data, as tokens,": salted(one) for name, one in told.items()})
+    digests = {"training": units.digest, "held-out": repr(held_out)}
+    processes.check_equal({f"the {name} data, as tokens,": salted(one) for name, one in digests.items()})
     net, dropout_off = build_model(decision, device, console)
     vocabulary, optimizer = _vocabulary(config, net, tokenizer, units, held_out), make_optimizer(config.train, net)
-    groups: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
+    groups_key: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
     precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
-    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, groups)
-    if plan and planted and main:
-        _plant(planted, engine, plan.clipping, device)
+    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, groups_key)
+    if plan and planted and main and (coins := planted.gradient_coins):  # rank 0 adds the noise, and them
+        key = int(planted.gradient_key, 16)
+        engine.canaries = GradientCanaries(key, coins, engine.size, plan.clipping, device)
     shapes, checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, start, console)
     notes = [*decision.policy.deviations]
     if resumed:
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)
         processes.replicate(optimizer, list(checkpoint.kept(net).values()))
         engine.max_grad_norm = saved.max_grad_norm
-        new = [*saved.notes, *_lost(resumed.to_make_up, made_up=plan is not None and start.make_up_lost_steps)]
-        notes = [*dict.fromkeys((*notes, *resumed.notes, *_said(new, console)))]
+        notes = list(dict.fromkeys([*notes, *resumed.notes, *_new_notes(saved, resumed, start, console)]))
     payment = pay(config, decision, start, run, table) if main else Payment()
     claims = shared(payment.claims)
+    prepared = Prepared(
+        decision=decision,
+        run=run,
+        units=units,
+        held_out=held_out,
+        samples=samples,
+        tokenizer=tokenizer,
+        model=net,
+        optimizer=optimizer,
+        engine=engine,
+        autocast=autocast,
+        sampler=sampler,
+        payment=payment if main else Payment(claims),
+        shapes=shapes,
+        checked=checked,
+        notes=notes,
+        dropout_off=dropout_off,
+    )
     if main:
-        try:
-            if not resumed:
-                run.clear(keep=units.path)
-                run.make()
-                run.config.write_text(dump_config(config), encoding="utf-8")
-                if planted:
-                    canaries.save(planted, run.canaries)
-            prompts.keep_rows(run.rows, config.data, table, evaluation)
-            if plan and plan.coefficients:
-                _save_turns(run, plan, groups, len(units), resumed.charged if resumed else None)
-            if promise:
-                write_json(run.plan, promise.to_json())
-        except BaseException:
-            payment.close()
-            raise
+        _write(prepared, promise, planted, groups_key, table, evaluation)
     state.wait_for_everyone()
-    return Prepared(
-        decision, run, units, held_out, samples, tokenizer, net, optimizer, engine, autocast, sampler,
-        payment if main else Payment(claims), resumed.charged if resumed else 0, shapes, checked, notes, dropout_off,
-    )  # fmt: skip
+    return prepared
 
 
 def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
@@ -261,24 +268,43 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     return canaries.plan_canaries(settings.canaries, source=source, gradient=gradient)
 
 
-def _lost(steps: int, *, made_up: bool) -> list[str]:
-    """What is noted of steps that were charged and that no checkpoint has."""
-    if not steps:
-        return []
-    became = "and were made up by as many more" if made_up else "before the checkpoint and were not repeated"
-    return [f"{steps} charged steps were lost {became}"]
-
-
-def _said(notes: list[str], console: Console) -> list[str]:
+def _new_notes(saved: checkpoint.State, resumed: ResumeState, start: Start, console: Console) -> list[str]:
+    """Says and returns what is to be noted of the checkpoint, and of charged steps that it does not have."""
+    notes = [*saved.notes]
+    if resumed.to_make_up:
+        made_up = resumed.plan is not None and start.make_up_lost_steps
+        became = "and were made up by as many more" if made_up else "before the checkpoint and were not repeated"
+        notes.append(f"{resumed.to_make_up} charged steps were lost {became}")
     for note in notes:
         console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
     return notes
 
 
-def _save_turns(run: RunDir, plan: Plan, key: int, slots: int, charged: int | None) -> None:
-    """Writes what a run that goes on, and its audit, read of its groups; ``charged`` is None for a new run."""
-    starts = (0,) if charged is None else (*read_groups(run.groups).starts, charged)
-    KeptGroups(plan.bands, key, slots, starts).write(run.groups)
+def _write(
+    prepared: Prepared,
+    promise: PlanRecord | None,
+    planted: CanaryPlan | None,
+    groups_key: int,
+    table: data.Table,
+    evaluation: data.Table | None,
+) -> None:
+    """What the run directory holds before the first step, of a new run instead of what lay there."""
+    run, config, plan, resumed = prepared.run, prepared.config, prepared.plan, prepared.decision.resumed
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(prepared.payment.close)
+        if not resumed:
+            run.clear(keep=prepared.units.path)
+            run.make()
+            run.config.write_text(dump_config(config), encoding="utf-8")
+            if planted:
+                canaries.save(planted, run.canaries)
+        prompts.keep_rows(run.rows, config.data, table, evaluation)
+        if plan and plan.coefficients:
+            starts = (*read_groups(run.groups).starts, resumed.charged) if resumed else (0,)
+            KeptGroups(plan.bands, groups_key, len(prepared.units), starts).write(run.groups)
+        if promise:
+            write_json(run.plan, promise.to_json())
+        on_failure.pop_all()
 
 
 def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: ResumeState | None) -> int:
@@ -298,12 +324,6 @@ def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: Resu
     )
 
 
-def _plant(planted: CanaryPlan, engine: Engine, clipping: str, device: torch.device) -> None:
-    """Gives gradient canaries to the engine of rank 0, which adds the noise and them."""
-    if coins := planted.gradient_coins:
-        engine.canaries = GradientCanaries(int(planted.gradient_key, 16), coins, engine.size, clipping, device)
-
-
 def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | None:
     """plan.json: the Plan, a second accountant's word, and what the audit may not choose later."""
     plan, resumed = decision.plan, decision.resumed
@@ -318,29 +338,37 @@ def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | Non
 
 
 def _units(
-    config: RunConfig, decision: Decision, tokenizer: Any, planted: CanaryPlan | None, cache: Path
+    decision: Decision,
+    rows: tuple[data.Table, Groups] | None,
+    tokenizer: Any,
+    planted: CanaryPlan | None,
+    run: RunDir,
 ) -> tuple[data.Table, tokens.Units]:
-    """The rows, and the tokenised units with the slots of all canaries behind them: those that the decision is about."""
-    table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
-    assert decision.subject is not None
-    if table.digest != decision.subject.digest:
-        raise Refused(
-            f"data.train ({config.data.train}) changed after its records were counted and recognised, so the promise would be "
-            "about other people. Start again, and leave the file alone meanwhile."
-        )
-    units = tokens.make_units(table, data.sampled_rows(table, config.data), tokenizer, config.data, cache)
+    """The rows, and the tokenised units with the slots of all canaries behind them: those that rank 0 decided about."""
+    settings, cache = decision.config.data, run.private / "cache"
+    if rows is None:  # in another process
+        table = data.load_table(settings.train, settings, settings.train_split, cache)
+        assert decision.subject is not None
+        if table.digest != decision.subject.digest:
+            raise Refused(
+                f"data.train ({settings.train}) changed after its records were counted and recognised, so the promise would be "
+                "about other people. Start again, and leave the file alone meanwhile."
+            )
+        rows = table, data.sampled_rows(table, settings)
+    table, groups = rows
+    units = tokens.make_units(table, groups, tokenizer, settings, cache)
     if planted is not None:
         for candidate in (*planted.canaries, *planted.references):  # found by the audit, it would be paid for
-            encode_secret(candidate, table.format, tokenizer, config.data.max_length, config.data.long_examples)
+            encode_secret(candidate, table.format, tokenizer, settings.max_length, settings.long_examples)
         slots: list[data.Unit | None] = []
-        for slot in canaries.slots(planted, config.data):
-            rows = [canary.example(table.format) for canary in slot]
-            slots += data.encode_units([rows], table.format, tokenizer, config.data) if rows else [None]
+        for slot in canaries.slots(planted, settings):
+            examples = [canary.example(table.format) for canary in slot]
+            slots += data.encode_units([examples], table.format, tokenizer, settings) if examples else [None]
         units = units.with_slots([*slots, *[None] * len(planted.gradient_coins)])
     if decision.resumed and decision.resumed.units not in (None, units.digest):
         raise Refused(
-            f"{config.output_dir}: data.train now holds other units than the run began with (their rows, their owners or their "
-            "order), so its steps would count for people whom it does not protect. Put the file of that time back, or start anew."
+            f"{run.root}: data.train now holds other units than the run began with (their rows, their owners or their order), so "
+            "its steps would count for people whom it does not protect. Put the file of that time back, or start anew."
         )
     return table, units
 

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
+from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.model import environment
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.progress import tell
@@ -27,6 +28,7 @@ from dpllm.statement import lineage, parents
 from dpllm.statement.fields import Lineage
 from dpllm.text import builtin, data, layouts
 from dpllm.text.prompts import read_prompts
+from dpllm.text.rows import Groups
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
 Value = TypeVar("Value")
@@ -37,9 +39,7 @@ class Start:
     """How a run begins."""
 
     resume: bool = False  # go on with the interrupted run in ``output_dir``: same reservation, fresh noise
-    make_up_lost_steps: bool = (
-        False  # with ``resume``: reserve and repeat the steps that were charged and lost in a crash
-    )
+    make_up_lost_steps: bool = False  # with ``resume``: reserve and repeat the charged steps that a crash lost
     overwrite: bool = False  # replace a run that lies in ``output_dir``
     fresh_check: bool = False  # what an earlier start showed of rounding is shown again
     entry: str | None = None  # a reservation that was made for this run before, as one of a tuning group
@@ -47,19 +47,16 @@ class Start:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is known of the training data, none of which is kept."""
+    """What is known of the training data."""
 
     num_units: int  # public number of things that are sampled, without canaries: declared or counted
     format: layouts.Format
     dataset: str  # the name in the ledger
-    policy: (
-        dataset_policy.DatasetPolicy | None
-    )  # whose they are, what may be done with them; None where that is refused
+    policy: DatasetPolicy | None  # whose they are, what may be done with them; None where that is refused
     digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
     reads: str = ""  # from which columns, in one line
-    example: str = (
-        ""  # how the model sees a row: the first where the data are declared public, or else the shape of any
-    )
+    example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
+    rows: tuple[data.Table, Groups] | None = None  # as read, and by unit, where they are kept for training
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Decision:
         return derived.deviations(self.config)[0] or lineage.why_not(self.lineage)
 
     @property
-    def policy(self) -> dataset_policy.DatasetPolicy:
+    def policy(self) -> DatasetPolicy:
         """Whose data these are, of a decision that nothing refused."""
         assert self.subject is not None
         assert self.subject.policy is not None
@@ -122,6 +119,10 @@ class Decision:
             lines.append(f"Data: {self.subject.reads}")
         return "\n".join(lines)
 
+    def without_rows(self) -> Self:
+        """The same for other processes, which have not the files of this one open."""
+        return replace(self, subject=self.subject and replace(self.subject, rows=None))
+
     def obeyed(self) -> Self:
         """The same, where nothing refuses.
 
@@ -133,13 +134,15 @@ class Decision:
         return self
 
 
-class _Refusals:
+class Refusals:
     """Collects refusals, each message once."""
 
     def __init__(self) -> None:
+        """None so far."""
         self.errors: list[DpllmError] = []
 
     def add(self, error: DpllmError) -> None:
+        """One more."""
         if str(error) not in map(str, self.errors):
             self.errors.append(error)
 
@@ -170,9 +173,9 @@ def decide(
         terms: What a budget leaves to the run, one of several that are reserved together, so that the ledger is not asked
             about this one alone; None: what the ledger says.
         fetch: Whether the base model's statement may be downloaded.
-        cache: Where the rows that are read may be kept; None: nowhere.
+        cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
     """
-    found, run = _Refusals(), RunDir(Path(config.output_dir))
+    found, run = Refusals(), RunDir(Path(config.output_dir))
     found.attempt(derived.check_modes, config)
     if start is not None:
         found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
@@ -221,7 +224,7 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
         DataError: The training data cannot be read as declared.
         Refused: The ledger does not permit them to be trained on in this way.
     """
-    found = _Refusals()
+    found = Refusals()
     with open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as ledger:
         subject = _read_subject(config, ledger, found, cache)
     if found.errors:
@@ -246,21 +249,28 @@ def accounting_cache() -> Path:
     return default_path().parent / "calibration"
 
 
-def _read_subject(config: RunConfig, ledger: Ledger | None, found: _Refusals, cache: Path | None) -> Subject | None:
+def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cache: Path | None) -> Subject | None:
     with scratch() if cache is None else contextlib.nullcontext(cache) as where:
         tell("Reading data.train")
         table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None
         policy = found.attempt(dataset_policy.find_policy, config, table, ledger)
-        rows = found.attempt(data.sampled_rows, table, config.data)
-    if rows is None:
+        units = found.attempt(data.sampled_rows, table, config.data)
+    if units is None:
         return None
-    # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
-    dataset = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
     fmt = table.format
-    example = layouts.example(table.rows[0], fmt) if config.data.public else layouts.shape(fmt, config.data.control)
-    return Subject(config.data.public_size or len(rows), fmt, dataset, policy, table.digest, table.reads, example)
+    return Subject(
+        config.data.public_size or len(units),
+        fmt,
+        # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
+        policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data),
+        policy,
+        table.digest,
+        table.reads,
+        layouts.example(table.rows[0], fmt) if config.data.public else layouts.shape(fmt, config.data.control),
+        (table, units) if cache else None,
+    )
 
 
 def _check_machine(config: RunConfig, start: Start | None) -> None:
@@ -286,9 +296,7 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
         )
     settings = folder / "tokenizer_config.json"
     beside = any((folder / file).exists() for file in ("chat_template.jinja", "additional_chat_templates"))
-    if (
-        config.data.format != "messages" or beside or not settings.exists()
-    ):  # a shape without a tokenizer can be planned
+    if config.data.format != "messages" or beside or not settings.exists():  # without a tokenizer, it can be planned
         return
     if not read_json(settings).get("chat_template"):
         raise ConfigError(
@@ -298,12 +306,14 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
 
 
 def _plan(
-    config: RunConfig, num_units: int, schedule: Schedule | None, terms: dataset_policy.Terms, found: _Refusals
+    config: RunConfig, num_units: int, schedule: Schedule | None, terms: dataset_policy.Terms, found: Refusals
 ) -> tuple[Plan | None, BudgetExceeded | None]:
     """The Plan, and what is to be said where an adaptive budget leaves too little for its noise to be calibrated."""
     cache, over = accounting_cache(), None
-    if schedule is None:  # delta can be judged all the same
-        found.attempt(derived.plan_of, _with_nothing_but_delta(config), num_units, cache)
+    if schedule is None:  # delta can be judged all the same: by one step of one unit, with noise that meets any target
+        one = _update(config, "train", batch_size=1, steps=1, epochs=None)
+        any_target = {"epsilon": UNBOUNDED, "noise_multiplier": 100.0, "clipping": "flat", "noise": "independent"}
+        found.attempt(derived.plan_of, _update(one, "privacy", **any_target), num_units, cache)
         return None, None
     try:
         return derived.plan_of(config, num_units, cache, **terms), None
@@ -328,16 +338,10 @@ def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start
     coefficients = before.coefficients  # no other machine's last bits
     plan = derived.plan_of(again, num_units, cache, extra_steps=resumed.extra_steps, coefficients=coefficients)
     check_promise(plan, resumed)
-    if not (start.make_up_lost_steps and resumed.to_make_up):
+    steps = resumed.extra_steps + (resumed.to_make_up if start.make_up_lost_steps else 0)
+    if steps == resumed.extra_steps:
         return plan
-    steps = resumed.extra_steps + resumed.to_make_up
     return derived.plan_of(again, num_units, cache, extra_steps=steps, coefficients=coefficients)
-
-
-def _with_nothing_but_delta(config: RunConfig) -> RunConfig:
-    """A recipe in which only delta can be refused: one step, one unit, a noise that meets any target."""
-    config = _update(config, "train", batch_size=1, steps=1, epochs=None)
-    return _update(config, "privacy", epsilon=UNBOUNDED, noise_multiplier=100.0, clipping="flat", noise="independent")
 
 
 def _update(config: RunConfig, section: str, **values: Any) -> RunConfig:

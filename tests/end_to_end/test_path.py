@@ -30,6 +30,7 @@ from dpllm.privacy import selfcheck
 from dpllm.recipe.config import load_config
 from dpllm.run import loop
 from dpllm.statement import privacy_record, section
+from dpllm.text import data
 
 SLOTS = 20 + 4 * 4
 Json = dict[str, Any]
@@ -72,19 +73,22 @@ def test_private_is_for_its_owner_alone(finished: Place, baseline: Place) -> Non
         assert stat.S_IMODE((finished.run / "private" / name).stat().st_mode) == 0o600
 
 
-def test_copies_of_the_data_are_private_from_the_first_moment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpllm.text import data
-
-    seen = []
-    read = data.load_table
+def test_the_data_are_read_once_copies_are_private_from_the_first_moment_and_every_weight_moves(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N, policy and records are of one reading, and so is what trains."""
+    seen, read = [], data.load_table
 
     def look(*arguments: Any) -> Any:
         seen.append(stat.S_IMODE((place.run / "private").stat().st_mode))
         return read(*arguments)
 
     monkeypatch.setattr(data, "load_table", look)
-    assert dpllm_("train", place.recipe, "--privacy.delta", "0.5").code == 3
+    done("train", place.recipe)
     assert seen == [0o700]
+    weights = load_file(place.run / "export" / "adapter_model.safetensors")
+    assert len(weights) == 28
+    assert all(bool((value != 0).all()) for name, value in weights.items() if "lora_B" in name)  # noise reaches all
 
 
 def promise(shown: str) -> dict[str, Any]:
@@ -286,15 +290,6 @@ def test_frozen_layers_run_the_same_path(place: Place) -> None:
     assert place.json("run.json")["guarantee"]["holds"] is True
 
 
-def test_every_adapter_weight_moves_because_noise_reaches_all(place: Place) -> None:
-    from safetensors.torch import load_file
-
-    done("train", place.recipe)
-    weights = load_file(place.run / "export" / "adapter_model.safetensors")
-    assert len(weights) == 28
-    assert all(bool((value != 0).all()) for name, value in weights.items() if "lora_B" in name)
-
-
 def test_units_with_several_rows_are_counted_once(place: Place) -> None:
     people = 10
     tiny.write_rows(place.train, [{**row, "author": f"p{n % people}"} for n, row in enumerate(rows())])
@@ -322,39 +317,16 @@ def test_other_clipping_functions_are_planned_run_and_stated(place: Place, clipp
     card = (place.run / "export" / "README.md").read_text()
     assert (plan["clipping"], record["guarantee"]["holds"]) == (clipping, True)
     assert clipping in shown
-    assert {"automatic": "automatic clipping", "per_layer": "layer by layer", "adaptive": "adaptive clipping"}[
-        clipping
-    ] in card
-    released = record["metrics"]["released"]
-    assert (
-        (plan["adaptive"] is not None)
-        == (set(released) == {"unclipped_fraction", "max_grad_norm"})
-        == (clipping == "adaptive")
-    )
-    if clipping == "adaptive":
+    words = {"automatic": "automatic clipping", "per_layer": "layer by layer", "adaptive": "adaptive clipping"}
+    assert words[clipping] in card
+    released, adaptive = record["metrics"]["released"], clipping == "adaptive"
+    assert (plan["adaptive"] is not None, set(released) == {"unclipped_fraction", "max_grad_norm"}) == (adaptive,) * 2
+    if adaptive:
         sigma_g, sigma_b = plan["adaptive"]["gradient_noise_multiplier"], plan["adaptive"]["count_noise_multiplier"]
         assert sigma_g**-2 + (2 * sigma_b) ** -2 == pytest.approx(plan["noise_multiplier"] ** -2)
         lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
         assert [line["released"]["max_grad_norm"] for line in lines][-1] == released["max_grad_norm"] != 1.0
         assert f"{sigma_g!r} C_t" in card
-
-
-def test_data_that_change_while_a_run_is_prepared_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N, policy and records are of one reading, and so is what trains."""
-    from dpllm.model import loading
-
-    load = loading.load_tokenizer
-
-    def meanwhile(*arguments: Any) -> Any:
-        place.train.write_text("".join(place.train.read_text("utf-8").splitlines(keepends=True)[:10]), encoding="utf-8")
-        return load(*arguments)
-
-    monkeypatch.setattr(loading, "load_tokenizer", meanwhile)
-    answer = dpllm_("train", place.recipe)
-    assert answer.code == 3
-    assert "changed after its records were counted" in answer.err
-    with Ledger(place.ledger) as book:
-        assert not book.datasets()
 
 
 @pytest.mark.parametrize("method", ["lora", "frozen"])
@@ -442,16 +414,6 @@ def test_a_canary_that_does_not_fit_is_found_before_anything_is_spent(place: Pla
     assert not place.ledger.exists() or Ledger(place.ledger).datasets() == []
 
 
-def test_a_run_that_diverges_still_ends_with_a_readable_record(place: Place) -> None:
-    held_out = tiny.write_rows(place.root / "data" / "eval.jsonl", rows(10, start=500))
-    place.write({"train.learning_rate": 1e30, "data.eval": str(held_out)})
-    done("train", place.recipe)
-    record = place.json("run.json")
-    assert record["status"] == "completed"
-    assert json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"] is None
-    done("card", place.run)
-
-
 def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place, finished: Place) -> None:
     place.write({"train.learning_rate": 1e37, "train.weight_decay": 1.0})
     answer = dpllm_("train", place.recipe)
@@ -469,17 +431,22 @@ def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place,
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_who_sits_at_the_terminal_is_told_that_a_run_diverged(place: Place, terminal: bool) -> None:
+def test_who_sits_at_the_terminal_is_told_that_a_run_diverged_and_its_record_is_read(
+    place: Place, terminal: bool
+) -> None:
     """A log may be read by others, and the loss of private rows carries no noise."""
-    (place.root / "held_out.jsonl").write_text('{"text": "a walk by the sea"}\n')
-    place.write({"train.learning_rate": 1e30, "data.eval": str(place.root / "held_out.jsonl")})
+    held_out = tiny.write_rows(place.root / "data" / "eval.jsonl", rows(10, start=500))
+    place.write({"train.learning_rate": 1e30, "data.eval": str(held_out)})
     out = io.StringIO()
     out.isatty = lambda: terminal  # type: ignore[method-assign]
-    loop.train(load_config(place.recipe), console=Console(file=out, width=200))
+    record = loop.train(load_config(place.recipe), console=Console(file=out, width=200))
     assert ("Warning: the run has diverged" in out.getvalue()) is terminal
+    assert record.status == "completed"
+    assert json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"] is None
+    done("card", place.run)
 
 
-def test_a_fixed_noise_seed_has_no_guarantee(place: Place) -> None:
+def test_a_fixed_noise_seed_has_no_guarantee_and_no_total_covers_such_a_run(place: Place) -> None:
     done("train", place.recipe, "--privacy.insecure_seed", 7)
     record = place.json("run.json")
     assert record["guarantee"]["holds"] is False
@@ -487,10 +454,6 @@ def test_a_fixed_noise_seed_has_no_guarantee(place: Place) -> None:
     done("card", place.run)
     assert "no differential privacy guarantee" in (place.run / "export" / "README.md").read_text().lower()
     assert "differential-privacy" not in front_matter(place.run)["tags"]
-
-
-def test_no_total_covers_a_run_without_a_guarantee(place: Place) -> None:
-    done("train", place.recipe, "--privacy.insecure_seed", 7)
     second = place.root / "second"
     done("train", place.recipe, "--output_dir", second)
     done("card", second)
