@@ -18,6 +18,7 @@ from rich.console import Console
 
 from dpllm.model import evaluate, memory, processes
 from dpllm.model.processes import ahead, stop_signal
+from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.sampling import PhysicalBatch, physical_batches
 from dpllm.progress import heard_by
 from dpllm.recipe import derived
@@ -27,7 +28,7 @@ from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import StepDeadline, fail_together
 from dpllm.run.promise import Start
 from dpllm.run.record import Recorder, may_tell_cost
-from dpllm.run.screen import Activity
+from dpllm.run.screen import Screen
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry import Telemetry
 from dpllm.text import tokens
@@ -64,13 +65,13 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
             check_directory(config, run, resume=start.resume, overwrite=start.overwrite)  # before anything is made
             stack.enter_context(run.locked())
         telemetry = stack.enter_context(Telemetry(config, run, main=main))
-        activity = stack.enter_context(Activity(console, public=may_tell_cost(config)))
+        screen = stack.enter_context(Screen(console, public=may_tell_cost(config)))
         if main:
-            stack.enter_context(heard_by(activity))
+            stack.enter_context(heard_by(screen))
         prepared = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
-        activity.end()
+        screen.end()
         stack.enter_context(contextlib.closing(prepared.payment))
-        recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, activity, main=main))
+        recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, screen, main=main))
         recorder.evaluated(_evaluate(prepared, state), "before")
         step = _take_steps(prepared, recorder, deadline, state)
         total = prepared.schedule.num_steps
@@ -83,8 +84,8 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
             shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
         record = read_run(run) if main else None
         try:
-            shared: RunRecord = processes.shared(record)
-            return shared
+            everywhere: RunRecord = processes.shared(record)
+            return everywhere
         except RuntimeError:  # another process died; rank 0 has written everything down
             if record is None:
                 raise
@@ -110,19 +111,21 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
             with memory.explained(prepared.config, prepared.shapes[-1].rows):
                 mine = prepared.engine.step(batches, canaries)
             step += 1
-            tokens = sum(batch.input_ids_RT.numel() for batch in batches)
-            stop, *sums = processes.totals(
-                len(stopping), tokens, mine.loss_sum, mine.units, mine.clipped, *mine.clipped_by_layer
+            positions = float(sum(batch.input_ids_RT.numel() for batch in batches))
+            stop, positions, loss_sum, units, clipped, *by_layer = processes.totals(
+                len(stopping), positions, mine.loss_sum, mine.units, mine.clipped, *mine.clipped_by_layer
             )
+            everyone = Diagnostics(loss_sum, int(units), int(clipped), tuple(map(int, by_layer)))
             if step % COMPARE_EVERY == 0 or stop or step == total:
                 processes.check_same_weights(prepared.engine.parameters.values(), step)
-            recorder.step(step, rate, *sums)
+            recorder.step(step, rate, int(positions), everyone)
             deadline.rest()  # what comes now may take as long as it wants
             # once in a while:
             if settings.eval_every and step % settings.eval_every == 0 and step < total:
                 recorder.evaluated(_evaluate(prepared, state), "during")
-            if prepared.samples.due(settings.sample_every, step, total):
-                recorder.sampled(prepared.samples.prompts, _write_samples(prepared))
+            if prepared.samples.due(step, total):
+                texts = prepared.samples.write(prepared.model, prepared.tokenizer, prepared.autocast)
+                recorder.sampled(prepared.samples.prompts, texts)
             if settings.checkpoint_every and step % settings.checkpoint_every == 0:
                 recorder.save()
     return step
@@ -135,11 +138,6 @@ def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Physica
     found = physical_batches(drawn, prepared.units, prepared.shapes, pad_id, rank, world)
     canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found, canaries
-
-
-def _write_samples(prepared: Prepared) -> list[str]:
-    longest = prepared.config.data.max_length
-    return prepared.samples.write(prepared.model, prepared.tokenizer, prepared.autocast, longest)
 
 
 def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | None:

@@ -23,13 +23,14 @@ from dpllm.files import write_json
 from dpllm.model import environment, loading, memory
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy.clipping import layers_of
+from dpllm.privacy.engine import Diagnostics
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
 from dpllm.run.failures import StepDeadline
 from dpllm.run.projections import Projections, read_groups
-from dpllm.run.screen import Activity, ProgressLine, summary, summary_table
+from dpllm.run.screen import Screen, summary, summary_table
 from dpllm.statement import lineage
 from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan, read_run
 from dpllm.telemetry import EpsilonSpent, Telemetry
@@ -52,13 +53,14 @@ class Recorder:
         telemetry: Telemetry,
         deadline: StepDeadline,
         console: Console,
-        activity: Activity,
+        screen: Screen,
         *,
         main: bool,
     ) -> None:
         """Begins when the run is entered; ``started`` is when its preparation began, in seconds since 1970."""
-        self._prepared, self._telemetry, self._console, self._main = prepared, telemetry, console, main
-        self._epsilon_after, self._started, self._deadline = EpsilonSpent(prepared.plan), started, deadline
+        self._prepared, self._telemetry, self._main = prepared, telemetry, main
+        self._started, self._deadline, self._console, self._screen = started, deadline, console, screen
+        self._epsilon_after = EpsilonSpent(prepared.plan)
         # Losses in nats per target token, shares: private unless the evaluation data are public.
         figures = ("eval_loss_before", "eval_loss_after", "eval_accuracy_before", "eval_accuracy_after")
         self._summary: dict[str, float | None] = {**dict.fromkeys(figures), "eval_tokens": 0}
@@ -74,24 +76,20 @@ class Recorder:
         self._deviations = before.deviations if before else ()
         self._lost = prepared.decision.resumed.lost if prepared.decision.resumed else 0
         self._projections: Projections | None = None
-        public = may_tell_cost(prepared.config)
-        self._activity = activity
-        self._progress = ProgressLine(console, activity.bar, prepared.schedule.num_steps, self._step, public=public)
 
     def __enter__(self) -> Self:
+        prepared, total = self._prepared, self._prepared.schedule.num_steps
         if self._main:
-            if self._prepared.engine.canaries is not None:
-                place, schedule = self._prepared.run.projections, self._prepared.schedule
-                width = self._prepared.config.audit.gradient_canaries
-                self._projections = Projections(place, schedule.num_steps, width)
+            if prepared.engine.canaries is not None:
+                width = prepared.config.audit.gradient_canaries
+                self._projections = Projections(prepared.run.projections, total, width)
             self._write(None, "interrupted", "its process was killed; the ledger holds its steps")
-            base_holds = lineage.why_not(self._prepared.decision.lineage) is None
+            base_holds = lineage.why_not(prepared.decision.lineage) is None
             self._telemetry.begin(self._step, self._epsilon_after(self._step), base_holds=base_holds)
-            self._progress.start()
+            self._screen.begin_steps(total, self._step)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._progress.stop()
         if error is None or self._finishing or not self._main:
             return
         why = f"it ended with {type(error).__name__} after step {self._step}"
@@ -100,30 +98,26 @@ class Recorder:
             self._write(self._step, "interrupted", why)
         self._telemetry.end()
 
-    def step(
-        self, step: int, rate: float, tokens: float, loss_sum: float, units: float, clipped: float, *by_layer: float
-    ) -> None:
-        """Notes step ``step``, counted from 1: learning rate, positions with padding, and un-noised sums over its units."""
-        self._step = step
-        projections = self._prepared.engine.projections
-        if self._projections is not None and projections is not None:
-            self._projections.write(step, projections.numpy())
-        self._finite = math.isfinite(loss_sum)
-        mean = loss_sum / units if units and self._finite else None
-        private = {"step": step, "loss": mean, "units": int(units), "clipped": int(clipped)}
-        released = self._prepared.engine.released()
-        layers: dict[str, Any] = {"clipped_by_layer": list(map(int, by_layer))} if by_layer else {}
+    def step(self, step: int, rate: float, positions: int, seen: Diagnostics) -> None:
+        """Notes step ``step``, counted from 1: learning rate, tokens with padding, and what all ranks saw of its units."""
+        self._step, engine = step, self._prepared.engine
+        if self._projections is not None and engine.projections is not None:
+            self._projections.write(step, engine.projections.numpy())
+        self._finite = math.isfinite(seen.loss_sum)
+        mean = seen.loss if math.isfinite(seen.loss) else None
+        private = {"step": step, "loss": mean, "units": seen.units, "clipped": seen.clipped}
+        released, by_layer = engine.released(), list(seen.clipped_by_layer)
+        layers: dict[str, Any] = {"clipped_by_layer": by_layer} if by_layer else {}
         if by_layer and step == self._prepared.first_step + 1:  # once, because there can be hundreds
-            layers["layers"] = layers_of(self._prepared.engine.parameters)
+            layers["layers"] = layers_of(engine.parameters)
         self._log({**private, **layers, "released": released})
         self._telemetry.step(step, self._epsilon_after(step), rate, released, private)
         if self._main:
-            self._activity.end()
-            self._progress.step(step, self._epsilon_after.words(step), int(tokens))
+            self._screen.step(step, self._epsilon_after.words(step), positions)
 
     def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
         """Notes a pass over the held-out rows; None where there are none."""
-        self._activity.end()
+        self._screen.end()
         loss, accuracy = None, None
         if seen is not None:  # JSON has no word for the loss of a run that diverged
             loss, accuracy = seen.loss if math.isfinite(seen.loss) else None, seen.accuracy
@@ -153,7 +147,7 @@ class Recorder:
 
     def save(self) -> None:
         """Writes a checkpoint; the learning rate follows from the step."""
-        prepared = self._prepared
+        prepared, plan = self._prepared, self._prepared.plan
         if not self._main or self._saved == self._step:
             return
         self._saved = self._step
@@ -163,12 +157,10 @@ class Recorder:
                 entry=prepared.payment.entry,
                 max_grad_norm=prepared.engine.max_grad_norm,
                 head=prepared.payment.ledger.head() if prepared.payment.ledger else None,
-                event=prepared.plan.event_after(self._step).to_json() if prepared.plan else None,
+                event=plan.event_after(self._step).to_json() if plan else None,
                 reserved=sum(size for _, size in prepared.payment.claims),
-                units=getattr(prepared.units, "digest", None),
-                groups=read_groups(prepared.run.groups).digest
-                if prepared.plan and prepared.plan.coefficients
-                else None,
+                units=prepared.units.digest,
+                groups=read_groups(prepared.run.groups).digest if plan and plan.coefficients else None,
                 lost=self._lost,
             )
             checkpoint.save_resume(prepared.run, prepared.model, prepared.optimizer, state)
@@ -197,9 +189,8 @@ class Recorder:
         self._console.print(summary_table(found))
         before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
         worse = prepared.held_out and (after is None or (before is not None and after > before))
-        if (
-            worse or not self._finite
-        ) and self._console.file.isatty():  # a log has other readers, and no loss carries noise
+        # A log has other readers, and no loss carries noise.
+        if (worse or not self._finite) and self._console.file.isatty():
             self._console.print(
                 "Warning: the run has diverged: a loss is not finite, or the held-out loss is above the base model's. Lower "
                 "train.learning_rate and train again.",

@@ -25,10 +25,12 @@ TOKENS = 64  # of a text, at most
 
 @dataclass(frozen=True)
 class Samples:
-    """The prompts of a recipe: as they may be told, and as the model reads them."""
+    """The prompts of a recipe, and when the model writes behind them."""
 
-    prompts: tuple[str, ...]
-    ids: tuple[tuple[int, ...], ...]
+    prompts: tuple[str, ...]  # as they may be told
+    ids: tuple[tuple[int, ...], ...]  # as the model reads them
+    every: int | None  # steps between two texts of a prompt; None: only after the last step
+    longest: int  # tokens of a prompt and its text, at most
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Any, *, main: bool) -> Samples:
@@ -60,14 +62,14 @@ class Samples:
                     "what the model would write. Shorten the prompt."
                 )
         words = (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) for prompt in prompts)
-        return cls(tuple(words), tuple(found))
+        return cls(tuple(words), tuple(found), config.train.sample_every, most)
 
-    def due(self, every: int | None, step: int, total: int) -> bool:
-        """Whether texts are written after step ``step`` of ``total``, counted from 1: ``every`` so many steps, and the last."""
-        return bool(self.ids) and (step == total or (every is not None and step % every == 0))
+    def due(self, step: int, total: int) -> bool:
+        """Whether texts are written after step ``step`` of ``total``, counted from 1."""
+        return bool(self.ids) and (step == total or (self.every is not None and step % self.every == 0))
 
-    def write(self, model: Any, tokenizer: Any, autocast: Autocast, most: int) -> list[str]:
-        """One text behind each prompt, by the likeliest token each time; ``most`` tokens with the prompt.
+    def write(self, model: Any, tokenizer: Any, autocast: Autocast) -> list[str]:
+        """One text behind each prompt, by the likeliest token each time.
 
         All ranks make the same forward passes, because a sharded model is gathered by all of them in each.
 
@@ -80,16 +82,12 @@ class Samples:
         texts = []
         with evaluate.in_eval_mode(model):
             for prompt in self.ids:
-                ids, written = list(prompt), 0
-                while written < min(TOKENS, most - len(prompt)):
+                ids = list(prompt)
+                for _ in range(min(TOKENS, self.longest - len(prompt))):
                     ids_1T = torch.tensor([ids], device=device)
-                    with autocast():
-                        # Without a cache: it has another class in every family, and a text is short.
-                        logits_1TV = model(
-                            input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False
-                        ).logits
-                    ids.append(int(logits_1TV[0, -1].argmax()))
-                    written += 1
+                    with autocast():  # without a cache: it has another class in every family, and a text is short
+                        output = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False)
+                    ids.append(int(output.logits[0, -1].argmax()))
                     if ids[-1] == tokenizer.eos_token_id and not processes.several():
                         break
                 new = ids[len(prompt) :]

@@ -28,20 +28,22 @@ LINES = 20  # of a log, about
 LONG = 5.0  # seconds after which a log says what takes them, and a terminal how far a step is
 
 
-class Activity:
-    """What takes long before, between and within steps, for ``progress.heard_by``; use it in a ``with`` statement.
+class Screen:
+    """Where a run stands, and what takes long before, between and within its steps; use it in a ``with`` statement.
 
-    On a terminal a line that is redrawn and goes away; in a notebook too, of what is public. In a log one line, of what is public
-    and takes longer than ``LONG``.
+    On a terminal a bar of steps, and below it a line that is redrawn and goes away; in a notebook too, of what is public. In a
+    log a line for some of the steps, and one for what is public and takes longer than ``LONG``.
     """
 
     def __init__(self, console: Console, *, public: bool = False) -> None:
-        """Shows nothing yet; ``public`` rows may tell anywhere how long they take."""
-        self._console, self._told = console, public or console.file.isatty()
+        """Shows nothing yet; ``public`` rows may tell anywhere how long they take, and what speed and memory are."""
+        self._console, self._shows_cost = console, public or console.file.isatty()
         at_terminal = console.is_interactive and console.file.isatty()  # FORCE_COLOR makes a log a terminal of rich's
         notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[cost]}")
         self.bar = Progress(*columns, console=console) if at_terminal or notebook else None
+        self._steps: TaskID | None = None
+        self._total, self._first, self._first_ended, self._tokens = 0, 0, 0.0, 0
         self._task: TaskID | None = None
         self._what, self._begun, self._said = "", 0.0, False
 
@@ -60,7 +62,7 @@ class Activity:
             self.end()
             self._what, self._begun, self._said = what, now, False
         seconds = now - self._begun
-        if self.bar and (public or self._told) and (what != STEP or seconds > LONG):
+        if self.bar and (public or self._shows_cost) and (what != STEP or seconds > LONG):
             cost = [note, f"{done:,} of {total:,}"] if total else [note]
             if done and seconds > 1:
                 rate = f"{done / seconds:,.0f} tokens/s" if what == STEP else ""
@@ -68,65 +70,52 @@ class Activity:
             if self._task is None:
                 self._task = self.bar.add_task("", cost="")
                 self.bar.start()
-            self.bar.update(
-                self._task, description=what, total=total or None, completed=done, cost=", ".join(filter(None, cost))
-            )
+            self.bar.update(self._task, description=what, total=total or None, completed=done, cost=_listed(*cost))
         elif not self.bar and public and seconds > LONG and not self._said:
             self._said = True
             words = f"{done} of {total} done after {seconds:.0f} s" if total else f"{note}, after {seconds:.0f} s"
             self._console.print(f"{what}: {words}", markup=False, highlight=False)
 
     def end(self) -> None:
-        """Whatever was shown is over."""
+        """What takes long is over."""
         if self.bar and self._task is not None:
             self.bar.remove_task(self._task)
         self._task, self._what = None, ""
 
-
-class ProgressLine:
-    """Where a run stands; redrawn where that can be done, else a line now and then."""
-
-    def __init__(self, console: Console, bar: Progress | None, total: int, done: int, *, public: bool) -> None:
-        """For ``total`` steps, of which ``done`` were taken before; ``public`` rows may tell speed and memory anywhere."""
-        self._console, self._total, self._bar = console, total, bar
-        self._told = public or console.file.isatty()
-        self._first, self._begun, self._tokens = done, 0.0, 0
-        self._task = bar.add_task("", total=total, completed=done, cost=f"{done}/{total}") if bar else None
-
-    def start(self) -> None:
-        """Shows the bar."""
-        if self._bar:
-            self._bar.start()
-
-    def stop(self) -> None:
-        """Leaves it as it is."""
-        if self._bar:
-            self._bar.stop()
+    def begin_steps(self, total: int, done: int) -> None:
+        """There are ``total`` steps, of which ``done`` were taken before."""
+        self._total, self._first = total, done
+        if self.bar:
+            self._steps = self.bar.add_task("", total=total, completed=done, cost=f"{done}/{total}")
+            self.bar.start()
 
     def step(self, step: int, words: str, tokens: int) -> None:
         """After step ``step``, counted from 1, of ``tokens`` positions with padding; ``words`` say epsilon."""
+        self.end()
         now = time.monotonic()
-        if not self._begun:  # what stands before the first step, and its warm-up, says nothing of the next
-            self._first, self._begun, tokens = step, now, 0
+        if not self._first_ended:  # what stands before the first step, and its warm-up, says nothing of the next
+            self._first, self._first_ended, tokens = step, now, 0
         self._tokens += tokens
-        cost = self._cost(step, now)
-        if self._bar and self._task is not None:
+        cost = self._cost(step, now) if self._shows_cost else ""
+        if self.bar and self._steps is not None:
             of = f"{step}/{self._total}"
-            self._bar.update(self._task, completed=step, description=words, cost=", ".join(filter(None, (of, cost))))
+            self.bar.update(self._steps, completed=step, description=words, cost=_listed(of, cost))
         elif step % max(1, self._total // LINES) == 0 or step == self._total:
-            line = ", ".join(filter(None, (f"step {step} of {self._total}", words, cost)))
+            line = _listed(f"step {step} of {self._total}", words, cost)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _cost(self, step: int, now: float) -> str:
-        done, seconds, parts = step - self._first, now - self._begun, []
-        if not self._told:
-            return ""
+        done, seconds, parts = step - self._first, now - self._first_ended, []
         if done and seconds:
             left = timedelta(seconds=round(seconds / done * (self._total - step)))
             parts = [f"{left} left", f"{self._tokens / seconds:,.0f} tokens/s"]
         if (held := memory.peak_memory()) is not None:
             parts.append(f"{held / 1e9:.2f} GB")
         return ", ".join(parts)
+
+
+def _listed(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
 
 
 def summary(record: RunRecord, run: RunPaths, *, held_out: bool) -> dict[str, Any]:
@@ -165,17 +154,15 @@ def summary_table(found: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=box.SIMPLE, title=title, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    lost = found["steps_lost"]
+    holds, lost, private = found["guarantee"], found["steps_lost"], found["private_figures"]
     losses = [(when, found[f"eval_loss_{when}"]) for when in ("before", "after")]
-    told = ", ".join(f"{loss:.4f} {when}" for when, loss in losses if loss is not None)
-    promise = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}" if found["guarantee"] else "none"
+    shown = ", ".join(f"{loss:.4f} {when}" for when, loss in losses if loss is not None)
+    more = f"; {lost} more were charged and lost" if lost else ""
+    promise = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}" if holds else f"none: {found['reason']}"
     rows = {
-        "steps": f"{found['steps_taken'] - lost} of {found['steps_planned']}"
-        + (f"; {lost} more were charged and lost" if lost else ""),
-        "guarantee": promise if found["guarantee"] else f"{promise}: {found['reason']}",
-        "held-out loss": f"{told} (nats per token)"
-        if told
-        else found["private_figures"] and "private: " + found["private_figures"],
+        "steps": f"{found['steps_taken'] - lost} of {found['steps_planned']}{more}",
+        "guarantee": promise,
+        "held-out loss": f"{shown} (nats per token)" if shown else private and f"private: {private}",
         "charged to": found["dataset"],
         "to publish": f"{found['export']}/",
         "to keep private": f"{found['private']}/",

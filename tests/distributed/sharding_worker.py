@@ -82,8 +82,7 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     engine = tm.make_engine(net, promise, noise_entropy=1234, autocast=autocast)
     results["error"] = engine.self_check(tm.VOCABULARY, tm.shapes(32), low_precision=low).error
     results["before"] = held_out(net, rank, world)
-    asked = Samples(("", ""), ((5, 9, 20), (7,)))
-    results["samples"] = asked.write(net, tiny.tokenizer(), autocast, 12)
+    results["samples"] = Samples(("", ""), ((5, 9, 20), (7,)), None, 12).write(net, tiny.tokenizer(), autocast)
     for step, batches in enumerate(shares(world, rank)):
         results[f"losses{step}"] = torch.cat([engine.losses(batch).detach() for batch in batches])
         sum_P, diagnostics = engine.clipped_sum(batches)

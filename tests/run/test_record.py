@@ -24,44 +24,30 @@ def config(public: bool, eval_public: bool, privacy: dict[str, Any]) -> RunConfi
     )
 
 
+@pytest.mark.parametrize("eval_public", [True, False])
 @pytest.mark.parametrize(
-    ("public", "eval_public", "privacy", "told"),
-    [
-        (False, True, {}, True),
-        (False, False, {}, False),
-        (True, False, {}, False),
-        (False, True, {"insecure_seed": 1}, False),
-        (True, True, {"insecure_seed": 1}, True),
-        (False, True, {"enabled": False}, False),
-        (True, True, {"enabled": False}, True),
-    ],
-)
-def test_a_figure_of_public_rows_is_private_where_the_weights_are(
-    public: bool, eval_public: bool, privacy: dict[str, Any], told: bool
-) -> None:
-    """It is computed through weights that saw private rows without a guarantee."""
-    asked = config(public, eval_public, privacy)
-    run: Any = SimpleNamespace(config=asked, decision=Decision(asked))
-    assert may_tell(run) is told
-
-
-@pytest.mark.parametrize(
-    ("public", "privacy", "told"),
+    ("public", "privacy", "released"),
     [
         (False, {}, True),
+        (True, {}, True),
         (False, {"insecure_seed": 1}, False),
+        (True, {"insecure_seed": 1}, True),
         (False, {"enabled": False}, False),
         (True, {"enabled": False}, True),
     ],
 )
-def test_samples_are_released_where_the_weights_are(public: bool, privacy: dict[str, Any], told: bool) -> None:
-    asked = config(public, False, privacy)
+def test_samples_and_figures_of_public_rows_are_private_where_the_weights_are(
+    public: bool, eval_public: bool, privacy: dict[str, Any], released: bool
+) -> None:
+    """They are computed through weights that saw private rows without a guarantee."""
+    asked = config(public, eval_public, privacy)
     run: Any = SimpleNamespace(config=asked, decision=Decision(asked))
-    assert told_by_weights(run) is told
+    assert told_by_weights(run) is released
+    assert may_tell(run) is (released and eval_public)
 
 
 @pytest.mark.parametrize(
-    ("public", "eval_public", "evaluation", "told"),
+    ("public", "eval_public", "evaluation", "released"),
     [
         (True, True, "b.jsonl", True),
         (True, False, None, True),
@@ -70,10 +56,11 @@ def test_samples_are_released_where_the_weights_are(public: bool, privacy: dict[
     ],
 )
 def test_time_and_memory_are_told_of_public_rows_alone(
-    public: bool, eval_public: bool, evaluation: str | None, told: bool
+    public: bool, eval_public: bool, evaluation: str | None, released: bool
 ) -> None:
     asked = config(public, eval_public, {})
-    assert may_tell_cost(asked.model_copy(update={"data": asked.data.model_copy(update={"eval": evaluation})})) is told
+    asked = asked.model_copy(update={"data": asked.data.model_copy(update={"eval": evaluation})})
+    assert may_tell_cost(asked) is released
 
 
 def test_deviations_of_a_resumed_run_only_grow() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,9 @@ def test_a_file_that_is_declared_public_may_be_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [7]), (3, [3, 6, 7])])
 def test_when_texts_are_written(every: int | None, steps: list[int]) -> None:
-    asked = Samples(("a",), ((1,),))
-    assert [step for step in range(1, 8) if asked.due(every, step, 7)] == steps
-    assert not Samples((), ()).due(every, 7, 7)
+    asked = Samples(("a",), ((1,),), every, 100)
+    assert [step for step in range(1, 8) if asked.due(step, 7)] == steps
+    assert not Samples((), (), every, 100).due(7, 7)
 
 
 class Counting(nn.Module):
@@ -93,15 +94,14 @@ class Numbers:
 
 
 def test_a_model_is_afterwards_as_it_was() -> None:
-    model, asked = Counting().train(), Samples(("a", "b"), ((5,), (100, 101)))
+    model, asked = Counting().train(), Samples(("a", "b"), ((5,), (100, 101)), None, 1000)
     before = torch.get_rng_state()
-    assert asked.write(model, Numbers(), contextlib.nullcontext, 1000) == [
-        "6 7 8",
-        " ".join(map(str, range(102, 102 + TOKENS))),
-    ]
+    longest = " ".join(map(str, range(102, 102 + TOKENS)))
+    assert asked.write(model, Numbers(), contextlib.nullcontext) == ["6 7 8", longest]
     assert torch.equal(torch.get_rng_state(), before)
     assert set(model.asked) == {(False, False)}
     assert model.training
     assert model.dropout.training
     assert model.weight.grad is None
-    assert asked.write(model, Numbers(), contextlib.nullcontext, 4)[1] == "102 103"  # no longer than a row of training
+    short = replace(asked, longest=4)  # no longer than a row of training
+    assert short.write(model, Numbers(), contextlib.nullcontext)[1] == "102 103"

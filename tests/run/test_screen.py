@@ -28,13 +28,11 @@ def said(
     now = [1000.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     console = Console(file=file, width=80)
-    with screen.Activity(console) as activity:
-        line = screen.ProgressLine(console, activity.bar, steps, 0, public=public)
-        line.start()
+    with screen.Screen(console, public=public) as shown:
+        shown.begin_steps(steps, 0)
         for step in range(1, steps + 1):
-            line.step(step, "epsilon <= 3.21 of 8.00", 100)
+            shown.step(step, "epsilon <= 3.21 of 8.00", 100)
             now[0] += pace
-        line.stop()
     return file.getvalue()
 
 
@@ -79,57 +77,54 @@ def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(
     monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: object() if widgets else None)
     console = Console(file=io.StringIO())
     console.is_jupyter = True
-    activity = screen.Activity(console)
-    line = screen.ProgressLine(console, activity.bar, 3, 0, public=False)
-    assert (activity.bar is not None) is widgets
-    assert not line._told
     monkeypatch.setattr(screen, "LONG", -1.0)
-    for what, public in (("Self-check", True), (STEP, False), ("Tokenising", False)):
-        activity(what, 1, 2, note="37 units", public=public)
-        shown = [task.description for task in activity.bar.tasks] if activity.bar else []
-        assert (what in shown) is (public and widgets)
-    if activity.bar:
-        activity.bar.stop()
+    with screen.Screen(console) as made:
+        assert (made.bar is not None) is widgets
+        assert not made._shows_cost
+        for what, public in (("Self-check", True), (STEP, False), ("Tokenising", False)):
+            made(what, 1, 2, note="37 units", public=public)
+            shown = [task.description for task in made.bar.tasks] if made.bar else []
+            assert (what in shown) is (public and widgets)
 
 
 # --- what takes long ---------------------------------------------------------------------------------------------------
 
 
-def told(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, what: str, *, public: bool, pace: float = 3.0) -> str:
+def shown(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, what: str, *, public: bool, pace: float = 3.0) -> str:
     """What is shown of something in ten parts of ``pace`` seconds and 100 units each."""
     now = [1000.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     console = Console(file=file, width=100)
-    with screen.Activity(console) as activity, heard_by(activity):
+    with screen.Screen(console) as made, heard_by(made):
         for part in range(10):
             tell(what, 100 * part, 1000, note=f"{part} units", public=public)
-            if activity.bar:
-                activity.bar.refresh()
+            if made.bar:
+                made.bar.refresh()
             now[0] += pace
     tell(what, 0, 1)  # nobody listens any more
     return file.getvalue()
 
 
 def test_a_log_says_once_what_takes_long_if_that_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, io.StringIO(), "Self-check", public=True) == "Self-check: 200 of 1000 done after 6 s\n"
-    assert told(monkeypatch, io.StringIO(), "Self-check", public=True, pace=0.1) == ""
+    assert shown(monkeypatch, io.StringIO(), "Self-check", public=True) == "Self-check: 200 of 1000 done after 6 s\n"
+    assert shown(monkeypatch, io.StringIO(), "Self-check", public=True, pace=0.1) == ""
     for what in ("Tokenising", "Evaluating", STEP):
-        assert told(monkeypatch, io.StringIO(), what, public=False) == ""
+        assert shown(monkeypatch, io.StringIO(), what, public=False) == ""
 
 
 def test_a_terminal_shows_how_far_it_is_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    shown = told(monkeypatch, Terminal(), "Tokenising", public=False)
-    assert "Tokenising" in shown
-    assert "9 units, 900 of 1,000, 0:00:03 left" in shown
+    found = shown(monkeypatch, Terminal(), "Tokenising", public=False)
+    assert "Tokenising" in found
+    assert "9 units, 900 of 1,000, 0:00:03 left" in found
 
 
 def test_a_step_says_how_far_it_is_once_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    shown = told(monkeypatch, Terminal(), STEP, public=False)
-    assert "9 units, 900 of 1,000, 33 tokens/s, 0:00:03 left" in shown
-    assert "0 of 1,000" not in shown.replace("900 of", "").replace("00 of", "")
-    assert STEP not in told(monkeypatch, Terminal(), STEP, public=False, pace=0.1)
+    found = shown(monkeypatch, Terminal(), STEP, public=False)
+    assert "9 units, 900 of 1,000, 33 tokens/s, 0:00:03 left" in found
+    assert "0 of 1,000" not in found.replace("900 of", "").replace("00 of", "")
+    assert STEP not in shown(monkeypatch, Terminal(), STEP, public=False, pace=0.1)
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
